@@ -74,6 +74,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             "few_steps cannot be trained with causal='block', whose frames have times of their own; use a patch "
             "without causal.",
         )
+    check_guidance(data, config)
     check_splits(transformer, data, config)
 
 
@@ -120,6 +121,16 @@ def check_enough(data: TrainingData, config: TrainingConfig) -> None:
         f"prompt_dropout={config.prompt_dropout} needs the empty prompt's conditioning, which the data lacks; encode "
         "the data with it, or set prompt_dropout: 0.",
     )
+
+
+def check_guidance(data: TrainingData, config: TrainingConfig) -> None:
+    """Raise ValueError unless data has the empty prompt where the teacher's guidance is distilled in."""
+    for index, stage in enumerate(config.stages):
+        check(
+            stage.guidance == 1 or data.empty is not None,
+            f"stages.{index}.guidance={stage.guidance} needs the empty prompt's conditioning, which the data lacks; "
+            "encode the data with it, or set guidance: 1.0.",
+        )
 
 
 def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:

@@ -106,6 +106,8 @@ class StageConfig:
     learning_rate: float
     trainable: Trainable
     objectives: ObjectiveWeights | None = None
+    guidance: float = 1.0
+    """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
     mixing_learning_rate: float | None = None
     """Learning rate of the mixing matrices, λ and β; None for ``learning_rate``."""
     lora_rank: int | None = None
@@ -126,6 +128,12 @@ class StageConfig:
         check(
             (self.objectives is None) != (self.few_steps is None),
             "a stage needs either objectives, the weights of its losses, or few_steps.",
+        )
+        distils = self.objectives is not None and self.objectives.distillation > 0
+        check(
+            self.guidance == 1 or (self.guidance > 1 and distils),
+            f"guidance={self.guidance} must be 1.0, or more with a positive weight of objectives.distillation; few "
+            "steps have few_steps.guidance.",
         )
         if self.trainable == "lora":
             check(bool(rank and rank > 0), "trainable=lora needs a positive lora_rank.")

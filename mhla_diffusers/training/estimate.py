@@ -156,6 +156,7 @@ def _estimate_stage(
         name: torch.empty((config.batch_size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()
     }
     latents = tensors.pop("latents")
+    empty = {name: x[0] for name, x in tensors.items()}
 
     def backward(loss: torch.Tensor) -> None:
         loss.backward()
@@ -166,7 +167,15 @@ def _estimate_stage(
 
     def one_batch() -> None:
         if stage.objectives is not None:
-            objectives = Objectives(stage.objectives, process, transformer, teacher, in_parts=processes is not None)
+            objectives = Objectives(
+                stage.objectives,
+                process,
+                transformer,
+                teacher,
+                in_parts=processes is not None,
+                guidance=stage.guidance,
+                empty=empty,
+            )
             objectives.backward(transformer, batch(), backward)
         else:
             update_few(turn=True)
@@ -179,7 +188,6 @@ def _estimate_stage(
     def few() -> FewStepObjective:
         if few_steps is None or teacher is None or critic is None:
             raise ValueError("This stage has no few_steps.")
-        empty = {name: x[0] for name, x in tensors.items()}
         return FewStepObjective(few_steps, process, transformer, teacher, critic, empty, seed=0)
 
     def flops_of(run: Callable[[], object]) -> int:

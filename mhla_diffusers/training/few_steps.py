@@ -10,7 +10,7 @@ which is that of the Kullback-Leibler divergence of the student's samples from t
 learns to denoise x itself, with the loss that the model was trained with.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,8 @@ from ..patching import mhla_disabled, mhla_layers
 from ..patching.steps import Step
 from .config import FewStepsConfig, TrainingConfig
 from .critic import Critic
-from .latents.data import TrainingData, drop_prompts
-from .objectives import Backward
+from .latents.data import TrainingData
+from .objectives import Backward, guided, teacher_prediction
 from .teacher import Teacher
 from .validation import with_noise
 
@@ -116,16 +116,14 @@ class FewStepObjective:
     @torch.no_grad()
     def guided(self, noised: torch.Tensor, time: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
         """The teacher's prediction of the latents, with guidance: float32, like the samples."""
-        scale = self.settings.guidance
-        with self.teacher.at_work():
-            real = self._clean(lambda one: predict(self.transformer, one), noised, time, batch)
-            if scale != 1 and self.empty is not None:
-                everywhere = torch.ones(len(noised), dtype=torch.bool, device=noised.device)
-                empty = {name: x.to(noised.device) for name, x in self.empty.items()}
-                without = drop_prompts(batch.conditioning, empty, everywhere)
-                free = self._clean(lambda one: predict(self.transformer, one), noised, time, batch, without)
-                real = free + scale * (real - free)
-        return real
+
+        def velocity(one: NoisedBatch) -> torch.Tensor:
+            found = teacher_prediction(self.transformer, self.teacher, one)
+            if self.empty is None or self.settings.guidance == 1:
+                return found
+            return guided(found, self.transformer, self.teacher, one, self.settings.guidance, self.empty)
+
+        return self._clean(velocity, noised, time, batch)
 
     def _train_critic(
         self, samples: torch.Tensor, batch: NoisedBatch, draws: "Draws", backward: Backward
@@ -145,25 +143,17 @@ class FewStepObjective:
         noised: torch.Tensor,
         time: torch.Tensor,
         batch: NoisedBatch,
-        conditioning: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Latents by the velocity that a model predicts: x_σ − σ v."""
         with self.autocast():
-            velocity = model(self._input(noised, time, batch, conditioning))
+            velocity = model(self._input(noised, time, batch))
         return noised - time.view(-1, *[1] * (noised.ndim - 1)) * velocity[:, : noised.shape[1]].to(noised.dtype)
 
-    def _input(
-        self,
-        noised: torch.Tensor,
-        time: torch.Tensor,
-        batch: NoisedBatch,
-        conditioning: Mapping[str, torch.Tensor] | None = None,
-    ) -> NoisedBatch:
+    def _input(self, noised: torch.Tensor, time: torch.Tensor, batch: NoisedBatch) -> NoisedBatch:
         """A forward at a time, with the channels of a picture beside what is noised."""
         beside = batch.latents[:, noised.shape[1] :]
         whole = torch.cat([noised, beside], dim=1) if beside.shape[1] else noised
-        kept = batch.conditioning if conditioning is None else conditioning
-        return NoisedBatch(batch.latents, batch.noise, time, whole, self.process.timestep(time), kept)
+        return NoisedBatch(batch.latents, batch.noise, time, whole, self.process.timestep(time), batch.conditioning)
 
     def _attention_of(self, index: int) -> AbstractContextManager[None]:
         """As the patch attends in a step: as before it in the first ``softmax_steps``."""

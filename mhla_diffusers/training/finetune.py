@@ -64,7 +64,8 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
     else:
         vae = read_json(pipeline_file(run.model, "vae/config.json"))
         latents = torch.empty(run.family.latent_shape(transformer.config, vae, run.clip), device="meta")
-        data = InMemoryData([{"latents": latents, **run.family.conditioning_shapes(transformer.config)}])
+        shapes = run.family.conditioning_shapes(transformer.config)
+        data = InMemoryData([{"latents": latents, **shapes}], shapes)
     check_fits(transformer, data, config)
     return estimate(transformer, data[0], config, processes)
 

@@ -253,6 +253,8 @@ class _Run:
                 accelerator.autocast,
                 self._groups.size,
                 self._sharded,
+                stage.guidance,
+                self._data.empty,
             )
         else:
             self._objectives = self._prepare_few_steps(stage, critics)

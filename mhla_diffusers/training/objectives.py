@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..attention.precision import without_autocast
-from ..families import DiffusionProcess, NoisedBatch, get_family, predict
+from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict
 from ..patching import call_context
 from ..patching.parallel import parallel_of
 from .config import ObjectiveWeights
+from .latents.data import drop_prompts
 from .teacher import Teacher
 from .trainable import patched_attentions
 
@@ -40,6 +41,10 @@ class Objectives:
     """Processes that split the tokens of a batch."""
     in_parts: bool = False
     """Whether the transformer is sharded."""
+    guidance: float = 1.0
+    """Of the teacher, in distillation."""
+    empty: Sample | None = None
+    """Conditioning of the empty prompt, which guidance needs."""
 
     def backward(self, model: nn.Module, batch: NoisedBatch, backward: Backward) -> torch.Tensor:
         """Run one batch forward and backward.
@@ -65,6 +70,8 @@ class Objectives:
                     transfer, target = self._transfer(self.teacher, batch, backward)
                 else:
                     target = teacher_prediction(self.transformer, self.teacher, batch)
+                if self.empty is not None and self.guidance != 1:
+                    target = guided(target, self.transformer, self.teacher, batch, self.guidance, self.empty)
         if weights.need_prediction:
             with self.autocast():
                 prediction = predict(model, batch)
@@ -89,6 +96,28 @@ def teacher_prediction(transformer: nn.Module, teacher: Teacher, batch: NoisedBa
     """The unpatched model's output: (B, output channels, ...)."""
     with teacher.at_work():
         return predict(transformer, batch)
+
+
+def guided(
+    prediction: torch.Tensor, transformer: nn.Module, teacher: Teacher, batch: NoisedBatch, scale: float, empty: Sample
+) -> torch.Tensor:
+    """The unpatched model's output with classifier-free guidance: (B, output channels, ...).
+
+    Args:
+        prediction: its output for the batch, of which channels beside those of the noise are kept.
+        transformer: the model.
+        teacher: of it.
+        batch: what it ran on.
+        scale: of guidance.
+        empty: conditioning of the empty prompt, without a batch axis.
+    """
+    everywhere = torch.ones(len(batch.noise), dtype=torch.bool, device=batch.noise.device)
+    there = {name: x.to(batch.noise.device) for name, x in empty.items()}
+    without = replace(batch, conditioning=drop_prompts(batch.conditioning, there, everywhere))
+    free = teacher_prediction(transformer, teacher, without)
+    noised = min(prediction.shape[1], batch.noise.shape[1])
+    both = (free + scale * (prediction - free))[:, :noised]
+    return torch.cat([both, prediction[:, noised:]], dim=1)
 
 
 def distillation_loss(prediction: torch.Tensor, teacher_output: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,7 @@ def one_stage(output: object, steps: int = 4, **settings: Any) -> TrainingConfig
         for name, default in {
             "learning_rate": 1e-3,
             "trainable": "all",
+            "guidance": 1.0,
             "mixing_learning_rate": None,
             "lora_rank": None,
             "scheduler": "constant",

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,15 @@ import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla, mhla_layers
 from mhla_diffusers.families import NoisedBatch, get_family, predict
-from mhla_diffusers.training import InMemoryData, TrainingConfig, read_metrics, train
+from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import NoisedBatches
-from mhla_diffusers.training.objectives import distillation_loss, teacher_prediction, transfer_attention
+from mhla_diffusers.training.objectives import (
+    Objectives,
+    distillation_loss,
+    guided,
+    teacher_prediction,
+    transfer_attention,
+)
 from mhla_diffusers.training.teacher import Teacher
 from mhla_diffusers.training.trainable import add_adapters, changed_names, set_trainable
 
@@ -75,6 +82,44 @@ def test_transfer_needs_no_full_backward() -> None:
     for index, names in enumerate(held):
         assert names
         assert all(name.startswith(f"blocks.{index}.attn1.") for name in names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_guidance_is_distilled_in(family: str) -> None:
+    """A DiT also predicts variances, which its pipeline does not guide."""
+    make, data, blocks = FAMILIES[family]
+    original, transformer = make(), apply_mhla(make(), sparse="none", blocks=blocks)
+    if family == "dit":
+        for model in (original, transformer):
+            torch.manual_seed(0)
+            torch.nn.init.normal_(model.proj_out_2.weight, std=0.1)
+    batch, empty = _one_batch(transformer, data()), data().empty
+    assert empty is not None
+    without = replace(batch, conditioning={name: torch.stack([x] * len(batch.latents)) for name, x in empty.items()})
+    with torch.no_grad():
+        conditional, free = predict(original, batch), predict(original, without)
+        expected = free + 3.0 * (conditional - free)
+        noised = batch.latents.shape[1]
+        expected[:, noised:] = conditional[:, noised:]
+        found = guided(conditional, transformer, Teacher(transformer, []), batch, 3.0, empty)
+        assert not torch.equal(found, conditional)
+        torch.testing.assert_close(found, expected)
+        loss = distillation_loss(predict(transformer, batch), expected)
+    process = get_family(transformer).process(transformer, 3.0)
+    weights, teacher = ObjectiveWeights(distillation=1.0), Teacher(transformer, [])
+    objectives = Objectives(weights, process, transformer, teacher, guidance=3.0, empty=empty)
+    torch.testing.assert_close(objectives.backward(transformer, batch, torch.Tensor.backward)[0], loss)
+
+
+def test_guidance_needs_distillation_and_the_empty_prompt(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="guidance=3.0 .*distillation"):
+        one_stage(tmp_path, objectives={"transfer": 1.0}, guidance=3.0)
+    patch = MHLAConfig(blocks=(2, 2, 2), sparse="none")
+    config = one_stage(tmp_path, objectives={"distillation": 1.0}, guidance=3.0, patch=patch)
+    data = wan_data()
+    data.empty = None
+    with pytest.raises(ValueError, match=r"stages.0.guidance=3.0 .*empty prompt"):
+        train(apply_mhla(tiny_wan(), patch), data, config)
 
 
 @pytest.mark.parametrize("trainable", ["mhla", "attention", "all", "lora"])
