@@ -61,17 +61,21 @@ def load_adapter(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give a transformer the LoRA of a patch, beside others that it has.
 
     Raises:
-        ValueError: its class takes no LoRA, or it has an adapter of that name.
+        ValueError: it has an adapter of that name.
     """
-    if not hasattr(transformer, "load_lora_adapter"):
-        raise ValueError(
-            f"The patch brings a LoRA, and {type(transformer).__name__} takes none; merge the LoRA into the weights "
-            "and save the patch with weights='changed'."
-        )
-    places = dict(transformer.named_parameters())
-    first = next(iter(places.values()))
-    state = {name: tensor.to(first.device, first.dtype) for name, tensor in tensors.items()}
-    transformer.load_lora_adapter(state, prefix=None, adapter_name=ADAPTER)
+    if hasattr(transformer, "load_lora_adapter"):
+        first = next(iter(transformer.parameters()))
+        state = {name: tensor.to(first.device, first.dtype) for name, tensor in tensors.items()}
+        transformer.load_lora_adapter(state, prefix=None, adapter_name=ADAPTER)
+        return
+    # a class to which diffusers gives no methods for LoRA, such as DiT's
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    rank = len(tensors[f"{targets[0]}.lora_A.weight"])
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, ADAPTER)
+    for name, weight in adapter_weights(transformer, ADAPTER).items():
+        weight.copy_(tensors[name])
 
 
 def remove_adapter(transformer: Any, adapter: str) -> None:
@@ -79,6 +83,12 @@ def remove_adapter(transformer: Any, adapter: str) -> None:
     if adapter not in getattr(transformer, "peft_config", {}):  # unloaded by somebody else
         return
     if set(transformer.peft_config) == {adapter}:
-        transformer.unload_lora()
+        if hasattr(transformer, "unload_lora"):
+            transformer.unload_lora()
+            return
+        from diffusers.utils import recurse_remove_peft_layers
+
+        recurse_remove_peft_layers(transformer)
+        del transformer.peft_config
     else:
         transformer.delete_adapters(adapter)

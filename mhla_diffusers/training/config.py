@@ -165,6 +165,11 @@ class StageConfig:
         )
 
     @property
+    def learns_guidance(self) -> bool:
+        """Whether the teacher's guidance is all that it distils, which needs no patch."""
+        return self.guidance > 1 and self.objectives is not None and not self.objectives.transfer
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether the unpatched model's outputs are needed."""
         return self.few_steps is not None or (self.objectives is not None and self.objectives.need_teacher)
@@ -285,7 +290,7 @@ class TrainingConfig:
                 "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
             )
             check(
-                self.patch is not None or stage.objectives is None or not stage.needs_teacher,
+                self.patch is not None or stage.objectives is None or not stage.needs_teacher or stage.learns_guidance,
                 f"stages.{index}: distillation and transfer compare with the unpatched model and need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
             )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from mhla_diffusers import MHLAConfig, load_mhla
+from mhla_diffusers import MHLAConfig, load_mhla, remove_mhla
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, read_metrics
 
 from .models import tiny_dit, tiny_sana, tiny_wan
@@ -67,4 +67,7 @@ def test_any_recipe_goes_with_any_patch_and_precision(
     losses = [record["validation_loss"] if "validation_loss" in record else record["loss"] for record in records]
     assert len(losses) == len(stages) + 2
     assert all(math.isfinite(loss) for loss in losses)
-    load_mhla(make(), tmp_path / "result")
+    trained, names = make(), set(make().state_dict())
+    load_mhla(trained, tmp_path / "result")
+    assert any(".lora_B.mhla." in name for name in trained.state_dict()) == (stages[-1].lora_rank is not None)
+    assert set(remove_mhla(trained).state_dict()) == names

@@ -184,3 +184,10 @@ def test_mixing_matrices_stay_in_the_open_unit_interval(tmp_path: Path) -> None:
         assert layer.mixing.min() > 0
         assert layer.mixing.max() < 1
         assert layer.mixing.max() > 0.9
+
+
+def test_an_unpatched_model_learns_guidance(tmp_path: Path) -> None:
+    config = one_stage(tmp_path, steps=15, objectives={"distillation": 1.0}, guidance=3.0, learning_rate=3e-3)
+    train(tiny_wan(), wan_data(), config)
+    losses = _losses(tmp_path, "distillation")
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
