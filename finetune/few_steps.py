@@ -45,9 +45,12 @@ SPARSE = MHLAConfig(
 )
 TIMES = (1.0, 0.9, 0.75, 0.5)
 """σ of four even steps, shifted by 3 as the pipeline's scheduler shifts them."""
+GUIDANCE: float = TINY_WAN.call_settings["guidance_scale"]
 CLIPS, PROMPTS, BOOTSTRAPS = 100, 512, 200
-TRANSFER = 50
-"""Updates of attention transfer, of what is patched."""
+TRANSFER, GUIDED, WARMUP, UPDATES = 80, 250, 40, 60
+"""Updates of attention transfer, of what is patched; of distillation of the teacher's guidance, after which the student
+samples without; of the critic alone; of student and critic.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,17 +60,14 @@ class Student:
     name: str
     patch: MHLAConfig | None
     trainable: str = "all"
-    learning_rate: float = 3e-4
-    critic_learning_rate: float = 4e-4
-    warmup: int = 60
-    """Updates of the critic alone."""
-    updates: int = 120
+    factor: float = 1.0
+    """On all learning rates; LoRA takes higher ones."""
 
 
 STUDENTS = {
     "sparse": Student("sparse at 5 %, copies", SPARSE),
     "softmax": Student("softmax, copies", None),
-    "sparse-lora": Student("sparse at 5 %, two LoRAs", SPARSE, "lora", 6e-4, 8e-4),
+    "sparse-lora": Student("sparse at 5 %, two LoRAs", SPARSE, "lora", 2.0),
 }
 
 
@@ -99,24 +99,25 @@ def train_student(student: Student, seed: int, run: Path) -> float | None:
     lora: dict[str, Any] = {"lora_rank": 32, "lora_layers": "blocks"} if student.trainable == "lora" else {}
     few_steps = FewStepsConfig(
         TIMES,
-        guidance=TINY_WAN.call_settings["guidance_scale"],
+        guidance=GUIDANCE,
         critic_updates=1,
-        critic_warmup=student.warmup,
-        critic_learning_rate=student.critic_learning_rate,
+        critic_warmup=WARMUP,
+        critic_learning_rate=3e-4 * student.factor,
     )
     transfer = StageConfig(
         TRANSFER, 2e-3, "mhla" if lora else "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=5e-3
     )
-    stage = StageConfig(
-        few_steps.critic_warmup + student.updates,
-        student.learning_rate,
-        student.trainable,  # type: ignore[arg-type]
-        mixing_learning_rate=5e-3,
-        scheduler="cosine",
-        few_steps=few_steps,
+    shared: dict[str, Any] = {
+        "trainable": student.trainable,
+        "scheduler": "cosine",
+        "mixing_learning_rate": 5e-3,
         **lora,
+    }
+    distil = StageConfig(
+        GUIDED, 5e-4 * student.factor, objectives=ObjectiveWeights(distillation=1.0), guidance=GUIDANCE, **shared
     )
-    stages = (stage,) if student.patch is None else (transfer, stage)
+    few = StageConfig(WARMUP + UPDATES, 6e-5 * student.factor, few_steps=few_steps, **shared)
+    stages = (distil, few) if student.patch is None else (transfer, distil, few)
     config = TrainingConfig(
         str(run), stages, patch=student.patch, seed=seed, batch_size=4, ema_decay=0.9, checkpoint_every=20
     )
@@ -203,8 +204,10 @@ def install(student: str, seed: int, output: Path) -> None:
         "command": f"python finetune/few_steps.py --only {student} --seeds {seed} --install",
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
-        "updates of the critic alone": STUDENTS[student].warmup,
-        "updates": STUDENTS[student].updates,
+        "updates of attention transfer": TRANSFER,
+        "updates of guided distillation": GUIDED,
+        "updates of the critic alone": WARMUP,
+        "updates of student and critic": UPDATES,
         "digits recognised, in half precision, as it ships": row.digits,
         "Fréchet distance, in half precision, as it ships": row.distance,
     }
