@@ -76,12 +76,18 @@ class Recipe:
         """Stages of the training loop."""
         mixing = self.mixing_learning_rate
         end_to_end = StageConfig(
-            self.steps, self.learning_rate, self.trainable, self.objectives, mixing, scheduler=self.scheduler
+            self.steps,
+            self.learning_rate,
+            self.trainable,
+            self.objectives,
+            mixing_learning_rate=mixing,
+            scheduler=self.scheduler,
         )
         if not self.transfer_steps:
             return (end_to_end,)
         transfer = ObjectiveWeights(transfer=1.0)
-        return StageConfig(self.transfer_steps, 2e-3, "attention", transfer, mixing), end_to_end
+        first = StageConfig(self.transfer_steps, 2e-3, "attention", transfer, mixing_learning_rate=mixing)
+        return first, end_to_end
 
 
 def variants(tiny: TinyPipeline) -> list[Variant]:

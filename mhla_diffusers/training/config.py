@@ -106,8 +106,6 @@ class StageConfig:
     learning_rate: float
     trainable: Trainable
     objectives: ObjectiveWeights | None = None
-    guidance: float = 1.0
-    """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
     mixing_learning_rate: float | None = None
     """Learning rate of the mixing matrices, λ and β; None for ``learning_rate``."""
     lora_rank: int | None = None
@@ -117,6 +115,8 @@ class StageConfig:
     few_steps: FewStepsConfig | None = None
     scheduler: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
+    guidance: float = 1.0
+    """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
 
     def __post_init__(self) -> None:
         _check_numbers(self, ("steps", "learning_rate", "mixing_learning_rate"))

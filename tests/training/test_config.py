@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.training import TrainingConfig
+from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
 
 from ..scripts import CONFIGS, script
 
@@ -123,3 +123,10 @@ def test_a_precision_has_several_spellings_and_one_meaning(path: Path, written: 
 def test_a_configuration_of_another_script_is_told(load: Callable[[Path], object], name: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.yaml is a configuration of {words}"):
         load(CONFIGS / f"{name}.yaml")
+
+
+def test_settings_of_a_stage_keep_their_places() -> None:
+    """Settings that are added come last, so that a call by position means what it did."""
+    stage = StageConfig(2, 1e-3, "lora", ObjectiveWeights(distillation=1.0), 5e-3, 4, "blocks", None, "cosine", 1)
+    assert (stage.mixing_learning_rate, stage.lora_rank, stage.lora_layers) == (5e-3, 4, "blocks")
+    assert (stage.scheduler, stage.warmup_steps, stage.guidance) == ("cosine", 1, 1.0)
