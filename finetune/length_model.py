@@ -138,8 +138,8 @@ class Row:
 
     @property
     def file_name(self) -> str:
-        """Without spaces, commas and percent signs."""
-        kept = self.name.translate({ord(","): None, ord("%"): None, ord("("): None, ord(")"): None})
+        """Without spaces, commas, percent signs, and the slash of a fraction, which would begin a folder."""
+        kept = self.name.translate({ord(","): None, ord("%"): None, ord("("): None, ord(")"): None, ord("/"): "-"})
         return "-".join((f"{kept} adapted" if self.adapted else kept).split())
 
 

@@ -272,4 +272,4 @@ def test_the_order_of_the_adapted_rows():
     assert 8000 <= math.prod(REAL.grid) <= 16000
     names = [row.file_name for row in rows_of(REAL)]
     assert len(set(names)) == len(names)
-    assert Path(names[0]).name == names[0]
+    assert [Path(name).name for name in names] == names, "a row in a folder below is not found again"
