@@ -535,7 +535,12 @@ def measure(study: Study, row: Row, model: Any) -> dict[str, Any]:
 
 
 def make_row(study: Study, row: Row, place: int) -> dict[str, Any]:
-    """Patch, adapt and measure; a row that cannot be made says why, and the others are made all the same."""
+    """Patch, adapt and measure; a row that cannot be made says why, and the others are made all the same.
+
+    Raises:
+        SliceOver: the rest of it is for the next slice.
+        RuntimeError: it took the device with it. It is recorded as failed, and the others need a new process.
+    """
     file = study.output / "rows" / f"{row.file_name}.json"
     if file.is_file():
         return read_json(file)
@@ -543,7 +548,7 @@ def make_row(study: Study, row: Row, place: int) -> dict[str, Any]:
     attempts = int(begun.read_text()) if begun.is_file() else 0
     checkpoint = file.with_suffix(".safetensors")
     found: dict[str, Any] = {"place": place, "name": row.name, "adapted": row.adapted, "generated": row.generated}
-    began = time.time()
+    began, works = time.time(), True
     if attempts >= 2:
         found["failed"] = "begun twice, and each time the process was ended"
     else:
@@ -561,13 +566,29 @@ def make_row(study: Study, row: Row, place: int) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - recorded with its reason; the other rows follow
             found["failed"] = "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:300]
             say(traceback.format_exc())
+            works = still_works(study.device)
     write_json({**found, "row seconds": time.time() - began}, file)
     for done in (begun, checkpoint):
         done.unlink(missing_ok=True)
+    if not works:
+        raise RuntimeError(
+            f"{study.device} does no more work in this process after {row.name}; the same command goes on."
+        )
     if study.device.type == "cuda":
         torch.cuda.empty_cache()
     say(f"{row.name}{', adapted' if row.adapted else ''}: {', '.join(cells_of(found)[1:])}")
     return read_json(file)
+
+
+def still_works(device: torch.device) -> bool:
+    """Whether the device does anything more: after a bad access to memory CUDA refuses all else of the process."""
+    try:
+        torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return True
+    except RuntimeError:
+        return False
+    return True
 
 
 HEADER = (
@@ -714,10 +735,14 @@ def main() -> None:
         say(plan(size))
         return
     if arguments.report:
+        if not (arguments.output / "study.json").is_file():
+            parser.error(f"--output {arguments.output} holds no study; give the folder of one")
         write_report(arguments.output)
         return
-    if arguments.minutes * 60 <= MARGIN:
+    if not MARGIN < arguments.minutes * 60 < math.inf:
         parser.error(f"--minutes {arguments.minutes}: the last {MARGIN:.0f} seconds of a slice are for writing; give 9")
+    if not 0 <= arguments.gate <= 1:
+        parser.error(f"--gate {arguments.gate} must be from 0 to 1: part of the digits; give 0.6")
     try:
         device, output = choose_device(arguments.device), arguments.output
     except ValueError as error:

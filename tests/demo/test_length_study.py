@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +154,54 @@ def test_a_row_that_cannot_be_made_says_why_and_the_others_follow(script, tmp_pa
     assert "twice" in script.make_row(one, plain, 1)["failed"]
     script.write_report(tmp_path)
     assert "no MHLA" in (tmp_path / "length.md").read_text()
+
+
+def test_a_row_that_takes_the_device_with_it_fails_alone(script, tmp_path, monkeypatch):
+    """All that came after it in the same process would be recorded as failed too."""
+
+    def refuse(study, row):
+        raise ValueError("an illegal memory access")
+
+    monkeypatch.setattr(script, "patched", refuse)
+    monkeypatch.setattr(script, "still_works", lambda device: False)
+    one = study(script, tmp_path, gate=0.0)
+    with pytest.raises(RuntimeError, match="the same command goes on"):
+        script.make_row(one, script.Row("MHLA"), 0)
+    (found,) = script.read_rows(tmp_path)
+    assert found["failed"] == "ValueError: an illegal memory access"
+    assert script.make_row(one, script.Row("MHLA"), 0) == found
+
+
+def test_a_device_that_is_full_works(script, monkeypatch):
+    def refuse_with(error):
+        def zeros(*_, **__):
+            raise error
+
+        monkeypatch.setattr(torch, "zeros", zeros)
+
+    assert script.still_works(CPU)
+    refuse_with(torch.OutOfMemoryError("full"))
+    assert script.still_works(CPU)
+    refuse_with(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not script.still_works(CPU)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--minutes", "nan"], "--minutes nan.*give 9"),
+        (["--gate", "60"], "--gate 60.0 must be from 0 to 1"),
+        (["--gate", "nan"], "--gate nan must be from 0 to 1"),
+        (["--report"], "holds no study; give the folder of one"),
+    ],
+)
+def test_wrong_options_are_told(script, tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.setattr(sys, "argv", ["length_study.py", "--device", "cpu", "--output", str(tmp_path), *options])
+    monkeypatch.setattr(script, "run", lambda study: pytest.fail("it ran"))
+    with pytest.raises(SystemExit):
+        script.main()
+    assert re.search(words, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
