@@ -14,6 +14,7 @@ the quality over the cost.
 """
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -575,6 +576,7 @@ def make_row(study: Study, row: Row, place: int) -> dict[str, Any]:
             f"{study.device} does no more work in this process after {row.name}; the same command goes on."
         )
     if study.device.type == "cuda":
+        gc.collect()  # a compiled model refers to itself
         torch.cuda.empty_cache()
     say(f"{row.name}{', adapted' if row.adapted else ''}: {', '.join(cells_of(found)[1:])}")
     return read_json(file)
@@ -748,10 +750,11 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     check_writable(output)
-    settings = {**asdict(size), "grid": size.grid, "gate": arguments.gate}
+    card = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    settings = {**asdict(size), "grid": size.grid, "gate": arguments.gate, "device": card, "torch": torch.__version__}
     known = output / "study.json"
     if known.is_file() and read_json(known) != json.loads(json.dumps(settings)):
-        parser.error(f"--output {output} holds a study of another size or gate; choose another folder")
+        parser.error(f"--output {output} holds a study of another size, gate, device or torch; choose another folder")
     write_json(settings, known)
     torch._dynamo.config.recompile_limit = MOST_GRAPHS  # all rows compile the same code
     clock = Clock(arguments.minutes, process_started(), size.compilation_seconds)
@@ -760,8 +763,8 @@ def main() -> None:
 
 
 def process_started() -> float:
-    """When this process began, imports included."""
-    return psutil.Process().create_time()
+    """When this process began, imports included; a machine whose clock was set since it booted reports another time."""
+    return max(psutil.Process().create_time(), time.time() - 120)
 
 
 if __name__ == "__main__":
