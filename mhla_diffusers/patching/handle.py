@@ -155,17 +155,17 @@ class Patched:
             return
         from .few_step_scheduler import few_steps_of, sample_in
 
-        if few_steps_of(pipe) is None:
+        if few_steps_of(pipe) != few_steps:
             self._scheduler = pipe.scheduler
             sample_in(pipe, few_steps)
 
     def _restore_scheduler(self) -> None:
         from .few_step_scheduler import few_steps_of
 
-        pipe, self.few_steps = self.loop.pipe, None
-        if self._scheduler is not None and few_steps_of(pipe) is not None:
+        pipe = self.loop.pipe
+        if self._scheduler is not None and few_steps_of(pipe) == self.few_steps:  # not one that was set since
             pipe.scheduler = self._scheduler
-        self._scheduler = None
+        self.few_steps = self._scheduler = None
 
     def check_removable(self) -> None:
         """Raise unless weights of the model that the patch replaced can be brought back.

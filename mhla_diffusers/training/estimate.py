@@ -152,6 +152,7 @@ def _estimate_stage(
 
     process: Any = family.process(transformer, config.flow_shift)
     types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
+    types["latents"] = dtype  # of prompts alone they are zeros of one byte
     tensors = {
         name: torch.empty((config.batch_size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()
     }

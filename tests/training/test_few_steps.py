@@ -334,6 +334,22 @@ def test_loaded_result_samples_in_its_steps(settings: dict[str, Any], tmp_path: 
     assert torch.equal(_sample(pipe, ["a cat"], [0], num_inference_steps=3), before)
 
 
+def test_times_are_those_of_the_patch_over_others_set_by_hand(tmp_path: Path) -> None:
+    result = _trained(tmp_path, **LORA)
+    pipe = wan_pipeline()
+    pipe.scheduler = before = FewStepScheduler([1.0, 0.5])
+    load_mhla(pipe, result)
+    few_steps = few_steps_of(pipe)
+    assert few_steps is not None
+    assert few_steps.times == (1.0, 0.9, 0.5)
+    remove_mhla(pipe)
+    assert pipe.scheduler is before
+    load_mhla(pipe, result)
+    pipe.scheduler = since = FewStepScheduler([1.0, 0.8])
+    remove_mhla(pipe)
+    assert pipe.scheduler is since
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -509,6 +525,17 @@ def test_dry_run_counts_student_and_critic(settings: dict[str, Any]) -> None:
     assert counted.activation_bytes > 0
     # a student that is updated more rarely, or has fewer steps before, costs less
     assert dry_run(critic_updates=4).flops < counted.flops < dry_run(times=(1.0, 0.9, 0.5)).flops
+
+
+def test_dry_run_on_prompts_alone() -> None:
+    sample = wan_data()[0]
+    zeros = {**sample, "latents": torch.zeros_like(sample["latents"], dtype=torch.uint8)}
+    counts = []
+    for one in (sample, zeros):
+        with torch.device("meta"):
+            model = apply_mhla(tiny_wan(), PATCH)
+        counts.append(estimate(model, one, _config(Path("unused"), _stage())).stages[0])
+    assert counts[0] == counts[1]
 
 
 def test_prompts_alone_are_enough(tmp_path: Path) -> None:
