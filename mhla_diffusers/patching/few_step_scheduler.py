@@ -8,6 +8,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.configuration_utils import register_to_config
 
+# diffusers looks for it in the module of a component's class, to know how to load it with a pipeline
+from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401
+
 from .few_steps import FewSteps
 
 
