@@ -53,9 +53,16 @@ def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -
             load_result(sana_pipeline(), result)
 
 
-def test_lora_for_a_pipeline_that_takes_none_is_refused(tmp_path: Path) -> None:
-    pipe = dit_pipeline()
+def test_lora_of_a_class_without_methods_for_it_comes_with_the_patch(tmp_path: Path) -> None:
+    pipe, loaded = dit_pipeline(), dit_pipeline()
     add_adapters(apply_mhla(pipe.transformer, sparse="none", blocks=(2, 2)), 2, seed=0)
     RunFolder(tmp_path).export(pipe.transformer, one_stage("unused", patch="unused", trainable="lora", lora_rank=2))
-    with pytest.raises(ValueError, match="brings a LoRA, and DiTTransformer2DModel takes none"):
-        load_result(dit_pipeline(), tmp_path / "result")
+    load_result(loaded, tmp_path / "result")
+    trained = {name.replace(".default.", "."): x for name, x in pipe.transformer.named_parameters() if ".lora_" in name}
+    found = {
+        name.replace(".mhla.weight", ".weight"): x
+        for name, x in loaded.transformer.named_parameters()
+        if ".lora_" in name
+    }
+    assert trained.keys() == found.keys()
+    assert all(torch.equal(x, trained[name]) for name, x in found.items())
