@@ -90,7 +90,11 @@ class FlowMatching(DiffusionProcess):
     def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
         """σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
         sigma = torch.special.ndtri(quantile.double()).sigmoid()
-        return (self.shift * sigma / (1 + (self.shift - 1) * sigma)).float()
+        return self.shifted(sigma).float()
+
+    def shifted(self, sigma: torch.Tensor) -> torch.Tensor:
+        """σ after the shift, of the same shape and type."""
+        return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """(1 − σ) latents + σ noise."""

@@ -192,7 +192,7 @@ class Draws:
         drawn = torch.stack(noise, dim=1).to(device)
         # uniform, then shifted like the steps of sampling
         even = torch.stack(quantiles, dim=1).to(device)
-        times = (process.shift * even / (1 + (process.shift - 1) * even)).clamp(_LEAST, _MOST)
+        times = process.shifted(even).clamp(_LEAST, _MOST)
         return cls(exit_step, drawn[:steps], times[0], drawn[-2], times[1], drawn[-1])
 
 
