@@ -45,7 +45,7 @@ from mhla_diffusers.files import check_writable, read_json, write_json, write_te
 from mhla_diffusers.patching import call_context
 from mhla_diffusers.reporting import require_matplotlib, write_table
 from mhla_diffusers.training import ObjectiveWeights, StageConfig
-from mhla_diffusers.training.objectives import Objectives, distillation_loss
+from mhla_diffusers.training.objectives import Objectives, Place, distillation_loss
 from mhla_diffusers.training.optimizer import load_optimizer_state, make_optimizer, optimizer_state
 from mhla_diffusers.training.teacher import Teacher
 from mhla_diffusers.training.trainable import set_trainable, trainable_names
@@ -346,14 +346,17 @@ def adapt(study: Study, row: Row, model: Any, file: Path) -> float:
         is_transfer = settings.objectives.transfer > 0
         objectives = Objectives(settings.objectives, study.process, model, teacher, study.autocast)
 
+        def losses(batch: NoisedBatch, step: int) -> torch.Tensor:
+            return objectives.backward(model, batch, Place(step, 0), torch.Tensor.backward)["loss"]
+
         def backward(step: int, _: float) -> torch.Tensor:
             seed = 10**5 + step + is_transfer * 10**4  # scenes that every row sees, and training did not
             batch = study.batch("train", seed, size.batch, size.frames, DROPOUT)
             if is_transfer:  # single attentions, to whose inputs no compiled block would listen
                 with torch.compiler.set_stance("force_eager"):
-                    return objectives.backward(model, batch, torch.Tensor.backward)[0]
+                    return losses(batch, step)
             if softmax:
-                return objectives.backward(model, batch, torch.Tensor.backward)[0]
+                return losses(batch, step)
             with study.autocast():
                 with torch.no_grad():
                     target = predict(study.softmax, batch)

@@ -19,7 +19,7 @@ from .config import ContextParallel, StageConfig, TrainingConfig
 from .critic import make_critic
 from .distributed import Groups, parts_gathered, split
 from .few_steps import Draws, FewStepObjective
-from .objectives import Objectives
+from .objectives import Objectives, Place
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, set_trainable
 
@@ -177,14 +177,14 @@ def _estimate_stage(
                 guidance=stage.guidance,
                 empty=empty,
             )
-            objectives.backward(transformer, batch(), backward)
+            objectives.backward(transformer, batch(), Place(0, 0), backward)
         else:
             update_few(turn=True)
 
     def update_few(turn: bool) -> None:
         """In the student's first step, before which it runs no others."""
         time, noise = torch.empty(len(latents), dtype=dtype, device="meta"), latents[:, : process.channels]
-        few().backward(batch(), Draws(0, noise[None], time, noise, time, noise), turn, backward)
+        few().update(batch(), Draws(0, noise[None], time, noise, time, noise), turn, backward)
 
     def few() -> FewStepObjective:
         if few_steps is None or teacher is None or critic is None:

@@ -25,12 +25,9 @@ from ..patching.steps import Step
 from .config import FewStepsConfig, TrainingConfig
 from .critic import Critic
 from .latents.data import TrainingData
-from .objectives import Backward, guided, teacher_prediction
+from .objectives import Backward, Place, guided, teacher_prediction
 from .teacher import Teacher
 from .validation import with_noise
-
-FEW_STEP_LOSSES = ("loss", "student", "difference", "critic")
-"""The sum of the two losses; the student's; the mean size of its gradient; the critic's."""
 
 _LEAST, _MOST = 0.02, 0.98
 """σ that samples are noised to: at the ends teacher and critic have nothing to tell, or nothing to tell it from."""
@@ -50,41 +47,59 @@ class FewStepObjective:
     empty: Sample | None
     """Conditioning of the empty prompt; None without guidance."""
     seed: int
+    begin: int = 0
+    """Updates of the stages before."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context of the forwards."""
 
-    def is_students_turn(self, done: int) -> bool:
-        """Whether the student is updated too, after so many updates of the stage."""
-        after = done - self.settings.critic_warmup + 1
+    @property
+    def critics(self) -> dict[str, nn.Parameter]:
+        """The critic's parameters by name."""
+        return self.critic.parameters
+
+    def is_models_turn(self, update: int) -> bool:
+        """Whether the student is updated too."""
+        after = update - self.begin - self.settings.critic_warmup + 1
         return after > 0 and after % self.settings.critic_updates == 0
 
-    def draws(self, batch: NoisedBatch, step: int, first: int) -> "Draws":
-        """The random numbers of a batch: a function of the seed, the update and the place of its first sample."""
-        return Draws.of(batch, self.process, len(self.settings.times), self.seed, step, first)
+    def draws(self, batch: NoisedBatch, place: Place) -> "Draws":
+        """The random numbers of a batch."""
+        return Draws.of(batch, self.process, len(self.settings.times), self.seed, place)
 
-    def backward(self, batch: NoisedBatch, draws: "Draws", turn: bool, backward: Backward) -> torch.Tensor:
-        """Run one batch forward and backward: gradients of the critic, and of the student where it is its turn.
+    def backward(
+        self, model: nn.Module, batch: NoisedBatch, place: Place, backward: Backward
+    ) -> dict[str, torch.Tensor]:
+        """Run one batch forward and backward; the unwrapped model runs, because it plays several roles.
+
+        Returns:
+            What :meth:`update` does.
+        """
+        return self.update(batch, self.draws(batch, place), self.is_models_turn(place.update), backward)
+
+    def update(self, batch: NoisedBatch, draws: "Draws", turn: bool, backward: Backward) -> dict[str, torch.Tensor]:
+        """Gradients of the critic, and of the student where it is its turn.
 
         Args:
             batch: whose conditioning is used; of the latents only the shape, and channels of a picture.
             draws: of this batch.
-            turn: of :meth:`is_students_turn`.
+            turn: of :meth:`is_models_turn`.
             backward: accumulates the gradients of a loss.
 
         Returns:
-            The losses in the order of ``FEW_STEP_LOSSES``, without gradient: float32 (4,).
+            ``loss`` and ``critic``, and where it is the student's turn ``student``, its loss, and ``difference``, the
+            mean size of its gradient: float32 () without gradient.
         """
-        student = difference = torch.zeros((), device=batch.noise.device)
+        of_student: dict[str, torch.Tensor] = {}
         with self._attention_of(draws.exit):  # in the backward pass too, in which checkpointing runs it again
             samples = self.samples(batch, draws.noise[: draws.exit + 1], with_gradient=turn)
             if turn:
                 gradient = self.gradient(samples.detach(), batch, draws)
                 # its gradient is (…) / number of values, whatever the samples are
                 student = 0.5 * (samples - (samples.detach() - gradient)).square().mean()
-                difference = gradient.abs().mean()
                 backward(student)
+                of_student = {"student": student.detach(), "difference": gradient.abs().mean()}
         critic = self._train_critic(samples.detach(), batch, draws, backward)
-        return torch.stack([student.detach() + critic, student.detach(), difference, critic])
+        return {"loss": critic + of_student["student"] if turn else critic, **of_student, "critic": critic}
 
     def samples(self, batch: NoisedBatch, noise: torch.Tensor, with_gradient: bool = False) -> torch.Tensor:
         """The student's prediction of the latents after some of its steps: float32, like the latents.
@@ -124,6 +139,38 @@ class FewStepObjective:
             return guided(found, self.transformer, self.teacher, one, self.settings.guidance, self.empty)
 
         return self._clean(velocity, noised, time, batch)
+
+    @torch.no_grad()
+    def held_out_loss(
+        self,
+        model: nn.Module,
+        data: TrainingData,
+        config: TrainingConfig,
+        device: torch.device,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> torch.Tensor:
+        """How far the student's samples are from what the guided teacher makes of them: a sum, float64 ().
+
+        Of every ``processes``-th held-out sample, from ``rank`` on, the prompt is sampled from fixed noise; the summand
+        is the mean squared difference, over times at even distances. It does not depend on the critic, and falls too
+        where samples lose detail, so look at samples as well.
+        """
+        settings, process, count = self.settings, self.process, config.validation.timesteps
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for index in range(len(data) - config.validation.samples + rank, len(data), processes):
+            latents, noise, conditioning = with_noise(data, index, config.seed, "validation", index, device)
+            start = noise[:, : process.channels]
+            generator = generator_for(config.seed, "few steps", "validation", index)
+            further = torch.randn((len(settings.times), *start.shape), generator=generator).to(device)
+            time = torch.ones(1, device=device)
+            batch = NoisedBatch(latents, noise, time, latents, process.timestep(time), conditioning)
+            samples = self.samples(batch, torch.cat([start[None], further[:-1]]))
+            for place in range(count):
+                time = samples.new_full((1,), _LEAST + (_MOST - _LEAST) * (place + 0.5) / count)
+                real = self.guided(process.noised(samples, further[-1], time), time, batch)
+                total += (samples - real).square().mean().double() / count
+        return total
 
     def _train_critic(
         self, samples: torch.Tensor, batch: NoisedBatch, draws: "Draws", backward: Backward
@@ -180,13 +227,13 @@ class Draws:
     critic_noise: torch.Tensor
 
     @classmethod
-    def of(cls, batch: NoisedBatch, process: FlowMatching, steps: int, seed: int, step: int, first: int) -> "Draws":
-        """Of the batch of an update whose first sample has this position."""
-        exit_step = int(torch.randint(steps, (), generator=generator_for(seed, "few steps", step)))
+    def of(cls, batch: NoisedBatch, process: FlowMatching, steps: int, seed: int, place: Place) -> "Draws":
+        """Of the batch at a place of a run with this seed."""
+        exit_step = int(torch.randint(steps, (), generator=generator_for(seed, "few steps", place.update)))
         shape, device = batch.noise[:, : process.channels].shape, batch.noise.device
         noise, quantiles = [], []
-        for position in range(first, first + shape[0]):
-            generator = generator_for(seed, "few steps", step, position)
+        for position in range(place.sample, place.sample + shape[0]):
+            generator = generator_for(seed, "few steps", place.update, position)
             noise.append(torch.randn((steps + 2, *shape[1:]), generator=generator))
             quantiles.append(torch.rand(2, generator=generator))
         drawn = torch.stack(noise, dim=1).to(device)
@@ -194,35 +241,3 @@ class Draws:
         even = torch.stack(quantiles, dim=1).to(device)
         times = process.shifted(even).clamp(_LEAST, _MOST)
         return cls(exit_step, drawn[:steps], times[0], drawn[-2], times[1], drawn[-1])
-
-
-@torch.no_grad()
-def teachers_distance(
-    objective: FewStepObjective,
-    data: TrainingData,
-    config: TrainingConfig,
-    device: torch.device,
-    rank: int = 0,
-    processes: int = 1,
-) -> torch.Tensor:
-    """How far the student's samples are from what the guided teacher makes of them: a sum, float64 ().
-
-    Of every ``processes``-th held-out sample, from ``rank`` on, the prompt is sampled from fixed noise; the summand is
-    the mean squared difference, over times at even distances. It does not depend on the critic, and falls too where
-    samples lose detail, so look at samples as well.
-    """
-    settings, process, count = objective.settings, objective.process, config.validation.timesteps
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for index in range(len(data) - config.validation.samples + rank, len(data), processes):
-        latents, noise, conditioning = with_noise(data, index, config.seed, "validation", index, device)
-        start = noise[:, : process.channels]
-        generator = generator_for(config.seed, "few steps", "validation", index)
-        further = torch.randn((len(settings.times), *start.shape), generator=generator).to(device)
-        time = torch.ones(1, device=device)
-        batch = NoisedBatch(latents, noise, time, latents, process.timestep(time), conditioning)
-        samples = objective.samples(batch, torch.cat([start[None], further[:-1]]))
-        for place in range(count):
-            time = samples.new_full((1,), _LEAST + (_MOST - _LEAST) * (place + 0.5) / count)
-            real = objective.guided(process.noised(samples, further[-1], time), time, batch)
-            total += (samples - real).square().mean().double() / count
-    return total

@@ -23,15 +23,15 @@ from .checks import check_enough, check_few_steps, check_fits, check_start
 from .config import StageConfig, TrainingConfig
 from .critic import make_critic
 from .distributed import Groups, gathered, meta_copy, placed_like, shard, sharding_is_asked_for, split
-from .few_steps import FEW_STEP_LOSSES, FewStepObjective, teachers_distance
+from .few_steps import FewStepObjective
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
-from .objectives import LOSSES, Objectives
+from .objectives import Objective, Objectives, Place
 from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_class, optimizer_state
 from .run_folder import CheckpointError, RunFolder, RunState, Tensors, TrainingDivergedError, load_checkpoint
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, make_trainable, trainable_names
-from .validation import Sampler, calibrate_fresh, validation_loss
+from .validation import Sampler, calibrate_fresh
 
 logger = logging.getLogger(__name__)
 
@@ -242,10 +242,9 @@ class _Run:
             self._model, self._prepared = accelerator.prepare(self._transformer, self._optimizer)
         self._schedule = make_schedule(self._optimizer, stage, first_step)
         self._average = EMAModel(self._trained.values(), decay=config.ema_decay) if config.ema_decay else None
-        self._begin = self.step - first_step
-        self._objectives: Objectives | FewStepObjective
+        self._objective: Objective
         if stage.objectives is not None:
-            self._objectives = Objectives(
+            self._objective = Objectives(
                 stage.objectives,
                 self._process,
                 self._transformer,
@@ -257,7 +256,7 @@ class _Run:
                 self._data.empty,
             )
         else:
-            self._objectives = self._prepare_few_steps(stage, critics)
+            self._objective = self._prepare_few_steps(stage, critics, self.step - first_step)
         if first_step > 0:
             load_optimizer_state(self._optimizer, self._trained, self._loaded["optimizer"])
             if self._average is not None:
@@ -277,7 +276,7 @@ class _Run:
             if not self._sharded:
                 accelerator.unwrap_model(self._model, keep_fp32_wrapper=False)
 
-    def _prepare_few_steps(self, stage: StageConfig, critics: dict[str, nn.Parameter]) -> FewStepObjective:
+    def _prepare_few_steps(self, stage: StageConfig, critics: dict[str, nn.Parameter], begin: int) -> FewStepObjective:
         """The objective of a stage of few steps, and the optimizer of its critic."""
         settings, make = stage.few_steps, optimizer_class(self.config.optimizer)
         if settings is None or self._critic is None or self._teacher is None:
@@ -294,6 +293,7 @@ class _Run:
             self._critic,
             self._data.empty,
             self.config.seed,
+            begin,
             self._accelerator.autocast,
         )
 
@@ -304,12 +304,10 @@ class _Run:
             batches: the batch of every forward.
             stop: whether this process wants to stop; the return value says whether any does.
         """
-        accelerator, objectives = self._accelerator, self._objectives
+        accelerator, objective = self._accelerator, self._objective
         started, tokens, rate = time.perf_counter(), 0, float(self._schedule.get_last_lr()[0])
-        turn, names = True, LOSSES
-        if isinstance(objectives, FewStepObjective):
-            turn, names = objectives.is_students_turn(self.step - self._begin), FEW_STEP_LOSSES
-        totals = torch.zeros(len(names), device=self._device)
+        turn, critics = objective.is_models_turn(self.step), objective.critics
+        totals: dict[str, torch.Tensor] = {}
         for forward in range(self.config.gradient_accumulation):
             batch = next(batches)
             grid = self._family.token_grid(self._transformer, batch.hidden_states)
@@ -317,16 +315,13 @@ class _Run:
             with accelerator.accumulate(self._model):
                 if self._sharded:
                     self._model.set_requires_gradient_sync(accelerator.sync_gradients)
-                if isinstance(objectives, FewStepObjective):
-                    first = (forward * self._groups.count + self._groups.rank) * self.config.batch_size
-                    draws = objectives.draws(batch, self.step, first)
-                    losses = objectives.backward(batch, draws, turn, accelerator.backward)
-                else:
-                    losses = objectives.backward(self._model, batch, accelerator.backward)
-            totals += losses / self.config.gradient_accumulation
-        stops = torch.tensor([float(stop)], device=self._device)
-        *means, wishes = accelerator.reduce(torch.cat([totals, stops]), reduction="mean").tolist()
-        critics = objectives.critic.parameters if isinstance(objectives, FewStepObjective) else {}
+                sample = (forward * self._groups.count + self._groups.rank) * self.config.batch_size
+                losses = objective.backward(self._model, batch, Place(self.step, sample), accelerator.backward)
+            for name, loss in losses.items():
+                totals[name] = totals.get(name, 0.0) + loss / self.config.gradient_accumulation
+        stops = torch.tensor(float(stop), device=self._device)
+        *means, wishes = accelerator.reduce(torch.stack([*totals.values(), stops]), reduction="mean").tolist()
+        values = dict(zip(totals, means, strict=True))
         if not self._sharded and (critics or not self.config.stages[self._stage].needs_prediction):
             # attention transfer runs single layers, and few steps several models in one, which
             # DistributedDataParallel does not see
@@ -336,7 +331,7 @@ class _Run:
         most = self.config.max_gradient_norm
         norms = [accelerator.clip_grad_norm_(part.values(), most) for part in (self._trained, critics) if part]
         gradient_norm, *critics_norm = (float(x.full_tensor() if isinstance(x, DTensor) else x) for x in norms)
-        skipped = not all(math.isfinite(number) for number in (means[0], gradient_norm, *critics_norm))
+        skipped = not all(math.isfinite(number) for number in (values["loss"], gradient_norm, *critics_norm))
         if not skipped and turn:
             self._prepared.step()
             if self._average is not None:
@@ -348,21 +343,14 @@ class _Run:
             parameter.grad = None
         self._schedule.step()
 
-        values = dict(zip(names, means, strict=True))
-        if isinstance(objectives, FewStepObjective):
-            values |= {"critic_gradient_norm": critics_norm[0], "gradient_norm": gradient_norm, "learning_rate": rate}
-            if not turn:
-                values = {
-                    name: value for name, value in values.items() if name in ("loss", "critic", "critic_gradient_norm")
-                }
-        else:
-            weights = {"loss": 1.0, **vars(objectives.weights)}
-            values = {name: loss for name, loss in values.items() if weights[name]}
+        if critics:
+            values["critic_gradient_norm"] = critics_norm[0]
+        if turn:
             values |= {"gradient_norm": gradient_norm, "learning_rate": rate}
         speed = tokens * self._groups.count / (time.perf_counter() - started)
         self._state = state = self._state.after_update(skipped)
         if skipped:
-            numbers = (state.step, means[0], gradient_norm)
+            numbers = (state.step, values["loss"], gradient_norm)
             logger.warning("Step %d was skipped: not finite (loss %.4g, gradient norm %.4g).", *numbers)
         if state.skipped_in_row > self.config.max_skipped:
             raise self._diverged(f"{state.skipped_in_row} updates in a row, up to step {state.step}, were skipped")
@@ -370,7 +358,7 @@ class _Run:
             self._folder.add_metrics({"step": state.step, "stage": self._stage, **values, "skipped": skipped})
             accelerator.log({**values, "tokens_per_second": speed}, step=state.step)
             self._progress.update(state.step - self._progress.n)
-            self._progress.set_postfix(loss=f"{means[0]:.4g}", lr=f"{rate:.3g}", tokens_per_s=f"{speed:.3g}")
+            self._progress.set_postfix(loss=f"{values['loss']:.4g}", lr=f"{rate:.3g}", tokens_per_s=f"{speed:.3g}")
         return bool(wishes > 0)
 
     def validate(self) -> None:
@@ -387,11 +375,9 @@ class _Run:
 
     def _measure_validation_loss(self) -> None:
         groups = self._groups
-        shared = (self.config, self._device, groups.rank, groups.count)
-        if isinstance(self._objectives, FewStepObjective):
-            total = teachers_distance(self._objectives, self._data, *shared)
-        else:
-            total = validation_loss(self._model, self._data, self._process, *shared)
+        total = self._objective.held_out_loss(
+            self._model, self._data, self.config, self._device, groups.rank, groups.count
+        )
         # the processes of a group have the same losses
         summed = float(self._accelerator.reduce(total, reduction="sum")) / groups.size
         self._validation_loss = loss = summed / self.config.validation.samples
@@ -458,8 +444,7 @@ class _Run:
                 shadows = zip(self._trained, self._average.shadow_params, strict=True)
                 tensors["ema"] = {name: gathered(shadow) for name, shadow in shadows}
                 tensors["ema"]["updates"] = torch.tensor(self._average.optimization_step)
-            if isinstance(self._objectives, FewStepObjective):
-                critics = self._objectives.critic.parameters
+            if critics := self._objective.critics:
                 tensors["critic"] = {name: gathered(x) for name, x in critics.items()}
                 tensors["critic_optimizer"] = optimizer_state(self._critic_optimizer, critics)
         if self._is_first:

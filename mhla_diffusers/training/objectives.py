@@ -1,9 +1,9 @@
-"""The losses of a stage: diffusion, teacher output distillation and attention transfer."""
+"""What a stage minimises: what every objective does, and the losses of attention transfer, distillation, diffusion."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,21 +12,67 @@ from ..attention.precision import without_autocast
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict
 from ..patching import call_context
 from ..patching.parallel import parallel_of
-from .config import ObjectiveWeights
-from .latents.data import drop_prompts
+from .config import ObjectiveWeights, TrainingConfig
+from .latents.data import TrainingData, drop_prompts
 from .teacher import Teacher
 from .trainable import patched_attentions
-
-LOSSES = ("loss", "diffusion", "distillation", "transfer")
-"""The weighted sum, and its parts."""
+from .validation import validation_loss
 
 Backward = Callable[[torch.Tensor], None]
 """Accumulates the gradients of a loss."""
 
 
 @dataclass(frozen=True)
-class Objectives:
+class Place:
+    """Where a batch is in a run; random numbers follow from it."""
+
+    update: int
+    """Updates done before, over all stages."""
+    sample: int
+    """Position of its first sample among those of all processes and forwards of the update."""
+
+
+class Objective(Protocol):
     """What a stage minimises."""
+
+    @property
+    def critics(self) -> dict[str, nn.Parameter]:
+        """Parameters, by name, of a second model that is trained beside the first; empty without one."""
+
+    def is_models_turn(self, update: int) -> bool:
+        """Whether this update changes the model, and not a second one alone."""
+
+    def backward(
+        self, model: nn.Module, batch: NoisedBatch, place: Place, backward: Backward
+    ) -> dict[str, torch.Tensor]:
+        """Run one batch forward and backward.
+
+        Args:
+            model: the transformer, possibly wrapped for training.
+            batch: what to run on.
+            place: of the batch.
+            backward: accumulates the gradients of a weighted loss or a part of it.
+
+        Returns:
+            The loss, under ``loss``, and its parts, the same ones for all batches of an update: float32 () without
+            gradient.
+        """
+
+    def held_out_loss(
+        self,
+        model: nn.Module,
+        data: TrainingData,
+        config: TrainingConfig,
+        device: torch.device,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> torch.Tensor:
+        """Sum of a loss of every ``processes``-th held-out sample, from ``rank`` on: float64 ()."""
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """The weighted sum of some losses."""
 
     weights: ObjectiveWeights
     process: DiffusionProcess
@@ -46,21 +92,24 @@ class Objectives:
     empty: Sample | None = None
     """Conditioning of the empty prompt, which guidance needs."""
 
-    def backward(self, model: nn.Module, batch: NoisedBatch, backward: Backward) -> torch.Tensor:
-        """Run one batch forward and backward.
+    @property
+    def critics(self) -> dict[str, nn.Parameter]:
+        """None: one model is trained."""
+        return {}
+
+    def is_models_turn(self, update: int) -> bool:
+        """In every update."""
+        return True
+
+    def backward(
+        self, model: nn.Module, batch: NoisedBatch, place: Place, backward: Backward
+    ) -> dict[str, torch.Tensor]:
+        """Run one batch forward and backward, as :meth:`Objective.backward` says; wherever it is.
 
         If tokens are split, each process of a group adds the gradient through its own tokens, and gradients are then
         averaged over all processes. So the loss of the gathered prediction is multiplied by the size of the group.
         Attention transfer needs no factor: it takes the mean over a process's own tokens, and all processes have
         equally many, so the average over processes is the mean over all tokens.
-
-        Args:
-            model: the transformer, possibly wrapped for training.
-            batch: what to run on.
-            backward: accumulates the gradients of a weighted loss or a part of it.
-
-        Returns:
-            The losses in the order of ``LOSSES``, without gradient: float32 (4,).
         """
         weights, target = self.weights, None
         diffusion = distillation = transfer = torch.zeros((), device=batch.latents.device)
@@ -81,8 +130,21 @@ class Objectives:
                 distillation = distillation_loss(prediction, target)
             backward(self.processes * (weights.diffusion * diffusion + weights.distillation * distillation))
         diffusion, distillation, transfer = diffusion.detach(), distillation.detach(), transfer.detach()
-        loss = weights.diffusion * diffusion + weights.distillation * distillation + weights.transfer * transfer
-        return torch.stack([loss, diffusion, distillation, transfer])
+        parts = {"diffusion": diffusion, "distillation": distillation, "transfer": transfer}
+        parts = {name: loss for name, loss in parts.items() if getattr(weights, name)}
+        return {"loss": torch.stack([getattr(weights, name) * x for name, x in parts.items()]).sum(), **parts}
+
+    def held_out_loss(
+        self,
+        model: nn.Module,
+        data: TrainingData,
+        config: TrainingConfig,
+        device: torch.device,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> torch.Tensor:
+        """Sum of the losses that the model was trained with: float64 ()."""
+        return validation_loss(model, data, self.process, config, device, rank, processes)
 
     def _transfer(self, teacher: Teacher, batch: NoisedBatch, backward: Backward) -> tuple[torch.Tensor, torch.Tensor]:
         def weighted(loss: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from mhla_diffusers.benchmark.models import choose_sizes, models
 from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
 from mhla_diffusers.training.config import ObjectiveWeights
-from mhla_diffusers.training.objectives import Objectives, attention_loss
+from mhla_diffusers.training.objectives import Objectives, Place, attention_loss
 from mhla_diffusers.training.teacher import Teacher
 from mhla_diffusers.training.trainable import set_trainable
 
@@ -266,7 +266,7 @@ def test_one_update_of_transfer_and_distillation_brings_the_student_nearer(name:
         losses = []
         for _ in range(2):
             optimizer.zero_grad()
-            losses.append(float(objectives.backward(model, batch, lambda loss: loss.backward())[0]))
+            losses.append(float(objectives.backward(model, batch, Place(0, 0), lambda loss: loss.backward())["loss"]))
             torch.nn.utils.clip_grad_norm_(list(trained.values()), 1.0)
             optimizer.step()
         assert losses[1] < losses[0]

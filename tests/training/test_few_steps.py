@@ -24,6 +24,7 @@ from mhla_diffusers.training.few_steps import FewStepObjective
 from mhla_diffusers.training.finetune import finetune
 from mhla_diffusers.training.latents.data import InMemoryData
 from mhla_diffusers.training.latents.encode import synthesize
+from mhla_diffusers.training.objectives import Place
 from mhla_diffusers.training.teacher import Teacher
 from mhla_diffusers.training.trainable import CRITIC, STUDENT, add_adapters, changed_names, is_lora, make_trainable
 
@@ -91,9 +92,9 @@ BOTH = pytest.mark.parametrize("settings", [{"trainable": "all"}, LORA], ids=["c
 @BOTH
 def test_students_gradient_is_zero_while_the_critic_is_the_teacher(settings: dict[str, Any]) -> None:
     objective = _objective(**settings)
-    losses = objective.backward(_batch(), objective.draws(_batch(), 0, 0), turn=True, backward=_backward)
-    assert losses[1] == losses[2] == 0
-    assert losses[3] > 0
+    losses = objective.update(_batch(), objective.draws(_batch(), Place(0, 0)), turn=True, backward=_backward)
+    assert losses["student"] == losses["difference"] == 0
+    assert losses["critic"] > 0
     critics = objective.critic.parameters
     student = {name: grad for name, grad in _gradients(objective).items() if name not in critics}
     if settings["trainable"] == "lora":  # of a copy the names are those of the student
@@ -164,7 +165,7 @@ def test_checkpointing_changes_no_gradient(settings: dict[str, Any]) -> None:
         _shake(objective)
         if checkpointing:
             objective.transformer.enable_gradient_checkpointing()  # type: ignore[operator]
-        objective.backward(_batch(), objective.draws(_batch(), 3, 0), turn=True, backward=_backward)
+        objective.update(_batch(), objective.draws(_batch(), Place(3, 0)), turn=True, backward=_backward)
         gradients.append(_gradients(objective))
     plain, checkpointed = gradients
     assert plain.keys() == checkpointed.keys()
@@ -175,9 +176,9 @@ def test_checkpointing_changes_no_gradient(settings: dict[str, Any]) -> None:
 
 def test_only_the_students_turn_gives_it_gradients() -> None:
     objective = _objective(**LORA)
-    assert [objective.is_students_turn(done) for done in range(6)] == [False, False, True, False, True, False]
+    assert [objective.is_models_turn(update) for update in range(6)] == [False, False, True, False, True, False]
     _shake(objective)
-    objective.backward(_batch(), objective.draws(_batch(), 0, 0), turn=False, backward=_backward)
+    objective.update(_batch(), objective.draws(_batch(), Place(0, 0)), turn=False, backward=_backward)
     assert _gradients(objective).keys() == objective.critic.parameters.keys()
 
 

@@ -12,6 +12,7 @@ from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConf
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.objectives import (
     Objectives,
+    Place,
     distillation_loss,
     guided,
     teacher_prediction,
@@ -108,7 +109,9 @@ def test_guidance_is_distilled_in(family: str) -> None:
     process = get_family(transformer).process(transformer, 3.0)
     weights, teacher = ObjectiveWeights(distillation=1.0), Teacher(transformer, [])
     objectives = Objectives(weights, process, transformer, teacher, guidance=3.0, empty=empty)
-    torch.testing.assert_close(objectives.backward(transformer, batch, torch.Tensor.backward)[0], loss)
+    torch.testing.assert_close(
+        objectives.backward(transformer, batch, Place(0, 0), torch.Tensor.backward)["loss"], loss
+    )
 
 
 def test_guidance_needs_distillation_and_the_empty_prompt(tmp_path: Path) -> None:
