@@ -32,7 +32,7 @@ class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
     def __init__(
         self, times: Sequence[float] = (1.0, 0.9, 0.75, 0.5), guidance: float = 1.0, num_train_timesteps: int = 1000
     ) -> None:
-        self.few_steps = FewSteps(tuple(times), guidance)
+        self.few_steps = FewSteps(times, guidance)  # type: ignore[arg-type]
         super().__init__(num_train_timesteps=num_train_timesteps, shift=1.0, stochastic_sampling=True)
         self._noise: list[torch.Generator] = []
 
@@ -62,7 +62,8 @@ class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
             what = f"timesteps={timesteps}" if timesteps is not None else f"num_inference_steps={asked}"
             raise ValueError(
                 f"{what}: this model was distilled to {len(times)} steps at σ = {times}; allowed: "
-                f"num_inference_steps={len(times)}. remove_mhla() brings back the scheduler of before."
+                f"num_inference_steps={len(times)}. Where a patch brought this scheduler along, remove_mhla() brings "
+                "back the one of before."
             )
         super().set_timesteps(sigmas=times, device=device)
         self._noise = []

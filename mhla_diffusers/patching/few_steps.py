@@ -24,9 +24,9 @@ class FewSteps:
     """Scale of classifier-free guidance that was distilled in; the pipeline itself is called with 1.0, without it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "times", tuple(float(time) for time in self.times))
-        check_times(self.times)
-        check(self.guidance >= 1, f"guidance={self.guidance} must be 1.0, which is none, or more.")
+        object.__setattr__(self, "times", check_times(self.times))
+        guided = _is_number(self.guidance) and self.guidance >= 1
+        check(guided, f"guidance={self.guidance!r} must be a number: 1.0, which is none, or more.")
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -40,10 +40,7 @@ class FewSteps:
             ValueError: unknown names, or values that are not allowed.
         """
         check_names(content, ["times", "guidance"], "key", "few_steps.")
-        times, guidance = content.get("times"), content.get("guidance", 1.0)
-        numbers = isinstance(times, list) and all(_is_number(one) for one in (*times, guidance))
-        check(numbers, f"few_steps must hold times, a list of numbers, and guidance, a number; got {dict(content)!r}.")
-        return cls(tuple(content["times"]), float(guidance))
+        return cls(content.get("times", ()), content.get("guidance", 1.0))
 
     def __str__(self) -> str:
         count, times = len(self.times), ", ".join(f"{time:.3g}" for time in self.times)
@@ -52,15 +49,18 @@ class FewSteps:
         return f"samples in {count} step{plural}, at σ = {times}, without guidance{guided}"
 
 
-def check_times(times: tuple[float, ...]) -> None:
-    """Raise ValueError unless these can be the times of a few steps."""
+def check_times(times: Any) -> tuple[float, ...]:
+    """The times of a few steps; raises ValueError if they cannot be."""
     check(
-        1 <= len(times) <= MOST_STEPS
+        isinstance(times, list | tuple)
+        and all(_is_number(time) for time in times)
+        and 1 <= len(times) <= MOST_STEPS
         and times[0] == 1
         and all(earlier > later > 0 for earlier, later in pairwise(times)),
-        f"times={list(times)} must be 1 to {MOST_STEPS} values of σ that begin at 1.0 and fall, above 0, such as "
-        "[1.0, 0.9, 0.75, 0.5].",
+        f"times={list(times) if isinstance(times, tuple) else times!r} must be a list of 1 to {MOST_STEPS} values of σ "
+        "that begin at 1.0 and fall, above 0, such as [1.0, 0.9, 0.75, 0.5].",
     )
+    return tuple(float(time) for time in times)
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -151,7 +152,12 @@ class Patched:
         """
         self.few_steps = few_steps
         if isinstance(pipe, nn.Module):
-            logger.info("This model %s; its pipeline needs the scheduler FewStepScheduler.", few_steps)
+            logger.warning(
+                "This model %s: set pipe.scheduler = FewStepScheduler(%s, %g), or load into the pipeline, which does.",
+                few_steps,
+                list(few_steps.times),
+                few_steps.guidance,
+            )
             return
         from .few_step_scheduler import few_steps_of, sample_in
 
@@ -317,10 +323,23 @@ class Patched:
             context.parallel = self.parallel
         if not torch.compiler.is_compiling() and not self._has_warned_of_cost and grid != self.latest_grid:
             self._warn_if_nothing_is_gained(grid)
+        if self.few_steps is not None and not torch.compiler.is_compiling():
+            self._warn_of_guidance(self.few_steps)
         context.grid = grid
         context.disabled = self.family.is_diffusion and self._is_disabled(trunk, args, kwargs)
         for module in self._that_checkpoint():
             CarryingCheckpoint.put_on(module)
+
+    def _warn_of_guidance(self, few_steps: FewSteps) -> None:
+        """Say that a pipeline guides a model which has learned guidance; most do so if nothing is said."""
+        pipe = self.loop.pipe
+        if few_steps.guidance > 1 and getattr(pipe, "do_classifier_free_guidance", False):
+            warnings.warn(
+                f"guidance_scale={getattr(pipe, 'guidance_scale', 'unknown')}: guidance of {few_steps.guidance:g} was "
+                "distilled into this model, which is now guided twice and slower; call the pipeline with "
+                "guidance_scale=1.0.",
+                stacklevel=2,
+            )
 
     def end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """After a forward, also one that failed, whose result is None."""

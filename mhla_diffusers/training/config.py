@@ -82,12 +82,11 @@ class FewStepsConfig:
     """Rank of the critic's LoRA; None for the student's ``lora_rank``. Not allowed with ``trainable: all``."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "times", tuple(float(time) for time in self.times))
         _check_numbers(
             self, ("critic_updates", "critic_learning_rate", "critic_rank"), ("critic_warmup",), "few_steps."
         )
         try:
-            FewSteps(self.times, self.guidance)
+            object.__setattr__(self, "times", FewSteps(self.times, self.guidance).times)
         except ValueError as error:
             raise ValueError(f"few_steps.{error}") from error
 

@@ -330,6 +330,8 @@ def test_loaded_result_samples_in_its_steps(settings: dict[str, Any], tmp_path: 
     torch.testing.assert_close(_sample(pipe, ["a dog"], [1], num_inference_steps=3), found[1:], atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="num_inference_steps=20.*num_inference_steps=3"):
         _sample(pipe, ["a cat"], [0], num_inference_steps=20)
+    with pytest.warns(UserWarning, match="guidance_scale=5.0.*guidance of 2 .*guidance_scale=1.0"):
+        _sample(pipe, ["a cat"], [0], num_inference_steps=3, guidance_scale=5.0)
     remove_mhla(pipe)
     assert pipe.scheduler is own
     assert torch.equal(_sample(pipe, ["a cat"], [0], num_inference_steps=3), before)
@@ -359,6 +361,10 @@ def test_times_are_those_of_the_patch_over_others_set_by_hand(tmp_path: Path) ->
         ({"times": ()}, "times"),
         ({"times": tuple(1 - place / 10 for place in range(9))}, "1 to 8"),
         ({"times": (1.0, 0.0)}, "times"),
+        ({"times": 4}, "times=4 must be a list"),
+        ({"times": "1.0"}, "times='1.0' must be a list"),
+        ({"times": None}, "times=None must be a list"),
+        ({"guidance": None}, "guidance=None"),
         ({"guidance": 0.5}, "guidance=0.5"),
         ({"critic_updates": 0}, "critic_updates=0"),
         ({"critic_warmup": -1}, "critic_warmup=-1"),
