@@ -3,8 +3,8 @@
 python finetune/few_steps.py --output outputs/few-steps
 Every student is distilled from the same pipeline on the same prompts, once per seed, and all generate the same clips
 from the same noise. One row is written as it is finished, and a command that was interrupted goes on where it was. The
-digits that a small classifier recognises are counted, and their Fréchet distance to real ones is taken. Times are those
-of one thread of a CPU, in which nothing else that runs on the machine counts.
+digits that a small classifier recognises are counted, and their Fréchet distance to real ones is taken. Training is
+timed in CPU time of one thread. --time, on an idle machine, then measures the clips of all of them in turns.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import json
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -46,7 +46,11 @@ SPARSE = MHLAConfig(
 TIMES = (1.0, 0.9, 0.75, 0.5)
 """σ of four even steps, shifted by 3 as the pipeline's scheduler shifts them."""
 GUIDANCE: float = TINY_WAN.call_settings["guidance_scale"]
+MATCHED_GUIDANCE = 2.0
+"""Of the teacher in distribution matching: less than it samples with, see ``few-steps-tried.csv``."""
 CLIPS, PROMPTS, BOOTSTRAPS = 100, 512, 200
+TIMED_CLIPS, ROUNDS = 10, 5
+"""Generated together; how often."""
 TRANSFER, GUIDED, WARMUP, UPDATES = 80, 250, 40, 60
 """Updates of attention transfer, of what is patched; of distillation of the teacher's guidance, after which the student
 samples without; of the critic alone; of student and critic.
@@ -84,7 +88,8 @@ class Row:
     distance: float
     distance_spread: float
     """Standard deviation over clips that are drawn again."""
-    seconds_per_clip: float
+    seconds_per_clip: float | None = None
+    """Wall clock, on one thread; None before it is measured."""
     minutes: float | None = None
     """Of the training."""
 
@@ -99,7 +104,7 @@ def train_student(student: Student, seed: int, run: Path) -> float | None:
     lora: dict[str, Any] = {"lora_rank": 32, "lora_layers": "blocks"} if student.trainable == "lora" else {}
     few_steps = FewStepsConfig(
         TIMES,
-        guidance=GUIDANCE,
+        guidance=MATCHED_GUIDANCE,
         critic_updates=1,
         critic_warmup=WARMUP,
         critic_learning_rate=3e-4 * student.factor,
@@ -109,12 +114,16 @@ def train_student(student: Student, seed: int, run: Path) -> float | None:
     )
     shared: dict[str, Any] = {
         "trainable": student.trainable,
-        "scheduler": "cosine",
         "mixing_learning_rate": 5e-3,
         **lora,
     }
     distil = StageConfig(
-        GUIDED, 5e-4 * student.factor, objectives=ObjectiveWeights(distillation=1.0), guidance=GUIDANCE, **shared
+        GUIDED,
+        5e-4 * student.factor,
+        objectives=ObjectiveWeights(distillation=1.0),
+        guidance=GUIDANCE,
+        scheduler="cosine",
+        **shared,
     )
     few = StageConfig(WARMUP + UPDATES, 6e-5 * student.factor, few_steps=few_steps, **shared)
     stages = (distil, few) if student.patch is None else (transfer, distil, few)
@@ -127,13 +136,11 @@ def train_student(student: Student, seed: int, run: Path) -> float | None:
 
 
 def judge(name: str, pipe: Any, yardstick: Yardstick, seed: int | None = None, **settings: Any) -> Row:
-    """Generate all clips and measure them."""
+    """Generate all clips and judge them."""
     if few_steps_of(pipe) is not None:
         settings = {"num_inference_steps": len(TIMES), "guidance_scale": 1.0}
     call = {**TINY_WAN.call_settings, **settings}
-    started = time.process_time()
     pictures = generate_scenes(pipe, TINY_WAN, yardstick.scenes, yardstick.seed, **settings)
-    seconds = (time.process_time() - started) / len(pictures)
     features = [
         digit_features([picture], [scene], TINY_WAN, yardstick.classifier)
         for picture, scene in zip(pictures, yardstick.scenes, strict=True)
@@ -150,13 +157,41 @@ def judge(name: str, pipe: Any, yardstick: Yardstick, seed: int | None = None, *
         fmean(yardstick.accuracy(pictures)),
         yardstick.distance(pictures),
         stdev(distances),
-        seconds,
     )
 
 
-def read_rows(output: Path) -> list[Row]:
-    """Those that are finished."""
-    return [Row(**json.loads(file.read_text())) for file in sorted((output / "rows").glob("*.json"))]
+def trained_pipeline(run: Path) -> Any:
+    """The tiny pipeline with a finished student."""
+    pipe = load_tiny("wan")
+    load_result(pipe, run / "result")
+    pipe.transformer.eval()
+    return pipe
+
+
+def measure_times(output: Path, yardstick: Yardstick) -> None:
+    """Generate some clips with all pipelines in turns, and add the median of the wall clock to their rows."""
+    rows = read_rows(output)
+    pipes = {key: load_tiny("wan") if row.seed is None else trained_pipeline(output / key) for key, row in rows.items()}
+    seconds: dict[str, list[float]] = {key: [] for key in rows}
+    for _ in range(ROUNDS + 1):  # the first is a warm-up
+        for key, row in rows.items():
+            settings = {"num_inference_steps": row.steps, "guidance_scale": row.guidance}
+            started = time.perf_counter()
+            generate_scenes(pipes[key], TINY_WAN, yardstick.scenes[:TIMED_CLIPS], yardstick.seed, **settings)
+            seconds[key].append((time.perf_counter() - started) / TIMED_CLIPS)
+    for key, row in rows.items():
+        write_json(asdict(replace(row, seconds_per_clip=median(seconds[key][1:]))), output / "rows" / f"{key}.json")
+
+
+def read_rows(output: Path) -> dict[str, Row]:
+    """Those that are finished, by the folder of the run; teachers and then students in the order of ``STUDENTS``."""
+    rows = {file.stem: Row(**json.loads(file.read_text())) for file in sorted((output / "rows").glob("*.json"))}
+    names = [student.name for student in STUDENTS.values()]
+
+    def place(row: Row) -> tuple[int, int, int]:
+        return (names.index(row.name) if row.name in names else -1, -row.steps, row.seed or 0)
+
+    return dict(sorted(rows.items(), key=lambda item: place(item[1])))
 
 
 def write_tables(rows: list[Row], output: Path) -> None:
@@ -172,6 +207,7 @@ def write_tables(rows: list[Row], output: Path) -> None:
     for name in dict.fromkeys(row.name for row in rows):
         own = [row for row in rows if row.name == name]
         minutes = [row.minutes for row in own if row.minutes is not None]
+        seconds = [row.seconds_per_clip for row in own if row.seconds_per_clip is not None]
         lines.append(
             [
                 name,
@@ -180,7 +216,7 @@ def write_tables(rows: list[Row], output: Path) -> None:
                 str(len(own)) if own[0].seed is not None else "–",
                 _spread([100 * row.digits for row in own], 1),
                 _spread([row.distance for row in own], 1),
-                f"{fmean(row.seconds_per_clip for row in own):.2f}",
+                f"{fmean(seconds):.2f}" if seconds else "–",
                 f"{fmean(minutes):.1f}" if minutes else "–",
             ]
         )
@@ -193,8 +229,7 @@ def write_tables(rows: list[Row], output: Path) -> None:
 
 def install(student: str, seed: int, output: Path) -> None:
     """Make a finished student the one that the package ships, in half precision, with the record of how it was made."""
-    trained, base, saved = (load_tiny("wan") for _ in range(3))
-    load_result(trained, output / f"run-{student}-{seed}" / "result")
+    trained, base, saved = trained_pipeline(output / f"{student}-{seed}"), load_tiny("wan"), load_tiny("wan")
     folder = patch_folder() / f"tiny-wan-{len(TIMES)}-steps"
     shutil.rmtree(folder, ignore_errors=True)
     save_mhla(trained, folder, weights="changed", base=base, base_model="tiny-wan", dtype=torch.float16)
@@ -225,6 +260,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/few-steps"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=["teacher", *STUDENTS], default=["teacher", *STUDENTS])
+    parser.add_argument("--time", action="store_true", help="measure the clips of all finished rows in turns")
     parser.add_argument("--install", action="store_true", help="make the first of them that which the package ships")
     arguments = parser.parse_args()
     output: Path = arguments.output
@@ -235,25 +271,26 @@ def main() -> None:
             write_json(asdict(row), output / "rows" / f"{key}.json")
 
         if "teacher" in arguments.only:
-            for place, (name, settings) in enumerate(
-                {"teacher": {}, "teacher, few steps": {"num_inference_steps": 4}}.items()
-            ):
-                if not (output / "rows" / f"0{place}.json").is_file():
-                    record(f"0{place}", judge(name, load_tiny("wan"), yardstick, **settings))
+            for name, steps in {
+                "teacher": TINY_WAN.call_settings["num_inference_steps"],
+                "teacher, few steps": 4,
+            }.items():
+                key = f"teacher-{steps:02d}"
+                if not (output / "rows" / f"{key}.json").is_file():
+                    record(key, judge(name, load_tiny("wan"), yardstick, num_inference_steps=steps))
         for seed in arguments.seeds:
-            for place, (short, student) in enumerate(STUDENTS.items()):
-                key = f"1{place}-{seed}"
-                if short not in arguments.only or (output / "rows" / f"{key}.json").is_file():
+            for short, student in STUDENTS.items():
+                run = output / f"{short}-{seed}"
+                if short not in arguments.only or (output / "rows" / f"{run.name}.json").is_file():
                     continue
-                run = output / f"run-{short}-{seed}"
                 minutes = None if (run / "result").is_dir() else train_student(student, seed, run)
-                pipe = load_tiny("wan")
-                load_result(pipe, run / "result")
-                pipe.transformer.eval()
-                record(key, Row(**{**asdict(judge(student.name, pipe, yardstick, seed)), "minutes": minutes}))
+                row = judge(student.name, trained_pipeline(run), yardstick, seed)
+                record(run.name, replace(row, minutes=minutes))
+        if arguments.time:
+            measure_times(output, yardstick)
         if arguments.install:
             install(next(short for short in arguments.only if short in STUDENTS), arguments.seeds[0], output)
-    write_tables(read_rows(output), output)
+    write_tables(list(read_rows(output).values()), output)
 
 
 if __name__ == "__main__":
