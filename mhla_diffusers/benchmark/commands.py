@@ -142,7 +142,8 @@ def bench_training(
 def bench_pipeline(
     model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, or Hub id or folder.")] = "tiny-dit",
     steps: Annotated[
-        list[int] | None, typer.Option(help="Of the sampler; the first is the plain pipeline's, any other gives rows.")
+        list[int] | None,
+        typer.Option(min=1, help="Of the sampler; the first is the plain pipeline's, any other gives rows."),
     ] = None,
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
@@ -179,11 +180,11 @@ def bench_pipeline(
     from .variants import Additions, choose_pipeline
 
     place, precision = _place(device, dtype)
-    first, further = (steps[0], steps[1:]) if steps else (None, [])
-    additions = Additions(tuple(lora or ()), tuple(quantize or ()), tuple(cache or ()), tuple(further))
+    numbers = list(dict.fromkeys(steps or ()))
+    additions = Additions(tuple(lora or ()), tuple(quantize or ()), tuple(cache or ()), tuple(numbers[1:]))
     height, width = (None, None) if size is None else parse_size(size)
     asked = {
-        "num_inference_steps": first,
+        "num_inference_steps": numbers[0] if numbers else None,
         "guidance_scale": guidance,
         "height": height,
         "width": width,

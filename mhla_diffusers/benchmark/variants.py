@@ -143,7 +143,10 @@ class PipelineCase(PipelineChoice):
                     f"patch={name!r} is for softmax attention; that of {self.family} is {self.of_family.own_attention}."
                 )
             if name not in PATCHES:
-                is_saved_patch(name)
+                try:
+                    is_saved_patch(name)
+                except ValueError as error:
+                    raise ValueError(f"{error} Rows of their own: {', '.join(map(repr, PATCHES))}.") from error
 
     @property
     def name(self) -> str:

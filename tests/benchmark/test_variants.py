@@ -138,7 +138,7 @@ def test_quantised_weights_are_of_a_copy(plain, lora, name):
 
 
 def test_rows_of_the_command(tmp_path):
-    rows = ("--steps", 2, "--patch", "MHLA", "--cache", "firstblock=9")
+    rows = ("--steps", 2, "--steps", 2, "--patch", "MHLA", "--cache", "firstblock=9")
     bench("pipeline", "--model", "tiny-wan", *rows, "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
     (run,) = read_runs([tmp_path])
     rows = {row.variant: row for row in run.rows if row.stage == WHOLE}
