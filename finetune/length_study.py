@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -732,10 +732,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="of this slice, from the start of the process")
     parser.add_argument("--gate", type=float, default=0.6, help="part of the digits that the softmax model must show")
     parser.add_argument("--output", type=Path, default=Path("outputs/length"))
+    compilers = ("inductor", "aot_eager", "eager")
+    parser.add_argument("--compiler", choices=compilers, help="of the blocks, where the usual one fails; eager is slow")
     parser.add_argument("--plan", action="store_true", help="count and predict, and run nothing")
     parser.add_argument("--report", action="store_true", help="table and plot of the rows in --output, and run nothing")
     arguments = parser.parse_args()
     size = REAL if arguments.device == "cuda" else TOY
+    size = replace(size, compiler=arguments.compiler or size.compiler)
     if arguments.plan:
         say(plan(size))
         return
@@ -757,7 +760,9 @@ def main() -> None:
     settings = {**asdict(size), "grid": size.grid, "gate": arguments.gate, "device": card, "torch": torch.__version__}
     known = output / "study.json"
     if known.is_file() and read_json(known) != json.loads(json.dumps(settings)):
-        parser.error(f"--output {output} holds a study of another size, gate, device or torch; choose another folder")
+        parser.error(
+            f"--output {output} holds a study of another size, gate, compiler, device or torch; choose another folder"
+        )
     write_json(settings, known)
     torch._dynamo.config.recompile_limit = MOST_GRAPHS  # all rows compile the same code
     clock = Clock(arguments.minutes, process_started(), size.compilation_seconds)

@@ -211,10 +211,10 @@ def test_a_kill_leaves_what_is_finished(script, tmp_path):
         "import sys, runpy; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[2:];"
         "import length_model as m; from dataclasses import replace;"
         "m.TOY = replace(m.TOY, training_seconds=0.1, classifier=(1, 2), clips=2, sampler_steps=1, held_out=2,"
-        " curriculum=((4, 2, 1.0),), compiler='eager');"
+        " curriculum=((4, 2, 1.0),));"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    options = ["--device", "cpu", "--gate", "0", "--output", str(tmp_path)]
+    options = ["--device", "cpu", "--gate", "0", "--compiler", "eager", "--output", str(tmp_path)]
     command = [sys.executable, "-c", code, str(ROOT / "finetune"), str(ROOT / "finetune/length_study.py"), *options]
     second = tmp_path / "rows" / "plain-linear.begun"
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
