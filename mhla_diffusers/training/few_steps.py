@@ -22,12 +22,11 @@ from ..families import FlowMatching, NoisedBatch, Sample, predict
 from ..generation.noise import generator_for
 from ..patching import mhla_disabled, mhla_layers
 from ..patching.steps import Step
-from .config import FewStepsConfig, TrainingConfig
+from .config import FewStepsConfig
 from .critic import Critic
-from .latents.data import TrainingData
 from .objectives import Backward, Place, guided, teacher_prediction
 from .teacher import Teacher
-from .validation import with_noise
+from .validation import HeldOut
 
 _LEAST, _MOST = 0.02, 0.98
 """σ that samples are noised to: at the ends teacher and critic have nothing to tell, or nothing to tell it from."""
@@ -141,29 +140,23 @@ class FewStepObjective:
         return self._clean(velocity, noised, time, batch)
 
     @torch.no_grad()
-    def held_out_loss(
-        self,
-        model: nn.Module,
-        data: TrainingData,
-        config: TrainingConfig,
-        device: torch.device,
-        rank: int = 0,
-        processes: int = 1,
-    ) -> torch.Tensor:
+    def held_out_loss(self, model: nn.Module, held_out: HeldOut) -> torch.Tensor:
         """How far the student's samples are from what the guided teacher makes of them: a sum, float64 ().
 
-        Of every ``processes``-th held-out sample, from ``rank`` on, the prompt is sampled from fixed noise; the summand
-        is the mean squared difference, over times at even distances. It does not depend on the critic, and falls too
-        where samples lose detail, so look at samples as well.
+        Of every held-out sample the prompt is sampled from fixed noise; the summand is the mean squared difference,
+        over times at even distances. It does not depend on the critic, and falls too where samples lose detail, so look
+        at samples as well.
         """
-        settings, process, count = self.settings, self.process, config.validation.timesteps
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for index in range(len(data) - config.validation.samples + rank, len(data), processes):
-            latents, noise, conditioning = with_noise(data, index, config.seed, "validation", index, device)
+        settings, process, count = self.settings, self.process, held_out.config.validation.timesteps
+        total = torch.zeros((), dtype=torch.float64, device=held_out.device)
+        for first in held_out.starts:
+            if (index := first + held_out.rank) >= len(held_out.data):
+                continue
+            latents, noise, conditioning = held_out.sample(index)
             start = noise[:, : process.channels]
-            generator = generator_for(config.seed, "few steps", "validation", index)
-            further = torch.randn((len(settings.times), *start.shape), generator=generator).to(device)
-            time = torch.ones(1, device=device)
+            generator = generator_for(held_out.config.seed, "few steps", "validation", index)
+            further = torch.randn((len(settings.times), *start.shape), generator=generator).to(held_out.device)
+            time = torch.ones(1, device=held_out.device)
             batch = NoisedBatch(latents, noise, time, latents, process.timestep(time), conditioning)
             samples = self.samples(batch, torch.cat([start[None], further[:-1]]))
             for place in range(count):

@@ -31,7 +31,7 @@ from .optimizer import load_optimizer_state, make_optimizer, make_schedule, opti
 from .run_folder import CheckpointError, RunFolder, RunState, Tensors, TrainingDivergedError, load_checkpoint
 from .teacher import Teacher
 from .trainable import add_adapters, changed_names, make_trainable, trainable_names
-from .validation import Sampler, calibrate_fresh
+from .validation import HeldOut, Sampler, calibrate_fresh
 
 logger = logging.getLogger(__name__)
 
@@ -375,9 +375,8 @@ class _Run:
 
     def _measure_validation_loss(self) -> None:
         groups = self._groups
-        total = self._objective.held_out_loss(
-            self._model, self._data, self.config, self._device, groups.rank, groups.count
-        )
+        held_out = HeldOut(self._data, self.config, self._device, groups.rank, groups.count)
+        total = self._objective.held_out_loss(self._model, held_out)
         # the processes of a group have the same losses
         summed = float(self._accelerator.reduce(total, reduction="sum")) / groups.size
         self._validation_loss = loss = summed / self.config.validation.samples

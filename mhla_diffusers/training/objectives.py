@@ -12,11 +12,11 @@ from ..attention.precision import without_autocast
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict
 from ..patching import call_context
 from ..patching.parallel import parallel_of
-from .config import ObjectiveWeights, TrainingConfig
-from .latents.data import TrainingData, drop_prompts
+from .config import ObjectiveWeights
+from .latents.data import drop_prompts
 from .teacher import Teacher
 from .trainable import patched_attentions
-from .validation import validation_loss
+from .validation import HeldOut, validation_loss
 
 Backward = Callable[[torch.Tensor], None]
 """Accumulates the gradients of a loss."""
@@ -58,16 +58,8 @@ class Objective(Protocol):
             gradient.
         """
 
-    def held_out_loss(
-        self,
-        model: nn.Module,
-        data: TrainingData,
-        config: TrainingConfig,
-        device: torch.device,
-        rank: int = 0,
-        processes: int = 1,
-    ) -> torch.Tensor:
-        """Sum of a loss of every ``processes``-th held-out sample, from ``rank`` on: float64 ()."""
+    def held_out_loss(self, model: nn.Module, held_out: HeldOut) -> torch.Tensor:
+        """Sum of a loss of a process's held-out samples: float64 ()."""
 
 
 @dataclass(frozen=True)
@@ -134,17 +126,9 @@ class Objectives:
         parts = {name: loss for name, loss in parts.items() if getattr(weights, name)}
         return {"loss": torch.stack([getattr(weights, name) * x for name, x in parts.items()]).sum(), **parts}
 
-    def held_out_loss(
-        self,
-        model: nn.Module,
-        data: TrainingData,
-        config: TrainingConfig,
-        device: torch.device,
-        rank: int = 0,
-        processes: int = 1,
-    ) -> torch.Tensor:
+    def held_out_loss(self, model: nn.Module, held_out: HeldOut) -> torch.Tensor:
         """Sum of the losses that the model was trained with: float64 ()."""
-        return validation_loss(model, data, self.process, config, device, rank, processes)
+        return validation_loss(model, self.process, held_out)
 
     def _transfer(self, teacher: Teacher, batch: NoisedBatch, backward: Backward) -> tuple[torch.Tensor, torch.Tensor]:
         def weighted(loss: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +27,48 @@ Sampler = Callable[[nn.Module, Path], None]
 _CALIBRATION_SAMPLES = 16
 
 
-@torch.no_grad()
-def validation_loss(
-    transformer: nn.Module,
-    data: TrainingData,
-    process: DiffusionProcess,
-    config: TrainingConfig,
-    device: torch.device,
-    rank: int = 0,
-    processes: int = 1,
-) -> torch.Tensor:
-    """Sum of the training losses of every ``processes``-th held-out sample, from ``rank`` on: float64 ().
+@dataclass(frozen=True)
+class HeldOut:
+    """What a process measures a held-out loss on: every ``processes``-th sample from ``rank`` on.
 
-    Samples are the last ``config.validation.samples``, at fixed timesteps and with fixed noise. All processes run the
-    transformer equally often, as sharding requires; surplus runs are not counted.
+    Samples are the last ``config.validation.samples``.
     """
-    count, last = config.validation.timesteps, len(data) - 1
-    quantiles = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(device)
+
+    data: TrainingData
+    config: TrainingConfig
+    device: torch.device
+    rank: int = 0
+    processes: int = 1
+
+    @property
+    def starts(self) -> range:
+        """For each sample of this process, the first that the processes measure at a time."""
+        return range(len(self.data) - self.config.validation.samples, len(self.data), self.processes)
+
+    def sample(self, index: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Latents, fixed noise and conditioning of a sample as a batch."""
+        return with_noise(self.data, index, self.config.seed, "validation", index, self.device)
+
+
+@torch.no_grad()
+def validation_loss(transformer: nn.Module, process: DiffusionProcess, held_out: HeldOut) -> torch.Tensor:
+    """Sum of the training losses of a process's held-out samples, at fixed timesteps and with fixed noise: float64 ().
+
+    All processes run the transformer equally often, as sharding requires; surplus runs are not counted.
+    """
+    count, last = held_out.config.validation.timesteps, len(held_out.data) - 1
+    quantiles = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(held_out.device)
     together = frames_together(unwrapped(transformer))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(len(data) - config.validation.samples, len(data), processes):
-        index = min(start + rank, last)
-        latents, noise, conditioning = with_noise(data, index, config.seed, "validation", index, device)
+    total = torch.zeros((), dtype=torch.float64, device=held_out.device)
+    for start in held_out.starts:
+        latents, noise, conditioning = held_out.sample(min(start + held_out.rank, last))
         for quantile in quantiles:
             times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
             batch = process.make_batch(latents, noise, times[None], conditioning)
             with call_context(in_every_step=True):
                 prediction = predict(transformer, batch)
             loss = process.loss(prediction, batch).double().squeeze(0)
-            total += (start + rank <= last) * loss / count
+            total += (start + held_out.rank <= last) * loss / count
     return total
 
 
