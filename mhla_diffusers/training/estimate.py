@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import NoisedBatch, Sample, get_family
 from .config import ContextParallel, StageConfig, TrainingConfig
-from .critic import make_critic
+from .critic import Critic, make_critic
 from .distributed import Groups, parts_gathered, split
 from .few_steps import Draws, FewStepObjective
 from .objectives import Objectives, Place
@@ -150,64 +151,17 @@ def _estimate_stage(
     for parameter in of_critic:
         parameter.requires_grad_(True)
 
-    process: Any = family.process(transformer, config.flow_shift)
-    types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
-    types["latents"] = dtype  # of prompts alone they are zeros of one byte
-    tensors = {
-        name: torch.empty((config.batch_size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()
-    }
-    latents = tensors.pop("latents")
-    empty = {name: x[0] for name, x in tensors.items()}
-
-    def backward(loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def batch() -> NoisedBatch:
-        made: NoisedBatch = process.make_batch(latents, latents, torch.empty(len(latents), device="meta"), tensors)
-        return replace(made, hidden_states=made.hidden_states.to(dtype))
-
-    def one_batch() -> None:
-        if stage.objectives is not None:
-            objectives = Objectives(
-                stage.objectives,
-                process,
-                transformer,
-                teacher,
-                in_parts=processes is not None,
-                guidance=stage.guidance,
-                empty=empty,
-            )
-            objectives.backward(transformer, batch(), Place(0, 0), backward)
-        else:
-            update_few(turn=True)
-
-    def update_few(turn: bool) -> None:
-        """In the student's first step, before which it runs no others."""
-        time, noise = torch.empty(len(latents), dtype=dtype, device="meta"), latents[:, : process.channels]
-        few().update(batch(), Draws(0, noise[None], time, noise, time, noise), turn, backward)
-
-    def few() -> FewStepObjective:
-        if few_steps is None or teacher is None or critic is None:
-            raise ValueError("This stage has no few_steps.")
-        return FewStepObjective(few_steps, process, transformer, teacher, critic, empty, seed=0)
-
-    def flops_of(run: Callable[[], object]) -> int:
-        with FlopCounterMode(display=False) as counter, family.without_values(), _FusedAttention():
-            run()
-        return counter.get_total_flops()
-
+    parts = _parts_of_update(transformer, sample, config, stage, teacher, critic, processes is not None)
     # gradients are counted separately
     hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in (*taught, *of_critic)]
-    if few_steps is None:
-        flops = flops_of(one_batch)
-    else:  # the mean over its steps, and over updates with and without one of the student
-        share, earlier = 1 / few_steps.critic_updates, (len(few_steps.times) - 1) / 2
-        of_student, of_critic_alone = (flops_of(lambda turn=turn: update_few(turn)) for turn in (True, False))  # type: ignore[misc]
-        of_step = flops_of(lambda: few().samples(batch(), latents[None, :, : process.channels]))
-        flops = int(share * of_student + (1 - share) * of_critic_alone + earlier * of_step)
+    flops = 0.0
+    for share, run in parts:
+        with FlopCounterMode(display=False) as counter, family.without_values(), _FusedAttention():
+            run()
+        flops += share * counter.get_total_flops()
     # separately, because PyTorch's counter keeps checkpointed activations alive
     with _PeakMemory() as memory, family.without_values(), _FusedAttention():
-        one_batch()
+        parts[0][1]()
     for hook in hooks:
         hook.remove()
     copies = 1 + (config.ema_decay is not None)
@@ -218,8 +172,52 @@ def _estimate_stage(
         weight_bytes=(frozen_bytes * (everything - trained) + 4 * (trained + critics)) // shares + gathered,
         training_bytes=(4 * (copies * trained + critics + kept) + moments * (trained + critics)) // shares,
         activation_bytes=memory.peak,
-        flops=flops * config.gradient_accumulation,
+        flops=int(flops * config.gradient_accumulation),
     )
+
+
+def _parts_of_update(
+    transformer: Any,
+    sample: Sample,
+    config: TrainingConfig,
+    stage: StageConfig,
+    teacher: Teacher | None,
+    critic: Critic | None,
+    is_sharded: bool,
+) -> list[tuple[float, Callable[[], object]]]:
+    """What runs for one batch of an update, and how often on average; the first needs the most memory."""
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    process: Any = get_family(transformer).process(transformer, config.flow_shift)
+    types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
+    types["latents"] = dtype  # of prompts alone they are zeros of one byte
+    tensors = {
+        name: torch.empty((config.batch_size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()
+    }
+    latents = tensors.pop("latents")
+    empty = {name: x[0] for name, x in tensors.items()}
+    batch: NoisedBatch = process.make_batch(latents, latents, torch.empty(len(latents), device="meta"), tensors)
+    batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+
+    if stage.objectives is not None:
+        weights = stage.objectives
+        summed = Objectives(
+            weights, process, transformer, teacher, in_parts=is_sharded, guidance=stage.guidance, empty=empty
+        )
+        return [(1.0, partial(summed.backward, transformer, batch, Place(0, 0), backward))]
+    if stage.few_steps is None or teacher is None or critic is None:
+        raise ValueError("This stage has neither objectives nor few_steps.")
+    few = FewStepObjective(stage.few_steps, process, transformer, teacher, critic, empty, seed=0)
+    time, noise = torch.empty(len(latents), dtype=dtype, device="meta"), latents[:, : process.channels]
+    draws = Draws(0, noise[None], time, noise, time, noise)  # in the first step, before which no other runs
+    share, steps_before = 1 / stage.few_steps.critic_updates, (len(stage.few_steps.times) - 1) / 2
+    return [
+        (share, partial(few.update, batch, draws, True, backward)),
+        (1 - share, partial(few.update, batch, draws, False, backward)),
+        (steps_before, partial(few.samples, batch, noise[None])),
+    ]
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
