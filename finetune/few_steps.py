@@ -66,12 +66,14 @@ class Student:
     trainable: str = "all"
     factor: float = 1.0
     """On all learning rates; LoRA takes higher ones."""
+    guided: int = GUIDED
+    updates: int = UPDATES
 
 
 STUDENTS = {
     "sparse": Student("sparse at 5 %, copies", SPARSE),
     "softmax": Student("softmax, copies", None),
-    "sparse-lora": Student("sparse at 5 %, two LoRAs", SPARSE, "lora", 2.0),
+    "sparse-lora": Student("sparse at 5 %, two LoRAs", SPARSE, "lora", 2.0, guided=350, updates=100),
 }
 
 
@@ -118,14 +120,14 @@ def train_student(student: Student, seed: int, run: Path) -> float | None:
         **lora,
     }
     distil = StageConfig(
-        GUIDED,
+        student.guided,
         5e-4 * student.factor,
         objectives=ObjectiveWeights(distillation=1.0),
         guidance=GUIDANCE,
         scheduler="cosine",
         **shared,
     )
-    few = StageConfig(WARMUP + UPDATES, 6e-5 * student.factor, few_steps=few_steps, **shared)
+    few = StageConfig(WARMUP + student.updates, 6e-5 * student.factor, few_steps=few_steps, **shared)
     stages = (distil, few) if student.patch is None else (transfer, distil, few)
     config = TrainingConfig(
         str(run), stages, patch=student.patch, seed=seed, batch_size=4, ema_decay=0.9, checkpoint_every=20
@@ -240,9 +242,9 @@ def install(student: str, seed: int, output: Path) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "updates of attention transfer": TRANSFER,
-        "updates of guided distillation": GUIDED,
+        "updates of guided distillation": STUDENTS[student].guided,
         "updates of the critic alone": WARMUP,
-        "updates of student and critic": UPDATES,
+        "updates of student and critic": STUDENTS[student].updates,
         "digits recognised, in half precision, as it ships": row.digits,
         "Fréchet distance, in half precision, as it ships": row.distance,
     }
