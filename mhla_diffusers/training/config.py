@@ -70,8 +70,9 @@ class FewStepsConfig:
 
     times: tuple[float, ...]
     """σ of the student's steps: from 1.0 downwards, 1 to 8 of them."""
-    guidance: float = 5.0
-    """Scale of the teacher's classifier-free guidance, which is distilled in; 1.0 for none."""
+    guidance: float = 3.0
+    """Scale of the teacher's classifier-free guidance, which is distilled in; 1.0 for none. Self-Forcing has 3.0 for
+    Wan (configs/self_forcing_dmd.yaml), less than one samples with."""
     critic_updates: int = 5
     """Updates of the critic per update of the student."""
     critic_warmup: int = 50
