@@ -1,14 +1,17 @@
 """Patched transformers with a sparse branch over processes equal themselves on one process."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 import mhla_diffusers as mhla
 
 from .processes import Processes
 from .test_families import within
 from .test_operator import relative
-from .transformers import case, errors, spread
+from .transformers import PLAIN, case, errors, spread
 
 SPARSE = {"sparse": "content", "block_size": 8, "density": 0.3}
 
@@ -20,6 +23,20 @@ def test_two_processes_equal_one(
     two: Processes, name: str, degrees: tuple[int, int], settings: dict[str, bool]
 ) -> None:
     for found in two.run(errors, name, degrees, SPARSE | settings):
+        assert within(found), found
+
+
+def quantise(model: nn.Module, arguments: dict[str, Any]) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("name", ["wan", "flux"])
+@pytest.mark.parametrize("settings", [PLAIN, SPARSE], ids=["MHLA", "sparse"])
+def test_quantised_weights_over_two_processes(two: Processes, name: str, settings: dict[str, Any]) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    for found in two.run(errors, name, (2, 1), settings, before=quantise, gradients_too=False):
         assert within(found), found
 
 
