@@ -63,6 +63,11 @@ def load_adapter(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ValueError: it has an adapter of that name.
     """
+    if has_adapter(transformer, ADAPTER):
+        raise ValueError(
+            f"The patch has a LoRA, which is loaded as the adapter {ADAPTER!r}, but the {type(transformer).__name__} has "
+            f"another adapter of that name; unload that one with delete_adapters({ADAPTER!r}), or give it another name."
+        )
     if hasattr(transformer, "load_lora_adapter"):
         first = next(iter(transformer.parameters()))
         state = {name: tensor.to(first.device, first.dtype) for name, tensor in tensors.items()}
@@ -78,10 +83,13 @@ def load_adapter(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         weight.copy_(tensors[name])
 
 
+def has_adapter(transformer: nn.Module, adapter: str) -> bool:
+    """Whether a transformer has a LoRA of that name: something else may have unloaded that of a patch."""
+    return adapter in getattr(transformer, "peft_config", {})
+
+
 def remove_adapter(transformer: Any, adapter: str) -> None:
     """Take the LoRA of a patch away; a model without another one has its plain layers again."""
-    if adapter not in getattr(transformer, "peft_config", {}):  # unloaded by somebody else
-        return
     if set(transformer.peft_config) == {adapter}:
         if hasattr(transformer, "unload_lora"):
             transformer.unload_lora()

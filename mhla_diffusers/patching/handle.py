@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
 from ..families import Family, get_family
-from .adapter import check_adapter, remove_adapter
+from .adapter import check_adapter, has_adapter, remove_adapter
 from .costs import attention_sizes
 from .few_steps import FewSteps
 from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
@@ -165,12 +165,12 @@ class Patched:
             self._scheduler = pipe.scheduler
             sample_in(pipe, few_steps)
 
-    def _restore_scheduler(self) -> None:
+    def _restore_scheduler(self, model: Any) -> None:
         from .few_step_scheduler import few_steps_of
 
-        pipe = self.loop.pipe
-        if self._scheduler is not None and few_steps_of(pipe) == self.few_steps:  # not one that was set since
-            pipe.scheduler = self._scheduler
+        for pipe in (self.loop.pipe, model):  # a copied pipeline is known only as the one the patch is removed from
+            if self._scheduler is not None and few_steps_of(pipe) == self.few_steps:  # not one that was set since
+                pipe.scheduler = self._scheduler
         self.few_steps = self._scheduler = None
 
     def check_removable(self) -> None:
@@ -208,13 +208,24 @@ class Patched:
             for place in places[name]:
                 place.copy_(new)
 
-    def remove(self) -> None:
-        """Take everything away that :meth:`install` has put in, and bring back weights that were replaced."""
+    def remove(self, model: Any = None) -> None:
+        """Take everything away that :meth:`install` has put in, and bring back weights that were replaced.
+
+        Args:
+            model: pipeline that the patch is removed from; a transformer or None where that is not known.
+        """
         if self.adapter is not None:
-            remove_adapter(self.transformer, self.adapter)
+            if has_adapter(self.transformer, self.adapter):
+                remove_adapter(self.transformer, self.adapter)
+            else:
+                logger.warning(
+                    "The patch's LoRA %r was unloaded by something else. If it was fused first, its weights stay in "
+                    "the model; load the model again with from_pretrained() then.",
+                    self.adapter,
+                )
             self.adapter = None
         if self.few_steps is not None:
-            self._restore_scheduler()
+            self._restore_scheduler(model)
         write_weights(self.transformer, self.replaced_weights or {})
         self.replaced_weights = {}
         for attn in attentions_of(self.transformer).values():

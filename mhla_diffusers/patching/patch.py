@@ -224,7 +224,7 @@ def remove_mhla(model: Model) -> Model:
     for patched in handles:
         patched.check_removable()
     for patched in handles:
-        patched.remove()
+        patched.remove(model)
     return model
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..files import file_hash, write_json, write_tensors
-from .adapter import adapter_weights, write_adapters
+from .adapter import adapter_weights, has_adapter, write_adapters
 from .describe import describe
 from .finding import find_transformers, mhla_layers, require_layers, require_patched
 from .handle import Patched
@@ -96,6 +96,13 @@ def save_mhla(
             logger.warning(
                 "The patch of the %s came with weights of the model, which weights='mhla' does not save: loaded "
                 "elsewhere it draws something else. Save weights='changed' with base=the unpatched model.",
+                name,
+            )
+        if weights == "mhla" and patched.adapter is not None and not has_adapter(patched.transformer, patched.adapter):
+            logger.warning(
+                "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused "
+                "first, save weights='changed' with base=the unpatched model; else load the patch again and save that.",
+                patched.adapter,
                 name,
             )
         chosen = _choose_tensors(name, patched, weights, base, base_model)

@@ -11,14 +11,14 @@ from ..config import check
 from ..devices import launched_processes
 from ..families import DiffusionProcess, FlowMatching, classes_that_are_split, get_family
 from ..families.processes import KNOWN_FRAMES
-from ..patching import mhla_layers
+from ..patching import find_patched, mhla_layers
 from .config import ContextParallel, FewStepsConfig, TrainingConfig
 from .distributed import Groups, sharding_is_asked_for
 from .latents.data import TrainingData
 from .latents.times import frames_together
 from .optimizer import optimizer_class
 from .run_folder import RunFolder
-from .trainable import patched_attentions
+from .trainable import STUDENT, patched_attentions
 
 
 def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
@@ -47,6 +47,12 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
     if not layers and config.patch is not None:
         raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
+    for patched in find_patched(transformer).values():
+        check(
+            patched.adapter in (None, STUDENT),
+            f"patch={config.patch!r} has the LoRA {patched.adapter!r}, and training begins from the original model. "
+            "Give all stages as the stages of one run, or start from a patch without a LoRA.",
+        )
     frames_together(transformer)  # raises where it cannot be trained
     family = get_family(transformer)
     channels, axes = family.channels(transformer.config), 4 if family.makes_videos else 3

@@ -1,5 +1,7 @@
 """Few steps: the roles of one model, what each is trained with, and what a run leaves."""
 
+import copy
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from mhla_diffusers import FewStepScheduler, MHLAConfig, apply_mhla, is_patched, load_mhla, mhla_disabled, remove_mhla
 from mhla_diffusers.families import Clip, NoisedBatch, get_family, predict
@@ -454,6 +457,57 @@ def test_fused_lora_must_be_unfused_before_the_patch_goes(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="unfuse_lora"):
         remove_mhla(pipe)
     assert is_patched(pipe)
+
+
+def test_copied_pipeline_gets_its_scheduler_back(tmp_path: Path) -> None:
+    pipe = wan_pipeline()
+    before = _sample(pipe, ["a cat"], [0])
+    load_mhla(pipe, _trained(tmp_path, **LORA))
+    copied = remove_mhla(copy.deepcopy(pipe))
+    assert few_steps_of(copied) is None
+    assert torch.equal(_sample(copied, ["a cat"], [0]), before)
+    assert few_steps_of(pipe) is not None
+
+
+def test_pipelines_that_share_a_transformer_get_their_scheduler_back(tmp_path: Path) -> None:
+    pipe = load_mhla(wan_pipeline(), _trained(tmp_path, **LORA))
+    other = type(pipe)(**pipe.components)
+    remove_mhla(other)
+    assert few_steps_of(pipe) is None
+    assert few_steps_of(other) is None
+
+
+def test_a_lora_that_was_unloaded_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe = load_mhla(wan_pipeline(), _trained(tmp_path, **LORA))
+    pipe.fuse_lora(components=["transformer"])
+    pipe.unload_lora_weights()
+    with caplog.at_level(logging.WARNING, "mhla_diffusers"):
+        save_mhla(pipe, tmp_path / "saved")
+    assert "LoRA 'mhla'" in caplog.text
+    assert "weights='changed'" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "mhla_diffusers"):
+        remove_mhla(pipe)
+    assert "LoRA 'mhla'" in caplog.text
+    assert "from_pretrained" in caplog.text
+
+
+def test_another_lora_of_the_same_name_is_in_the_way(tmp_path: Path) -> None:
+    result, pipe = _trained(tmp_path, **LORA), wan_pipeline()
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), adapter_name="mhla")
+    with pytest.raises(ValueError, match=r"'mhla'.*delete_adapters\('mhla'\)"):
+        load_mhla(pipe, result)
+    assert not is_patched(pipe)
+    assert few_steps_of(pipe) is None
+
+
+@pytest.mark.parametrize("settings", [LORA, {"trainable": "all"}], ids=["LoRA", "all"])
+def test_training_does_not_start_from_a_patch_with_a_lora(settings: dict[str, Any], tmp_path: Path) -> None:
+    result = _trained(tmp_path / "first", **LORA)
+    model = load_mhla(tiny_wan(), result)
+    with pytest.raises(ValueError, match="LoRA 'mhla'.*stages of one run"):
+        train(model, wan_data(), _config(tmp_path / "second", _stage(**settings), patch=str(result)))
+    assert not (tmp_path / "second").exists()
 
 
 def test_unpatched_model_is_distilled_too(tmp_path: Path) -> None:
