@@ -5,6 +5,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -341,7 +342,9 @@ class _Run:
         self._transformer.zero_grad()
         for parameter in critics.values():
             parameter.grad = None
-        self._schedule.step()
+        with warnings.catch_warnings():  # in few steps the student is updated later, and after a skip too
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self._schedule.step()
 
         if critics:
             values["critic_gradient_norm"] = critics_norm[0]

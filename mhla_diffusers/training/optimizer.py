@@ -1,5 +1,6 @@
 """The optimizer of a stage: parameter groups, learning rate schedule, and state as named tensors."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,15 +75,23 @@ def make_optimizer(
 
 
 def make_schedule(optimizer: Optimizer, stage: StageConfig, first_step: int) -> LambdaLR:
-    """Warm-up, then the stage's schedule, starting after the ``first_step`` updates already done."""
-    from diffusers.optimization import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+    """Warm-up, then the stage's schedule, starting after the ``first_step`` updates already done.
 
-    last, schedule = first_step - 1, None
-    if stage.scheduler == "cosine":
-        schedule = get_cosine_schedule_with_warmup(optimizer, stage.warmup_steps, stage.steps, last_epoch=last)
-    else:
-        schedule = get_constant_schedule_with_warmup(optimizer, stage.warmup_steps, last_epoch=last)
-    return schedule
+    In few steps it begins after the updates in which only the critic is trained, which would otherwise use up a warm-up
+    before the first update of the student.
+    """
+    before = 0 if stage.few_steps is None else stage.few_steps.critic_warmup
+    warmup, steps = stage.warmup_steps, stage.steps - before
+
+    def factor(update: int) -> float:
+        step = max(update - before, 0)
+        if step < warmup:
+            return step / warmup
+        if stage.scheduler == "constant":
+            return 1.0
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / max(1, steps - warmup)))))
+
+    return LambdaLR(optimizer, factor, last_epoch=first_step - 1)
 
 
 def optimizer_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -283,6 +283,27 @@ def test_metrics_name_both_losses_and_validation(tmp_path: Path) -> None:
     assert len([record for record in records if "validation_loss" in record]) == 2
 
 
+@pytest.mark.filterwarnings("error:Detected call of .lr_scheduler")
+@pytest.mark.parametrize(
+    ("scheduler", "expected"), [("constant", [1 / 4, 3 / 4, 1, 1]), ("cosine", [1 / 4, 3 / 4, 0.853553, 0.146447])]
+)
+def test_students_rate_begins_after_the_critics_warm_up(scheduler: Any, expected: list[float], tmp_path: Path) -> None:
+    few_steps = replace(FEW, critic_warmup=6)
+    stage = _stage(few_steps, steps=14, scheduler=scheduler, warmup_steps=4)
+    config = _config(tmp_path, _transfer(), stage, checkpoint_every=1, keep_checkpoints=99)
+    train(apply_mhla(tiny_wan(), PATCH), wan_data(), config)
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    rates = [record["learning_rate"] / 1e-3 for record in records if "student" in record]
+    assert rates == pytest.approx(expected, rel=1e-4)
+    # resumed within the warm-up of the critic, and within that of the student
+    for step in (5, 10):
+        for checkpoint in sorted((tmp_path / "checkpoints").iterdir())[step:]:
+            shutil.rmtree(checkpoint)
+        shutil.rmtree(tmp_path / "result")
+        train(apply_mhla(tiny_wan(), PATCH), wan_data(), config, resume="latest")
+        assert read_metrics(tmp_path / "metrics.jsonl") == records
+
+
 def test_frozen_weights_stay_and_the_critic_is_not_in_the_result(tmp_path: Path) -> None:
     model = apply_mhla(tiny_wan(), PATCH)
     result = train(model, wan_data(), _config(tmp_path, _transfer(), _stage(**LORA))).result
