@@ -65,7 +65,7 @@ def load_adapter(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     if has_adapter(transformer, ADAPTER):
         raise ValueError(
-            f"The patch has a LoRA, which is loaded as the adapter {ADAPTER!r}, but the {type(transformer).__name__} has "
+            f"The patch has a LoRA, which is loaded as the adapter {ADAPTER!r}, but the model has "
             f"another adapter of that name; unload that one with delete_adapters({ADAPTER!r}), or give it another name."
         )
     if hasattr(transformer, "load_lora_adapter"):

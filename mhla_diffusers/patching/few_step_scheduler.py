@@ -1,7 +1,7 @@
 """The scheduler of a model that was distilled to a few steps."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,13 @@ class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
         self.few_steps = FewSteps(times, guidance)  # type: ignore[arg-type]
         super().__init__(num_train_timesteps=num_train_timesteps, shift=1.0, stochastic_sampling=True)
         self._noise: list[torch.Generator] = []
+
+    @classmethod
+    def extract_init_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
+        """As in diffusers, without a warning of settings of the class above, which a saved configuration holds too."""
+        unused = cls._get_init_keys(FlowMatchEulerDiscreteScheduler) - cls._get_init_keys(cls)
+        kept = {name: value for name, value in config_dict.items() if name not in unused}
+        return super().extract_init_dict(kept, **options)
 
     def set_timesteps(
         self,

@@ -637,9 +637,13 @@ def test_prompts_alone_are_enough(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run/samples").iterdir()) == ["step-00000000", "step-00000006"]
 
 
-def test_a_pipeline_is_saved_and_loaded_with_its_scheduler(tmp_path: Path) -> None:
+def test_a_pipeline_is_saved_and_loaded_with_its_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = wan_pipeline()
     pipe.scheduler = FewStepScheduler([1.0, 0.8, 0.4], guidance=3.0)
     pipe.save_pretrained(tmp_path)
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("diffusers.configuration_utils"), "warning", said.append)
     loaded = type(pipe).from_pretrained(tmp_path)
     assert few_steps_of(loaded) == FewSteps((1.0, 0.8, 0.4), 3.0)
+    assert loaded.scheduler.config.shift == 1.0
+    assert not said
