@@ -3,7 +3,7 @@
 import logging
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class ResolvedRun:
     data: Path
     """Folder of latents, or files to encode."""
     clip: Clip
-    """The configuration's, or the family's default."""
+    """The configuration's; else that of the latents, or of the family where there are none yet."""
     settings: Mapping[str, Any]
     """``config.json`` of the transformer."""
 
@@ -123,6 +123,8 @@ class ResolvedRun:
                 cache.check_begins(run.model, family.keeps_first_frame(pipeline, settings))
             if config.clip is not None:
                 cache.check_cut_as(config.clip)
+            else:  # prompts are generated as the data was cut
+                run = replace(run, clip=cache.cut_as(family.default_clip))
             check(
                 cache.index.header.settings.get("steps") != 0 or all(stage.few_steps for stage in config.stages),
                 f"{run.data} holds prompts without latents (mhla synthesize --steps 0), which only few_steps is "

@@ -24,7 +24,7 @@ from mhla_diffusers.training.config import FewStepsConfig
 from mhla_diffusers.training.critic import make_critic
 from mhla_diffusers.training.estimate import StageEstimate, estimate
 from mhla_diffusers.training.few_steps import FewStepObjective
-from mhla_diffusers.training.finetune import finetune
+from mhla_diffusers.training.finetune import ResolvedRun, finetune
 from mhla_diffusers.training.latents.data import InMemoryData
 from mhla_diffusers.training.latents.encode import synthesize
 from mhla_diffusers.training.objectives import Place
@@ -635,6 +635,10 @@ def test_prompts_alone_are_enough(tmp_path: Path) -> None:
     result = finetune(_config(tmp_path / "run", few, patch=patch, validation=validation, **shared))
     assert result.finished
     assert sorted(path.name for path in (tmp_path / "run/samples").iterdir()) == ["step-00000000", "step-00000006"]
+    # a configuration without a clip generates what the data holds, and not the long clips of the family
+    shared["clip"] = None
+    found = ResolvedRun.of(_config(tmp_path / "again", few, patch=patch, **shared)).clip
+    assert (found.frames, found.sizes) == (clip.frames, clip.sizes)
 
 
 def test_a_pipeline_is_saved_and_loaded_with_its_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,12 @@ class LatentCache:
             f"pipeline for {kinds[made]} as the model.",
         )
 
+    def cut_as(self, default: Clip) -> Clip:
+        """The frames, frames per second and sizes of the cache, and the default's where it does not tell."""
+        made = self.index.header.settings
+        sizes = tuple((int(height), int(width)) for height, width in made.get("sizes", default.sizes))
+        return Clip(made.get("frames", default.frames), made.get("fps", default.fps), sizes)
+
     def check_cut_as(self, clip: Clip) -> None:
         """Raise ValueError unless the cache holds the frames, frames per second and sizes of a clip."""
         made = self.index.header.settings
