@@ -17,6 +17,7 @@ from ..families import Family, get_family
 from .adapter import check_adapter, has_adapter, remove_adapter
 from .costs import attention_sizes
 from .few_steps import FewSteps
+from .hooks import step_cache
 from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
 from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
 from .processor import (
@@ -335,15 +336,23 @@ class Patched:
         if not torch.compiler.is_compiling() and not self._has_warned_of_cost and grid != self.latest_grid:
             self._warn_if_nothing_is_gained(grid)
         if self.few_steps is not None and not torch.compiler.is_compiling():
-            self._warn_of_guidance(self.few_steps)
+            self._warn_of_call(self.few_steps)
         context.grid = grid
         context.disabled = self.family.is_diffusion and self._is_disabled(trunk, args, kwargs)
         for module in self._that_checkpoint():
             CarryingCheckpoint.put_on(module)
 
-    def _warn_of_guidance(self, few_steps: FewSteps) -> None:
-        """Say that a pipeline guides a model which has learned guidance; most do so if nothing is said."""
-        pipe = self.loop.pipe
+    def _warn_of_call(self, few_steps: FewSteps) -> None:
+        """Say what spoils the samples of a distilled model: guidance, which most pipelines have by default, and a
+        cache that extrapolates over the noise between steps.
+        """
+        pipe, cache = self.loop.pipe, step_cache(self.transformer)
+        if cache is not None and cache.name == "TaylorSeer":
+            warnings.warn(
+                "TaylorSeer extrapolates from step to step, and this model was distilled to a few steps with fresh "
+                f"noise between them, so its samples are spoilt; call {cache.way_out}.",
+                stacklevel=2,
+            )
         if few_steps.guidance > 1 and getattr(pipe, "do_classifier_free_guidance", False):
             warnings.warn(
                 f"guidance_scale={getattr(pipe, 'guidance_scale', 'unknown')}: guidance of {few_steps.guidance:g} was "

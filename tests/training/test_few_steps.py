@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import TaylorSeerCacheConfig
 from peft import LoraConfig
 
 from mhla_diffusers import FewStepScheduler, MHLAConfig, apply_mhla, is_patched, load_mhla, mhla_disabled, remove_mhla
@@ -356,6 +357,10 @@ def test_loaded_result_samples_in_its_steps(settings: dict[str, Any], tmp_path: 
         _sample(pipe, ["a cat"], [0], num_inference_steps=20)
     with pytest.warns(UserWarning, match="guidance_scale=5.0.*guidance of 2 .*guidance_scale=1.0"):
         _sample(pipe, ["a cat"], [0], num_inference_steps=3, guidance_scale=5.0)
+    pipe.transformer.enable_cache(TaylorSeerCacheConfig(cache_identifiers=[r"blocks\.\d+\.attn1"]))
+    with pytest.warns(UserWarning, match=r"TaylorSeer .*disable_cache\(\)"):
+        _sample(pipe, ["a cat"], [0], num_inference_steps=3)
+    pipe.transformer.disable_cache()
     remove_mhla(pipe)
     assert pipe.scheduler is own
     assert torch.equal(_sample(pipe, ["a cat"], [0], num_inference_steps=3), before)
