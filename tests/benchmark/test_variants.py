@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import nn
+from typer.testing import CliRunner
 
 import mhla_diffusers as mhla
 from mhla_diffusers import is_patched
@@ -14,6 +15,7 @@ from mhla_diffusers.benchmark.caches import CACHES, counted, parse_cache
 from mhla_diffusers.benchmark.pipeline import WHOLE, frames_of, similarities
 from mhla_diffusers.benchmark.results import CONTENT, read_runs
 from mhla_diffusers.benchmark.variants import UNPATCHED, Additions, PipelineVariant, choose_pipeline
+from mhla_diffusers.cli import app
 from mhla_diffusers.patching.few_steps import FewSteps
 from mhla_diffusers.patching.finding import require_patched
 from mhla_diffusers.tiny import load_tiny
@@ -179,7 +181,6 @@ def test_caches_take_one_setting(name):
         (["--cache", "teacache"], ValueError, "'teacache'.*firstblock, taylorseer, magcache"),
         (["--cache", "taylorseer=1.5"], ValueError, "1.5 must be a whole number"),
         (["--quantize", "int4"], ValueError, "'int4'.*int8, float8"),
-        (["--steps", 3, "--steps", 0], ValueError, "steps=0"),
         (["--lora", "somewhere"], ValueError, "'somewhere': DiTPipeline takes no LoRA"),
         (["--patch", "tiny-dit-exakt"], ValueError, "'tiny-dit-exakt'.*tiny-dit-exact"),
         (["--patch", "."], ValueError, r"'\.' holds no saved patch"),
@@ -191,6 +192,14 @@ def test_what_cannot_be_added_is_refused_before_anything_is_loaded(tmp_path, mon
     with pytest.raises(error, match=message):
         bench("pipeline", *options, "--device", "cpu", "--output", tmp_path)
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_no_step_is_refused():
+    for options in (["--steps", "0"], ["--steps", "3", "--steps", "0"]):
+        found = CliRunner().invoke(app, ["bench", "pipeline", *options])
+        assert found.exit_code == 2 and "steps" in found.output
+    with pytest.raises(ValueError, match="steps=0"):
+        Additions(steps=(0,))
 
 
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is there")
