@@ -275,7 +275,7 @@ def main() -> None:
         if "teacher" in arguments.only:
             for name, steps in {
                 "teacher": TINY_WAN.call_settings["num_inference_steps"],
-                "teacher, few steps": 4,
+                "teacher, few steps": len(TIMES),
             }.items():
                 key = f"teacher-{steps:02d}"
                 if not (output / "rows" / f"{key}.json").is_file():

@@ -185,8 +185,14 @@ def _parts_of_update(
     critic: Critic | None,
     is_sharded: bool,
 ) -> list[tuple[float, Callable[[], object]]]:
-    """What runs for one batch of an update, and how often on average; the first needs the most memory."""
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    """What runs for one batch of an update, and how often on average; the first needs the most memory.
+
+    Inputs have the type of the transformer's parameters.
+
+    Raises:
+        ValueError: a stage of neither objectives nor few steps, or few steps without teacher or critic.
+    """
+    dtype = next(transformer.parameters()).dtype
     process: Any = get_family(transformer).process(transformer, config.flow_shift)
     types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
     types["latents"] = dtype  # of prompts alone they are zeros of one byte
