@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import trainer
 import transformers
 from PIL import Image
 from torch.nn import functional
@@ -39,7 +40,6 @@ from mhla_diffusers.files import IMAGE_SUFFIXES
 from mhla_diffusers.patching import CONFIG_NAME, TransformerCall
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, show_progress, write_table
 from mhla_diffusers.tiny.digits import load_digits
-from mhla_diffusers.training import trainer
 from mhla_diffusers.training.settings import read_settings
 
 Variant = Mapping[str, Any] | str

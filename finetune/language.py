@@ -17,6 +17,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+import trainer
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -25,7 +26,6 @@ from mhla_diffusers import MHLAConfig, apply_mhla, change_mhla, is_patched, mhla
 from mhla_diffusers.attention.gated_linear import GATE_RANK, gated_linear, log_decay
 from mhla_diffusers.config import check, check_names
 from mhla_diffusers.reporting import mean_and_spread, write_table
-from mhla_diffusers.training import trainer
 from mhla_diffusers.training.settings import read_settings
 
 Variant = Mapping[str, Any] | str

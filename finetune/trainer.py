@@ -25,11 +25,11 @@ import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from ..config import check
-from ..devices import launched_on_cpus, launched_processes, precision_name
-from ..files import read_json, write_json, write_whole_folder
-from ..patching import is_patched, save_mhla
-from .optimizer import make_optimizer
+from mhla_diffusers.config import check
+from mhla_diffusers.devices import launched_on_cpus, launched_processes, precision_name
+from mhla_diffusers.files import read_json, write_json, write_whole_folder
+from mhla_diffusers.patching import is_patched, save_mhla
+from mhla_diffusers.training.optimizer import make_optimizer
 
 _STARTED = "training.json"
 
