@@ -1,8 +1,8 @@
 """The attentions that are compared on a tiny pipeline, and how each is adapted and its held-out loss measured.
 
 Every variant starts from the same trained weights, sees the same data and noise, and is measured on the same held-out
-scenes: the same for the demo, for the patches that ship (``assets/adapt_tiny.py``) and for the scripts in
-``finetune/``.
+scenes: the same for the demo, for the patches that ship (``tools/adapt_tiny.py``) and for the scripts in
+``studies/``.
 """
 
 import random
@@ -39,7 +39,7 @@ DIFFUSION = ObjectiveWeights(diffusion=1.0)
 TRANSFER_STEPS = 100
 END_TO_END_STEPS = 300
 ADAPTED_CONTROL, ADAPTED_RECORD = "control.safetensors", "adaptation.json"
-"""Files of ``assets/adapt_tiny.py``: the control's weights that differ, and how a patch was made."""
+"""Files of ``tools/adapt_tiny.py``: the control's weights that differ, and how a patch was made."""
 _FLOW_SHIFT = 3.0
 """As the tiny pipelines were trained; DiT has none."""
 _BATCH = 16

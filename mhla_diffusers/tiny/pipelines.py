@@ -1,4 +1,4 @@
-"""The tiny pipelines: what each one shows, and how it is called and patched; ``assets/make_tiny.py`` makes them.
+"""The tiny pipelines: what each one shows, and how it is called and patched; ``tools/make_tiny.py`` makes them.
 
 Pictures are 64 pixels high and wide, a clip has 9 frames; autoencoders make 4 channels of latents at a quarter of the
 resolution, frame by frame. The transformers of DiT and SANA see 64 tokens of an image, that of Wan 9x8x8 = 576 of a

@@ -120,19 +120,15 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla bench all ", "it is the commands below it in a row; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
-    (
-        r"^python finetune/(quality|compare|few_steps|fidelity|fidelity_pictures|gap)\.py"
-        r"|^python finetune/(language|decoding|length_study)\.py",
-        "it takes minutes to hours",
-    ),
+    (r"^python studies/(?!language/zero_shot)|^python finetune/language\.py", "it takes minutes to hours"),
     (
         r"finetune/language.py train --config finetune/configs/language-0.3b",
         "it takes GPUs; tests/language runs a tiny one",
     ),
     (r"finetune/classify\.py", "it takes minutes, or GPUs and ImageNet; tests/classify runs tiny ones"),
-    (r"^python finetune/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
-    (r"^python assets/(make|adapt)_tiny\.py", "it takes half an hour and more"),
-    (r"^python assets/stream_tiny\.py", "it takes minutes; tests/demo runs it"),
+    (r"^python studies/language/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
+    (r"^python tools/(make|adapt)_tiny\.py", "it takes half an hour and more"),
+    (r"^python tools/stream_tiny\.py", "it takes minutes; tests/tools runs it"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 

@@ -237,8 +237,8 @@ def test_number_of_files():
 
 def test_table_of_few_steps():
     page = (ROOT / "docs/few-steps.md").read_text(encoding="utf-8")
-    assert (ROOT / "assets/adaptation/few-steps.md").read_text(encoding="utf-8") in page
-    rows = csv.DictReader((ROOT / "assets/adaptation/few-steps-tried.csv").open(encoding="utf-8"))
+    assert (ROOT / "studies/few_steps/few-steps.md").read_text(encoding="utf-8") in page
+    rows = csv.DictReader((ROOT / "studies/few_steps/few-steps-tried.csv").open(encoding="utf-8"))
     tried = {
         row["what"]: [row["clips"], f"{100 * float(row['digits']):.1f} % and {float(row['distance']):.1f}"]
         for row in rows

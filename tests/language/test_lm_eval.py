@@ -52,7 +52,7 @@ def test_the_script_wraps_what_training_has_saved(tmp_path):
     model.config.save_pretrained(tmp_path)
     save_mhla(model, tmp_path, weights="all")
     words().save_pretrained(tmp_path / "tokenizer")
-    script = Path(__file__).parents[2] / "finetune" / "zero_shot.py"
+    script = Path(__file__).parents[2] / "studies/language/zero_shot.py"
     judge = runpy.run_path(str(script))["judge_of"](tmp_path, str(tmp_path / "tokenizer"))
     ids = torch.tensor([[5, 9, 7]])
     assert torch.equal(logits(judge.model, ids), logits(model, ids))

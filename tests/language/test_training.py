@@ -204,6 +204,6 @@ def test_one_variant_is_trained_saved_and_loaded(tmp_path, run):
 def test_decoding_is_timed_beside_keys_and_values(tmp_path, monkeypatch):
     sizes = ["--width", "64", "--layers", "1", "--tokens", "2", "--turns", "1", "--lengths", "64", "128"]
     monkeypatch.setattr(sys, "argv", ["decoding.py", "--output", str(tmp_path), *sizes])
-    runpy.run_path(str(ROOT / "finetune" / "decoding.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "studies/language/decoding.py"), run_name="__main__")
     rows = [line.split(" | ") for line in (tmp_path / "decoding.md").read_text().splitlines()[2:]]
     assert [row[0].strip("| ") for row in rows] == ["64", "128"]

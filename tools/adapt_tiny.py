@@ -1,4 +1,4 @@
-"""Adapt the patches that ship for a tiny pipeline: ``python assets/adapt_tiny.py wan``.
+"""Adapt the patches that ship for a tiny pipeline: ``python tools/adapt_tiny.py wan``.
 
 Everything comes from the seed: each attention of ``mhla_diffusers/demo/adaptation.py`` is adapted from the same weights
 on the same clips, and saved in half precision as far as it differs from the pipeline. Run again, the command goes on
@@ -82,7 +82,7 @@ class Adapting:
     def _record(self, variant: Variant, run: Path, trained: Any, saved: Any) -> dict[str, Any]:
         recipe = recipe_of(variant, self.tiny)
         return {
-            "command": f"python assets/adapt_tiny.py {self.tiny.family} --seed {self.adaptation.seed}",
+            "command": f"python tools/adapt_tiny.py {self.tiny.family} --seed {self.adaptation.seed}",
             "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__,
             "updates of attention transfer": recipe.transfer_steps,

@@ -1,11 +1,11 @@
-"""The scripts of finetune/ that compare attentions on the tiny pipelines: what they tell, and that they go on."""
+"""The studies that compare attentions on the tiny pipelines: what they tell, and that they go on."""
 
 import csv
 import json
 
 import pytest
 
-from .scripts import load_script, run_script
+from ..scripts import load_script, run_script
 
 
 def files_in(folder, pattern):
@@ -15,7 +15,7 @@ def files_in(folder, pattern):
 
 @pytest.mark.slow
 def test_how_fast_attentions_adapt(tmp_path, monkeypatch):
-    script = load_script("finetune/compare.py", monkeypatch)
+    script = load_script("studies/adaptation/compare.py", monkeypatch)
     runs = [("diffusion", "softmax, trained on"), ("transfer first, gentle", "MHLA auto:2/3")]
     monkeypatch.setitem(script.TABLES, "recipes", runs)
     small = ("--samples", 5, "--held-out", 1, "--batch-size", 1, "--timing-seconds", 0.01)
@@ -33,7 +33,7 @@ def test_how_fast_attentions_adapt(tmp_path, monkeypatch):
 
 
 def untrained(script, monkeypatch, folder, family):
-    """Rows of finetune/fidelity.py by name and density."""
+    """Rows of studies/fidelity/fidelity.py by name and density."""
     small = ("--family", family, "--scenes", 4, "--held-out", 2, "--output", folder)
     run_script(script, monkeypatch, "untrained", *small)
     with (folder / f"untrained-{family}.csv").open() as file:
@@ -47,7 +47,7 @@ def number(cell):
 
 
 def test_means_come_with_their_error(monkeypatch):
-    fidelity = load_script("finetune/fidelity.py", monkeypatch).Fidelity
+    fidelity = load_script("studies/fidelity/fidelity.py", monkeypatch).Fidelity
     assert fidelity([0.1, 0.2], [0.5, 1.0], [0.25, 0.35], 12.34).cells == (
         *("0.1500 ± 0.0500", "75.0 ± 25.0 %", "12.3", "0.300 ± 0.050"),
     )
@@ -57,7 +57,7 @@ def test_means_come_with_their_error(monkeypatch):
 @pytest.mark.slow
 def test_linear_attention_is_mhla_with_every_block_alike(monkeypatch, tmp_path):
     """SANA has no softmax to be sparse; a uniform matrix is its own attention."""
-    rows = untrained(load_script("finetune/fidelity.py", monkeypatch), monkeypatch, tmp_path, "sana")
+    rows = untrained(load_script("studies/fidelity/fidelity.py", monkeypatch), monkeypatch, tmp_path, "sana")
     assert list(rows) == [("own linear attention", ""), ("MHLA, every block alike", ""), ("MHLA", "")]
     own, alike, mhla = rows.values()
     assert alike[:2] == own[:2]
@@ -66,7 +66,7 @@ def test_linear_attention_is_mhla_with_every_block_alike(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_more_takes_part_the_nearer_the_pictures(monkeypatch, tmp_path):
-    script = load_script("finetune/fidelity.py", monkeypatch)
+    script = load_script("studies/fidelity/fidelity.py", monkeypatch)
     names = ("sparse alone", "sparse and pooled keys, β fitted", "sparse and MHLA, calibrated")
     monkeypatch.setattr(script, "DENSITIES", (0.1, 0.25))
     chosen = [row for row in script.rows_of(script.TINY["dit"]) if row.name in ("MHLA", *names)]
@@ -83,7 +83,7 @@ def test_the_more_takes_part_the_nearer_the_pictures(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_what_ships_is_judged_against_the_control(tmp_path, monkeypatch, capsys):
-    script = load_script("finetune/quality.py", monkeypatch)
+    script = load_script("studies/quality/quality.py", monkeypatch)
     monkeypatch.setattr(script, "HELD_OUT", 4)
     for score, (style, arrow, _) in script.SCORES.items():
         monkeypatch.setitem(script.SCORES, score, (style, arrow, 10))

@@ -1,7 +1,7 @@
 """What each kind of attention does to quality: the adapted patches of a tiny pipeline, judged on a CPU.
 
-python finetune/quality.py wan --scenes 100
-python finetune/quality.py wan --scenes 100 --adapted outputs/adapted-wan-2    # another seed of the adaptation
+python studies/quality/quality.py wan --scenes 100
+python studies/quality/quality.py wan --scenes 100 --adapted outputs/adapted-wan-2    # another seed of the adaptation
 
 Each attention of mhla_diffusers/demo/adaptation.py, adapted, generates the same scenes from the same noise, and so does
 the control: the pipeline's own attention, trained on for as long. Held-out loss, digits that the classifier recognises
@@ -44,7 +44,7 @@ Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> Any:
-    """The pipeline with a patch that ships, or with one that ``assets/adapt_tiny.py`` made."""
+    """The pipeline with a patch that ships, or with one that ``tools/adapt_tiny.py`` made."""
     if adapted is None:
         return load_variant(tiny, variant, "cpu")
     pipe, folder = load_tiny(tiny.family), adapted / "patches" / f"tiny-{tiny.family}-{variant.short}"
@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=list(TINY))
     parser.add_argument("--scenes", type=int, default=100)
-    parser.add_argument("--adapted", type=Path, help="output of assets/adapt_tiny.py; what ships if left out")
+    parser.add_argument("--adapted", type=Path, help="output of tools/adapt_tiny.py; what ships if left out")
     parser.add_argument("--only", nargs="+", help="such as exact hybrid, beside the control; all if left out")
     parser.add_argument("--output", type=Path, help="outputs/quality-<family> if left out")
     arguments = parser.parse_args()
@@ -153,7 +153,7 @@ def main() -> None:
     if arguments.scenes < 2:
         parser.error(f"--scenes {arguments.scenes}: at least 2, to tell how they spread")
     if arguments.adapted is not None and not (arguments.adapted / "patches").is_dir():
-        parser.error(f"--adapted {arguments.adapted}: no output of assets/adapt_tiny.py")
+        parser.error(f"--adapted {arguments.adapted}: no output of tools/adapt_tiny.py")
     output: Path = arguments.output or Path("outputs") / f"quality-{tiny.family}"
     chosen = [v for v in variants(tiny) if not arguments.only or v.short in ("control", *arguments.only)]
     pipelines: dict[str, Callable[[], Any]] = {

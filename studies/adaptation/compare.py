@@ -1,9 +1,9 @@
 """How fast each kind of attention adapts: the tiny Wan pipeline on clips of moving digits, on a CPU.
 
-python finetune/compare.py sparse       # block-sparse attention: block size, density, pooled keys, β fitted or learned
-python finetune/compare.py recipes      # the diffusion loss alone, with distillation, attention transfer first
-python finetune/compare.py settings     # MHLA's own settings
-python finetune/compare.py per-head     # a mixing matrix for every head, and what goes with it
+python studies/adaptation/compare.py sparse    # block size, density, pooled keys, β fitted or learned
+python studies/adaptation/compare.py recipes   # the diffusion loss alone, with distillation, attention transfer first
+python studies/adaptation/compare.py settings  # MHLA's own settings
+python studies/adaptation/compare.py per-head  # a mixing matrix for every head, and what goes with it
 
 Every variant starts from the same trained softmax model and adapts for as many steps on the same data; held-out losses
 go to <table>.csv and <table>.md, with several seeds of training as mean ± standard deviation. Runs that are finished

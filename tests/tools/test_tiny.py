@@ -15,12 +15,12 @@ from mhla_diffusers.demo.judging import generate_scenes, load_classifier
 from mhla_diffusers.tiny import TINY, load_tiny, loading
 from mhla_diffusers.tiny.digits import load_digits
 
-from .scripts import load_script, run_script
+from ..scripts import load_script, run_script
 
 
 @pytest.fixture
 def making(monkeypatch):
-    script = load_script("assets/make_tiny.py", monkeypatch)
+    script = load_script("tools/make_tiny.py", monkeypatch)
     monkeypatch.setattr(script, "HELD_OUT", 2)
     return script
 
@@ -121,7 +121,7 @@ def test_the_classifier_that_ships_reaches_its_target(making):
 
 
 def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, assets):
-    script = load_script("assets/adapt_tiny.py", monkeypatch)
+    script = load_script("tools/adapt_tiny.py", monkeypatch)
     for module, name, fewer in ((adaptation, "TRANSFER_STEPS", 1), (adaptation, "END_TO_END_STEPS", 1)):
         monkeypatch.setattr(module, name, fewer)
     monkeypatch.setattr(script, "HELD_OUT", 2)
@@ -155,7 +155,7 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
 
 
 def test_unknown_variants_are_named(monkeypatch, capsys, tmp_path):
-    script = load_script("assets/adapt_tiny.py", monkeypatch)
+    script = load_script("tools/adapt_tiny.py", monkeypatch)
     with pytest.raises(SystemExit):
         run_script(script, monkeypatch, "dit", "--only", "best", "--output", tmp_path)
     assert "--only best: allowed: control, linear, mhla, hybrid, exact" in capsys.readouterr().err
@@ -163,7 +163,7 @@ def test_unknown_variants_are_named(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_longer_clips_are_judged_and_drawn(tmp_path, monkeypatch, capsys):
-    script = load_script("assets/stream_tiny.py", monkeypatch)
+    script = load_script("tools/stream_tiny.py", monkeypatch)
     wan = TINY["wan"]
     monkeypatch.setitem(script.TINY, "wan", replace(wan, call_settings={**wan.call_settings, "num_inference_steps": 1}))
     run_script(script, monkeypatch, "--output", tmp_path, "--scenes", 1)

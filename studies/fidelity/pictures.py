@@ -1,7 +1,7 @@
 """The pictures of docs/fidelity.md, one per step, from the tiny pipelines on a CPU.
 
-python finetune/fidelity_pictures.py                   # all of them, into assets/fidelity; minutes on one core
-python finetune/fidelity_pictures.py --only audit dial
+python studies/fidelity/pictures.py                   # all of them, into studies/fidelity; minutes on one core
+python studies/fidelity/pictures.py --only audit dial
 
 The one of the first steps is drawn from the table that fidelity.py steps has written.
 """
@@ -28,8 +28,8 @@ from mhla_diffusers.files import written_aside
 from mhla_diffusers.reporting import require_matplotlib
 from mhla_diffusers.tiny import TINY, load_tiny
 
-FOLDER = Path("assets/fidelity")
-STEPS_TABLE = Path("assets/adaptation/steps-wan.csv")
+FOLDER = Path("studies/fidelity")
+STEPS_TABLE = Path("studies/fidelity/steps-wan.csv")
 DENSITIES = (0.25, 0.15, 0.1, 0.05)
 DIAL = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1)
 MODELS = (

@@ -1,6 +1,6 @@
 """Tokens per second of a language model after texts of growing length: keys and values beside MHLA's state.
 
-OMP_NUM_THREADS=1 python finetune/decoding.py --output outputs/decoding
+OMP_NUM_THREADS=1 python studies/language/decoding.py --output outputs/decoding
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Train the tiny pipelines that ship with the package, and the classifier that judges their digits.
 
-python assets/make_tiny.py wan --output outputs/tiny-wan
-python assets/make_tiny.py classifier
+python tools/make_tiny.py wan --output outputs/tiny-wan
+python tools/make_tiny.py classifier
 
 Everything comes from the seed: the autoencoder and the text encoder first, then the transformer, through the
 project's own training loop with the loss that its family is trained with. Run again, the command goes on where it was

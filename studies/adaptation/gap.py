@@ -1,8 +1,8 @@
 """How much of the way from plain linear attention back to softmax each attention closes, update by update.
 
-python finetune/gap.py wan outputs/adapted-wan outputs/adapted-wan-2 outputs/adapted-wan-3
+python studies/adaptation/gap.py wan outputs/adapted-wan outputs/adapted-wan-2 outputs/adapted-wan-3
 
-Reads what assets/adapt_tiny.py recorded, one folder for every seed. The gap is that between plain linear
+Reads what tools/adapt_tiny.py recorded, one folder for every seed. The gap is that between plain linear
 attention and the control after as many updates, of the same seed; shown as mean ± standard deviation over the seeds.
 """
 
@@ -46,12 +46,12 @@ def main() -> None:
     """Print the table, and write it where the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=["dit", "wan"])
-    parser.add_argument("folders", type=Path, nargs="+", help="outputs of assets/adapt_tiny.py")
+    parser.add_argument("folders", type=Path, nargs="+", help="outputs of tools/adapt_tiny.py")
     parser.add_argument("--output", type=Path, default=Path("outputs/gap"))
     arguments = parser.parse_args()
     missing = [str(folder) for folder in arguments.folders if not (folder / "patches").is_dir()]
     if missing:
-        parser.error(f"no output of assets/adapt_tiny.py: {', '.join(missing)}")
+        parser.error(f"no output of tools/adapt_tiny.py: {', '.join(missing)}")
     seeds = [read_curves(folder, arguments.family) for folder in arguments.folders]
     names = [variant.name for variant in variants(TINY[arguments.family]) if all(variant.name in s for s in seeds)]
     if len(names) < 3 or names[1] != "plain linear":

@@ -1,6 +1,6 @@
 """Four steps on the tiny Wan pipeline, beside its usual twenty.
 
-python finetune/few_steps.py --output outputs/few-steps
+python studies/few_steps/few_steps.py --output outputs/few-steps
 Every student is distilled from the same pipeline on the same prompts, once per seed, and all generate the same clips
 from the same noise. One row is written as it is finished, and a command that was interrupted goes on where it was. The
 digits that a small classifier recognises are counted, and their Fréchet distance to real ones is taken. Training is
@@ -238,7 +238,7 @@ def install(student: str, seed: int, output: Path) -> None:
     load_mhla(saved, folder)
     row = judge(STUDENTS[student].name, saved, Yardstick.of(TINY_WAN, CLIPS, 0), seed)
     record = {
-        "command": f"python finetune/few_steps.py --only {student} --seeds {seed} --install",
+        "command": f"python studies/few_steps/few_steps.py --only {student} --seeds {seed} --install",
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "updates of attention transfer": TRANSFER,

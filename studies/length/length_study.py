@@ -1,9 +1,9 @@
 """Attentions on a video model of 12,288 tokens that is trained from scratch, in slices of minutes on one GPU.
 
-python finetune/length_study.py --plan                                                # counted and predicted; no GPU
-python finetune/length_study.py --device cuda --minutes 9 --output outputs/length     # three times; each goes on
-python finetune/length_study.py --device cpu --minutes 3 --output outputs/length-toy  # the same at toy size
-python finetune/length_study.py --report --output outputs/length                      # the plot, elsewhere
+python studies/length/length_study.py --plan  # counted and predicted; no GPU
+python studies/length/length_study.py --device cuda --minutes 9 --output outputs/length  # three times; each goes on
+python studies/length/length_study.py --device cpu --minutes 3 --output outputs/length-toy  # the same at toy size
+python studies/length/length_study.py --report --output outputs/length  # the plot, elsewhere
 
 The parts, in order. A classifier of digits. A Wan transformer with softmax attention, trained on clips that grow
 longer. The gate: if the model shows fewer than 60 % of the digits that it is asked for, all that follows measures the

@@ -1,6 +1,6 @@
 """Zero-shot tables of a language model that finetune/language.py has trained, by lm-eval (the extra "language").
 
-python finetune/zero_shot.py outputs/language-0.3b/result --tokenizer mistralai/Mistral-7B-v0.1 --tasks arc_easy
+python studies/language/zero_shot.py outputs/language-0.3b/result --tokenizer mistralai/Mistral-7B-v0.1 --tasks arc_easy
 """
 
 import argparse

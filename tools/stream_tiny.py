@@ -1,6 +1,6 @@
 """Clips four times as long as those that were trained on, judged by frame: assets/demo/stream.json and stream.gif.
 
-python assets/stream_tiny.py --scenes 16 --seed 0 --output outputs/stream
+python tools/stream_tiny.py --scenes 16 --seed 0 --output outputs/stream
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> None:
         judged = judge_streams(tiny, scenes, arguments.seed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     results = {
-        "command": f"python assets/stream_tiny.py --scenes {arguments.scenes} --seed {arguments.seed}",
+        "command": f"python tools/stream_tiny.py --scenes {arguments.scenes} --seed {arguments.seed}",
         "date": time.strftime("%Y-%m-%d"),
         "digits right, by frame": {one.name: one.right for one in judged},
     }

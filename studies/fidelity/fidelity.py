@@ -1,8 +1,8 @@
 """How good a patch is without any training, and with softmax in the first steps: the tiny pipelines on a CPU.
 
-python finetune/fidelity.py untrained                        # all three pipelines
-python finetune/fidelity.py untrained --family dit --scenes 200
-python finetune/fidelity.py steps --family wan               # untrained and adapted, 0 to 30 % of the steps softmax
+python studies/fidelity/fidelity.py untrained             # all three pipelines
+python studies/fidelity/fidelity.py untrained --family dit --scenes 200
+python studies/fidelity/fidelity.py steps --family wan    # untrained and adapted, 0 to 30 % of the steps softmax
 
 Every row is patched anew, and where it says so calibrated on training samples, of which none is among those that it is
 measured on, or an adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss, digits

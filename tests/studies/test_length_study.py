@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .scripts import ROOT, load_script
+from ..scripts import ROOT, load_script
 
 CPU = torch.device("cpu")
 COMPILED = {
@@ -31,8 +31,8 @@ SHORT = {"softmax": False, "softmax, trained on": True, "sparse 10%": True}
 @pytest.fixture
 def script(monkeypatch):
     """The script; what it imports beside it is forgotten with it."""
-    monkeypatch.syspath_prepend(str(ROOT / "finetune"))
-    yield load_script("finetune/length_study.py", monkeypatch)
+    monkeypatch.syspath_prepend(str(ROOT / "studies/length"))
+    yield load_script("studies/length/length_study.py", monkeypatch)
     torch._dynamo.reset()
     for name in ("length_model", "length_plan", "length_scenes"):
         sys.modules.pop(name, None)
@@ -215,7 +215,14 @@ def test_a_kill_leaves_what_is_finished(script, tmp_path):
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     options = ["--device", "cpu", "--gate", "0", "--compiler", "eager", "--output", str(tmp_path)]
-    command = [sys.executable, "-c", code, str(ROOT / "finetune"), str(ROOT / "finetune/length_study.py"), *options]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(ROOT / "studies/length"),
+        str(ROOT / "studies/length/length_study.py"),
+        *options,
+    ]
     second = tmp_path / "rows" / "plain-linear.begun"
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
         while not second.is_file():
@@ -295,11 +302,11 @@ def test_three_slices_of_nine_minutes_are_enough(script):
 
 
 def test_the_order_of_the_adapted_rows():
-    sys.path.insert(0, str(ROOT / "finetune"))
+    sys.path.insert(0, str(ROOT / "studies/length"))
     try:
         from length_model import REAL, rows_of
     finally:
-        sys.path.remove(str(ROOT / "finetune"))
+        sys.path.remove(str(ROOT / "studies/length"))
     adapted = [row.name for row in rows_of(REAL) if row.adapted]
     assert adapted == [
         "softmax, trained on",
