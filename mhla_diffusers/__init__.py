@@ -20,7 +20,6 @@ __all__ = [
     "calibrate_mixing",
     "calibrate_sparse",
     "change_mhla",
-    "densify",
     "describe",
     "is_patched",
     "load_mhla",
@@ -30,13 +29,11 @@ __all__ = [
     "remove_mhla",
     "save_mhla",
     "set_attn_processor",
-    "set_density",
     "suggest_blocks",
 ]
 
 if TYPE_CHECKING:
     from .analysis.audit import audit
-    from .analysis.dial import densify, set_density
     from .config import MHLAConfig
     from .patching import (
         MHLAProcessor,
@@ -68,7 +65,6 @@ else:
             ".patching",
             ".patching.cache",
             ".analysis.audit",
-            ".analysis.dial",
             ".patching.few_step_scheduler",
         ),
     )

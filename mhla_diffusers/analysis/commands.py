@@ -30,25 +30,25 @@ def analyze(
     from rich.console import Console
     from rich.table import Table
 
-    from .run import analyze as analyze_model
+    from .analyze import analyze as analyze_model
 
-    result = _examine(
+    found, pictures = _examine(
         lambda pipe, run: analyze_model(pipe, run, output, layers=layers, token=token),
         (family, prompt, seed),
         output,
         options,
     )
     table = Table("layer", "attention", "tokens", "rank", "at most", "entropy", "moves", box=SIMPLE, pad_edge=False)
-    for layer in result.layers:
-        change = "-" if result.sensitivity is None else f"{result.sensitivity.get(layer.name, 0.0) ** 0.5:.1%}"
-        cells = (str(layer.tokens), f"{layer.rank:.1f}", str(layer.rank_bound), f"{layer.entropy:.2f}", change)
+    for layer in found:
+        moves = "-" if layer.moves is None else f"{layer.moves**0.5:.1%}"
+        cells = (str(layer.tokens), f"{layer.rank:.1f}", str(layer.rank_bound), f"{layer.entropy:.2f}", moves)
         table.add_row(layer.name, layer.attention, *cells)
     Console().print(table)
     typer.echo(
         "Rank: singular values above 1/10000 of the largest. Entropy: of a query's weights, in nats. Moves: how "
         "far the model's output moves when this layer alone is replaced, relative."
     )
-    for picture in result.pictures:
+    for picture in pictures:
         typer.echo(f"Wrote {picture}")
 
 

@@ -18,10 +18,7 @@ LARGEST_GRID = 4096
 
 
 def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[str, torch.Tensor]:
-    """Attention matrix of every self-attention on one batch: name → float64 (B, H, N, N), rows are queries.
-
-    Covers the grid's tokens only: rows lack the weight that goes to extra tokens.
-    """
+    """Return the matrix of every self-attention, see :func:`each_attention_matrix`: name → float64 (B, H, N, N)."""
     return dict(each_attention_matrix(transformer, batch))
 
 
@@ -29,9 +26,10 @@ def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[s
 def each_attention_matrix(
     transformer: nn.Module, batch: TransformerCall, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same one layer at a time, so that only one layer's matrices are in memory.
+    """Yield name and float64 (B, H, N, N) of every self-attention, one layer in memory at a time; rows are queries.
 
     A matrix times the value is the input of the output projection, before a norm, gate or convolution of the patch.
+    It covers the grid's tokens only: rows lack the weight that goes to extra tokens.
 
     Args:
         transformer: patched or not.
@@ -69,7 +67,7 @@ def each_attention_matrix(
 
 
 def _matrix(attn: Any, given: LayerInput, family: Family) -> torch.Tensor:
-    """Of all tokens: float64 (B, H, N, N)."""
+    """Return the weights of all tokens, extra ones too: float64 (B, H, N, N)."""
     if isinstance(getattr(attn, "processor", None), MHLAProcessor):
         weights: torch.Tensor = attn.mhla.weights(given)
         return weights
@@ -91,12 +89,12 @@ def _matrix(attn: Any, given: LayerInput, family: Family) -> torch.Tensor:
 
 
 def rank(matrix: torch.Tensor, tolerance: float = RANK_TOLERANCE) -> float:
-    """Singular values above ``tolerance`` times the largest, averaged over samples and heads of (B, H, N, N)."""
+    """Count singular values above ``tolerance`` times the largest, averaged over samples and heads of (B, H, N, N)."""
     return float(torch.linalg.matrix_rank(matrix, rtol=tolerance).double().mean())
 
 
 def entropy(matrix: torch.Tensor) -> float:
-    """Entropy of a query's weights |w| in nats, averaged over (B, H, N); with RoPE w can be negative."""
+    """Return the entropy of a query's weights |w| in nats, averaged over (B, H, N); with RoPE w can be negative."""
     total = matrix.abs().sum(dim=-1, keepdim=True)
     # linear attention gives every key 0 where all channels of a query are negative
     weights = matrix.abs() / total.clamp_min(torch.finfo(total.dtype).tiny)
@@ -104,12 +102,12 @@ def entropy(matrix: torch.Tensor) -> float:
 
 
 def mean_rank(matrices: dict[str, torch.Tensor]) -> float:
-    """:func:`rank`, averaged over layers."""
+    """Average :func:`rank` over layers."""
     return sum(map(rank, matrices.values())) / len(matrices)
 
 
 def mean_entropy(matrices: dict[str, torch.Tensor]) -> float:
-    """:func:`entropy`, averaged over layers."""
+    """Average :func:`entropy` over layers."""
     return sum(map(entropy, matrices.values())) / len(matrices)
 
 
@@ -122,11 +120,12 @@ class LayerAnalysis:
     """MHLA, linear or softmax."""
     tokens: int
     rank: float
-    """See :func:`mhla_diffusers.analysis.rank`; averaged over samples and heads."""
+    """Averaged over samples and heads."""
     rank_bound: int
-    """Upper bound of the rank."""
     entropy: float
     """In nats; log(tokens) for uniform weights."""
+    moves: float | None = None
+    """Relative squared change of the model's output when this layer alone is replaced; None if not measured."""
 
 
 def analyze_layers(
@@ -135,7 +134,7 @@ def analyze_layers(
     names: Collection[str] | None = None,
     each: Callable[[str, torch.Tensor], None] | None = None,
 ) -> list[LayerAnalysis]:
-    """Rank and entropy of self-attentions on one input.
+    """Measure rank and entropy of self-attentions on one input.
 
     Args:
         transformer: patched or not.
@@ -167,7 +166,7 @@ def analyze_layers(
 
 
 def rank_bound(attn: Any, adapter: AttentionAdapter, grid: tuple[int, ...], kind: str) -> int:
-    """Upper bound of the attention matrix's rank on a token grid; ``kind`` is MHLA, linear or softmax.
+    """Return an upper bound of the attention matrix's rank on a token grid; ``kind`` is MHLA, linear or softmax.
 
     N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a sparse
     branch it is N again, because the softmax over listed keys can have full rank.

@@ -1,7 +1,7 @@
 """The pictures of docs/fidelity.md, one per step, from the tiny pipelines on a CPU.
 
 python studies/fidelity/pictures.py                   # all of them, into studies/fidelity; minutes on one core
-python studies/fidelity/pictures.py --only audit dial
+python studies/fidelity/pictures.py --only audit steps
 
 The one of the first steps is drawn from the table that fidelity.py steps has written.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from fidelity import CALIBRATION_SAMPLES, Row
 
-from mhla_diffusers import apply_mhla, audit, densify, mhla_disabled, set_density
+from mhla_diffusers import apply_mhla, audit
 from mhla_diffusers.analysis import draw_audit
 from mhla_diffusers.benchmark.forecast import Question, make_forecast
 from mhla_diffusers.benchmark.models import choose_sizes, family_of_model, find_models
@@ -31,7 +31,6 @@ from mhla_diffusers.tiny import TINY, load_tiny
 FOLDER = Path("studies/fidelity")
 STEPS_TABLE = Path("studies/fidelity/steps-wan.csv")
 DENSITIES = (0.25, 0.15, 0.1, 0.05)
-DIAL = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1)
 MODELS = (
     ("dit-xl-2", "256", None),
     ("dit-xl-2", "1024", None),
@@ -105,46 +104,6 @@ def draw_untrained(plt: Any) -> Any:
     return figure
 
 
-def output_error(pipe: Any, run: Callable[[Any], object]) -> float:
-    """Relative error of the transformer's output along a pipeline's own way, in steps that keep softmax too."""
-    sums, inside = [0.0, 0.0], []
-
-    def compare(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if inside:
-            return
-        inside.append(transformer)
-        with mhla_disabled(pipe):
-            expected = transformer(*args, **kwargs)[0]
-        inside.clear()
-        sums[0] += float((output[0] - expected).square().sum())
-        sums[1] += float(expected.square().sum())
-
-    handle = pipe.transformer.register_forward_hook(compare, with_kwargs=True)
-    run(pipe)
-    handle.remove()
-    return (sums[0] / sums[1]) ** 0.5
-
-
-def draw_dial(plt: Any) -> Any:
-    """Error of the transformer's output on other clips than those that were audited."""
-    adaptation, judged = adaptation_of("wan"), scenes_of("wan", 2)
-    one, other = (Row("", _SPARSE | {"density": 0.1}).patched(adaptation) for _ in range(2))
-    found = audit(other, partial(scenes_of("wan", 2, seed=6), other))
-    turns = {"set_density": partial(set_density, one), "densify": partial(densify, other, found)}
-    errors: dict[str, list[float]] = {name: [] for name in turns}
-    for density in DIAL:
-        for name, turn in turns.items():
-            errors[name].append(output_error(turn(density), judged))
-        sys.stdout.write(f"{density:.0%}: {', '.join(f'{name} {found[-1]:.2%}' for name, found in errors.items())}\n")
-        sys.stdout.flush()
-    figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    for name, values in errors.items():
-        axis.plot([100 * density for density in DIAL], [100 * x for x in values], "o-", label=name, markersize=4)
-    axis.set(xlabel="density, %", ylabel="error of the output, %", ylim=(0, None))
-    axis.legend()
-    return figure
-
-
 def draw_audit_of_wan(plt: Any) -> Any:
     """Of a patch by content, on two clips."""
     generate, pipe = scenes_of("wan", 2), load_tiny("wan")
@@ -187,7 +146,6 @@ PICTURES: dict[str, Callable[[Any], Any]] = {
     "forecast": draw_forecast,
     "untrained": draw_untrained,
     "audit": draw_audit_of_wan,
-    "dial": draw_dial,
     "steps": draw_steps,
 }
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mhla_diffusers import apply_mhla
-from mhla_diffusers.analysis.run import analyze
+from mhla_diffusers.analysis.analyze import analyze
 from mhla_diffusers.tiny import load_tiny
 
 from ..evaluation.pictures import mhla
@@ -21,16 +21,16 @@ def test_an_analysis_is_written(tmp_path):
     pipe = load_tiny("dit")
     apply_mhla(pipe, sparse="none", blocks=(4, 4), layers=[1, 2])
     run = run_tiny(pipe, steps=1)
-    result = analyze(pipe, run, tmp_path)
-    assert [layer.attention for layer in result.layers] == ["softmax", "MHLA", "MHLA", "softmax"]
-    assert set(result.sensitivity) == {"transformer_blocks.1.attn1", "transformer_blocks.2.attn1"}
-    assert [picture.name for picture in result.pictures] == ["attention-maps.png", "mixing-matrices.png"]
-    assert all(picture.stat().st_size > 5000 for picture in result.pictures)
+    layers, pictures = analyze(pipe, run, tmp_path)
+    assert [layer.attention for layer in layers] == ["softmax", "MHLA", "MHLA", "softmax"]
+    assert [layer.moves is not None for layer in layers] == [False, True, True, False]
+    assert [picture.name for picture in pictures] == ["attention-maps.png", "mixing-matrices.png"]
+    assert all(picture.stat().st_size > 5000 for picture in pictures)
     assert json.loads((tmp_path / "analysis.json").read_text())["grid"] == [8, 8]
     # a layer of two makes a picture half as wide; of an unpatched one there is no mixing
-    one = analyze(pipe, run, tmp_path / "one", layers=[1]).pictures[1]
-    assert Image.open(one).width < Image.open(result.pictures[1]).width
-    assert len(analyze(pipe, run, tmp_path / "none", layers=[0]).pictures) == 1
+    one = analyze(pipe, run, tmp_path / "one", layers=[1])[1][1]
+    assert Image.open(one).width < Image.open(pictures[1]).width
+    assert len(analyze(pipe, run, tmp_path / "none", layers=[0])[1]) == 1
     for wrong, message in (({"token": 64}, "token=64 is out of range.*0 to 63"), ({"layers": [4]}, "Layer 4 is out")):
         with pytest.raises(ValueError, match=message):
             analyze(pipe, run, tmp_path, **wrong)
@@ -55,7 +55,7 @@ def test_commands(tmp_path, command, settings, said, written):
     assert shown.exit_code == 0, shown.output
     assert all(text in shown.output for text in said)
     found = json.loads((tmp_path / "out" / written).read_text())
-    assert command == "analyze" or len(found["rests"]) == 2
+    assert command == "analyze" or len(found["disabled"]) == 2
 
 
 @pytest.mark.parametrize(

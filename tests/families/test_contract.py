@@ -153,12 +153,12 @@ def test_the_sparse_branch_comes_nearer_with_its_density(name: str) -> None:
     mhla.apply_mhla(model, blocks=case.blocks, sparse="content", block_size=4, density=0.1)
     errors = [relative_change(output(model, arguments), expected)]
     for density in (0.5, 1.0):
-        errors.append(relative_change(output(mhla.set_density(model, density), arguments), expected))
+        errors.append(relative_change(output(mhla.change_mhla(model, density=density), arguments), expected))
     assert errors[0] > errors[1] > errors[2] and errors[2] < ROUNDING
 
 
 @few_families
-def test_calibration_audit_and_dial(name: str) -> None:
+def test_calibration_audit_and_density(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
     expected = output(model, arguments)
@@ -170,7 +170,7 @@ def test_calibration_audit_and_dial(name: str) -> None:
     found = mhla.audit(model, lambda: output(model, arguments))
     assert [layer.name for layer in found.layers] == list(case.attentions)
     assert 0 < found.moves < 1 and all(0 < layer.density <= layer.mass_kept for layer in found.layers)
-    mhla.densify(model, found, 0.7)
+    mhla.change_mhla(model, density=0.7)
     assert relative_change(output(model, arguments), expected) < fresh
 
 

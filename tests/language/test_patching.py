@@ -134,7 +134,6 @@ FROM_THE_LEFT = torch.arange(40).expand(2, -1) >= torch.tensor([[0], [3]])
             (lambda f=f: f(patched(output_norm=True), lambda: None), rf"{f.__name__}\(\) compares")
             for f in (layer_sensitivity, calibrate_output_norm, mhla.calibrate_mixing, mhla.audit)
         ),
-        (lambda: mhla.set_density(patched(), 0.5), r"set_density\(\) compares .* LlamaForCausalLM is a language model"),
     ],
 )
 def test_what_is_refused(refused, words):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mhla_diffusers.attention.merge as merge
-from mhla_diffusers import apply_mhla, change_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla, set_density
+from mhla_diffusers import apply_mhla, change_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
 from mhla_diffusers.config import load_patch, patch_names
 
 from .. import models
@@ -26,7 +26,7 @@ def test_the_higher_the_density_the_smaller_the_change(name):
     model, arguments, before = patched(name, density=0.05)
     changes = [models.relative_change(models.output(model, arguments), before)]
     for density in (0.1, 0.3, 0.6, 0.9, 1.0):
-        set_density(model, density)
+        change_mhla(model, density=density)
         changes.append(models.relative_change(models.output(model, arguments), before))
     assert changes == sorted(changes, reverse=True)
     assert changes[-1] < 1e-6 < 1e-3 < changes[0]

@@ -1,7 +1,7 @@
-"""``mhla analyze``: run a model briefly and examine its attention."""
+"""Run a model briefly and examine its attention: rank, entropy, sensitivity and pictures."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,6 @@ from .matrices import LayerAnalysis, analyze_layers
 from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of
 
 
-@dataclass(frozen=True)
-class AnalysisResult:
-    """What was found."""
-
-    layers: list[LayerAnalysis]
-    sensitivity: dict[str, float] | None
-    """Layer → relative squared change of the output when it alone is replaced; None for an unpatched model."""
-    pictures: list[Path]
-
-
 def analyze(
     model: Any,
     run: Callable[[], object],
@@ -33,10 +23,8 @@ def analyze(
     *,
     layers: Sequence[int] | None = None,
     token: int | None = None,
-) -> AnalysisResult:
-    """Rank, entropy, sensitivity, attention maps and mixing matrices of a pipeline's first transformer.
-
-    Examines the middle one of the forwards that ``run`` makes.
+) -> tuple[list[LayerAnalysis], list[Path]]:
+    """Examine a pipeline's first transformer on the middle one of the forwards that ``run`` makes.
 
     Args:
         model: a pipeline or transformer, patched or not.
@@ -44,6 +32,9 @@ def analyze(
         output: folder for ``analysis.json`` and the pictures.
         layers: indices of the self-attentions to examine; None for all.
         token: index of the token whose attention is drawn; None for the one in the middle.
+
+    Returns:
+        The layers, and the pictures: attention maps and, of a patched model, mixing matrices.
 
     Raises:
         ValueError: a layer or token out of range, too many tokens, or ``run`` did not reach the transformer.
@@ -70,15 +61,14 @@ def analyze(
 
     found = analyze_layers(transformer, call, names, keep)
     pictures = [draw_attention_maps(rows, grid, chosen, output / "attention-maps.png")]
-    patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
-    mixing = {name: patched[name].mixing for name in names if name in patched}
-    if mixing:
-        blocks = next(iter(patched.values())).config.blocks
-        shown = (1, *blocks)[-max(2, len(blocks)) :]
-        pictures.append(draw_mixing_matrices(mixing, shown, output / "mixing-matrices.png"))
-    sensitivity = None
     if is_patched(transformer):
-        sensitivity = layer_sensitivity(transformer, lambda: repeat_calls(transformer, calls))
-    report = {"grid": grid, "token": chosen, "layers": [asdict(layer) for layer in found], "sensitivity": sensitivity}
-    write_json(report, output / "analysis.json")
-    return AnalysisResult(found, sensitivity, pictures)
+        moves = layer_sensitivity(transformer, lambda: repeat_calls(transformer, calls))
+        found = [replace(layer, moves=moves.get(layer.name)) for layer in found]
+        patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
+        mixing = {name: patched[name].mixing for name in names if name in patched}
+        if mixing:
+            blocks = next(iter(patched.values())).config.blocks
+            shown = (1, *blocks)[-max(2, len(blocks)) :]
+            pictures.append(draw_mixing_matrices(mixing, shown, output / "mixing-matrices.png"))
+    write_json({"grid": grid, "token": chosen, "layers": [asdict(layer) for layer in found]}, output / "analysis.json")
+    return found, pictures
