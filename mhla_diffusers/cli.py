@@ -99,30 +99,6 @@ def info(
         print_any_patch(patch)
 
 
-@app.command()
-def convert(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="Safetensors file trained with the paper's Wan code, or an .index.json.")
-    ],
-    folder: Annotated[Path, typer.Argument(help="Where to write the patch.")],
-    blocks: Annotated[str | None, typer.Option(help="Block counts, for example 3,5,10.")] = None,
-    base_model: Annotated[str, typer.Option(help="Hub id to record.")] = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-) -> None:
-    """Convert a Wan checkpoint of the paper's code into a patch for load_mhla."""
-    from .patching import convert_wan
-
-    typer.echo(f"Wrote {convert_wan(checkpoint, folder, blocks=_parse_blocks(blocks), base_model=base_model)}")
-
-
-def _parse_blocks(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of block counts; write for example 7,3,5.") from None
-
-
 app.command("generate")(generate_command)
 app.command("finetune")(finetune_command)
 app.command("encode")(encode_command)

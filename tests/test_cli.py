@@ -22,7 +22,6 @@ from mhla_diffusers.info import print_any_patch, report
 from mhla_diffusers.patching.record import read_record
 
 from . import models
-from .patching.test_conversion import paper_checkpoint
 
 
 def mhla(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -111,12 +110,6 @@ def test_user_errors_have_no_traceback():
     assert shown.returncode == 1
     assert "did you mean 'wan2.1-t2v-1.3b'" in shown.stderr
     assert "Traceback" not in shown.stderr
-
-
-def test_convert(tmp_path):
-    save_file(paper_checkpoint(models.wan(), [1], True, False), tmp_path / "paper.safetensors")
-    mhla_here("convert", str(tmp_path / "paper.safetensors"), str(tmp_path / "patch"), "--blocks", "2,2,3")
-    load_mhla(models.wan(), tmp_path / "patch")
 
 
 def modules_after(script: str) -> set[str]:

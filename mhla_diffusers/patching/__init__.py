@@ -2,7 +2,6 @@
 
 from .calibrate import calibrate_mixing, calibrate_output_norm, calibrate_sparse
 from .calls import TransformerCall, layer_sensitivity, record_calls
-from .conversion import convert_wan
 from .describe import describe, suggest_blocks
 from .finding import (
     find_patched,
@@ -39,7 +38,6 @@ __all__ = [
     "calibrate_sparse",
     "call_context",
     "change_mhla",
-    "convert_wan",
     "describe",
     "find_patched",
     "find_transformers",

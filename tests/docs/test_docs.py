@@ -25,7 +25,7 @@ from mhla_diffusers.tiny import load_tiny
 from .. import models
 from ..families.cogview3plus_tiny import save_cogview3plus
 from ..language.models import save_llama
-from ..patching.test_conversion import paper_checkpoint
+from ..test_convert_paper_checkpoint import paper_checkpoint
 from ..vision.models import save_vit
 from .running import ONLY_CHECKED, SUBSTITUTIONS, Reader, check
 from .snippets import PAGES, ROOT, snippets
