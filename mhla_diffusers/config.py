@@ -16,6 +16,7 @@ import yaml
 from .attention import get_feature_map
 from .attention.call import list_length
 from .attention.causal import Causal
+from .attention.costs import AttentionSizes
 from .attention.layout import block_count, check_blocks
 from .attention.mixing import MixingInit
 from .attention.state import Beyond
@@ -293,6 +294,33 @@ class MHLAConfig:
         if not self.clamp_blocks or len(grid) != len(self.blocks):
             return self.blocks
         return tuple(min(count, size) for count, size in zip(self.blocks, grid, strict=True))
+
+    def sizes_on(
+        self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
+    ) -> AttentionSizes:
+        """Return what the cost of an attention with these settings depends on.
+
+        Args:
+            grid: token grid.
+            heads: H.
+            head_dim: D.
+            extra: extra tokens.
+            in_order: whether the attention before the patch sees no later token,
+                :attr:`mhla_diffusers.families.Family.own_attention_is_causal`.
+        """
+        tokens = math.prod(grid)
+        seen = heads * (tokens * (tokens + 1) // 2) if in_order else None
+        sizes = AttentionSizes(tokens, heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra, seen_pairs=seen)
+        if self.causal is None and self.sparse != "none":
+            return sizes.with_sparse(block_count(grid, self.block_size), self.listed_on(grid), pooled=self.pooled)
+        if self.causal is None:
+            return sizes
+        length = int(self.block_length or grid[0]) * math.prod(grid[1:])
+        lengths = [min(length, tokens - start) for start in range(0, tokens, length)]
+        own = heads * sum(n * (n + 1) // 2 if self.causal == "token" else n * n for n in lengths)
+        if self.sparse == "own":
+            return replace(sizes, block_pairs=own)
+        return replace(sizes, own_pairs=own if self.causal == "token" else 0)
 
     @property
     def needs_positive_mixing(self) -> bool:

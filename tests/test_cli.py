@@ -11,15 +11,14 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from safetensors.torch import save_file
+from mhla_diffusers.patching.record import read_record
 from typer.testing import CliRunner
 
 import mhla_diffusers
-from mhla_diffusers import load_mhla, mhla_layers, save_mhla
+from mhla_diffusers import mhla_layers, save_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.config import patch_folder, patch_names
 from mhla_diffusers.info import print_any_patch, report
-from mhla_diffusers.patching.record import read_record
 
 from . import models
 

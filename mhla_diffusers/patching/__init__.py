@@ -1,9 +1,9 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
-from .calibrate import calibrate_mixing, calibrate_output_norm, calibrate_sparse
-from .calls import TransformerCall, layer_sensitivity, record_calls
+from .calibrate import TransformerCall, calibrate_output_norm, calibrate_sparse, layer_sensitivity, record_calls
 from .describe import describe, suggest_blocks
-from .finding import (
+from .handle import (
+    Patched,
     find_patched,
     find_transformers,
     is_patched,
@@ -12,14 +12,12 @@ from .finding import (
     require_layers,
     require_patched,
 )
-from .handle import Patched
 from .layer import LayerInput, MHLALayer
-from .loading import load_mhla
+from .loading import load_mhla, read_record
 from .patch import apply_mhla, attn_processors, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor
 from .processor import MHLAProcessor, layer_input
-from .record import CONFIG_NAME, Weights, read_record
 from .runtime import call_context
-from .saving import push_mhla, save_mhla
+from .saving import CONFIG_NAME, Weights, push_mhla, save_mhla
 from .stream import VideoStream
 
 __all__ = [
@@ -33,7 +31,6 @@ __all__ = [
     "Weights",
     "apply_mhla",
     "attn_processors",
-    "calibrate_mixing",
     "calibrate_output_norm",
     "calibrate_sparse",
     "call_context",

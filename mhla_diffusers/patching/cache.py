@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..attention import MHLAState
 from ..families import get_family
-from .finding import find_transformers
+from .handle import find_transformers
 from .layer import MHLALayer, layer_of
 
 

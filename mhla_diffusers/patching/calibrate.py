@@ -1,22 +1,25 @@
-"""Fit a fresh patch to the softmax attention that it replaces: λ and β, mixing matrices, the output norm."""
+"""What a transformer is called with, recorded and run again: fit λ, β and norms to the attention that is replaced, and
+measure how much each layer's replacement changes the output.
+"""
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.calibrate import BlockInput, Candidates, candidate_errors, fit_mixing
+from ..attention.calibrate import Candidates, candidate_errors
 from ..attention.precision import without_autocast
-from .calls import TransformerCall, check_run, record_unpatched, repeat_calls
-from .finding import mhla_disabled, refuse_causal, refuse_language, require_patched
-from .handle import Patched
-from .hooks import refuse_step_cache
-from .layer import LayerInput, MHLALayer
+from ..families import get_family
+from .handle import Patched, mhla_disabled, refuse_causal, refuse_language, require_layers, require_patched
+from .layer import MHLALayer
 from .processor import adapter_of, layer_input, tokens_of_grid
+from .runtime import call_context
+from .steps import refuse_step_cache
 
 Item = TypeVar("Item")
 
@@ -24,13 +27,188 @@ _CALLS = 4
 """Out of those that ``run`` makes, that weights are fitted on."""
 _QUERIES = 1024
 """Queries of every head whose softmax weights are formed to fit λ and β; each costs N of them."""
-_QUERIES_OF_BLOCK = 16
-"""Queries of every block in every call that mixing matrices are fitted on."""
 _POOLED_BIASES = torch.linspace(-2.0, 2.0, 17)
 _LINEAR_LOG_WEIGHTS = torch.linspace(-3.0, 5.0, 17)
-_FLOAT32 = 4
-_MOST_BYTES = 16 * 2**30
-"""Of the equations of one layer's mixing matrix, M³ numbers for every matrix."""
+
+
+# Calls
+
+
+@dataclass(frozen=True)
+class TransformerCall:
+    """One forward of a transformer, to be run again."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def grid(self, transformer: nn.Module) -> tuple[int, ...]:
+        """Return the token grid that the transformer makes of it."""
+        family = get_family(transformer)
+        arguments = family.named_arguments(self.args, self.kwargs)
+        return tuple(int(size) for size in family.grid_of_arguments(transformer, arguments))
+
+    def predict(self, transformer: nn.Module) -> torch.Tensor:
+        """Run it; return the output (B, output channels, ...), as the transformer's family has it."""
+        with call_context(in_every_step=True):  # outside of the loop that it was recorded in
+            prediction = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
+        return prediction if isinstance(prediction, torch.Tensor) else torch.stack(list(prediction))
+
+
+def check_run(run: Any, name: str = "run") -> None:
+    """Raise unless ``run`` is a function, which is to run a model.
+
+    Raises:
+        ValueError: calling the argument ``name``.
+    """
+    if not callable(run):
+        raise ValueError(
+            f"{name}={run!r} must be a function without arguments that runs the model on typical inputs, such as "
+            'lambda: pipe("a cat", num_inference_steps=4) for a pipeline, or lambda: model(pictures).'
+        )
+
+
+def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
+    """Run something and keep the inputs of every forward of the transformers.
+
+    Raises:
+        ValueError: ``run`` is no function, or did not reach a transformer, or a step cache is enabled.
+    """
+    check_run(run)
+    for transformer in transformers.values():
+        refuse_step_cache(transformer, "recording its forwards to run them again")
+    calls: dict[str, list[TransformerCall]] = {name: [] for name in transformers}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copied(one) for one in value]
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            named = {key: copied(value) for key, value in kwargs.items()}
+            calls[name].append(TransformerCall(tuple(map(copied, args)), named))
+
+        return note
+
+    hooks = [t.register_forward_pre_hook(watch(name), with_kwargs=True) for name, t in transformers.items()]
+    with _removed_after(hooks), torch.no_grad():
+        run()
+    missed = [name for name in transformers if not calls[name]]
+    if missed:
+        raise ValueError(
+            f"run() did not run {', '.join(missed)}; it must call the pipeline or the model that was given."
+        )
+    return calls
+
+
+def _record_unpatched(
+    model: Any, handles: Mapping[str, Patched], run: Callable[[], object]
+) -> dict[str, list[TransformerCall]]:
+    """Record what the transformers get with the patch switched off."""
+    with mhla_disabled(model):
+        return record_calls({component: patched.transformer for component, patched in handles.items()}, run)
+
+
+def repeat_calls(transformer: nn.Module, calls: Iterable[TransformerCall]) -> None:
+    """Run a transformer on recorded calls again."""
+    for call in calls:
+        call.predict(transformer)
+
+
+def spread_calls(calls: list[Item]) -> list[Item]:
+    """Choose some calls, evenly spread over all."""
+    count = min(len(calls), _CALLS)
+    return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
+
+
+def check_reached(layers: Collection[str], reached: Collection[str]) -> None:
+    """Raise unless a run has reached all layers.
+
+    Raises:
+        ValueError: naming one that it has not.
+    """
+    missed = [name for name in layers if name not in reached]
+    if missed:
+        raise ValueError(f"run() did not reach {len(missed)} of {len(layers)} layers, for example {missed[0]}.")
+
+
+@contextmanager
+def _removed_after(hooks: list[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# How much a layer's replacement changes the output
+
+
+def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]:
+    """Measure how much each patched layer alone moves the output, all others attending as before the patch.
+
+    Args:
+        model: a patched pipeline or transformer.
+        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``. The inputs
+            that the transformer gets with the patch switched off are those that are compared on.
+
+    Returns:
+        Name of the attention, for a pipeline with the component's name before it → relative squared change of the
+        transformer's output.
+
+    Raises:
+        ValueError: the model is not patched, or ``run`` did not reach it.
+    """
+    refuse_language(model, "layer_sensitivity()")
+    require_layers(model)
+    handles = require_patched(model)
+    calls = _record_unpatched(model, handles, run)
+    return {
+        f"{'' if isinstance(model, nn.Module) else f'{component}.'}{layer}": value
+        for component, patched in handles.items()
+        for layer, value in measure_sensitivity(patched, calls[component]).items()
+    }
+
+
+@torch.no_grad()
+def measure_sensitivity(patched: Patched, calls: Sequence[TransformerCall]) -> dict[str, float]:
+    """Replace one patched attention at a time and compare the transformer's output with that of none.
+
+    Args:
+        patched: left as it is.
+        calls: inputs to compare on.
+
+    Returns:
+        Name → ‖output − output of none‖² / ‖output of none‖², averaged over the calls.
+    """
+    pairs, sensitivities = patched.running_pairs(), {}
+    processors = {name: attn.processor for name, (attn, _) in pairs.items()}
+    with patched.disabled():
+        expected = [call.predict(patched.transformer).float() for call in calls]
+        for name, (attn, original) in pairs.items():
+            attn.set_processor(processors[name])
+            sensitivities[name] = _mean_change(patched.transformer, calls, expected)
+            attn.set_processor(original)
+    return sensitivities
+
+
+@torch.no_grad()
+def measure_change(patched: Patched, calls: Sequence[TransformerCall]) -> float:
+    """Measure how much the whole patch moves the output, relative and squared as of one layer, averaged over calls."""
+    with patched.disabled():
+        expected = [call.predict(patched.transformer).float() for call in calls]
+    return _mean_change(patched.transformer, calls, expected)
+
+
+def _mean_change(transformer: nn.Module, calls: Sequence[TransformerCall], expected: Sequence[torch.Tensor]) -> float:
+    changes = []
+    for call, wanted in zip(calls, expected, strict=True):
+        output = call.predict(transformer).float()
+        changes.append(float((output - wanted).square().sum() / wanted.square().sum()))
+    return sum(changes) / len(changes)
+
+
+# λ and β
 
 
 @torch.no_grad()
@@ -42,41 +220,59 @@ def calibrate_sparse(model: Any, run: Callable[[], object]) -> None:
     chosen by content at every call, and β as well unless ``fit_pooled_bias=False``.
 
     Args:
-        model: a patched pipeline or transformer with ``sparse="content"``.
+        model: a patched pipeline or transformer with ``sparse="content"``, or of joint attention, where λ weighs the
+            tokens of the grid beside the extra ones.
         run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
 
     Raises:
-        ValueError: if the model is not patched, is patched causally or has no sparse branch, or ``run`` did not reach
-            every layer.
+        ValueError: if the model is not patched, is patched causally or has no λ, or ``run`` did not reach every layer.
     """
     refuse_language(model, "calibrate_sparse()")
     handles = require_patched(model)
     layers = [layer for patched in handles.values() for layer in patched.layers.values()]
     refuse_causal((layer.config for layer in layers), "calibrate_sparse()")
-    if all(layer.config.sparse == "none" for layer in layers):
-        raise ValueError('The model has no sparse branch to calibrate; patch it with sparse="content".')
+    if all(layer.linear_log_weight is None for layer in layers):
+        raise ValueError(
+            "The model attends to nothing with softmax, so it has no λ or β to calibrate; patch it with "
+            "sparse='content'."
+        )
     if any(len(patched.running_pairs()) < len(patched.layers) for patched in handles.values()):
         raise ValueError("The patch is switched off in some layers; leave mhla_disabled(), or call change_mhla(model).")
-    calls = record_unpatched(model, handles, run)
+    calls = _record_unpatched(model, handles, run)
     for component, patched in handles.items():
         fit_weights(patched, spread_calls(calls[component]))
 
 
+@torch.no_grad()
 def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
     """Set λ, and β where it is a parameter, of every head to what brings its output closest to softmax attention's."""
     layers = {name: layer for name, layer in patched.layers.items() if layer.linear_log_weight is not None}
     errors: dict[str, list[torch.Tensor]] = defaultdict(list)
 
-    def watch(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+    def watch(name: str, layer: MHLALayer) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = layer_input(attn, args, kwargs)
             with without_autocast(given.query.device):
+                call, biases = layer.call(given.in_float32()), torch.tensor([-torch.inf])
+                if layer.pooled_bias is not None:
+                    biases = _POOLED_BIASES
+                elif call.pooled_bias is not None:  # λ is fitted beside the β of this call
+                    biases = call.pooled_bias.mean(dim=0)[:, None]
+                candidates = Candidates(biases, _LINEAR_LOG_WEIGHTS)
                 # other queries in every call: what fits some places within the blocks need not fit the others
-                errors[name].append(_try_candidates(attn, layers[name], given, len(errors[name])))
+                shift = len(errors[name])
+                errors[name].append(
+                    candidate_errors(
+                        call, layer.config.block_size, _QUERIES, shift, _head_projections(attn), candidates
+                    )
+                )
 
         return note
 
-    hooks = [patched.attentions[name].register_forward_pre_hook(watch(name), with_kwargs=True) for name in layers]
+    hooks = [
+        patched.attentions[name].register_forward_pre_hook(watch(name, layer), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
     with _removed_after(hooks), patched.disabled():
         repeat_calls(patched.transformer, calls)
     check_reached(layers, errors)
@@ -89,19 +285,8 @@ def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
             layer.pooled_bias.copy_(_POOLED_BIASES[best // count])
 
 
-def _try_candidates(attn: Any, layer: MHLALayer, given: LayerInput, shift: int) -> torch.Tensor:
-    call = layer.call(given.in_float32())
-    biases = torch.tensor([-torch.inf])
-    if layer.pooled_bias is not None:
-        biases = _POOLED_BIASES
-    elif call.pooled_bias is not None:  # λ is fitted beside the β of this call
-        biases = call.pooled_bias.mean(dim=0)[:, None]
-    candidates = Candidates(biases, _LINEAR_LOG_WEIGHTS)
-    return candidate_errors(call, layer.config.block_size, _QUERIES, shift, head_projections(attn), candidates)
-
-
-def head_projections(attn: Any) -> torch.Tensor:
-    """The output projection of every head as far as lengths go: (H, D, D), ‖W_h v‖ = ‖v @ projection‖.
+def _head_projections(attn: Any) -> torch.Tensor:
+    """Return the output projection of every head as far as lengths go: (H, D, D), ‖W_h v‖ = ‖v @ projection‖.
 
     Read off what the projection does, since its weights may be quantised or have an adapter.
     """
@@ -117,106 +302,7 @@ def head_projections(attn: Any) -> torch.Tensor:
     return torch.linalg.qr(columns.unflatten(0, (heads, -1)).mT).R.mT
 
 
-def spread_calls(calls: list[Item]) -> list[Item]:
-    """Some calls, evenly spread over all."""
-    count = min(len(calls), _CALLS)
-    return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
-
-
-@torch.no_grad()
-def calibrate_mixing(model: Any, run: Callable[[], object]) -> None:
-    """Set the mixing matrices of MHLA alone to what brings its output closest to softmax attention's.
-
-    ``run`` is called once with the patch switched off. Then the layers are fitted one after another, on what they get
-    from those before, which are patched already: see :mod:`mhla_diffusers.attention.calibrate`. In joint attention λ
-    is fitted as well, to weigh the tokens of the grid beside the extra ones. Nothing else of the patch changes. Without
-    training it helps much, and is still far from what adaptation reaches.
-
-    Args:
-        model: a patched pipeline or transformer with ``sparse="none"``.
-        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
-
-    Raises:
-        ValueError: if the model is not patched, is patched causally, has a sparse branch or an output norm, was not
-            patched in place of softmax attention or without a normaliser, has too many blocks or is run at fewer, or
-            ``run`` did not reach every layer.
-    """
-    refuse_language(model, "calibrate_mixing()")
-    handles = require_patched(model)
-    refuse_causal((patched.config for patched in handles.values()), "calibrate_mixing()")
-    for patched in handles.values():
-        _check_mixing_can_be_fitted(patched)
-    calls = record_unpatched(model, handles, run)
-    for component, patched in handles.items():
-        some = spread_calls(calls[component])
-        _fit_mixing_of_layers(patched, some)
-        # where extra tokens are attended to with softmax, the rest must weigh as it did beside them
-        fit_weights(patched, some)
-
-
-def _check_mixing_can_be_fitted(patched: Patched) -> None:
-    own = patched.family.own_attention
-    if own != "softmax":
-        way_out = (
-            "mixing_init='uniform' is the same as it" if own == "linear" else "the mixing matrices must be trained"
-        )
-        raise ValueError(f"The own attention of {type(patched.transformer).__name__} is {own}: {way_out}.")
-    for layer in patched.layers.values():
-        config = layer.config
-        if config.sparse != "none" or not config.normalize or config.output_norm:
-            raise ValueError(
-                "calibrate_mixing() fits MHLA alone, sparse='none', normalize=True and output_norm=False; got "
-                f"sparse={config.sparse!r}, normalize={config.normalize}, output_norm={config.output_norm}. "
-                "calibrate_sparse() fits what goes with a sparse branch, calibrate_output_norm() a norm."
-            )
-        size = _FLOAT32 * layer.mixing[..., 0, 0].numel() * math.prod(config.blocks) ** 3
-        if size > _MOST_BYTES:
-            raise ValueError(
-                f"blocks={config.blocks} are too many to fit: the equations of a layer would take {size / 2**30:.0f} "
-                f"GiB, and at most {_MOST_BYTES // 2**30} are allowed. Fewer blocks, or one matrix for all heads "
-                "(mixing_per_head=False), take less."
-            )
-
-
-def _fit_mixing_of_layers(patched: Patched, calls: list[TransformerCall]) -> None:
-    pairs, layers = patched.running_pairs(), patched.layers
-    processors = {name: attn.processor for name, (attn, _) in pairs.items()}
-    before = {name: layers[name].mixing.clone() for name in pairs}
-    with patched.pause():
-        try:
-            for attn, original in pairs.values():
-                attn.set_processor(original)
-            for name, (attn, _) in pairs.items():
-                given, layer = _block_inputs(patched, attn, layers[name], calls), layers[name]
-                check_reached([name], [name] if given else [])
-                layer.mixing.copy_(fit_mixing(given, head_projections(attn), layer.mixing))
-                layer.clip_mixing_()
-                attn.set_processor(processors[name])
-        except BaseException:
-            for name in pairs:
-                layers[name].mixing.copy_(before[name])
-            raise
-        finally:
-            for name, (attn, _) in pairs.items():
-                attn.set_processor(processors[name])
-
-
-def _block_inputs(patched: Patched, attn: Any, layer: MHLALayer, calls: list[TransformerCall]) -> list[BlockInput]:
-    """What one attention gets in some calls."""
-    found: list[BlockInput] = []
-
-    def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = layer.call(layer_input(attn, args, kwargs).in_float32())
-        if call.blocks != layer.config.blocks:
-            raise ValueError(
-                f"The grid {call.grid} is cut into {call.blocks} blocks, the matrix is for {layer.config.blocks}; "
-                "calibrate at a size with at least as many tokens along every axis."
-            )
-        found.append(BlockInput.of(call, _QUERIES_OF_BLOCK, len(found)))
-
-    with _removed_after([attn.register_forward_pre_hook(note, with_kwargs=True)]):
-        repeat_calls(patched.transformer, calls)
-    return found
+# The output norm
 
 
 @torch.no_grad()
@@ -235,66 +321,42 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     """
     refuse_language(model, "calibrate_output_norm()")
     check_run(run)
+    handles = require_patched(model)
     layers: dict[str, tuple[Any, MHLALayer]] = {
         f"{component}.{name}": (patched.attentions[name], layer)
-        for component, patched in require_patched(model).items()
+        for component, patched in handles.items()
         for name, layer in patched.layers.items()
         if layer.output_norm is not None
     }
     if not layers:
         raise ValueError("The model has no output norm to calibrate; patch it with output_norm=True.")
-    for patched in require_patched(model).values():
+    for patched in handles.values():
         refuse_step_cache(patched.transformer, "calibrate_output_norm()")
     squares: dict[str, torch.Tensor] = {}
-    counts: dict[str, int] = {}
+    counts: dict[str, int] = defaultdict(int)
+    hooks: list[RemovableHandle] = []
 
-    def watch(name: str, layer: MHLALayer) -> Callable[[torch.Tensor], None]:
-        def note(of_heads: torch.Tensor) -> None:
-            heads = of_heads.detach().float().unflatten(-1, (layer.heads, layer.head_dim)).flatten(0, -2)
+    def watch(name: str, attn: Any, layer: MHLALayer) -> None:
+        """Sum up the squares of what the heads hand to the output projection, for the tokens of the grid."""
+        adapter, outputs = adapter_of(attn), []
+        projection = adapter.output_projection(attn)
+
+        def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+            of_heads = adapter.heads_output(attn, outputs.pop() if outputs else returned)
+            on_grid = tokens_of_grid(attn, args, kwargs, of_heads).detach().float()
+            heads = on_grid.unflatten(-1, (layer.heads, layer.head_dim)).flatten(0, -2)
             squares[name] = squares.get(name, torch.zeros_like(heads[0])) + heads.square().sum(dim=0)
-            counts[name] = counts.get(name, 0) + len(heads)
+            counts[name] += len(heads)
 
-        return note
+        hooks.append(attn.register_forward_hook(note, with_kwargs=True))
+        if projection is not None:
+            hooks.append(projection.register_forward_pre_hook(lambda _, args: outputs.append(args[0])))
 
-    hooks = [hook for name, (attn, layer) in layers.items() for hook in _watch_heads(attn, watch(name, layer))]
+    for name, (attn, layer) in layers.items():
+        watch(name, attn, layer)
     with _removed_after(hooks), mhla_disabled(model):
         run()
     check_reached(layers, counts)
     for name, (_, layer) in layers.items():
         if layer.output_norm is not None:
             layer.output_norm.copy_((squares[name] / counts[name]).sqrt())
-
-
-def _watch_heads(attn: Any, note: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call ``note`` with the output of a patched self-attention's heads for the tokens of the grid: (B, N, H D)."""
-    outputs: list[torch.Tensor] = []
-    projection = adapter_of(attn).output_projection(attn)
-
-    def look(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-        of_heads = adapter_of(attn).heads_output(attn, outputs.pop() if outputs else returned)
-        note(tokens_of_grid(attn, args, kwargs, of_heads))
-
-    hooks = [attn.register_forward_hook(look, with_kwargs=True)]
-    if projection is not None:
-        hooks.append(projection.register_forward_pre_hook(lambda _, args: outputs.append(args[0])))
-    return hooks
-
-
-@contextmanager
-def _removed_after(hooks: list[RemovableHandle]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def check_reached(layers: Collection[str], reached: Collection[str]) -> None:
-    """Raise unless a run has reached all layers.
-
-    Raises:
-        ValueError: naming one that it has not.
-    """
-    missed = [name for name in layers if name not in reached]
-    if missed:
-        raise ValueError(f"run() did not reach {len(missed)} of {len(layers)} layers, for example {missed[0]}.")

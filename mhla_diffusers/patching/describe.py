@@ -3,51 +3,25 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, check_blocks, check_layout, smallest_and_largest
 from ..config import MHLAConfig
 from ..families import Clip, Family, get_family
-from ..reporting import from_to, text_table, times
-from .costs import AttentionCost, attention_cost, own_block_density
-from .few_steps import FewSteps
-from .finding import find_patched, find_transformers
-from .handle import Patched
+from ..reporting import from_to, scaled, text_table, times
+from .handle import Patched, find_patched, find_transformers
 from .layer import layer_of
 from .processor import MHLAProcessor
 
+if TYPE_CHECKING:
+    from .few_step_scheduler import FewSteps
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SparseDescription:
-    """The sparse branch of one self-attention."""
-
-    kind: str
-    """"content", or "own" of a causal patch."""
-    block_size: int | None
-    """Tokens of a uniform block; None of "own", whose blocks are MHLA's along the first axis."""
-    blocks: int | None
-    """T, how many there are on the grid; None while it is unknown, and of "own"."""
-    density: float
-    """Part of all pairs of blocks that is listed; of "own", part of the pairs of tokens that the attention before the
-    patch sees."""
-    pooled: bool
-    """Whether the other blocks take part through their pooled keys."""
-
-    def __str__(self) -> str:
-        if self.kind == "own":
-            return f"sparse branch: the query's own block of the first axis, {self.density:.1%} of the pairs"
-        if self.density == 1:
-            return "sparse branch: all pairs listed, which is softmax attention"
-        count = "" if self.blocks is None else f"{self.blocks} "
-        others = "others as pooled keys" if self.pooled else "others left out"
-        size = f"{count}blocks of {self.block_size} tokens along a curve"
-        return f"sparse branch: {size}, {self.density:.1%} of their pairs listed, {others}"
 
 
 @dataclass(frozen=True)
@@ -55,73 +29,95 @@ class LayerDescription:
     """One self-attention."""
 
     name: str
-    replaced: bool
-    """Whether it is patched."""
+    processor: str
+    """Class of the processor that runs."""
+    config: MHLAConfig | None
+    """Settings of its patch; None for a layer that was kept."""
+    runs_mhla: bool
+    """False also for a patched layer whose patch is switched off, or whose processor something else has set."""
     grid: tuple[int, ...] | None
     """Token grid of the latest forward, or the one given; None before the first forward."""
-    blocks: tuple[int, ...] | None
-    """Block counts; None for a layer that was kept."""
-    tokens_per_block: tuple[int, int] | None
-    """Smallest and largest; None while the grid is unknown."""
+    sizes: AttentionSizes | None
+    """What its cost on the grid is counted from; None while the grid is unknown."""
     extra_parameters: int
     """Parameters that MHLA adds."""
-    sparse: SparseDescription | None = None
-    """None without a sparse branch."""
-    processor: str = ""
-    """Class of the processor that runs."""
-    cost: AttentionCost | None = None
-    """Of the attention on the grid; None while the grid is unknown."""
-    softmax_steps: int | float = 0
-    """First denoising steps in which it attends as before the patch, see :class:`mhla_diffusers.MHLAConfig`."""
-    runs_mhla: bool = False
-    """False also for a patched layer whose patch is switched off, or whose processor something else has set."""
+    density: float | None
+    """Part of all pairs of uniform blocks that is listed; with ``sparse="own"`` part of the pairs of tokens that the
+    attention before the patch sees; None without a sparse branch."""
 
     @property
-    def is_off(self) -> bool:
-        """Whether it is patched and runs something else."""
-        return self.replaced and not self.runs_mhla
+    def blocks(self) -> tuple[int, ...] | None:
+        """MHLA block counts on the grid; None for a layer that was kept."""
+        if self.config is None:
+            return None
+        return self.config.blocks if self.grid is None else self.config.blocks_on(self.grid)
+
+    @property
+    def tokens_per_block(self) -> tuple[int, int] | None:
+        """Smallest and largest; None for a layer that was kept, and while the grid is unknown."""
+        if self.config is None or self.grid is None:
+            return None
+        return smallest_and_largest(self.config.grid_from(self.grid), self.config.blocks_on(self.grid))
+
+    def sparse_branch(self) -> str:
+        """Describe the sparse branch in one line."""
+        if self.config is None or self.density is None:
+            return ""
+        if self.config.sparse == "own":
+            return f"sparse branch: the query's own block of the first axis, {self.density:.1%} of the pairs"
+        if self.density == 1:
+            return "sparse branch: all pairs listed, which is softmax attention"
+        count = "" if self.grid is None else f"{block_count(self.grid, self.config.block_size)} "
+        others = "others as pooled keys" if self.config.pooled else "others left out"
+        size = f"{count}blocks of {self.config.block_size} tokens along a curve"
+        return f"sparse branch: {size}, {self.density:.1%} of their pairs listed, {others}"
 
 
 class Description(list[LayerDescription]):
     """The layers of a model; printed, it is a table."""
 
-    few_steps: FewSteps | None = None
+    few_steps: "FewSteps | None" = None
     """How the model samples, if its patch was distilled to a few steps."""
 
     def __str__(self) -> str:
         header = ["layer", "attention", "grid", "MHLA blocks", "tokens per block", "density", "extra parameters"]
-        rows = []
+        rows, off = [], 0
         for layer in self:
-            kind = f"off: {layer.processor}" if layer.is_off else "MHLA" if layer.replaced else "kept"
+            kind = "kept" if layer.config is None else "MHLA" if layer.runs_mhla else f"off: {layer.processor}"
+            off += kind.startswith("off")
             blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
-            density = "-" if layer.sparse is None else f"{layer.sparse.density:.1%}"
+            density = "-" if layer.density is None else f"{layer.density:.1%}"
             tokens, extra = from_to(layer.tokens_per_block), f"{layer.extra_parameters:,}"
             rows.append([layer.name, kind, times(layer.grid), blocks, tokens, density, extra])
-        if all(layer.sparse is None for layer in self):
+        if all(layer.density is None for layer in self):
             for row in (header, *rows):
                 del row[-2]
         lines = [text_table(header, rows)]
         # what all layers have in common stands below, so that the table fits a terminal
-        lines += dict.fromkeys(str(layer.sparse) for layer in self if layer.sparse is not None)
-        for steps in {layer.softmax_steps for layer in self if layer.softmax_steps}:
+        lines += filter(None, dict.fromkeys(layer.sparse_branch() for layer in self))
+        for steps in {layer.config.softmax_steps for layer in self if layer.config is not None} - {0}:
             first = f"{steps:.0%} of the denoising steps" if isinstance(steps, float) else f"{steps} steps"
             lines.append(f"as before the patch in the first {first}")
         if self.few_steps is not None:
             lines.append(str(self.few_steps))
-        grids = {layer.grid for layer in self if layer.grid is not None}
-        if self.cost is not None and len(grids) == 1:
-            lines.append(f"attention of {math.prod(grids.pop()):,} tokens: {self.cost}")
-        replaced, off = sum(layer.replaced for layer in self), sum(layer.is_off for layer in self)
+        grids, sizes = {layer.grid for layer in self}, [layer.sizes for layer in self if layer.sizes is not None]
+        grid = next(iter(grids), None)
+        if len(grids) == 1 and grid is not None and len(sizes) == len(self):
+            flops, softmax_flops, listed, pairs = (
+                sum(getattr(one, name) for one in sizes) for name in ("flops", "softmax_flops", "listed_pairs", "pairs")
+            )
+            of_pairs = f", softmax over {listed / pairs:.1%} of all pairs" if listed else ""
+            held, written = (max(getattr(one, name) for one in sizes) for name in ("held_bytes", "weight_bytes"))
+            lines.append(
+                f"attention of {math.prod(grid):,} tokens: {scaled(flops, 1000, 'FLOP')} (softmax "
+                f"{scaled(softmax_flops, 1000, 'FLOP')}){of_pairs}\na layer holds {scaled(held, 1024, 'B')} beside "
+                f"query, key, value and output (softmax, written out, {scaled(written, 1024, 'B')})"
+            )
+        replaced = sum(layer.config is not None for layer in self)
         added = sum(layer.extra_parameters for layer in self)
         end = f"; MHLA does not run in {off} of them now" if off else ""
         lines.append(f"{replaced} of {len(self)} self-attentions replaced, {added:,} extra parameters{end}")
         return "\n".join(lines)
-
-    @property
-    def cost(self) -> AttentionCost | None:
-        """Of all self-attentions of one forward and sample; None while a grid is unknown."""
-        costs = [layer.cost for layer in self if layer.cost is not None]
-        return sum(costs, AttentionCost()) if costs and len(costs) == len(self) else None
 
 
 def describe(
@@ -132,7 +128,7 @@ def describe(
     width: int | None = None,
     num_frames: int | None = None,
 ) -> Description:
-    """What is replaced and what is kept, layer by layer, and what attention costs beside softmax's.
+    """Describe what is replaced and what is kept, layer by layer, and what attention costs beside softmax's.
 
     Args:
         model: a pipeline or a transformer, patched or not.
@@ -171,38 +167,52 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
     processor: Any = getattr(attn, "processor", None)
     running, kind = isinstance(processor, MHLAProcessor), type(processor if processor is not None else attn).__name__
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
-    if layer is None and not running:
-        cost = None if grid is None else attention_cost(attn, family, None, grid, family.extra_tokens)
-        return LayerDescription(name, False, grid, None, None, 0, None, kind, cost)
-    config: MHLAConfig = layer.config if layer is not None else processor.config
-    if wanted is not None:
+    config: MHLAConfig | None = layer.config if layer is not None else processor.config if running else None
+    extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
+    if config is not None and wanted is not None:
         config.check_whole(wanted)
         check_layout(config.grid_from(wanted), config.blocks_on(wanted), is_causal=config.causal is not None)
-    extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
-    blocks, tokens, cost = config.blocks, None, None
+    sizes, density = None, None
     if grid is not None:
-        blocks = config.blocks_on(grid)
-        tokens = smallest_and_largest(config.grid_from(grid), blocks)
-        cost = attention_cost(attn, family, config if running else None, grid, family.extra_tokens)
-    sparse = _describe_sparse(config, family, grid)
-    return LayerDescription(name, True, grid, blocks, tokens, extra, sparse, kind, cost, config.softmax_steps, running)
+        sizes = sizes_of(attn, family, config if running else None, grid, family.extra_tokens)
+    if config is not None and config.sparse == "own":
+        longest = config.blocks[0] * int(config.block_length or 1), *(1 for _ in config.blocks[1:])
+        own = config.sizes_on(grid or longest, 1, 1, in_order=family.own_attention_is_causal)
+        density = own.listed_pairs / own.pairs
+    elif config is not None and config.sparse == "content":
+        density = config.listed if grid is None else config.listed_on(grid)
+    return LayerDescription(name, kind, config, running, grid, sizes, extra, density)
 
 
-def _describe_sparse(config: MHLAConfig, family: Family, grid: tuple[int, ...] | None) -> SparseDescription | None:
-    if config.sparse == "none":
-        return None
-    if config.sparse == "own":
-        return SparseDescription("own", None, None, own_block_density(config, family, grid), False)
-    if grid is None:
-        return SparseDescription("content", config.block_size, None, config.listed, config.pooled)
-    blocks = block_count(grid, config.block_size)
-    return SparseDescription("content", config.block_size, blocks, config.listed_on(grid), config.pooled)
+def sizes_of(
+    attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...], extra: int = 0
+) -> AttentionSizes:
+    """Return what the cost of a model's self-attention depends on.
+
+    Args:
+        attn: the attention, whose heads are counted.
+        family: whose own attention a layer without a patch has.
+        config: of its patch; None without one.
+        grid: token grid.
+        extra: extra tokens.
+    """
+    heads, head_dim = family.adapter_of(attn).heads(attn)
+    if config is not None:
+        return config.sizes_on(grid, heads, head_dim, extra, in_order=family.own_attention_is_causal)
+    sizes = AttentionSizes(math.prod(grid), heads, head_dim, extra=extra)
+    if family.own_attention != "softmax":
+        return sizes
+    sizes = sizes.with_sparse(1, 1.0, pooled=False)
+    if not family.own_attention_is_causal:
+        return sizes
+    seen = heads * (sizes.tokens * (sizes.tokens + 1) // 2)
+    return replace(sizes, seen_pairs=seen, block_pairs=seen)
 
 
 def grids_of_size(
     pipe: Any, height: int | None, width: int | None, num_frames: int | None
 ) -> Mapping[str, tuple[int, ...]]:
-    """Component name of every transformer of a pipeline, or of a vision model → its token grid at a size in pixels.
+    """Return the token grid at a size in pixels by component name, of a pipeline or of a vision model.
 
     Raises:
         ValueError: a transformer alone, which does not know the strides of an autoencoder; half a size, or one of no
@@ -210,7 +220,10 @@ def grids_of_size(
             a token.
     """
     for side, value in (("height", height), ("width", width), ("num_frames", num_frames)):
-        _check_whole(side, value)
+        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if value is not None and not (is_whole and value > 0):
+            unit = "frames" if side == "num_frames" else "pixels"
+            raise ValueError(f"{side}={value!r} must be a whole number of {unit}, at least 1.")
     transformers = find_transformers(pipe)
     if isinstance(pipe, nn.Module) and get_family(pipe).kind != "vision":
         raise ValueError(
@@ -219,35 +232,23 @@ def grids_of_size(
         )
     if height is None or width is None:
         raise ValueError(f"height={height} and width={width} belong together; give both, in pixels.")
-    return {
-        name: _grid(pipe, transformer, height, width, num_frames, get_family(transformer))
-        for name, transformer in transformers.items()
-    }
-
-
-def _check_whole(name: str, value: Any) -> None:
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if value is not None and not (is_whole and value > 0):
-        unit = "frames" if name == "num_frames" else "pixels"
-        raise ValueError(f"{name}={value!r} must be a whole number of {unit}, at least 1.")
-
-
-def _grid(
-    pipe: Any, transformer: Any, height: int, width: int, num_frames: int | None, family: Family
-) -> tuple[int, ...]:
-    if num_frames is not None and not family.makes_videos:
-        raise ValueError(f"num_frames={num_frames} was given, but {type(transformer).__name__} makes images.")
-    if family.squares_only and height != width:
-        raise ValueError(f"{type(transformer).__name__} takes squares only; got height={height}, width={width}.")
-    frames = num_frames if num_frames is not None else family.default_clip.frames
-    grid = family.grid_of_clip(pipe, transformer, Clip(frames, family.default_clip.fps, ((height, width),)))
-    if not all(grid):
-        raise ValueError(f"height={height}, width={width} is too small: its token grid is {grid}.")
-    return grid
+    grids = {}
+    for name, transformer in transformers.items():
+        family, kind = get_family(transformer), type(transformer).__name__
+        if num_frames is not None and not family.makes_videos:
+            raise ValueError(f"num_frames={num_frames} was given, but {kind} makes images.")
+        if family.squares_only and height != width:
+            raise ValueError(f"{kind} takes squares only; got height={height}, width={width}.")
+        frames = num_frames if num_frames is not None else family.default_clip.frames
+        clip = Clip(frames, family.default_clip.fps, ((height, width),))
+        grids[name] = family.grid_of_clip(pipe, transformer, clip)
+        if not all(grids[name]):
+            raise ValueError(f"height={height}, width={width} is too small: its token grid is {grids[name]}.")
+    return grids
 
 
 def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = None) -> tuple[int, ...]:
-    """Block counts for a size in pixels.
+    """Suggest block counts for a size in pixels.
 
     Blocks as long along every axis as those of the family's default at its default size, since how far a block reaches
     is what its KV state has to hold: three latent frames and ten tokens each way for Wan. But no more than about √(2 N)

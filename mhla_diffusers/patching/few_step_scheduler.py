@@ -1,7 +1,11 @@
-"""The scheduler of a model that was distilled to a few steps."""
+"""Sampling in a few steps: how a distilled patch samples, and the scheduler that its pipeline needs."""
 
 import hashlib
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,8 +14,110 @@ from diffusers.configuration_utils import register_to_config
 
 # diffusers looks for it in the module of a component's class, to know how to load it with a pipeline
 from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401
+from torch import nn
 
-from .few_steps import FewSteps
+from ..config import check, check_names
+from .steps import step_cache
+
+logger = logging.getLogger(__name__)
+
+MOST_STEPS = 8
+
+
+@dataclass(frozen=True)
+class FewSteps:
+    """How a distilled model samples: from noise, each step predicts the latents and adds fresh noise for the next.
+
+    Raises:
+        ValueError: times that do not begin at 1.0, rise or are too many, or a guidance below 1.
+    """
+
+    times: tuple[float, ...]
+    """σ of flow matching at which the model runs: from 1.0, pure noise, downwards; as many as there are steps."""
+    guidance: float = 1.0
+    """Scale of classifier-free guidance that was distilled in; the pipeline itself is called with 1.0, without it."""
+
+    def __post_init__(self) -> None:
+        def is_number(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool)
+
+        times = self.times
+        check(
+            isinstance(times, list | tuple)
+            and all(map(is_number, times))
+            and 1 <= len(times) <= MOST_STEPS
+            and times[0] == 1
+            and all(earlier > later > 0 for earlier, later in pairwise(times)),
+            f"times={list(times) if isinstance(times, tuple) else times!r} must be a list of 1 to {MOST_STEPS} values "
+            "of σ that begin at 1.0 and fall, above 0, such as [1.0, 0.9, 0.75, 0.5].",
+        )
+        object.__setattr__(self, "times", tuple(map(float, times)))
+        guided = is_number(self.guidance) and self.guidance >= 1
+        check(guided, f"guidance={self.guidance!r} must be a number: 1.0, which is none, or more.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON holds them."""
+        return {"times": list(self.times), "guidance": self.guidance}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "FewSteps":
+        """Invert :meth:`to_dict`.
+
+        Raises:
+            ValueError: unknown names, or values that are not allowed.
+        """
+        check_names(content, ["times", "guidance"], "key", "few_steps.")
+        return cls(content.get("times", ()), content.get("guidance", 1.0))
+
+    def __str__(self) -> str:
+        count, times = len(self.times), ", ".join(f"{time:.3g}" for time in self.times)
+        plural = "s" if count > 1 else ""
+        guided = f"; guidance {self.guidance:g} is distilled in" if self.guidance > 1 else ""
+        return f"samples in {count} step{plural}, at σ = {times}, without guidance{guided}"
+
+    def check_call(self, settings: Mapping[str, Any]) -> None:
+        """Raise unless arguments of a pipeline's call agree with how its model was distilled.
+
+        Args:
+            settings: arguments of the call that a user has chosen.
+
+        Raises:
+            ValueError: another number of steps, or guidance.
+        """
+        steps, count = settings.get("num_inference_steps"), len(self.times)
+        check(
+            steps in (None, count),
+            f"num_inference_steps={steps} contradicts the patch, which was distilled to {count} steps; allowed: "
+            f"{count}, or leave it out. remove_mhla() brings the model of before back, which takes any number.",
+        )
+        guidance = settings.get("guidance_scale")
+        check(
+            guidance in (None, 1),
+            f"guidance_scale={guidance} contradicts the patch, into which guidance of {self.guidance:g} was "
+            "distilled; allowed: 1.0, or leave it out.",
+        )
+
+    def warn_of_call(self, transformer: nn.Module, pipe: Any) -> None:
+        """Warn of what spoils the samples of a forward that begins: guidance, and a cache that extrapolates.
+
+        Args:
+            transformer: the distilled model.
+            pipe: pipeline that calls it; None where that is not known.
+        """
+        cache = step_cache(transformer)
+        if cache is not None and cache[0] == "TaylorSeer":
+            warnings.warn(
+                "TaylorSeer extrapolates from step to step, and this model was distilled to a few steps with fresh "
+                f"noise between them, so its samples are spoilt; call {cache[1]}.",
+                stacklevel=3,
+            )
+        if self.guidance > 1 and getattr(pipe, "do_classifier_free_guidance", False):
+            warnings.warn(
+                f"guidance_scale={getattr(pipe, 'guidance_scale', 'unknown')}: guidance of {self.guidance:g} was "
+                "distilled into this model, which is now guided twice and slower; call the pipeline with "
+                "guidance_scale=1.0.",
+                stacklevel=3,
+            )
 
 
 class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
@@ -38,7 +144,7 @@ class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 
     @classmethod
     def extract_init_dict(cls, config_dict: Mapping[str, Any], **options: Any) -> Any:
-        """As in diffusers, without a warning of settings of the class above, which a saved configuration holds too."""
+        """Do as diffusers, without a warning of settings of the class above, which a saved configuration holds too."""
         unused = cls._get_init_keys(FlowMatchEulerDiscreteScheduler) - cls._get_init_keys(cls)
         kept = {name: value for name, value in config_dict.items() if name not in unused}
         return super().extract_init_dict(kept, **options)
@@ -76,27 +182,43 @@ class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
         self._noise = []
 
     def step(self, model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, **options: Any) -> Any:
-        """As in diffusers; without ``generator`` the noise follows from the starting noise, see the class."""
+        """Do as diffusers; without ``generator`` the noise follows from the starting noise, see the class."""
         if options.get("generator") is None:
             if not self._noise:
-                self._noise = [_generator_of(one) for one in sample]
+                for start in sample:
+                    content = start.detach().flatten()[:256].float().cpu().numpy().tobytes()
+                    seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
+                    self._noise.append(torch.Generator().manual_seed(seed))
             options["generator"] = self._noise
         return super().step(model_output, timestep, sample, **options)
 
 
-def _generator_of(start: torch.Tensor) -> torch.Generator:
-    """A generator whose seed is made of a sample's starting noise."""
-    content = start.detach().flatten()[:256].float().cpu().numpy().tobytes()
-    seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
-    return torch.Generator().manual_seed(seed)
-
-
 def few_steps_of(pipe: Any) -> FewSteps | None:
-    """How a pipeline samples, if its model was distilled to a few steps."""
+    """Return how a pipeline samples, if its model was distilled to a few steps."""
     scheduler = getattr(pipe, "scheduler", None)
     return scheduler.few_steps if isinstance(scheduler, FewStepScheduler) else None
 
 
-def sample_in(pipe: Any, few_steps: FewSteps) -> None:
-    """Give a pipeline the scheduler of its distilled model."""
-    pipe.scheduler = FewStepScheduler(list(few_steps.times), few_steps.guidance)
+def sample_in(pipe: Any, few_steps: FewSteps) -> Any:
+    """Give a pipeline the scheduler of its distilled model; return its own, or None if it has that one already.
+
+    A transformer has none: a message says what its pipeline needs.
+    """
+    if isinstance(pipe, nn.Module):
+        logger.warning(
+            "This model %s: set pipe.scheduler = FewStepScheduler(%s, %g), or load into the pipeline, which does.",
+            few_steps,
+            list(few_steps.times),
+            few_steps.guidance,
+        )
+        return None
+    if few_steps_of(pipe) == few_steps:
+        return None
+    before, pipe.scheduler = pipe.scheduler, FewStepScheduler(list(few_steps.times), few_steps.guidance)
+    return before
+
+
+def restore_scheduler(pipe: Any, few_steps: FewSteps, before: Any) -> None:
+    """Undo :func:`sample_in`, unless the pipeline was given another scheduler since."""
+    if before is not None and few_steps_of(pipe) == few_steps:
+        pipe.scheduler = before

@@ -1,11 +1,10 @@
-"""The handle of a patched transformer."""
+"""The handle of a patched transformer, and finding it from a pipeline or a model."""
 
 import logging
 import math
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,11 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
-from ..families import Family, get_family
-from .adapter import check_adapter, has_adapter, remove_adapter
-from .costs import attention_sizes
-from .few_steps import FewSteps
-from .hooks import step_cache
+from ..families import Family, find_family, get_family, unwrapped
+from .compiling import allow_graphs, give_back_graphs
 from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
 from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
 from .processor import (
@@ -27,14 +23,17 @@ from .processor import (
     holds_weights,
     with_backend_of,
 )
-from .runtime import CarryingCheckpoint, Grid, allow_graphs, call_context, current, give_back_graphs
+from .runtime import CarryingCheckpoint, Grid, call_context, current
 from .steps import DenoisingLoop, Step
-from .weights import base_weights, check_writable, write_weights
+from .weights import base_weights, check_writable, has_lora, remove_lora
+
+if TYPE_CHECKING:
+    from .few_step_scheduler import FewSteps
 
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_mhla"
-"""Of the module of a patched transformer that runs its blocks: the handle."""
+"""Holds the handle, on the module of a patched transformer that runs its blocks."""
 _CACHE_CONTEXT = "cache_context"
 """Method of diffusers' ``CacheMixin`` that a pipeline enters around every forward."""
 
@@ -58,31 +57,32 @@ class Patched:
         """Name and module of every self-attention, patched or not, in the order of the layer indices."""
         self.processor = processor
         self.loop = DenoisingLoop(self.family, None)
+        """The denoising loop of the pipeline that calls the transformer."""
         self.latest_grid: Grid | None = None
         """Token grid of the latest forward, to be shown; no attention reads it."""
         self.replaced_weights: dict[str, torch.Tensor] | None = {}
         """Weights of the model that the patch replaced, as they were; None if they were not kept."""
-        self.adapter: str | None = None
+        self.lora: str | None = None
         """Name of the LoRA that belongs to the patch; None without one."""
         self.few_steps: FewSteps | None = None
         """How it samples, if it was distilled to a few steps."""
         self._scheduler: Any = None
         """The pipeline's own scheduler, while it has that of few steps."""
-        self.paused = 0
+        self._paused = 0
         """How many contexts have other processors run on purpose."""
-        self.parallel: Parallel | None = None
+        self._parallel: Parallel | None = None
         """The processes between which tokens are split."""
         self._compared: Any = None
         """diffusers' configuration under which the processes have compared their patches."""
-        self._has_warned_of_cost = self._has_warned_of_processors = self._has_warned_of_steps = False
+        self._warned: set[str] = set()
         self._hooks: list[RemovableHandle] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copied or pickled transformer."""
+        """Leave out what a copied or pickled transformer makes anew."""
         return {name: value for name, value in vars(self).items() if name != "_meet_processes"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of such a one."""
+        """Take the state of a copied or pickled transformer."""
         vars(self).update(state)
         if self._hooks:
             self._prepare_compiling()
@@ -107,7 +107,12 @@ class Patched:
     @property
     def is_installed(self) -> bool:
         """Whether it has hooks: not in diffusers' own form, and not any more after removal."""
-        return installed_on(self.transformer) is self
+        return vars(self.family.trunk(self.transformer)).get(_ATTRIBUTE) is self
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether other processors run on purpose, as within :meth:`disabled`."""
+        return self._paused > 0
 
     # Putting in and taking away
 
@@ -132,61 +137,28 @@ class Patched:
             return
         self._prepare_compiling()
         self._hooks = [
-            trunk.register_forward_pre_hook(self.begin, with_kwargs=True),
-            trunk.register_forward_hook(self.end, always_call=True),
+            trunk.register_forward_pre_hook(self._begin, with_kwargs=True),
+            trunk.register_forward_hook(self._end, always_call=True),
         ]
         if self.family.is_diffusion:
             self.call_from(pipe)
             if hasattr(type(self.transformer), _CACHE_CONTEXT):
-                setattr(self.transformer, _CACHE_CONTEXT, _Listening(self))
+                setattr(self.transformer, _CACHE_CONTEXT, self.cache_context)
 
     def call_from(self, pipe: Any) -> None:
         """Say which pipeline calls the transformer; it is not kept alive."""
         self.loop = DenoisingLoop(self.family, None if isinstance(pipe, nn.Module) else pipe)
 
-    def sample_in(self, few_steps: FewSteps, pipe: Any) -> None:
+    def sample_in(self, few_steps: "FewSteps", pipe: Any) -> None:
         """Say that the model was distilled to a few steps, and give its pipeline the scheduler for them.
 
         Args:
-            few_steps: which.
+            few_steps: how it samples.
             pipe: pipeline that calls the transformer; a transformer where that is not known.
         """
-        self.few_steps = few_steps
-        if isinstance(pipe, nn.Module):
-            logger.warning(
-                "This model %s: set pipe.scheduler = FewStepScheduler(%s, %g), or load into the pipeline, which does.",
-                few_steps,
-                list(few_steps.times),
-                few_steps.guidance,
-            )
-            return
-        from .few_step_scheduler import few_steps_of, sample_in
+        from .few_step_scheduler import sample_in
 
-        if few_steps_of(pipe) != few_steps:
-            self._scheduler = pipe.scheduler
-            sample_in(pipe, few_steps)
-
-    def _restore_scheduler(self, model: Any) -> None:
-        from .few_step_scheduler import few_steps_of
-
-        for pipe in (self.loop.pipe, model):  # a copied pipeline is known only as the one the patch is removed from
-            if self._scheduler is not None and few_steps_of(pipe) == self.few_steps:  # not one that was set since
-                pipe.scheduler = self._scheduler
-        self.few_steps = self._scheduler = None
-
-    def check_removable(self) -> None:
-        """Raise unless weights of the model that the patch replaced can be brought back.
-
-        Raises:
-            ValueError: they were not kept, or cannot be written, or the patch's LoRA is fused with weights.
-        """
-        check_adapter(self.transformer, self.adapter)
-        if self.replaced_weights is None:
-            raise ValueError(
-                "The patch replaced weights of the model, which load_mhla(..., keep_replaced=False) did not keep, so "
-                "they cannot be brought back; load the model again with from_pretrained()."
-            )
-        check_writable(self.transformer, self.replaced_weights, "remove the patch")
+        self.few_steps, self._scheduler = few_steps, sample_in(pipe, few_steps)
 
     @torch.no_grad()
     def replace_weights(self, tensors: Mapping[str, torch.Tensor], keep: bool) -> None:
@@ -209,25 +181,51 @@ class Patched:
             for place in places[name]:
                 place.copy_(new)
 
+    def check_removable(self) -> None:
+        """Raise unless weights of the model that the patch replaced can be brought back.
+
+        Raises:
+            ValueError: they were not kept, or cannot be written, or the patch's LoRA is fused with weights.
+        """
+        for name, part in self.transformer.named_modules():
+            if self.lora in (getattr(part, "merged_adapters", None) or ()):
+                raise ValueError(
+                    f"The patch's LoRA {self.lora!r} is fused with the weights of {name}; call unfuse_lora() before "
+                    "remove_mhla()."
+                )
+        if self.replaced_weights is None:
+            raise ValueError(
+                "The patch replaced weights of the model, which load_mhla(..., keep_replaced=False) did not keep, so "
+                "they cannot be brought back; load the model again with from_pretrained()."
+            )
+        check_writable(self.transformer, self.replaced_weights, "remove the patch")
+
+    @torch.no_grad()
     def remove(self, model: Any = None) -> None:
         """Take everything away that :meth:`install` has put in, and bring back weights that were replaced.
 
         Args:
             model: pipeline that the patch is removed from; a transformer or None where that is not known.
         """
-        if self.adapter is not None:
-            if has_adapter(self.transformer, self.adapter):
-                remove_adapter(self.transformer, self.adapter)
-            else:
-                logger.warning(
-                    "The patch's LoRA %r was unloaded by something else. If it was fused first, its weights stay in "
-                    "the model; load the model again with from_pretrained() then.",
-                    self.adapter,
-                )
-            self.adapter = None
+        if self.lora is not None and has_lora(self.transformer, self.lora):
+            remove_lora(self.transformer, self.lora)
+        elif self.lora is not None:
+            logger.warning(
+                "The patch's LoRA %r was unloaded by something else. If it was fused first, its weights stay in "
+                "the model; load the model again with from_pretrained() then.",
+                self.lora,
+            )
         if self.few_steps is not None:
-            self._restore_scheduler(model)
-        write_weights(self.transformer, self.replaced_weights or {})
+            from .few_step_scheduler import restore_scheduler
+
+            for pipe in (self.loop.pipe, model):  # a copied pipeline is known only as the one that is given
+                restore_scheduler(pipe, self.few_steps, self._scheduler)
+        if self.replaced_weights:
+            places = base_weights(self.transformer)
+            for name, tensor in self.replaced_weights.items():
+                for place in places[name]:
+                    place.copy_(tensor)
+        self.lora = self.few_steps = self._scheduler = None
         self.replaced_weights = {}
         for attn in attentions_of(self.transformer).values():
             if isinstance(attn.processor, MHLAProcessor) or hasattr(attn, "mhla"):
@@ -236,18 +234,33 @@ class Patched:
                 del attn.mhla
         for hook in self._hooks:
             hook.remove()
-        if isinstance(vars(self.transformer).get(_CACHE_CONTEXT), _Listening):
-            delattr(self.transformer, _CACHE_CONTEXT)
         if self._hooks:
-            for module in self._that_checkpoint():
+            for module in self._checkpointing():
                 CarryingCheckpoint.take_off(module)
             give_back_graphs(self)
+        if getattr(vars(self.transformer).get(_CACHE_CONTEXT), "__self__", None) is self:
+            delattr(self.transformer, _CACHE_CONTEXT)
         if self.is_installed:
             delattr(self.family.trunk(self.transformer), _ATTRIBUTE)
         self.family.restore(self.transformer)
 
+    # Which processors run
+
+    def running_processor(self) -> MHLAProcessor:
+        """Return the processor of the patch, also where something else has set others.
+
+        Raises:
+            ValueError: in diffusers' own form, where none runs.
+        """
+        if self.processor is None:
+            raise ValueError(
+                "No attention of this model runs MHLA now: its patch is switched off, or other processors have been "
+                "set since. Leave mhla_disabled(), or set the processor again with transformer.set_attn_processor()."
+            )
+        return self.processor
+
     def original_processor(self, attn: Any) -> Any:
-        """The processor that an attention had before the patch, or a fresh one where no record was kept.
+        """Return the processor that an attention had before the patch, or a fresh one where no record was kept.
 
         It gets the backend that ``set_attention_backend`` has set meanwhile. One with weights that was set since the
         patch, as loading an IP-Adapter does, stays.
@@ -261,63 +274,79 @@ class Patched:
             original = default_cross_attention_processor(attn, self.family)
         return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Within it no other processor of the transformer is warned of or replaced."""
-        self.paused += 1
-        try:
-            yield
-        finally:
-            self.paused -= 1
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Within it the transformer attends as before the patch, with the same weights."""
-        running = [
-            attn for attn in attentions_of(self.transformer).values() if isinstance(attn.processor, MHLAProcessor)
-        ]
-        switched = [(attn, attn.processor, hasattr(attn, "mhla")) for attn in running]
-        for attn in running:
-            attn.set_processor(self.original_processor(attn))
-        try:
-            with self.pause():
-                yield
-        finally:
-            for attn, processor, had_layer in switched:
-                # the patch may have been removed meanwhile; in diffusers' own form there may be no layer yet
-                if hasattr(attn, "mhla") or not had_layer:
-                    attn.set_processor(processor)
-
     def running_pairs(self) -> dict[str, tuple[Any, Any]]:
-        """Name of every self-attention that runs MHLA → it and its original processor."""
+        """Return every self-attention that runs MHLA by name, with its original processor."""
         return {
             name: (attn, self.original_processor(attn))
             for name, attn in self.attentions.items()
             if isinstance(attn.processor, MHLAProcessor)
         }
 
-    def running_processor(self) -> MHLAProcessor:
-        """The processor of the patch, also where something else has set others.
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Let the transformer attend as before the patch within the context, with the same weights."""
+        running = [
+            attn for attn in attentions_of(self.transformer).values() if isinstance(attn.processor, MHLAProcessor)
+        ]
+        switched = [(attn, attn.processor, hasattr(attn, "mhla")) for attn in running]
+        for attn in running:
+            attn.set_processor(self.original_processor(attn))
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            for attn, processor, had_layer in switched:
+                # the patch may have been removed meanwhile; in diffusers' own form there may be no layer yet
+                if hasattr(attn, "mhla") or not had_layer:
+                    attn.set_processor(processor)
 
-        Raises:
-            ValueError: in diffusers' own form, where none runs.
+    def _check_processors(self) -> None:
+        """Look whether patched attentions still run MHLA, which something else may have changed.
+
+        Under perturbed-attention guidance MHLA goes on in the branches that are not perturbed. Where diffusers has put
+        a blank processor or one that runs fused projections, that of the patch comes back. Of others there is one
+        warning.
         """
-        if self.processor is None:
-            raise ValueError(
-                "No attention of this model runs MHLA now: its patch is switched off, or other processors have been "
-                "set since. Leave mhla_disabled(), or set the processor again with transformer.set_attn_processor()."
+        foreign = {}
+        for name, attn in self.attentions.items():
+            processor = attn.processor
+            if layer_of(attn) is None:
+                continue
+            if isinstance(processor, MHLAProcessor):
+                if processor.is_blank:
+                    attn.processor = self.processor
+            elif getattr(attn, "fused_projections", False) and type(processor).__name__.startswith("Fused"):
+                attn.processor = self.processor
+            elif (parts := self.family.perturbed_parts(processor)) is not None:
+                attn.processor = PerturbedMHLAProcessor(self.running_processor(), parts)
+            else:
+                foreign[name] = type(processor).__name__
+        if torch.compiler.is_compiling():
+            return
+        if foreign and "processors" not in self._warned:
+            name, kind = next(iter(foreign.items()))
+            logger.warning(
+                "%d patched layers do not run MHLA, for example %s, which runs %s: something has set their "
+                "processors since. describe(model) shows what every layer runs, change_mhla(model) brings MHLA "
+                "back, remove_mhla(model) takes it away.",
+                len(foreign),
+                name,
+                kind,
             )
-        return self.processor
+            self._warned.add("processors")
+        elif not foreign:
+            self._warned.discard("processors")
 
     # Every forward
 
-    def begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward: look at the processors and fill in the context of the call."""
+    def _begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward: look at the processors and set the context of the call."""
         context = current()
         # of a forward that this one runs in, such as a student's that asks a patched teacher
         context.outer = context.grid, context.parallel, context.disabled, context.outer
         arguments = self.family.named_arguments(args, kwargs)
-        if self.family.is_diffusion and not self.paused:
+        if self.family.is_diffusion and not self.is_paused:
             self._check_processors()
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         name = self.family.forward_names[0]
@@ -329,47 +358,37 @@ class Patched:
                 torch._dynamo.mark_static(tensor, axis)
         grid = tuple(int(size) for size in self.family.grid_of_arguments(trunk, arguments))
         self._meet_processes()
-        context.parallel = None
-        if self.parallel is not None:
-            check_split(self.family, self.layers, arguments, grid, self.parallel)
-            context.parallel = self.parallel
-        if not torch.compiler.is_compiling() and not self._has_warned_of_cost and grid != self.latest_grid:
+        if self._parallel is not None:
+            check_split(self.family, self.layers, arguments, grid, self._parallel)
+        if not torch.compiler.is_compiling():
             self._warn_if_nothing_is_gained(grid)
-        if self.few_steps is not None and not torch.compiler.is_compiling():
-            self._warn_of_call(self.few_steps)
-        context.grid = grid
+            if self.few_steps is not None:
+                self.few_steps.warn_of_call(self.transformer, self.loop.pipe)
+        context.grid, context.parallel = grid, self._parallel
         context.disabled = self.family.is_diffusion and self._is_disabled(trunk, args, kwargs)
-        for module in self._that_checkpoint():
+        for module in self._checkpointing():
             CarryingCheckpoint.put_on(module)
 
-    def _warn_of_call(self, few_steps: FewSteps) -> None:
-        """Say what spoils the samples of a distilled model: guidance, which most pipelines have by default, and a
-        cache that extrapolates over the noise between steps.
-        """
-        pipe, cache = self.loop.pipe, step_cache(self.transformer)
-        if cache is not None and cache.name == "TaylorSeer":
-            warnings.warn(
-                "TaylorSeer extrapolates from step to step, and this model was distilled to a few steps with fresh "
-                f"noise between them, so its samples are spoilt; call {cache.way_out}.",
-                stacklevel=2,
-            )
-        if few_steps.guidance > 1 and getattr(pipe, "do_classifier_free_guidance", False):
-            warnings.warn(
-                f"guidance_scale={getattr(pipe, 'guidance_scale', 'unknown')}: guidance of {few_steps.guidance:g} was "
-                "distilled into this model, which is now guided twice and slower; call the pipeline with "
-                "guidance_scale=1.0.",
-                stacklevel=2,
-            )
-
-    def end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """After a forward, also one that failed, whose result is None."""
         context = current()
         if result is not None:
             self.latest_grid = context.grid
         context.grid, context.parallel, context.disabled, context.outer = context.outer or (None, None, False, None)
 
+    @contextmanager
+    def cache_context(self, name: str, **fields: Any) -> Iterator[None]:
+        """Enter the transformer's own ``cache_context``, and note the denoising step that it is given."""
+        index, count, step = fields.get("step_index"), fields.get("num_inference_steps"), None
+        if index is not None and count is not None:
+            step = self.loop.step_by_index(int(index), int(count))
+        disabled = step is not None and step.is_among_first(self.config.softmax_steps)
+        own: Any = getattr(type(self.transformer), _CACHE_CONTEXT)
+        with call_context(step=step, step_disabled=disabled), own(self.transformer, name, **fields):
+            yield
+
     def step_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """The denoising step of a forward with these arguments; None if it is unknown."""
+        """Return the denoising step of a forward with these arguments; None if it is unknown."""
         step = current().step
         return step if step is not None else self.loop.step_by_timestep(self.transformer, args, kwargs)
 
@@ -383,8 +402,8 @@ class Patched:
         if context.step is not None:
             return context.step_disabled
         step = self.loop.step_by_timestep(transformer, args, kwargs)
-        if step is None and not self._has_warned_of_steps:
-            self._has_warned_of_steps = True
+        if step is None and "steps" not in self._warned:
+            self._warned.add("steps")
             logger.warning(
                 "softmax_steps=%s has no effect on a forward of %s whose denoising step is unknown: MHLA runs. "
                 "Give the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
@@ -394,51 +413,16 @@ class Patched:
             )
         return step is not None and step.is_among_first(steps)
 
-    def _check_processors(self) -> None:
-        """Look whether patched attentions still run MHLA, which something else may have changed.
-
-        Under perturbed-attention guidance MHLA goes on in the branches that are not perturbed. Where diffusers has put
-        a blank processor or one that runs fused projections, that of the patch comes back. Of others there is one
-        warning.
-        """
-        others = {}
-        for name, attn in self.attentions.items():
-            if layer_of(attn) is None:
-                continue
-            processor = attn.processor
-            parts = None if isinstance(processor, MHLAProcessor) else self.family.perturbed_parts(processor)
-            is_of_fusing = getattr(attn, "fused_projections", False) and type(processor).__name__.startswith("Fused")
-            if isinstance(processor, MHLAProcessor):
-                if processor.is_blank:
-                    attn.processor = self.processor
-            elif is_of_fusing:
-                attn.processor = self.processor
-            elif parts is not None:
-                attn.processor = PerturbedMHLAProcessor(self.running_processor(), parts)
-            else:
-                others[name] = type(processor).__name__
-        if torch.compiler.is_compiling():
-            return
-        if others and not self._has_warned_of_processors:
-            name, kind = next(iter(others.items()))
-            logger.warning(
-                "%d patched layers do not run MHLA, for example %s, which runs %s: something has set their "
-                "processors since. describe(model) shows what every layer runs, change_mhla(model) brings MHLA "
-                "back, remove_mhla(model) takes it away.",
-                len(others),
-                name,
-                kind,
-            )
-        self._has_warned_of_processors = bool(others)
-
     def _warn_if_nothing_is_gained(self, grid: Grid) -> None:
         """Warn, once, of a grid on which the patch computes no less than the softmax attention that it replaces."""
+        if "cost" in self._warned or grid == self.latest_grid:
+            return
         layer = next(iter(self.layers.values()), None)
         if layer is None or self.family.own_attention != "softmax" or layer.config.causal is not None:
             return
-        sizes = attention_sizes(layer.config, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
+        sizes = layer.config.sizes_on(grid, layer.heads, layer.head_dim, self.family.extra_tokens)
         if layer.config.listed < 1 and sizes.flops >= sizes.softmax_flops:
-            self._has_warned_of_cost = True
+            self._warned.add("cost")
             logger.warning(
                 "On a grid of %d tokens this patch computes %.0f%% of what softmax attention does, so it gains nothing "
                 "here. Fewer MHLA blocks (blocks), a lower density or larger uniform blocks (block_size) cost less; "
@@ -447,8 +431,8 @@ class Patched:
                 100 * sizes.flops / sizes.softmax_flops,
             )
 
-    def _that_checkpoint(self) -> list[Any]:
-        """Modules that hold a function for gradient checkpointing."""
+    def _checkpointing(self) -> list[Any]:
+        """Return the modules that hold a function for gradient checkpointing."""
         if self.family.is_diffusion:
             return [self.transformer]
         return list(self.family.blocks_of(self.transformer).values())
@@ -464,40 +448,217 @@ class Patched:
             config: Any = getattr(self.transformer, "_parallel_config", None)
             is_new = config is not self._compared
             if is_new:
-                self.parallel = parallel_of(config)
-            if self.parallel is not None:
+                self._parallel = parallel_of(config)
+            if self._parallel is not None:
                 refuse_deciding_cache(self.transformer)
                 if is_new:
-                    compare_patches(self.layers, config, self.parallel)
+                    compare_patches(self.layers, config, self._parallel)
             self._compared = config
 
         self._meet_processes = meet
         vars(meet)["_dynamo_marked_constant"] = True  # runs while torch.compile traces a graph, and not in it
 
 
-class _Listening:
-    """A transformer's ``cache_context`` that notes the denoising step it is called with."""
-
-    def __init__(self, patched: Patched) -> None:
-        self._patched = patched
-
-    def __call__(self, name: str, **fields: Any) -> AbstractContextManager[None]:
-        """As diffusers calls it; passes all arguments on."""
-        return self._noted(name, fields)
-
-    @contextmanager
-    def _noted(self, name: str, fields: dict[str, Any]) -> Iterator[None]:
-        index, count = fields.get("step_index"), fields.get("num_inference_steps")
-        patched, step, transformer = self._patched, None, self._patched.transformer
-        if index is not None and count is not None:
-            step = patched.loop.step_by_index(int(index), int(count))
-        disabled = step is not None and step.is_among_first(patched.config.softmax_steps)
-        of_class: Any = getattr(type(transformer), _CACHE_CONTEXT)
-        with call_context(step=step, step_disabled=disabled), of_class(transformer, name, **fields):
-            yield
+# Which transformers there are
 
 
-def installed_on(transformer: nn.Module) -> Patched | None:
-    """The handle that was installed on a transformer of a family; None without one."""
-    held: Patched | None = vars(get_family(transformer).trunk(transformer)).get(_ATTRIBUTE)
-    return held
+def find_transformers(model: Any) -> dict[str, nn.Module]:
+    """Find the supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
+
+    Raises:
+        ValueError: if there is none, a model that has MHLA built in, or what :func:`refuse_wrapped` refuses.
+    """
+    refuse_wrapped(model)
+    found = supported_transformers(model)
+    if found:
+        return found
+    layers = _built_in_layers(model)
+    if layers:
+        raise ValueError(
+            f"{type(model).__name__} has MHLA built in ({len(layers)} layers, the first is {next(iter(layers))}), so "
+            "nothing can patch it or take the patch away. Its settings are those of its configuration, such as "
+            "VLTConfig(mhla=…), and its save_pretrained() saves it."
+        )
+    for name, module in _modules(model).items():
+        if name.startswith("transformer"):
+            get_family(module)  # raises what is unsupported about it
+    components = ", ".join(getattr(model, "components", {})) or "none"
+    raise ValueError(
+        f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). Pass a pipeline "
+        'or a model that the page "Models" of the documentation (docs/models.md) lists.'
+    )
+
+
+def supported_transformers(model: Any) -> dict[str, nn.Module]:
+    """Find what :func:`find_transformers` finds, or nothing.
+
+    A language or vision model in a pipeline encodes its prompts or pictures and is left alone.
+    """
+    is_alone = isinstance(model, nn.Module)
+    return {
+        name: module
+        for name, module in _modules(model).items()
+        if (family := find_family(module)) is not None and (is_alone or family.is_diffusion)
+    }
+
+
+def _modules(model: Any) -> dict[str, nn.Module]:
+    components = {"transformer": model} if isinstance(model, nn.Module) else getattr(model, "components", {})
+    return {name: unwrapped(part) for name, part in components.items() if isinstance(part, nn.Module)}
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Raise if the model that was meant lies inside what was given.
+
+    Raises:
+        ValueError: a pipeline of transformers, or PEFT's wrapper, with the way to what is inside.
+    """
+    inside = getattr(model, "model", None)
+    if not isinstance(model, nn.Module) and isinstance(inside, nn.Module) and find_family(inside) is not None:
+        raise ValueError(
+            f"{type(model).__name__} has its {type(inside).__name__} as .model; pass that: pipe.model of a pipeline of "
+            "transformers."
+        )
+    for name, module in _modules(model).items():
+        # PEFT's PeftModel would go on with a patched model inside, but is saved and called in its own ways
+        take_out: Any = getattr(module, "get_base_model", None)
+        if callable(take_out) and find_family(take_out()) is not None:
+            raise ValueError(
+                f"The {name} is wrapped in PEFT's {type(module).__name__}. Pass the model inside, which keeps the "
+                f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model(). "
+                f"diffusers' own {name}.add_adapter(...) wraps nothing."
+            )
+
+
+# What is patched
+
+
+def find_patched(model: Any) -> dict[str, Patched]:
+    """Find the handle of every patched transformer of a pipeline by component name, of a model as ``transformer``."""
+    found = {}
+    for name, transformer in supported_transformers(model).items():
+        held = vars(get_family(transformer).trunk(transformer)).get(_ATTRIBUTE)
+        if held is None:  # diffusers' own form leaves no handle
+            attentions = attentions_of(transformer).values()
+            processor = next((attn.processor for attn in attentions if isinstance(attn.processor, MHLAProcessor)), None)
+            if processor is not None or any(hasattr(attn, "mhla") for attn in attentions):
+                held = Patched(transformer, processor)
+        if held is not None:
+            found[name] = held
+    return found
+
+
+def require_patched(model: Any) -> dict[str, Patched]:
+    """Find the handles of :func:`find_patched`.
+
+    Raises:
+        ValueError: no transformer is patched, or what :func:`find_transformers` raises.
+    """
+    found = find_patched(model)
+    if not found:
+        find_transformers(model)  # raises the fitting error for a model that cannot be patched
+        raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
+    return found
+
+
+def is_patched(model: Any) -> bool:
+    """Whether any attention of a pipeline or transformer runs MHLA or holds its weights."""
+    return bool(find_patched(model))
+
+
+def mhla_layers(model: Any) -> dict[str, MHLALayer]:
+    """Find every MHLA layer that is in use by name, put in by a patch or built into the model, as into VLT.
+
+    The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
+    """
+    if not supported_transformers(model):
+        return _built_in_layers(model)
+    return {
+        f"{'' if isinstance(model, nn.Module) else f'{component}.'}{name}.mhla": layer
+        for component, patched in find_patched(model).items()
+        for name, layer in patched.layers.items()
+    }
+
+
+def _built_in_layers(model: Any) -> dict[str, MHLALayer]:
+    """Find the layers of a model, also in PEFT's wrapper, that has MHLA without a patch and nothing of a family."""
+    if not isinstance(model, nn.Module) or any(find_family(module) is not None for module in model.modules()):
+        return {}
+    layers = {path: layer_of(module) for path, module in unwrapped(model).named_modules()}
+    return {f"{path}.mhla": layer for path, layer in layers.items() if layer is not None}
+
+
+def require_layers(model: Any) -> dict[str, MHLALayer]:
+    """Find the layers of :func:`mhla_layers`.
+
+    Raises:
+        ValueError: if there are none, with the way to get them, or to a model that lies inside this one.
+    """
+    layers = mhla_layers(model)
+    if not layers:
+        require_patched(model)
+        raise ValueError(
+            "The model has no MHLA weights yet: diffusers' own set_attn_processor makes them at the first forward. "
+            "Run one, or use mhla_diffusers.set_attn_processor(transformer, processor)."
+        )
+    return layers
+
+
+@contextmanager
+def mhla_disabled(model: Any) -> Iterator[None]:
+    """Let the model attend as before the patch within the context, with the same weights.
+
+    Raises:
+        ValueError: if the model is not patched.
+    """
+    with ExitStack() as stack:
+        for patched in require_patched(model).values():
+            stack.enter_context(patched.disabled())
+        yield
+
+
+# What some functions refuse
+
+
+def refuse_language(model: Any, what: str) -> None:
+    """Raise if a model predicts from the past alone, where ``what`` compares with attention that sees everything.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for transformer in supported_transformers(model).values():
+        if get_family(transformer).kind == "language":
+            raise ValueError(
+                f"{what} compares a patch with attention that sees all tokens, and {type(transformer).__name__} is a "
+                "language model; patch it and train it, as docs/language.md shows."
+            )
+
+
+def refuse_causal(configs: Iterable[MHLAConfig], what: str) -> None:
+    """Raise if a patch is causal, where only attention that sees everything can stand in its place.
+
+    Raises:
+        ValueError: naming the order that the patch has.
+    """
+    for config in configs:
+        if config.causal is not None:
+            raise ValueError(
+                f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} is not to "
+                "see later ones: its mixing matrices and λ are trained, as docs/stream.md shows. causal=None is for "
+                "attention that knows no order."
+            )
+
+
+def require_diffusion(model: Any, what: str) -> None:
+    """Raise unless all supported models of a pipeline are diffusion models, of which ``what`` compares predictions.
+
+    Raises:
+        ValueError: naming the one that is not.
+    """
+    for transformer in supported_transformers(model).values():
+        family = get_family(transformer)
+        if not family.is_diffusion:
+            raise ValueError(
+                f"{what} compares what a diffusion model predicts in its denoising steps, and "
+                f"{type(transformer).__name__} is a {family.kind} model, which has none."
+            )

@@ -1,39 +1,42 @@
 """Load a saved patch from a folder or the Hub."""
 
+import json
 import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..config import MHLAConfig, adapted_patch_folder, adapted_patch_names, patch_names
+from ..config import (
+    MHLAConfig,
+    adapted_patch_folder,
+    adapted_patch_names,
+    check,
+    check_choice,
+    check_names,
+    patch_names,
+)
 from ..families import get_family
-from .adapter import ADAPTER, load_adapter
-from .finding import find_transformers, is_patched
-from .handle import Patched
+from ..files import check_hash, read_json
+from .handle import Patched, find_transformers, is_patched
 from .layer import MHLALayer
 from .patch import plan_patch, remove_mhla
 from .processor import MHLAProcessor
-from .record import (
-    CONFIG_NAME,
-    PICKLE_SUFFIXES,
-    UNIFORM_BLOCKS_SINCE,
-    PatchRecord,
-    TransformerRecord,
-    Weights,
-    check_file,
-    check_finite,
-    check_lora,
-    new_tensors,
-    read_record,
-)
-from .weights import base_weights, check_writable, resized
+from .saving import CONFIG_NAME, FORMAT_VERSION, PatchRecord, TransformerRecord, check_finite
+from .weights import LORA, base_weights, check_writable, load_lora, resized
 
 Model = TypeVar("Model")
+Record = TypeVar("Record", PatchRecord, TransformerRecord)
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Files that are never loaded."""
+_WORDS = {str: "text", int: "an integer", dict: "an object", list: "a list of names"}
 
 
 def load_mhla(
@@ -77,100 +80,104 @@ def load_mhla(
     """
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
-    tensors = _read_tensors(folder, record)
-    lora = check_lora(folder, record)
-    adapters = {} if lora is None else load_file(lora)
+    tensors = load_file(check_file(folder, record))
+    for name, tensor in tensors.items():
+        check_finite(f"{folder / record.file}: {name}", tensor)
+    lora = load_file(_check_content(folder, **record.lora)) if record.lora else {}
+    few_steps = None
+    if record.few_steps:
+        from .few_step_scheduler import FewSteps
+
+        few_steps = FewSteps.from_dict(record.few_steps)
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
     wanted = {"blocks": blocks, "block_size": block_size, "density": density}
     changes = {name: value for name, value in wanted.items() if value is not None}
-    prepared = []
+    plans = []
     for name, transformer in transformers.items():
         saved = record.transformers[name]
         before = MHLAConfig.from_dict(saved.mhla)
         opened = before.replace(**changes)
-        if opened.block_size != before.block_size and record.format_version >= UNIFORM_BLOCKS_SINCE:
+        if opened.block_size != before.block_size:
             warnings.warn(
                 f"This patch was trained with blocks of {before.block_size} tokens and opens with blocks of "
                 f"{opened.block_size}; adapt it, or fit its weights with calibrate_sparse(model, run).",
                 stacklevel=2,
             )
         patched, layers = plan_patch(transformer, MHLAProcessor(opened, backend=backend))
-        prefix = f"{name}."
-        part = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        part = resized(part, before, opened)
-        _check_tensors(patched, layers, part, record.weights, saved)
-        prepared.append((patched, layers, part))
+        part = resized(_part_of(tensors, name), before, opened)
+        _check_tensors(patched, layers, part, record, saved)
+        plans.append((patched, layers, part, _part_of(lora, name)))
     try:
-        for patched, layers, part in prepared:
+        for patched, layers, part, _ in plans:
             for name, layer in layers.items():
-                own = f"{name}.mhla."
-                _fill(layer, {key.removeprefix(own): part.pop(key) for key in list(part) if key.startswith(own)})
+                state = layer.state_dict(keep_vars=True)
+                with torch.no_grad():
+                    for key in [key for key in part if key.startswith(f"{name}.mhla.")]:
+                        state[key.removeprefix(f"{name}.mhla.")].copy_(part.pop(key))
             patched.install(layers, model)
             patched.replace_weights(part, keep_replaced)
-        for (patched, _, _), (name, transformer) in zip(prepared, transformers.items(), strict=True):
-            prefix = f"{name}."
-            of_lora = {key.removeprefix(prefix): x for key, x in adapters.items() if key.startswith(prefix)}
-            if of_lora:
-                load_adapter(transformer, of_lora)
-                patched.adapter = ADAPTER
-            if record.sampling is not None:
-                patched.sample_in(record.sampling, model)
+        for patched, _, _, own_lora in plans:
+            if own_lora:
+                load_lora(patched.transformer, own_lora)
+                patched.lora = LORA
+            if few_steps is not None:
+                patched.sample_in(few_steps, model)
     except BaseException:  # no memory, or interrupted
-        if is_patched(model) and all(patched.replaced_weights is not None for patched, _, _ in prepared):
+        if is_patched(model) and all(patched.replaced_weights is not None for patched, *_ in plans):
             remove_mhla(model)
         raise
     return model
 
 
-@torch.no_grad()
-def _fill(layer: MHLALayer, tensors: dict[str, torch.Tensor]) -> None:
-    state = layer.state_dict(keep_vars=True)
-    for key, tensor in tensors.items():
-        state[key].copy_(tensor)
+def _part_of(tensors: Mapping[str, torch.Tensor], component: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of one transformer, without the name of the component."""
+    prefix = f"{component}."
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+# Where the patch is
 
 
 def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
     if not isinstance(patch, str | Path) or not str(patch):
         raise ValueError(f"patch={patch!r} must be a folder, a Hub id, or the name of an adapted patch that ships.")
     path = Path(patch)
-    if path.suffix in PICKLE_SUFFIXES:
+    if path.suffix in _PICKLE_SUFFIXES:
         raise ValueError(f"{path} is a pickle file, which is never loaded; save the patch with save_mhla().")
     if path.is_dir():
         return path
-    shipped = adapted_patch_folder(str(patch))
-    if shipped is not None:
+    if (shipped := adapted_patch_folder(str(patch))) is not None:
         return shipped
     if str(patch) in patch_names():
         raise ValueError(
             f"{patch} is a preset, settings without weights; apply_mhla(model, {str(patch)!r}) opens it, or --patch."
         )
-    if "/" not in str(patch) and not path.exists():
-        near = get_close_matches(str(patch), adapted_patch_names(), n=3, cutoff=0.4)
+    if path.exists():
+        raise FileNotFoundError(f"{patch} is no folder; load_mhla takes the folder that save_mhla wrote, or a Hub id.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(str(patch))
+        is_hub_id = "/" in str(patch)
+    except HFValidationError:
+        is_hub_id = False
+    if not is_hub_id:
+        near = get_close_matches(path.name, adapted_patch_names(), n=3, cutoff=0.4) if len(path.parts) == 1 else []
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise FileNotFoundError(
             f"{patch} is no folder, no Hub id (owner/name) and no adapted patch that ships.{hint} "
             f"These ship: {', '.join(adapted_patch_names()) or 'none'}."
-        )
-    if path.exists():
-        raise FileNotFoundError(f"{patch} is no folder; load_mhla takes the folder that save_mhla wrote, or a Hub id.")
-    if not _is_hub_id(patch):
-        known = path.name in adapted_patch_names() and len(path.parts) == 1
-        hint = f" The adapted patch that ships is {path.name!r}, without a slash." if known else ""
-        raise FileNotFoundError(
-            f"There is no folder {patch}, and it is no Hub id (owner/name).{hint} load_mhla takes the folder that "
-            "save_mhla wrote."
         )
     if path.parent.is_dir() and revision is None:
         raise FileNotFoundError(
             f"The folder {path.parent} that is here has no {path.name}. If the Hub's {patch} is meant, say so with "
             "revision='main'."
         )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    patterns = [CONFIG_NAME, "mhla-*.safetensors"]
+    patterns = [CONFIG_NAME, "mhla-*.safetensors", "lora-*.safetensors"]
     try:
         return Path(snapshot_download(str(patch), revision=revision, token=token, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -179,28 +186,115 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         ) from error
 
 
-def _is_hub_id(patch: str | Path) -> bool:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+# What its record says
 
+
+def read_record(folder: Path) -> PatchRecord:
+    """Read and check ``mhla_config.json``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, unknown format version, unknown or missing keys, values that are not allowed.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLE_SUFFIXES)
+        why = f" It holds {', '.join(pickles)}, but pickle files are never loaded." if pickles else ""
+        raise FileNotFoundError(f"{folder} holds no MHLA patch: {CONFIG_NAME} is missing.{why}")
+    content = read_json(path)
     try:
-        validate_repo_id(str(patch))
-    except HFValidationError:
-        return False
-    return "/" in str(patch)
+        version = content.get("format_version", FORMAT_VERSION) if isinstance(content, Mapping) else FORMAT_VERSION
+        check(
+            version == FORMAT_VERSION,
+            f"format version {version!r} is unknown to this version of mhla_diffusers, which reads {FORMAT_VERSION}.",
+        )
+        record = _parse(PatchRecord, content, "")
+        check(bool(record.transformers), "transformers is empty, but a patch is for at least one.")
+        for part in record.transformers.values():
+            MHLAConfig.from_dict(part.mhla)
+        is_lora = set(record.lora) == {"file", "sha256"} and all(isinstance(one, str) for one in record.lora.values())
+        check(not record.lora or is_lora, f"lora must hold file and sha256, got {record.lora!r}.")
+        return record
+    except ValueError as error:
+        raise ValueError(f"{path} is no valid patch: {error}") from error
 
 
-def _read_tensors(folder: Path, record: PatchRecord) -> dict[str, torch.Tensor]:
-    path = check_file(folder, record)
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    for name, tensor in tensors.items():
-        check_finite(f"{path}: {name}", tensor)
-    return tensors if record.format_version >= UNIFORM_BLOCKS_SINCE else new_tensors(tensors)
+def _parse(kind: type[Record], content: Any, path: str) -> Record:
+    """Make a record from JSON and check all of its fields; ``path`` stands before their names in errors."""
+    check(isinstance(content, Mapping), f"{path.rstrip('.') or 'it'} must be an object with names, got {content!r}.")
+    known = {entry.name: entry for entry in fields(kind)}
+    check_names(content, list(known), "key", path)
+    values = dict(content)
+    for name, entry in known.items():
+        if name not in content:
+            check(entry.default_factory is not MISSING, f"{path}{name} is missing.")
+            continue
+        value, wanted = content[name], get_origin(entry.type) or entry.type
+        if wanted is Literal:
+            check_choice(path + name, value, get_args(entry.type))
+            continue
+        fits = isinstance(value, wanted) and not isinstance(value, bool)
+        if wanted is list:
+            fits = fits and all(isinstance(one, str) for one in value)
+        check(fits, f"{path}{name} must be {_WORDS[wanted]}, got {value!r}.")
+        if entry.type == dict[str, TransformerRecord]:
+            values[name] = {key: _parse(TransformerRecord, part, f"{path}{name}.{key}.") for key, part in value.items()}
+    return kind(**values)
+
+
+def check_file(folder: Path, record: PatchRecord) -> Path:
+    """Find the safetensors file of a saved patch and check it against its record.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: it is no safetensors file of this folder, damaged, or was saved with other settings.
+    """
+    path = _check_content(folder, record.file, record.sha256)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no readable safetensors file: {error}.") from error
+    check(
+        "mhla" in metadata,
+        f"{record.file} was written anew without its settings, so it is unknown whether those in {CONFIG_NAME} "
+        "belong to its tensors; keep the metadata of the safetensors file, or save with save_mhla().",
+    )
+    changed = next(_differences(record.settings(), json.loads(metadata["mhla"]), ""), None)
+    if changed is not None:
+        name, now, saved = changed
+        raise ValueError(
+            f"{CONFIG_NAME} was changed after saving: {name} is {now!r}, and the weights were saved with {saved!r}. "
+            "They belong together, so put it back. What may differ are the arguments of load_mhla: blocks, "
+            "block_size, density; other settings need other weights: apply_mhla() and an adaptation."
+        )
+    return path
+
+
+def _check_content(folder: Path, file: str, sha256: str) -> Path:
+    path = folder / file
+    if path.suffix != ".safetensors" or path.parent != folder:
+        raise ValueError(f"{CONFIG_NAME} names {file!r}, which is no safetensors file in {folder}.")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
+    check_hash(path, sha256, CONFIG_NAME)
+    return path
+
+
+def _differences(now: Any, saved: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, value and saved value of everything that differs between two contents of JSON."""
+    if isinstance(now, dict) and isinstance(saved, dict):
+        for name in sorted({*now, *saved}):
+            yield from _differences(now.get(name), saved.get(name), f"{path}.{name}" if path else name)
+    elif now != saved:
+        yield path, now, saved
+
+
+# Whether it fits the model
 
 
 def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The transformers to patch."""
+    """Return the transformers to patch, after checking that they are of the kind that the patch was made for."""
     if {*record.transformers, *record.unpatched} != set(transformers):
         kept = f", with {', '.join(record.unpatched)} left as it is" if record.unpatched else ""
         raise ValueError(
@@ -209,34 +303,27 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dic
         )
     found = {name: transformers[name] for name in record.transformers}
     for name, transformer in found.items():
-        _check_transformer(name, transformer, record)
+        family = get_family(transformer)
+        attentions = family.self_attentions(transformer)
+        attn: Any = next(iter(attentions.values()))
+        heads, head_dim = family.adapter_of(attn).heads(attn)
+        kind = type(transformer).__name__
+        facts = {"transformer": kind, "layers": len(attentions), "heads": heads, "head_dim": head_dim}
+        for what, value in facts.items():
+            saved = getattr(record.transformers[name], what)
+            if saved != value:
+                raise ValueError(
+                    f"The patch does not fit the {name}: it was made for {what}={saved!r}, the model has {value!r}. "
+                    f"Base model of the patch: {record.base_model or 'not recorded'}."
+                )
     return found
-
-
-def _check_transformer(name: str, transformer: nn.Module, record: PatchRecord) -> None:
-    saved, family = record.transformers[name], get_family(transformer)
-    attentions = family.self_attentions(transformer)
-    attn: Any = next(iter(attentions.values()))
-    heads, head_dim = family.adapter_of(attn).heads(attn)
-    found = {
-        "transformer": type(transformer).__name__,
-        "layers": len(attentions),
-        "heads": heads,
-        "head_dim": head_dim,
-    }
-    for what, value in found.items():
-        if getattr(saved, what) != value:
-            raise ValueError(
-                f"The patch does not fit the {name}: it was made for {what}={getattr(saved, what)!r}, the model "
-                f"has {value!r}. Base model of the patch: {record.base_model or 'not recorded'}."
-            )
 
 
 def _check_tensors(
     patched: Patched,
     layers: dict[str, MHLALayer],
     tensors: dict[str, torch.Tensor],
-    weights: Weights,
+    record: PatchRecord,
     saved: TransformerRecord,
 ) -> None:
     """Raise unless the tensors are those of the new layers and those of the model that the patch should hold.
@@ -245,8 +332,10 @@ def _check_tensors(
         ValueError: naming what is missing, unexpected or of another shape, or weights that cannot be replaced.
     """
     own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
-    base = {key: places[0] for key, places in base_weights(patched.transformer).items()} if weights != "mhla" else {}
-    needed = {*own, *(base if weights == "all" else saved.base_weights)}
+    base = {}
+    if record.weights != "mhla":
+        base = {key: places[0] for key, places in base_weights(patched.transformer).items()}
+    needed = {*own, *(base if record.weights == "all" else saved.base_weights)}
     known = own | base
     problems = [f"missing {key}" for key in sorted(needed - set(tensors))]
     problems += [f"unexpected {key}" for key in sorted(set(tensors) - set(known))]

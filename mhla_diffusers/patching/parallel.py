@@ -16,8 +16,8 @@ from torch import nn
 from ..attention.parallel.collectives import gathered
 from ..attention.parallel.place import Group, Parallel
 from ..families import Family
-from .hooks import step_cache
 from .layer import MHLALayer
+from .steps import CACHES_BY_CONTENT, step_cache
 
 
 def parallel_of(config: Any) -> Parallel | None:
@@ -40,10 +40,10 @@ def refuse_deciding_cache(transformer: nn.Module) -> None:
         ValueError: naming it and the way out.
     """
     cache = step_cache(transformer)
-    if cache is not None and cache.by_content:
+    if cache is not None and cache[0] in CACHES_BY_CONTENT:
         raise ValueError(
-            f"This call cannot run under context parallelism: {cache.name} decides by the tokens that a process has, "
-            f"so that processes may decide differently. Call {cache.way_out}; MagCache and TaylorSeer, which go by the "
+            f"This call cannot run under context parallelism: {cache[0]} decides by the tokens that a process has, "
+            f"so that processes may decide differently. Call {cache[1]}; MagCache and TaylorSeer, which go by the "
             "number of the step, decide alike everywhere."
         )
 

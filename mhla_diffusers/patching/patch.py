@@ -1,8 +1,8 @@
-"""Patch, change, remove: ``apply_mhla`` and what goes with it."""
+"""Patch, change, remove. Each checks everything first, changes nothing until then, and carries out what it planned."""
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..config import MHLAConfig, Patch, is_automatic, load_patch
-from ..families import Family, get_family
-from .calibrate import calibrate_mixing, calibrate_sparse
-from .calls import check_run, measure_sensitivity, record_calls, repeat_calls
-from .finding import (
+from ..config import AUTOMATIC, LayerChoice, MHLAConfig, Patch, is_automatic, load_patch, parse_layers
+from ..families import get_family
+from .calibrate import calibrate_sparse, check_run, measure_sensitivity, record_calls, repeat_calls
+from .handle import (
+    Patched,
     find_patched,
     find_transformers,
     is_patched,
@@ -24,14 +24,14 @@ from .finding import (
     refuse_wrapped,
     require_layers,
 )
-from .handle import Patched
 from .layer import MHLALayer, attentions_of, share_parameters
-from .processor import MHLAProcessor, make_layer
-from .settings import automatic_count, chosen_attentions, refuse_order
-from .weights import resized
+from .processor import MHLAProcessor, holds_weights, make_layer
+from .weights import group_offloading, resized
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
+_SHOWN_NAMES = 4
+"""How many layers an error names."""
 
 
 def apply_mhla(
@@ -53,18 +53,17 @@ def apply_mhla(
         patch: settings, the name of a preset, or the path of a patch YAML; None for the family's defaults.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         calibration: makes the patch as good as it is without training: runs the model on typical inputs, for example
-            ``lambda: pipe("a cat", num_inference_steps=4)``. It fits how the linear branch weighs beside the sparse
-            branch, see :func:`calibrate_sparse`; without a sparse branch it fits the mixing matrices, see
-            :func:`calibrate_mixing`. With ``layers="auto:2/3"`` those layers are replaced whose replacement alone moves
-            the output least, which costs one run of each call per layer; their list is recorded in the configuration,
-            and mixing matrices are left as they are.
+            ``lambda: pipe("a cat", num_inference_steps=4)``. It fits how the linear branch weighs beside softmax, see
+            :func:`calibrate_sparse`. With ``layers="auto:2/3"`` those layers are replaced whose replacement alone moves
+            the output least, which costs one run of each call per layer; their list is recorded in the configuration.
         **settings: fields of :class:`MHLAConfig` that replace those of ``patch``.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: unsupported model, already patched, a patch for another family, or settings that do not fit.
+        ValueError: unsupported model, already patched, a patch for another family, settings that do not fit, or a
+            calibration that nothing of the patch is fitted by.
     """
     transformers = find_transformers(model)
     if not isinstance(patch, MHLAConfig | str | Path | None):
@@ -76,7 +75,7 @@ def apply_mhla(
         check_run(calibration, "calibration")
         refuse_language(model, "calibration")
     for transformer in transformers.values():  # before the settings, which would ask for more of such a patch
-        refuse_order(transformer, settings.get("causal"))
+        _refuse_order(transformer, settings.get("causal"))
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
     configs = {}
     for name, transformer in transformers.items():
@@ -94,12 +93,17 @@ def apply_mhla(
     if calibration is not None and automatic:
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [plan_patch(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
+    has_weights = any(layer.linear_log_weight is not None for _, layers in plans for layer in layers.values())
+    if calibration is not None and not has_weights and not automatic:
+        raise ValueError(
+            "calibration fits how the linear branch weighs beside softmax, and with sparse='none' this patch attends "
+            "to nothing with softmax. Leave it out, patch with sparse='content', or choose layers='auto:…' by it."
+        )
     for patched, layers in plans:
         patched.install(layers, model)
-    is_sparse = any(config.sparse != "none" for config in configs.values())
-    if calibration is not None and (is_sparse or not automatic):
+    if calibration is not None and has_weights:
         try:
-            (calibrate_sparse if is_sparse else calibrate_mixing)(model, calibration)
+            calibrate_sparse(model, calibration)
         except BaseException:
             remove_mhla(model)
             raise
@@ -118,7 +122,7 @@ def plan_patch(transformer: nn.Module, processor: MHLAProcessor) -> tuple[Patche
             "or call remove_mhla() first."
         )
     patched, config = Patched(transformer, processor), processor.config
-    chosen = chosen_attentions(patched, config)
+    chosen = _chosen_attentions(patched, config)
     return patched, {name: make_layer(attn, config, patched.family) for name, attn in chosen.items()}
 
 
@@ -128,7 +132,7 @@ def _choose_automatically(
     calibration: Callable[[], object],
     backend: str,
 ) -> dict[str, MHLAConfig]:
-    """The configurations with the layers that hurt least in place of "auto:…". Leaves the transformers as they are."""
+    """Put the layers that hurt least in place of "auto:…", and leave the transformers as they are."""
     for config in configs.values():
         if config.output_norm:
             raise ValueError(
@@ -144,20 +148,20 @@ def _choose_automatically(
     for name, (patched, layers) in plans.items():
         patched.install(layers, None)
         try:
-            if patched.config.sparse != "none":
+            if any(layer.linear_log_weight is not None for layer in layers.values()):
                 calibrate_sparse(patched.transformer, partial(repeat_calls, patched.transformer, calls[name]))
             sensitivities = measure_sensitivity(patched, calls[name])
         finally:
             patched.remove()
         values = list(sensitivities.values())
         least = sorted(range(len(values)), key=values.__getitem__)
-        count = automatic_count(configs[name].layers, len(values))
+        count = len(choose_layers(str(configs[name].layers).removeprefix(AUTOMATIC), len(values)))
         chosen[name] = configs[name].replace(layers=tuple(sorted(least[:count])))
     return chosen
 
 
 def set_attn_processor(transformer: Any, processor: Any) -> None:
-    """Like diffusers' ``set_attn_processor``, for a transformer of any family, DiT included.
+    """Set processors as diffusers' ``set_attn_processor`` does, for a transformer of any family, DiT included.
 
     A :class:`MHLAProcessor` goes to the self-attentions that its configuration chooses and makes their weights at once.
     Another processor goes to every attention, and a dict (name → processor, as :func:`attn_processors` returns) gives
@@ -192,7 +196,7 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
 
 
 def attn_processors(transformer: Any) -> dict[str, Any]:
-    """Like diffusers' ``attn_processors``, for a transformer of any family, DiT included: name → processor.
+    """Return processors by name as diffusers' ``attn_processors`` does, for a transformer of any family, DiT included.
 
     Raises:
         ValueError: a pipeline, or no model.
@@ -249,66 +253,51 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     Raises:
         ValueError: not patched or switched off, settings that do not fit, or weights that they do not fit.
     """
+    find_transformers(model)  # refuses a model that has MHLA built in
     require_layers(model)
-    changes = [plan_change(patched, backend, settings) for patched in find_patched(model).values() if patched.layers]
-    for change in changes:
-        if change.loss is not None:
-            warnings.warn(change.loss, stacklevel=2)
-        change.carry_out(model)
-    return model
-
-
-@dataclass(frozen=True)
-class Change:
-    """Checked other settings of one patched transformer."""
-
-    patched: Patched
-    processor: MHLAProcessor
-    layers: dict[str, MHLALayer]
-    """Name of every attention that is to be patched, with its layer: a new one, or the one it has."""
-    loss: str | None
-    """Warning about learned weights that are dropped or were learned with other settings."""
-
-    def carry_out(self, model: Any) -> None:
-        """Change the transformer, which is ``model`` or a part of it."""
-        patched, config = self.patched, self.processor.config
+    handles = [patched for patched in find_patched(model).values() if patched.layers]
+    plans = [_plan_change(patched, backend, settings) for patched in handles]
+    for patched, (processor, layers, loss) in zip(handles, plans, strict=True):
+        if loss is not None:
+            warnings.warn(loss, stacklevel=2)
         for name, attn in patched.attentions.items():
-            if name in self.layers:
-                layer = self.layers[name]
-                layer.config = config
-                attn.mhla = layer
-                attn.set_processor(self.processor)
+            if name in layers:
+                layers[name].config = processor.config
+                attn.mhla = layers[name]
+                attn.set_processor(processor)
             elif hasattr(attn, "mhla") or isinstance(attn.processor, MHLAProcessor):
                 attn.set_processor(patched.original_processor(attn))
                 if hasattr(attn, "mhla"):
                     del attn.mhla
         for attn in attentions_of(patched.transformer).values():
             if isinstance(attn.processor, MHLAProcessor):  # a cross-attention, in diffusers' own form
-                attn.set_processor(self.processor)
-        patched.processor = self.processor
+                attn.set_processor(processor)
+        patched.processor = processor
         if patched.is_installed and not isinstance(model, nn.Module):
             patched.call_from(model)
+    return model
 
 
-def plan_change(patched: Patched, backend: str | None, settings: Mapping[str, Any]) -> Change:
+def _plan_change(
+    patched: Patched, backend: str | None, settings: Mapping[str, Any]
+) -> tuple[MHLAProcessor, dict[str, MHLALayer], str | None]:
     """Check other settings and change nothing.
 
-    Args:
-        patched: with layers.
-        backend: None for the one it has.
-        settings: fields of :class:`MHLAConfig` that change.
+    Returns:
+        The new processor; name of every attention that is to be patched, with a new layer or the one it has; and a
+        warning about what layers have learned and lose.
 
     Raises:
         ValueError: switched off, settings that do not fit, or weights that they do not fit.
     """
-    if patched.paused:
+    if patched.is_paused:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     attentions, family = patched.attentions, patched.family
     if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in attentions.values()):
         raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
     before, old_config, old_processor = patched.layers, patched.config, patched.running_processor()
     config = old_config.replace(**settings)
-    chosen = chosen_attentions(patched, config)
+    chosen = _chosen_attentions(patched, config)
     if config.softmax_steps and not patched.is_installed:
         raise ValueError(
             f"softmax_steps={config.softmax_steps!r} needs a patch of apply_mhla(), which keeps the processors of "
@@ -319,46 +308,39 @@ def plan_change(patched: Patched, backend: str | None, settings: Mapping[str, An
             f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
             "remove_mhla() and apply_mhla() to begin anew."
         )
-    keeps_parameters, layers = share_parameters(old_config, config), {}
+    keeps_parameters = share_parameters(old_config, config)
     tensors = {f"{name}.mhla.{key}": x for name, layer in before.items() for key, x in layer.state_dict().items()}
     fitting = resized(tensors, old_config, config)
+    layers: dict[str, MHLALayer] = {}
+    dropped, learned = set[str](), set[str]()
     for name, attn in chosen.items():
-        if name in before and keeps_parameters:
-            layers[name] = before[name]
+        old = before.get(name)
+        if old is not None and keeps_parameters:
+            layers[name] = old
+        else:
+            layers[name] = make_layer(attn, config, family)
+            layers[name].original_processor = attn.processor if old is None else old.original_processor
+        if old is None:
             continue
-        layers[name] = make_layer(attn, config, family)
-        layers[name].original_processor = before[name].original_processor if name in before else attn.processor
-        if name in before:
+        if not keeps_parameters:
             prefix = f"{name}.mhla."
             own = {key.removeprefix(prefix): x for key, x in fitting.items() if key.startswith(prefix)}
-            _carry_over(name, before[name], layers[name], own)
+            _carry_over(name, old, layers[name], own)
+        fresh = make_layer(attn, old_config, family).state_dict()
+        names = {key for key, x in old.state_dict().items() if not x.is_meta and not torch.equal(x, fresh[key])}
+        dropped |= names - set(layers[name].state_dict())
+        learned |= names
+    losses = [f"What the patch has learned of {', '.join(sorted(dropped))} is dropped."] if dropped else []
+    if learned and (old_config.sparse, old_config.block_size) != (config.sparse, config.block_size):
+        was, now = (
+            f"blocks of {one.block_size} tokens" if one.sparse == "content" else f"sparse={one.sparse!r}"
+            for one in (old_config, config)
+        )
+        losses.append(f"The patch has learned with {was}, and runs with {now} now; adapt it again.")
     processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
     if "_attention_backend" in vars(old_processor):  # set since it was patched, and not the class's None
         processor._attention_backend = old_processor._attention_backend
-    kept = {name: (attentions[name], before[name], layer) for name, layer in layers.items() if name in before}
-    return Change(patched, processor, layers, _loss(kept, old_config, config, family))
-
-
-def _loss(
-    layers: Mapping[str, tuple[Any, MHLALayer, MHLALayer]], before: MHLAConfig, after: MHLAConfig, family: Family
-) -> str | None:
-    """Warning about what layers have learned, given each with its attention and the layer that follows it."""
-    dropped, learned = set(), set()
-    for attn, old, new in layers.values():
-        fresh = make_layer(attn, before, family).state_dict()
-        names = {key for key, x in old.state_dict().items() if not x.is_meta and not torch.equal(x, fresh[key])}
-        dropped |= names - set(new.state_dict())
-        learned |= names
-    if not learned:
-        return None
-    parts = [f"What the patch has learned of {', '.join(sorted(dropped))} is dropped."] if dropped else []
-    if (before.sparse, before.block_size) != (after.sparse, after.block_size):
-        was, now = (
-            f"blocks of {config.block_size} tokens" if config.sparse == "content" else f"sparse={config.sparse!r}"
-            for config in (before, after)
-        )
-        parts.append(f"The patch has learned with {was}, and runs with {now} now; adapt it again.")
-    return " ".join(parts) or None
+    return processor, layers, " ".join(losses) or None
 
 
 def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -402,3 +384,103 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
             layer.clip_mixing_()
 
     return optimizer.register_step_post_hook(clip)
+
+
+# Which settings fit, and which layers they choose
+
+
+def _chosen_attentions(patched: Patched, config: MHLAConfig) -> dict[str, Any]:
+    """Choose self-attentions by name, after checking that the transformer can have these settings.
+
+    Raises:
+        ValueError: settings that do not fit, offloaded weights, or attentions whose processors have weights.
+    """
+    family, kind = patched.family, type(patched.transformer).__name__
+    if len(config.blocks) != family.axes:
+        raise ValueError(
+            f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
+            f"blocks={family.default_config.blocks}."
+        )
+    if config.sparse != "none" and family.own_attention != "softmax":
+        raise ValueError(
+            f"sparse={config.sparse!r} approximates softmax attention, and the own attention of {kind} is "
+            f"{family.own_attention}; leave it at 'none'."
+        )
+    if family.adapter.has_extra and not config.normalize:
+        raise ValueError(
+            f"normalize=False leaves {kind} no common denominator with the softmax over its extra tokens; leave it at "
+            "True."
+        )
+    _refuse_order(patched.transformer, config.causal)
+    if family.adapter.rope_by_head and config.rope != "before":
+        raise ValueError(
+            f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other angles; "
+            "set rope='before'."
+        )
+    if (why := family.why_not_patched(patched.transformer, config)) is not None:
+        raise ValueError(why)
+    if group_offloading(patched.transformer):
+        raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
+    found = list(patched.attentions.items())
+    indices = choose_layers(config.layers, len(found))
+    if not indices:
+        raise ValueError(f"layers={config.layers!r} chooses none of the {len(found)} layers.")
+    processors = [getattr(attn, "processor", None) for _, attn in found]
+    holding = [index for index in indices if holds_weights(processors[index])]
+    if holding:
+        names = ", ".join(found[index][0] for index in holding[:_SHOWN_NAMES])
+        more = f" and {len(holding) - _SHOWN_NAMES} more" if len(holding) > _SHOWN_NAMES else ""
+        others = [index for index in indices if index not in holding]
+        way_out = f"Leave these layers as they are with layers={others}, or take" if others else "Take"
+        raise ValueError(
+            f"{names}{more} run {type(processors[holding[0]]).__name__}, which has weights of its own, as those of "
+            f"IP-Adapters have, and what it adds would be lost. {way_out} the adapter away first, for example with "
+            "pipe.unload_ip_adapter()."
+        )
+    return dict(found[index] for index in indices)
+
+
+def _refuse_order(transformer: nn.Module, causal: object) -> None:
+    """Raise if a patch is to be causal whose transformer attends to tokens that stand in no order.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if causal is not None and get_family(transformer).adapter.has_extra:
+        raise ValueError(
+            f"causal={causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to extra "
+            "tokens too, such as text or a class token, which have no place in that order; leave it at None."
+        )
+
+
+def choose_layers(choice: LayerChoice, count: int) -> list[int]:
+    """Choose the layers to replace: their indices, ascending.
+
+    A fraction keeps the remaining layers evenly spread, beginning with layer 0: "2/3" keeps layers 0, 3, 6, …, the
+    hybrid of the paper's Sec. 5.3.
+
+    Args:
+        choice: "all", a fraction as text or number, or indices; negative indices count from the end.
+        count: number of self-attentions of the model.
+
+    Raises:
+        ValueError: unknown choice, an index out of range or given twice, or a choice that is made by measuring.
+    """
+    parsed = parse_layers(choice)
+    if is_automatic(choice):
+        raise ValueError(
+            f"layers={choice!r} is chosen by measuring the model: call apply_mhla(model, layers={choice!r}, "
+            "calibration=run), with run() a function that runs the model on typical inputs, or give the list of layers "
+            "that it chose."
+        )
+    if isinstance(parsed, Fraction):
+        kept = 1 - parsed
+        return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
+    for index in parsed:
+        if not -count <= index < count:
+            raise ValueError(f"Layer {index} is out of range: the model has {count} layers, {-count} to {count - 1}.")
+    chosen = sorted(index % count for index in parsed)
+    twice = sorted({index for index in chosen if chosen.count(index) > 1})
+    if twice:
+        raise ValueError(f"layers={parsed} names layer {', '.join(map(str, twice))} more than once; name each once.")
+    return chosen

@@ -6,7 +6,6 @@ checkpointing copy or run again.
 """
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -129,33 +128,3 @@ class CarryingCheckpoint:
 def _run_within(grid: Grid | None, parallel: Parallel | None, disabled: bool, block: Any, *args: Any) -> Any:
     with call_context(grid=grid, parallel=parallel, disabled=disabled):
         return block(*args)
-
-
-GRAPHS = 64
-"""Resolutions that a patched transformer is compiled for before torch.compile gives up; PyTorch's limit is 8."""
-_owners: "weakref.WeakSet[object]" = weakref.WeakSet()
-_limits_before: list[int] = []
-"""PyTorch's limit while there are owners."""
-
-
-def allow_graphs(owner: object) -> None:
-    """Raise PyTorch's limit of graphs, which knows no single models, in this thread as long as ``owner`` lives."""
-    config = torch._dynamo.config
-    if not _owners and config.recompile_limit < GRAPHS:
-        _limits_before.append(config.recompile_limit)
-        config.recompile_limit = GRAPHS
-    weakref.finalize(owner, _restore_limit)  # before the set knows it, which then forgets it first
-    _owners.add(owner)
-
-
-def give_back_graphs(owner: object) -> None:
-    """Once no owner is left, restore PyTorch's limit, unless it was changed since."""
-    _owners.discard(owner)
-    _restore_limit()
-
-
-def _restore_limit() -> None:
-    if not _owners and _limits_before:
-        before = _limits_before.pop()
-        if torch._dynamo.config.recompile_limit == GRAPHS:
-            torch._dynamo.config.recompile_limit = before

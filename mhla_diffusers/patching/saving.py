@@ -1,48 +1,85 @@
 """Save a patched model's MHLA to a folder, and share it on the Hub.
 
-A folder holds ``mhla_config.json`` and one safetensors file, named after the hash of its content. The JSON is written
-last and names the file, so that at every moment the folder holds one complete patch: a kill in the middle of saving
-leaves the patch that was there before. The model's own tensors go by the names of a plain model (see
-:mod:`mhla_diffusers.patching.weights`).
+A folder holds ``mhla_config.json`` and one safetensors file, named after the hash of its content; a second one for the
+LoRA of a patch that has one. The JSON is written last and names the files, so that at every moment the folder holds one
+complete patch: a kill in the middle of saving leaves the patch that was there before. The safetensors file carries the
+settings once more among its metadata, so that its hash covers them: a JSON that was changed by hand is noticed.
 """
 
 import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ..files import file_hash, write_json, write_tensors
-from .adapter import adapter_weights, has_adapter, write_adapters
 from .describe import describe
-from .finding import find_transformers, mhla_layers, require_layers, require_patched
-from .handle import Patched
-from .hooks import refuse_weights_on_disk
-from .record import (
-    CONFIG_NAME,
-    FORMAT_VERSION,
-    PatchRecord,
-    TransformerRecord,
-    Weights,
-    base_model_name,
-    check_finite,
-    read_record,
-)
-from .weights import base_weights, is_plain
+from .handle import Patched, find_transformers, mhla_layers, require_layers, require_patched
+from .weights import base_weights, has_lora, is_plain, lora_weights, refuse_weights_on_disk
 
 logger = logging.getLogger(__name__)
 
-_ADAPTER_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
+Weights = Literal["mhla", "changed", "all"]
+"""What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
+CONFIG_NAME = "mhla_config.json"
+FORMAT_VERSION = 3
+_PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
 """Parts of the names that PEFT gives to weights."""
-
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OPTIONAL = ("few_steps", "lora")
+"""Fields of :class:`PatchRecord` that are left out where they are empty."""
+
+
+@dataclass(frozen=True)
+class TransformerRecord:
+    """What a saved patch says of one transformer, to recognise the model that it fits."""
+
+    family: str
+    transformer: str
+    """Class name."""
+    layers: int
+    heads: int
+    head_dim: int
+    mhla: dict[str, Any]
+    """Fields of :class:`MHLAConfig`."""
+    base_weights: list[str] = field(default_factory=list)
+    """Names of the model's own tensors that a patch with ``weights="changed"`` holds."""
+
+
+@dataclass(frozen=True)
+class PatchRecord:
+    """Content of ``mhla_config.json``."""
+
+    format_version: int
+    base_model: str
+    """Hub id, or the name of a local folder; empty where it is unknown."""
+    diffusers_version: str
+    weights: Weights
+    file: str
+    sha256: str
+    transformers: dict[str, TransformerRecord]
+    unpatched: list[str] = field(default_factory=list)
+    """Transformers of the pipeline that the patch leaves alone."""
+    few_steps: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`FewSteps` of a patch that was distilled; empty otherwise."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """``file`` and ``sha256`` of the LoRA that belongs to the patch; empty without one."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what belongs to the tensors, as the safetensors file carries it."""
+        content = self.to_dict()
+        return {name: content[name] for name in ("weights", "transformers", "unpatched", *_OPTIONAL) if name in content}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of the JSON."""
+        return {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL}
 
 
 def save_mhla(
@@ -76,6 +113,22 @@ def save_mhla(
             that ``dtype`` cannot hold.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
+    if not isinstance(folder, str | Path) or not str(folder):
+        raise ValueError(f"folder={folder!r} must be the path of the folder to save into.")
+    record, tensors, lora = _collect(model, weights, base, base_model, dtype)
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"Cannot save a patch into {folder}: {error}.") from error
+    _write(folder, record, tensors, lora)
+    return folder
+
+
+def _collect(
+    model: Any, weights: Weights, base: Any, base_model: str | None, dtype: torch.dtype | None
+) -> tuple[PatchRecord, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Check everything and write nothing: the record without its files, the tensors, and those of the LoRA."""
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
     if base is not None and weights != "changed":
@@ -90,25 +143,17 @@ def save_mhla(
     source: Any = model if not isinstance(model, nn.Module) else next(iter(handles.values())).transformer
     base_model = base_model or str(getattr(source.config, "_name_or_path", "") or "")
     tensors: dict[str, torch.Tensor] = {}
-    records = {}
+    lora: dict[str, torch.Tensor] = {}
+    records, few_steps = {}, None
     for name, patched in handles.items():
-        if weights == "mhla" and patched.replaced_weights != {}:
-            logger.warning(
-                "The patch of the %s came with weights of the model, which weights='mhla' does not save: loaded "
-                "elsewhere it draws something else. Save weights='changed' with base=the unpatched model.",
-                name,
-            )
-        if weights == "mhla" and patched.adapter is not None and not has_adapter(patched.transformer, patched.adapter):
-            logger.warning(
-                "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused "
-                "first, save weights='changed' with base=the unpatched model; else load the patch again and save that.",
-                patched.adapter,
-                name,
-            )
+        if weights == "mhla":
+            _warn_of_what_is_not_saved(name, patched)
         chosen = _choose_tensors(name, patched, weights, base, base_model)
-        saved = {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
-        tensors |= _apart(saved)
-        changed = sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else []
+        tensors |= {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
+        if patched.lora is not None:
+            for key, tensor in lora_weights(patched.transformer, patched.lora).items():
+                lora[f"{name}.{key}"] = _as_saved(f"{name}.{key}", tensor, dtype)
+        few_steps = few_steps or patched.few_steps
         layer = next(iter(patched.layers.values()))
         records[name] = TransformerRecord(
             patched.family.name,
@@ -117,7 +162,7 @@ def save_mhla(
             layer.heads,
             layer.head_dim,
             layer.config.to_dict(),
-            changed,
+            sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else [],
         )
     record = PatchRecord(
         FORMAT_VERSION,
@@ -128,97 +173,47 @@ def save_mhla(
         sha256="",
         transformers=records,
         unpatched=sorted(set(find_transformers(model)) - set(handles)),
-        few_steps=next((one.few_steps.to_dict() for one in handles.values() if one.few_steps is not None), {}),
+        few_steps={} if few_steps is None else few_steps.to_dict(),
     )
-    adapters = {
-        name: _adapter_as_saved(
-            f"{name}.{patched.adapter}", adapter_weights(patched.transformer, patched.adapter), dtype
+    return record, tensors, lora
+
+
+def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
+    if patched.replaced_weights != {}:
+        logger.warning(
+            "The patch of the %s came with weights of the model, which weights='mhla' does not save: loaded "
+            "elsewhere it draws something else. Save weights='changed' with base=the unpatched model.",
+            name,
         )
-        for name, patched in handles.items()
-        if patched.adapter is not None
-    }
-    folder = _make_folder(folder)
-    earlier = _earlier_files(folder)
-    if any(adapters.values()):
-        lora, sha256 = write_adapters(folder, adapters)
-        record = replace(record, lora={"file": lora, "sha256": sha256})
-    file, digest = _write_tensors(folder, tensors, record)
-    record = replace(record, file=file, sha256=digest)
-    write_json(record.to_dict(), folder / CONFIG_NAME)
-    for path in earlier:
-        if path.name not in (file, record.lora.get("file")):
-            path.unlink(missing_ok=True)
-    return folder
-
-
-def _adapter_as_saved(
-    name: str, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
-    return {key: _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in weights.items()}
-
-
-def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = tensor.detach().cpu().contiguous()
-    if not tensor.is_floating_point():
-        return tensor
-    check_finite(name, tensor)
-    saved = tensor if dtype is None else tensor.to(dtype)
-    if dtype is not None and not saved.isfinite().all():
-        raise ValueError(f"{name} has values up to {float(tensor.abs().max()):.3g}, which {dtype} cannot hold.")
-    return saved
-
-
-def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With a copy of weights that stand in two places, as tied embeddings do: safetensors writes none that share."""
-    seen: set[int] = set()
-    apart = {}
-    for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return apart
-
-
-def _earlier_files(folder: Path) -> list[Path]:
-    """The tensors of the patch that the folder holds now, if it does."""
-    try:
-        record = read_record(folder)
-    except (FileNotFoundError, ValueError):
-        return []
-    paths = [folder / name for name in (record.file, record.lora.get("file")) if name]
-    return [path for path in paths if path.parent == folder and path.suffix == ".safetensors"]
-
-
-def _make_folder(folder: str | Path) -> Path:
-    if not isinstance(folder, str | Path) or not str(folder):
-        raise ValueError(f"folder={folder!r} must be the path of the folder to save into.")
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"Cannot save a patch into {folder}: {error}.") from error
-    return Path(folder)
+    if patched.lora is not None and not has_lora(patched.transformer, patched.lora):
+        logger.warning(
+            "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused "
+            "first, save weights='changed' with base=the unpatched model; else load the patch again and save that.",
+            patched.lora,
+            name,
+        )
 
 
 def _choose_tensors(
     name: str, patched: Patched, weights: Weights, base: Any, base_model: str
 ) -> dict[str, torch.Tensor]:
+    """Return MHLA's own tensors by name in a plain model, and those of the model that ``weights`` asks for."""
     transformer = patched.transformer
     refuse_weights_on_disk(transformer, "save the patch")
-    whole = transformer.state_dict()
     # under plain names, also where PEFT's modules_to_save has put a copy of a layer beside it
     own = {
         f"{path}.mhla.{key}": tensor
         for path, layer in patched.layers.items()
         for key, tensor in layer.state_dict().items()
     }
-    written = own if weights == "mhla" else whole
-    adapters = [key for key in written if any(mark in key for mark in _ADAPTER_MARKS)]
-    if adapters:
+    state = {key: places[0] for key, places in base_weights(transformer).items()} if weights != "mhla" else {}
+    written = own if weights == "mhla" else transformer.state_dict()
+    added = [key for key in written if any(mark in key for mark in _PEFT_MARKS)]
+    if added:
         raise ValueError(
-            f"{name} has LoRA adapters ({adapters[0]}, …), which weights={weights!r} cannot tell from the model. "
+            f"{name} has LoRA adapters ({added[0]}, …), which weights={weights!r} cannot tell from the model. "
             "Fuse and unload them first, or save weights='mhla' and the adapters with save_lora_weights()."
         )
-    state = {key: places[0] for key, places in base_weights(transformer).items()} if weights != "mhla" else {}
     for key, tensor in (own | state).items():
         if not is_plain(tensor):
             raise ValueError(
@@ -227,20 +222,17 @@ def _choose_tensors(
             )
         if tensor.is_meta:
             raise ValueError(f"{name}.{key} is offloaded and has no data; switch offloading off before saving.")
-    if weights == "changed":
-        found = base_weights(_base_transformer(name, patched, base, base_model))
-        reference = {key: places[0] for key, places in found.items()}
-        strange = [key for key, x in state.items() if key not in reference or reference[key].shape != x.shape]
-        if strange:
-            raise ValueError(
-                f"The base does not fit: it has no {name}.{strange[0]} of shape {state[strange[0]].shape}."
-            )
-        state = {
-            key: tensor
-            for key, tensor in state.items()
-            if not torch.equal(tensor.cpu(), reference[key].to(device="cpu", dtype=tensor.dtype))
-        }
-    return own | state
+    if weights != "changed":
+        return own | state
+    reference = base_weights(_base_transformer(name, patched, base, base_model))
+    strange = [key for key, x in state.items() if key not in reference or reference[key][0].shape != x.shape]
+    if strange:
+        raise ValueError(f"The base does not fit: it has no {name}.{strange[0]} of shape {state[strange[0]].shape}.")
+    return own | {
+        key: tensor
+        for key, tensor in state.items()
+        if not torch.equal(tensor.cpu(), reference[key][0].to(device="cpu", dtype=tensor.dtype))
+    }
 
 
 def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -> nn.Module:
@@ -260,15 +252,91 @@ def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -
     return loaded
 
 
-def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], record: PatchRecord) -> tuple[str, str]:
-    """Write the safetensors file; return its name and hash."""
-    aside = folder / f".mhla-{os.getpid()}.safetensors"  # errors name it
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless all values of a tensor of a patch are finite.
+
+    Raises:
+        ValueError: with ``name`` and how many are not.
+    """
+    if tensor.is_floating_point():
+        # types of 8 bits do not know isfinite
+        finite = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isfinite()
+        if not finite.all():
+            count = tensor.numel() - int(finite.sum())
+            raise ValueError(
+                f"{name} holds NaN or infinite values, {count} of {tensor.numel()}; the patch is unusable."
+            )
+
+
+def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = tensor.detach().cpu().contiguous()
+    check_finite(name, tensor)
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    saved = tensor.to(dtype)
+    if not saved.isfinite().all():
+        raise ValueError(f"{name} has values up to {float(tensor.abs().max()):.3g}, which {dtype} cannot hold.")
+    return saved
+
+
+def base_model_name(source: str) -> str:
+    """Return what is recorded of where a model came from: a Hub id, or the name of a folder without its path.
+
+    Args:
+        source: Hub id or path, also of the Hub's cache; of a pipeline or of one of its components.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    path = Path(source)
+    if not source or not path.exists():
+        try:
+            validate_repo_id(source or None)
+        except HFValidationError:
+            return path.resolve().name
+        return source
+    path = path.resolve()
+    cached = next((part for part in path.parts if part.startswith("models--")), None)
+    if cached is not None:
+        return "/".join(cached.split("--")[1:])
+    return path.parent.name if (path.parent / "model_index.json").is_file() else path.name
+
+
+def _write(
+    folder: Path, record: PatchRecord, tensors: dict[str, torch.Tensor], lora: dict[str, torch.Tensor]
+) -> PatchRecord:
+    """Write a patch; at every moment the folder holds a whole one. Returns the record with its files."""
+    config = folder / CONFIG_NAME
+    named_before = config.read_bytes() if config.is_file() else b""
+    earlier = [path for path in folder.glob("*.safetensors") if f'"{path.name}"'.encode() in named_before]
+    if lora:
+        file, digest = _write_tensors(folder, "lora", lora, {"format": "pt"})
+        record = replace(record, lora={"file": file, "sha256": digest})
+    # a single entry, since safetensors writes several in any order and the file is named after its content
+    metadata = {"mhla": json.dumps(record.settings(), sort_keys=True)}
+    file, digest = _write_tensors(folder, "mhla", tensors, metadata)
+    record = replace(record, file=file, sha256=digest)
+    write_json(record.to_dict(), config)
+    for path in earlier:
+        if path.name not in (file, record.lora.get("file")):
+            path.unlink(missing_ok=True)
+    return record
+
+
+def _write_tensors(
+    folder: Path, kind: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> tuple[str, str]:
+    """Write a safetensors file that is named after its content; return its name and SHA-256."""
+    apart, seen = {}, set()
+    for name, tensor in tensors.items():  # safetensors writes no tensors that share memory, as tied embeddings do
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    aside = folder / f".{kind}-{os.getpid()}.safetensors"  # errors name it
     try:
-        # one entry alone: safetensors writes several in any order, and the name is that of the content
-        write_tensors(tensors, aside, {"mhla": json.dumps(record.settings(), sort_keys=True)})
+        write_tensors(apart, aside, metadata)
         digest = file_hash(aside)
-        # the name of its content, so that a patch which is replaced keeps its file until the JSON names the new one
-        file = f"mhla-{digest[:12]}.safetensors"
+        file = f"{kind}-{digest[:12]}.safetensors"
         aside.replace(folder / file)
     finally:
         aside.unlink(missing_ok=True)
@@ -351,8 +419,8 @@ def push_mhla(
     from huggingface_hub.errors import HTTPError  # of the HTTP library, whose errors of connection are no OSErrors
 
     with TemporaryDirectory() as folder:
-        save_mhla(model, folder, weights=weights, base=base)
-        Path(folder, "README.md").write_text(model_card(model, repo_id, read_record(Path(folder))), encoding="utf-8")
+        record = _write(Path(folder), *_collect(model, weights, base, None, None))
+        Path(folder, "README.md").write_text(model_card(model, repo_id, record), encoding="utf-8")
         hub = HfApi(token=token)
         try:
             hub.create_repo(repo_id, private=private, exist_ok=True)
@@ -367,7 +435,7 @@ def push_mhla(
 
 
 def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
-    """Text of the model card.
+    """Write the text of the model card.
 
     Args:
         model: the patched pipeline or transformer.
@@ -376,11 +444,17 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
     """
     from huggingface_hub import ModelCardData
 
+    from .few_step_scheduler import FewSteps
+
     base, on_hub = record.base_model, "/" in record.base_model
     data = ModelCardData(
         base_model=base if on_hub else None, library_name="diffusers", tags=["mhla", "linear-attention"]
     )
     settings = {name: part.mhla for name, part in record.transformers.items()}
+    sampling = ""
+    if record.few_steps:
+        few_steps = FewSteps.from_dict(record.few_steps)
+        sampling = _SAMPLING.format(few=few_steps, count=len(few_steps.times))
     body = _CARD.format(
         title=repo_id.split("/")[-1],
         repo_id=repo_id,
@@ -389,9 +463,7 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
         else f"the model {base or 'that it was made for'}",
         base_source=base if on_hub else f"path/to/{base or 'the-model'}",
         holds=_HOLDS[record.weights] + _HOLDS_LORA * bool(record.lora),
-        sampling=""
-        if record.sampling is None
-        else _SAMPLING.format(few=record.sampling, count=len(record.sampling.times)),
+        sampling=sampling,
         table=describe(model),
         settings=json.dumps(settings, indent=2),
     )

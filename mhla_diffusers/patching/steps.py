@@ -1,8 +1,9 @@
-"""Which denoising step a forward of a transformer belongs to.
+"""Denoising steps: which one a forward of a transformer belongs to, and the caches that skip some.
 
 A step is one of the ``num_inference_steps`` of a pipeline's call, and all forwards that the scheduler's solver makes in
 it belong to it: those of second order, such as Heun's, make two. The forward is found by diffusers' ``cache_context``,
-where a pipeline calls it with a step as Wan's does, and otherwise by its timestep among those of the scheduler.
+where a pipeline calls it with a step as Wan's does, and otherwise by its timestep among those of the scheduler. Step
+caches skip attentions in some of the steps.
 """
 
 import math
@@ -126,3 +127,45 @@ def _count_steps(scheduler: Any) -> int:
     if getattr(scheduler, "num_inference_steps", None) == timesteps - 1 and not hasattr(scheduler, "prk_timesteps"):
         timesteps -= 1  # of SANA-Sprint's scheduler the last one is where the steps end
     return _step_of(scheduler, timesteps - 1) + 1
+
+
+_STEP_CACHES = {
+    "fbc_leader_block_hook": "First Block Cache",
+    "sea_cache_leader_block": "SeaCache",
+    "mag_cache_leader_block_hook": "MagCache",
+    "taylorseer_cache": "TaylorSeer",
+    "pyramid_attention_broadcast": "Pyramid Attention Broadcast",
+    "faster_cache_block": "FasterCache",
+}
+"""Name of a hook of diffusers → its cache, which reuses in some denoising steps what blocks did in an earlier one."""
+CACHES_BY_CONTENT = ("First Block Cache", "SeaCache", "cache-dit")
+"""Those that decide by the tokens that they see, and not by the number of the step."""
+
+
+def step_cache(transformer: nn.Module) -> tuple[str, str] | None:
+    """Return the name of the step cache that is enabled and the call that takes it away; None without one."""
+    if getattr(transformer, "_is_cached", False):
+        return "cache-dit", "cache_dit.disable_cache(pipe)"
+    for module in transformer.modules():
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        for hook in () if registry is None else registry.hooks:
+            if hook in _STEP_CACHES:
+                return _STEP_CACHES[hook], "transformer.disable_cache()"
+    return None
+
+
+def refuse_step_cache(transformer: nn.Module, what: str) -> None:
+    """Raise if a step cache is enabled, under which some forwards do not run every attention.
+
+    Args:
+        transformer: the model.
+        what: that needs every attention of every forward, for the error.
+
+    Raises:
+        ValueError: naming the cache and how to take it away.
+    """
+    if (cache := step_cache(transformer)) is not None:
+        raise ValueError(
+            f"{cache[0]} is enabled on this {type(transformer).__name__} and skips attentions in some steps, and "
+            f"{what} needs all of them. Call {cache[1]} before, and enable it again afterwards."
+        )

@@ -1,11 +1,12 @@
-"""Weights that a patch brings: those of the model that it replaces, and its own at other block counts.
+"""Weights that a patch brings: those of the model that it replaces, its LoRA, and its own at other block counts.
 
-Weights of the model go by the names that they have in a plain model, whatever it looks like at the moment: with
-projections that are fused, or with adapters around its layers.
+Weights of the model go by the names that they have in a plain model, also while its projections are fused or adapters
+wrap its layers.
 """
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,30 +14,30 @@ from torch import nn
 from ..attention import extend_mixing, resize_mixing
 from ..attention.mixing import causal_mixing
 from ..config import MHLAConfig, check
-from .hooks import refuse_weights_on_disk
 from .layer import attentions_of
 
+LORA = "mhla"
+"""Name under which PEFT holds the LoRA of a loaded patch, for diffusers' ``set_adapters``."""
 _FUSED = {
     "to_qkv": ("to_q", "to_k", "to_v"),
     "to_kv": ("to_k", "to_v"),
     "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
     "to_added_kv": ("add_k_proj", "add_v_proj"),
 }
-"""Projections that diffusers joins into one, which it keeps beside them and uses in their place."""
-
-_NOT_OF_THE_MODEL = (".mhla.", "lora_", ".modules_to_save.")
-"""Parts of the names of weights that patches and adapters have added."""
+"""Projections that diffusers joins into one, which it keeps beside the single ones and uses in their place."""
+_ADDED = (".mhla.", "lora_", ".modules_to_save.")
+"""Parts of the names of weights that patches and PEFT have added."""
 
 
 def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Name of every tensor that is not MHLA's → where it lies, the place that counts first.
+    """Return every tensor that is not MHLA's by its name in a plain model: where it lies, the place that counts first.
 
     A fused projection is given by its parts, which lie there and in the single projections.
     """
     state = {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): [tensor]
         for name, tensor in transformer.state_dict(keep_vars=True).items()
-        if not any(mark in name for mark in _NOT_OF_THE_MODEL)
+        if not any(mark in name for mark in _ADDED)
     }
     for path in attentions_of(transformer):
         for fused, parts in _FUSED.items():
@@ -50,16 +51,6 @@ def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
     return state
 
 
-@torch.no_grad()
-def write_weights(transformer: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write weights of the model, by their names in a plain model, wherever they lie."""
-    if tensors:
-        places = base_weights(transformer)
-        for name, tensor in tensors.items():
-            for place in places[name]:
-                place.copy_(tensor)
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds its values as they are: no quantised parameter, no part of a sharded one."""
     return type(tensor) in (torch.Tensor, nn.Parameter)
@@ -70,8 +61,8 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
 
     Args:
         transformer: the model.
-        names: of what is to be written.
-        purpose: for the error.
+        names: of the weights, in a plain model.
+        purpose: for the error, such as "load the patch".
 
     Raises:
         ValueError: they are merged with adapters, quantised, sharded, or offloaded.
@@ -99,11 +90,95 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
             raise ValueError(f"{name} is offloaded; switch offloading off before you {purpose}.")
 
 
-def resized(tensors: Mapping[str, torch.Tensor], before: MHLAConfig, after: MHLAConfig) -> dict[str, torch.Tensor]:
-    """The tensors that a patch with other settings has.
+# Offloading
 
-    Mixing matrices are interpolated over block positions. Those of causal patches go on along the first axis as
-    :func:`extend_mixing` says, or end earlier there, since a block stands for as many tokens as before.
+
+def group_offloading(transformer: nn.Module) -> list[Any]:
+    """Return the hooks of diffusers' group offloading; empty while it is off."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in transformer.modules())
+    hooks = (registry.hooks.get("group_offloading") for registry in registries if registry is not None)
+    return [hook for hook in hooks if hook is not None]
+
+
+def refuse_weights_on_disk(transformer: nn.Module, purpose: str) -> None:
+    """Raise if group offloading keeps weights in files, so that those in memory are neither read nor kept.
+
+    Raises:
+        ValueError: naming the folder, and ``purpose`` as what to do before.
+    """
+    folders = (hook.group.offload_to_disk_path for hook in group_offloading(transformer))
+    folder = next(filter(None, folders), None)
+    if folder is not None:
+        raise ValueError(
+            f"The weights of this {type(transformer).__name__} are in files, offload_to_disk_path={folder!r}: "
+            f"{purpose} before enable_group_offload(), or load the model again with from_pretrained()."
+        )
+
+
+# The LoRA that belongs to a patch: it is saved with it, comes with it, and goes with it
+
+
+def has_lora(transformer: nn.Module, name: str) -> bool:
+    """Whether a transformer has a LoRA of that name: something else may have unloaded that of a patch."""
+    return name in getattr(transformer, "peft_config", {})
+
+
+def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a LoRA by their names in files, such as ``blocks.0.attn1.to_q.lora_A.weight``."""
+    return {
+        key.replace(f".{name}.", "."): parameter.detach()
+        for key, parameter in transformer.named_parameters()
+        if f".lora_A.{name}." in key or f".lora_B.{name}." in key
+    }
+
+
+def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a transformer the LoRA of a patch, beside others that it has.
+
+    Raises:
+        ValueError: it has an adapter of that name.
+    """
+    if has_lora(transformer, LORA):
+        raise ValueError(
+            f"The patch has a LoRA, which is loaded as the adapter {LORA!r}, but the model has another adapter of that "
+            f"name; unload that one with delete_adapters({LORA!r}), or give it another name."
+        )
+    if hasattr(transformer, "load_lora_adapter"):
+        first = next(iter(transformer.parameters()))
+        state = {name: tensor.to(first.device, first.dtype) for name, tensor in tensors.items()}
+        transformer.load_lora_adapter(state, prefix=None, adapter_name=LORA)
+        return
+    # a class to which diffusers gives no methods for LoRA, such as DiT's
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    rank = len(tensors[f"{targets[0]}.lora_A.weight"])
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, LORA)
+    for name, weight in lora_weights(transformer, LORA).items():
+        weight.copy_(tensors[name])
+
+
+def remove_lora(transformer: Any, name: str) -> None:
+    """Take the LoRA of a patch away; a model without another one has its plain layers again."""
+    if set(transformer.peft_config) != {name}:
+        transformer.delete_adapters(name)
+    elif hasattr(transformer, "unload_lora"):
+        transformer.unload_lora()
+    else:
+        from diffusers.utils import recurse_remove_peft_layers
+
+        recurse_remove_peft_layers(transformer)
+        del transformer.peft_config
+
+
+# The patch's own weights
+
+
+def resized(tensors: Mapping[str, torch.Tensor], before: MHLAConfig, after: MHLAConfig) -> dict[str, torch.Tensor]:
+    """Return the tensors of a patch for other settings.
+
+    Mixing matrices are interpolated over block positions. Those of causal patches are extended along the first axis by
+    :func:`extend_mixing`, or cut there, since a block stands for as many tokens as before.
 
     Args:
         tensors: name → tensor, for example ``blocks.0.attn1.mhla.mixing``; others are left as they are.
@@ -115,51 +190,43 @@ def resized(tensors: Mapping[str, torch.Tensor], before: MHLAConfig, after: MHLA
             than a single one can be extended to, or entries below 0 where their logarithm is taken.
     """
     part = dict(tensors)
+    mixings = [name for name in part if name.endswith(".mhla.mixing")]
     if after.needs_positive_mixing:
-        _check_positive(part, before.blocks)
-    if before.blocks != after.blocks:
-        for key in part:
-            if key.endswith(".mhla.mixing"):
-                part[key] = _resized_mixing(part[key], before, after)
-    return part
-
-
-def _check_positive(part: Mapping[str, torch.Tensor], blocks: tuple[int, ...]) -> None:
-    for key, mixing in part.items():
-        # one of another size is refused where it is loaded
-        fits = key.endswith(".mhla.mixing") and mixing.shape[-1] == math.prod(blocks)
-        if fits and not mixing.is_meta:
-            least = causal_mixing(mixing, blocks, own=True).min().item()
+        # a matrix of another size is refused where it is loaded
+        for name in (one for one in mixings if part[one].shape[-1] == math.prod(before.blocks)):
+            least = 0.0 if part[name].is_meta else causal_mixing(part[name], before.blocks, own=True).min().item()
             check(
                 least >= 0,
-                f"{key} has entries down to {least:.3g}, and this causal patch takes the logarithm of what blocks "
+                f"{name} has entries down to {least:.3g}, and this causal patch takes the logarithm of what blocks "
                 "weigh, which must be positive. Train with register_mixing_clip(), which keeps them in (0, 1), or "
                 "choose normalize=False with output_norm=True and sparse='none'.",
             )
-
-
-def _resized_mixing(mixing: torch.Tensor, before: MHLAConfig, after: MHLAConfig) -> torch.Tensor:
-    """A mixing matrix for other blocks."""
+    if before.blocks == after.blocks:
+        return part
     changes = [
         f"{name}={old!r} to {new!r}"
-        for name, old, new in (
-            ("causal", before.causal, after.causal),
-            ("block_length", before.block_length, after.block_length),
+        for name, old, new, is_change in (
+            ("causal", before.causal, after.causal, None in (before.causal, after.causal)),
+            ("block_length", before.block_length, after.block_length, True),
         )
-        if old != new and (name == "block_length" or None in (old, new))
+        if old != new and is_change
     ]
     check(
-        not changes,
+        not (mixings and changes),
         f"Blocks cannot go from {before.blocks} to {after.blocks} together with {' and '.join(changes)}: a mixing "
         "matrix would have to be interpolated and take another order at once. Change one after the other, with "
         "change_mhla().",
     )
-    if after.causal is None:
-        return resize_mixing(mixing, before.blocks, after.blocks)
-    rows, others = after.blocks[0], after.blocks[1:]
-    # places on the first axis stay what they are, so that no later one gets into what is seen
-    mixing = resize_mixing(mixing, before.blocks, (before.blocks[0], *others))
-    if rows > before.blocks[0]:
-        return extend_mixing(mixing, (before.blocks[0], *others), rows)
-    count = rows * math.prod(others)
-    return causal_mixing(mixing[..., :count, :count], after.blocks, own=True)
+    for name in mixings:
+        if after.causal is None:
+            part[name] = resize_mixing(part[name], before.blocks, after.blocks)
+            continue
+        rows, inner = after.blocks[0], after.blocks[1:]
+        # positions on the first axis stay, so that no later one gets into what is seen
+        mixing = resize_mixing(part[name], before.blocks, (before.blocks[0], *inner))
+        if rows > before.blocks[0]:
+            part[name] = extend_mixing(mixing, (before.blocks[0], *inner), rows)
+        else:
+            count = math.prod(after.blocks)
+            part[name] = causal_mixing(mixing[..., :count, :count], after.blocks, own=True)
+    return part
