@@ -23,8 +23,7 @@ from .config import (
     patch_names,
 )
 from .families import families
-from .patching.costs import attention_sizes
-from .patching.record import check_file, read_record
+from .patching.loading import check_file, read_record
 from .reporting import text_table, times
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
@@ -53,7 +52,7 @@ def print_info() -> None:
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
-        steps = "any" if record.sampling is None else str(len(record.sampling.times))
+        steps = str(len(record.few_steps["times"])) if record.few_steps else "any"
         adapted.append((name, record.base_model, next(iter(record.transformers.values())).family, steps))
     typer.echo()
     _print_table("Adapted patches, for load_mhla", ["name", "for", "family", "steps"], adapted)
@@ -175,8 +174,7 @@ def _print_costs(patch: Patch) -> None:
     for model in family.models:
         for label, grid in model.grids.items():
             if all(count <= size for count, size in zip(config.blocks_on(grid), grid, strict=True)):
-                sizes = attention_sizes(
-                    config,
+                sizes = config.sizes_on(
                     grid,
                     model.heads,
                     model.head_dim,

@@ -11,7 +11,6 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from mhla_diffusers.patching.record import read_record
 from typer.testing import CliRunner
 
 import mhla_diffusers
@@ -19,6 +18,7 @@ from mhla_diffusers import mhla_layers, save_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.config import patch_folder, patch_names
 from mhla_diffusers.info import print_any_patch, report
+from mhla_diffusers.patching import read_record
 
 from . import models
 

@@ -10,7 +10,7 @@ import torch
 from ..families import get_family
 from ..files import write_json
 from ..patching import find_transformers, is_patched, layer_sensitivity, mhla_layers, record_calls
-from ..patching.calls import repeat_calls
+from ..patching.calibrate import repeat_calls
 from ..reporting import require_matplotlib
 from .matrices import LayerAnalysis, analyze_layers
 from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of

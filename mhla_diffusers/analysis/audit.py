@@ -11,9 +11,15 @@ import torch
 from ..attention.calibrate import weight_held
 from ..attention.precision import without_autocast
 from ..files import write_json
-from ..patching.calibrate import check_reached, spread_calls
-from ..patching.calls import check_run, measure_change, measure_sensitivity, record_calls
-from ..patching.finding import require_diffusion, require_layers, require_patched
+from ..patching.calibrate import (
+    check_reached,
+    check_run,
+    measure_change,
+    measure_sensitivity,
+    record_calls,
+    spread_calls,
+)
+from ..patching.handle import require_diffusion, require_layers, require_patched
 from ..patching.layer import layer_of
 from ..patching.processor import adapter_of, layer_input, tokens_of_grid
 from ..patching.runtime import call_context, current

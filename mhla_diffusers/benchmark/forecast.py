@@ -17,8 +17,7 @@ from ..devices import FLOAT_TYPES
 from ..families import Model
 from ..generation.names import parse_steps
 from ..patching import apply_mhla
-from ..patching.costs import attention_sizes
-from ..patching.settings import choose_layers
+from ..patching.patch import choose_layers
 from ..patching.steps import Step
 from ..reporting import scaled, text_table, times
 from .models import Size, build_transformer, choose_sizes, family_of_model, find_models, make_forward_inputs
@@ -322,7 +321,7 @@ def _heading(question: Question) -> list[str]:
     if config.sparse != "none":
         in_order = family.own_attention_is_causal
         of_model = (model.heads, model.head_dim, family.extra_tokens)
-        sizes = attention_sizes(config, question.grid, *of_model, in_order=in_order)
+        sizes = config.sizes_on(question.grid, *of_model, in_order=in_order)
         where = f"in blocks of {config.block_size} chosen by content" if config.sparse == "content" else "in own blocks"
         with_text = ", those of the text among them" if family.extra_tokens else ""
         patch += f" and softmax over {sizes.listed_pairs / sizes.pairs:.1%} of all pairs {where}{with_text}"

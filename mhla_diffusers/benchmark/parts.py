@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import get_family
 from ..patching import MHLAProcessor
-from ..patching.costs import sizes_of
+from ..patching.describe import sizes_of
 from .shapes import Cost
 from .timing import Timing, summarise, synchronize
 

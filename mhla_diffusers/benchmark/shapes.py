@@ -16,7 +16,6 @@ from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, layout_of
 from ..config import DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY, MHLAConfig
 from ..families import Model
-from ..patching.costs import attention_sizes
 from .models import family_of_model, models, models_unasked
 from .timing import free_bytes
 
@@ -60,7 +59,7 @@ class Shape:
         config = MHLAConfig(self.blocks)
         if self.block_size is not None:
             config = config.replace(sparse="content", density=self.density, block_size=self.block_size)
-        return attention_sizes(config, self.grid, self.heads, self.head_dim)
+        return config.sizes_on(self.grid, self.heads, self.head_dim)
 
 
 TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rotary_axes=(8, 4, 4))

@@ -16,7 +16,6 @@ from ..families import Family, families, get_family, supported_instead
 from ..files import read_json
 from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
-from ..patching.few_steps import check_sampling
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
@@ -149,7 +148,8 @@ class PipelineChoice:
             apply_mhla(pipe, self.patch)
         if self.weights is not None:
             load_result(pipe, self.weights)
-        check_sampling(few_steps_of(pipe), self.settings)
+        if (few_steps := few_steps_of(pipe)) is not None:
+            few_steps.check_call(self.settings)
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:

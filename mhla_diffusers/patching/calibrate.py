@@ -338,7 +338,8 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
 
     def watch(name: str, attn: Any, layer: MHLALayer) -> None:
         """Sum up the squares of what the heads hand to the output projection, for the tokens of the grid."""
-        adapter, outputs = adapter_of(attn), []
+        adapter = adapter_of(attn)
+        outputs: list[torch.Tensor] = []
         projection = adapter.output_projection(attn)
 
         def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:

@@ -46,6 +46,11 @@ class LayerDescription:
     attention before the patch sees; None without a sparse branch."""
 
     @property
+    def replaced(self) -> bool:
+        """Whether it is patched."""
+        return self.config is not None
+
+    @property
     def blocks(self) -> tuple[int, ...] | None:
         """MHLA block counts on the grid; None for a layer that was kept."""
         if self.config is None:
@@ -113,7 +118,7 @@ class Description(list[LayerDescription]):
                 f"{scaled(softmax_flops, 1000, 'FLOP')}){of_pairs}\na layer holds {scaled(held, 1024, 'B')} beside "
                 f"query, key, value and output (softmax, written out, {scaled(written, 1024, 'B')})"
             )
-        replaced = sum(layer.config is not None for layer in self)
+        replaced = sum(layer.replaced for layer in self)
         added = sum(layer.extra_parameters for layer in self)
         end = f"; MHLA does not run in {off} of them now" if off else ""
         lines.append(f"{replaced} of {len(self)} self-attentions replaced, {added:,} extra parameters{end}")

@@ -229,7 +229,8 @@ def _parse(kind: type[Record], content: Any, path: str) -> Record:
         if name not in content:
             check(entry.default_factory is not MISSING, f"{path}{name} is missing.")
             continue
-        value, wanted = content[name], get_origin(entry.type) or entry.type
+        value = content[name]
+        wanted: Any = get_origin(entry.type) or entry.type
         if wanted is Literal:
             check_choice(path + name, value, get_args(entry.type))
             continue

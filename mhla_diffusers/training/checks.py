@@ -49,8 +49,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
     for patched in find_patched(transformer).values():
         check(
-            patched.adapter in (None, STUDENT),
-            f"patch={config.patch!r} has the LoRA {patched.adapter!r}, and training begins from the original model. "
+            patched.lora in (None, STUDENT),
+            f"patch={config.patch!r} has the LoRA {patched.lora!r}, and training begins from the original model. "
             "Give all stages as the stages of one run, or start from a patch without a LoRA.",
         )
     frames_together(transformer)  # raises where it cannot be trained

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from ..config import MHLAConfig, check, check_choice
 from ..devices import precision_name
 from ..families import Clip
-from ..patching.few_steps import FewSteps
+from ..patching.few_step_scheduler import FewSteps
 from .settings import as_plain, from_mapping, read_settings
 
 Trainable = Literal["mhla", "attention", "all", "lora"]

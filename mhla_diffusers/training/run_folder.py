@@ -180,7 +180,7 @@ class RunFolder:
                 return
             (patched,) = find_patched(transformer).values()
             patched.few_steps = few_steps
-            patched.adapter = STUDENT if any(is_adapter(name) for name, _ in transformer.named_parameters()) else None
+            patched.lora = STUDENT if any(is_adapter(name) for name, _ in transformer.named_parameters()) else None
             save_mhla(transformer, aside, weights=weights, base_model=config.model)
 
         _write_whole(self.result, write)

@@ -13,8 +13,7 @@ from ..families import Clip, DiffusionProcess, get_family, predict, unwrapped
 from ..generation.noise import generator_for
 from ..generation.record import write_sample
 from ..patching import calibrate_sparse, call_context, mhla_layers
-from ..patching.few_step_scheduler import sample_in
-from ..patching.few_steps import FewSteps
+from ..patching.few_step_scheduler import FewSteps, sample_in
 from .config import TrainingConfig
 from .latents.data import TrainingData, on_device
 from .latents.times import even_quantiles, frames_together

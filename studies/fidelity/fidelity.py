@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import MHLAConfig, calibrate_mixing, calibrate_sparse, change_mhla, load_mhla, mhla_layers
+from mhla_diffusers import MHLAConfig, calibrate_sparse, change_mhla, load_mhla, mhla_layers
 from mhla_diffusers.demo.adaptation import Adaptation, digit_latents
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import predict
@@ -82,7 +82,7 @@ class Row:
     settings: dict[str, Any]
     """Fields of :class:`MHLAConfig` besides blocks and block size; of an adapted patch those that change."""
     weights: Literal["fresh", "calibrated", "sparse alone"] = "fresh"
-    """Whether λ, β and the mixing matrices are those of a fresh patch or calibrated, or there is no linear branch."""
+    """Whether λ and β are those of a fresh patch or calibrated, or there is no linear branch."""
     adapted: str | None = None
     """What comes after ``tiny-<family>-`` in the name of an adapted patch that ships."""
 
@@ -96,11 +96,10 @@ class Row:
             config = config.replace(block_size=tiny.block_size)
         pipe = adaptation.patched(config)
         if self.weights == "calibrated":
-            calibrate = calibrate_mixing if config.sparse == "none" else calibrate_sparse
             # training samples, noised to equally spaced timesteps
             quantiles = (torch.arange(CALIBRATION_SAMPLES) + 0.5) / CALIBRATION_SAMPLES
             batch = adaptation.batch(pipe.transformer, range(CALIBRATION_SAMPLES), quantiles)
-            calibrate(pipe, lambda: predict(pipe.transformer, batch))
+            calibrate_sparse(pipe, lambda: predict(pipe.transformer, batch))
         elif self.weights == "sparse alone":
             for layer in mhla_layers(pipe).values():
                 torch.nn.init.constant_(layer.linear_log_weight, _NO_LINEAR_BRANCH)
@@ -113,7 +112,6 @@ def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
     yield Row("MHLA", {})
     if family_named(tiny.family).own_attention != "softmax":
         return
-    yield Row("MHLA, calibrated", {}, "calibrated")
     for density in DENSITIES:
         sparse = {"sparse": "content", "density": density}
         if density == DENSITIES[0]:  # what each part brings
@@ -129,7 +127,7 @@ def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
     """The rows of a pipeline whose own attention is softmax, untrained and adapted."""
     sparse = {"sparse": "content", "density": DENSITIES[0]}
     for steps in STEPS:
-        yield Row("MHLA, calibrated, untrained", {"softmax_steps": steps}, "calibrated")
+        yield Row("MHLA, untrained", {"softmax_steps": steps})
         yield Row("sparse and MHLA, untrained", {**sparse, "softmax_steps": steps})
         yield Row("MHLA, adapted", {"softmax_steps": steps}, adapted="mhla")
         yield Row("sparse and MHLA, adapted", {"softmax_steps": steps}, adapted="exact")

@@ -10,7 +10,6 @@ from length_model import TEXT_DIM, Row, Size, make_model, rows_of
 
 from mhla_diffusers import MHLAConfig, apply_mhla
 from mhla_diffusers.demo.adaptation import DIFFUSION
-from mhla_diffusers.patching.costs import attention_sizes
 from mhla_diffusers.reporting import text_table
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
 from mhla_diffusers.training.estimate import estimate
@@ -45,7 +44,7 @@ def softmax_flops(size: Size, frames: int, clips: int) -> float:
 
 def replaced_flops(size: Size, config: MHLAConfig, clips: int) -> float:
     """Of what replaces it in whole clips, as if in all layers."""
-    return float(size.layers * clips * attention_sizes(config, size.grid, size.heads, size.head_dim).flops)
+    return float(size.layers * clips * config.sizes_on(size.grid, size.heads, size.head_dim).flops)
 
 
 def count_update(size: Size, config: MHLAConfig | None, stage: StageConfig, frames: int, clips: int) -> Counts:

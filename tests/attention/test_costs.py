@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.attention import BlockLists, initial_mixing, mhla_attention
 from mhla_diffusers.attention.costs import AttentionSizes
-from mhla_diffusers.patching.costs import attention_sizes
 
 GRID, SIZE, BLOCKS, HEADS, DIM = (16, 16), 64, (2, 2), 2, 16
 
@@ -66,7 +65,7 @@ def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, sparse):
     seen, own = place[:, None] >= place, frame[:, None] == frame
     everything = HEADS * math.prod(grid) ** 2
     pairs = HEADS * int(seen.sum()) if causal == "token" else everything
-    sizes = attention_sizes(config, grid, HEADS, DIM, in_order=causal == "token")
+    sizes = config.sizes_on(grid, HEADS, DIM, in_order=causal == "token")
     in_own = HEADS * int((seen & own).sum())
     assert sizes.pairs == pairs
     assert sizes.weight_bytes == 4 * pairs

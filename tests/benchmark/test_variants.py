@@ -16,8 +16,8 @@ from mhla_diffusers.benchmark.pipeline import WHOLE, frames_of, similarities
 from mhla_diffusers.benchmark.results import CONTENT, read_runs
 from mhla_diffusers.benchmark.variants import UNPATCHED, Additions, PipelineVariant, choose_pipeline
 from mhla_diffusers.cli import app
-from mhla_diffusers.patching.few_steps import FewSteps
-from mhla_diffusers.patching.finding import require_patched
+from mhla_diffusers.patching import require_patched
+from mhla_diffusers.patching.few_step_scheduler import FewSteps
 from mhla_diffusers.tiny import load_tiny
 
 from .commands import bench

@@ -132,7 +132,7 @@ FROM_THE_LEFT = torch.arange(40).expand(2, -1) >= torch.tensor([[0], [3]])
         (lambda: patch(llama(attn_implementation="eager", output_attentions=True))(text()), "output_attentions=True"),
         *(
             (lambda f=f: f(patched(output_norm=True), lambda: None), rf"{f.__name__}\(\) compares")
-            for f in (layer_sensitivity, calibrate_output_norm, mhla.calibrate_mixing, mhla.audit)
+            for f in (layer_sensitivity, calibrate_output_norm, mhla.calibrate_sparse, mhla.audit)
         ),
     ],
 )
@@ -219,12 +219,10 @@ def test_a_text_of_any_length_is_described_beside_attention_that_sees_no_later_t
     own = sum(n * (n + 1) // 2 for n in [BLOCK_LENGTH] * (length // BLOCK_LENGTH) + [length % BLOCK_LENGTH])
     kept, layer, _ = mhla.describe(model, grid=(length,))
     assert (layer.blocks, layer.tokens_per_block) == (BLOCKS, (BLOCK_LENGTH, BLOCK_LENGTH))
-    assert layer.sparse.kind == "own"
-    assert layer.sparse.density == pytest.approx(own / seen)
-    assert (layer.cost.listed_pairs, layer.cost.all_pairs) == (4 * own, 4 * seen)
-    for cost in (kept.cost, layer.cost):
-        assert (cost.softmax_flops, cost.softmax_bytes) == (4 * 8 * 4 * seen, 4 * 4 * seen)
-    assert (kept.cost.flops, kept.cost.listed_pairs) == (kept.cost.softmax_flops, kept.cost.all_pairs)
+    assert layer.density == pytest.approx(own / seen)
+    assert (layer.sizes.listed_pairs, layer.sizes.pairs) == (4 * own, 4 * seen)
+    assert kept.sizes.softmax_flops == layer.sizes.softmax_flops == kept.sizes.flops == 4 * 8 * 4 * seen
+    assert kept.sizes.listed_pairs == kept.sizes.pairs
 
 
 def test_bfloat16_is_near_float32():

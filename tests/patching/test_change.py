@@ -94,7 +94,7 @@ def test_backend_and_density_act():
     assert {processor.backend for path, processor in model.attn_processors.items() if "attn1" in path} == {"eager"}
     assert torch.equal(output(model, inputs("wan")), expected)
     mhla.change_mhla(model, density=0.5)
-    assert mhla.describe(model)[0].sparse.density == pytest.approx(0.5)
+    assert mhla.describe(model)[0].density == pytest.approx(0.5)
     assert_changed(output(model, inputs("wan")), expected)
 
 

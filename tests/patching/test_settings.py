@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import mhla_diffusers as mhla
 from mhla_diffusers.patching import attn_processors
-from mhla_diffusers.patching.settings import choose_layers
+from mhla_diffusers.patching.patch import choose_layers
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 

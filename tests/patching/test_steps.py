@@ -296,7 +296,7 @@ def test_saved_and_loaded(tmp_path):
     mhla.remove_mhla(pipe)
     mhla.load_mhla(pipe, tmp_path)
     assert torch.equal(pictures("sana", pipe), expected)
-    assert {layer.softmax_steps for layer in mhla.describe(pipe)} == {0.5}
+    assert {layer.config.softmax_steps for layer in mhla.describe(pipe)} == {0.5}
     assert "as before the patch in the first 50% of the denoising steps" in str(mhla.describe(pipe))
 
 
