@@ -10,7 +10,7 @@ import torch
 import typer
 from safetensors import safe_open
 
-from .attention import backend_names, feature_map_names
+from .attention import BACKENDS, feature_map_names
 from .attention.layout import block_count
 from .benchmark.speeds import known_cards, what_was_measured
 from .config import (
@@ -34,7 +34,7 @@ def print_info() -> None:
     _print_table("Versions", ["package", "version"], [(package, _version(package)) for package in _PACKAGES])
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     typer.echo(f"\nDevices: {', '.join([*devices, f'CPU ({platform.machine()})'])}")
-    typer.echo(f"Backends: {', '.join(backend_names())}; feature maps: {', '.join(feature_map_names())}\n")
+    typer.echo(f"Backends: {', '.join(BACKENDS)}; feature maps: {', '.join(feature_map_names())}\n")
     axes = {1: "tokens of a text", 2: "height x width", 3: "frames x height x width"}
     models = [
         (family.name, transformer, axes[family.axes], str(family.default_config.blocks))
@@ -81,7 +81,7 @@ def report(patch: str | None) -> str:
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}",
         f"devices: {', '.join([*devices, f'CPU with {torch.get_num_threads()} threads'])}",
-        f"backends: {', '.join(backend_names())}",
+        f"backends: {', '.join(BACKENDS)}",
     ]
     for family, config in [] if patch is None else configs_of(patch):
         settings = {"family": family, **config.to_dict()}.items()

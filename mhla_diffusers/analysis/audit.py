@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention.calibrate import weight_held
+from ..attention.calibrate import in_float32, weight_held
 from ..attention.precision import without_autocast
 from ..files import write_json
 from ..patching.calibrate import (
@@ -21,7 +21,7 @@ from ..patching.calibrate import (
 )
 from ..patching.handle import require_diffusion, require_layers, require_patched
 from ..patching.layer import layer_of
-from ..patching.processor import adapter_of, layer_input, tokens_of_grid
+from ..patching.processor import adapter_of, attention_inputs, tokens_of_grid
 from ..patching.runtime import call_context, current
 from ..patching.steps import Step
 from ..reporting import require_matplotlib, text_table
@@ -262,10 +262,10 @@ class _Watch:
         self.squares.append(original.square().sum(dim=(0, 1, 3)).double().cpu())
         layer = layer_of(attn)
         if layer is not None and layer.config.sparse == "content":
-            given, config = layer_input(attn, args, kwargs), layer.config
-            density = config.listed_on(given.grid)
-            with without_autocast(given.query.device):
-                call = attn.mhla.call(given.in_float32())
+            inputs, config = attention_inputs(attn, args, kwargs), layer.config
+            density = config.listed_on(inputs.grid)
+            with without_autocast(inputs.query.device):
+                call = in_float32(attn.mhla.call(inputs))
                 held = weight_held(call, config.block_size, (density,), _QUERIES, len(self.masses))
             self.densities.append(density)
             self.masses.append(float(held))

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from ..attention.layout import block_sizes
-from ..families import AttentionAdapter, Family, get_family
-from ..patching import LayerInput, MHLAProcessor, TransformerCall, layer_input
+from ..attention.rope import rotated
+from ..families import AttentionAdapter, AttentionInputs, Family, get_family
+from ..patching import MHLAProcessor, TransformerCall, attention_inputs
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this fraction of the largest count."""
@@ -60,13 +61,13 @@ def each_attention_matrix(
             handle.remove()
     grid = batch.grid(transformer)
     for name in chosen:
-        given = layer_input(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)
+        given = attention_inputs(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)
         before, tokens = given.extra[0], torch.Size(grid).numel()
         here = slice(before, before + tokens)
         yield name, _matrix(attentions[name], given, family)[:, :, here, here]
 
 
-def _matrix(attn: Any, given: LayerInput, family: Family) -> torch.Tensor:
+def _matrix(attn: Any, given: AttentionInputs, family: Family) -> torch.Tensor:
     """Return the weights of all tokens, extra ones too: float64 (B, H, N, N)."""
     if isinstance(getattr(attn, "processor", None), MHLAProcessor):
         weights: torch.Tensor = attn.mhla.weights(given)
@@ -79,9 +80,9 @@ def _matrix(attn: Any, given: LayerInput, family: Family) -> torch.Tensor:
     if family.own_attention == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
         normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)
-        query, key = given._replace(query=query, key=key).rotated()[:2]  # RoPE rotates only the numerator
+        query, key = (rotated(x, given.rotary) for x in (query, key))  # RoPE rotates only the numerator
         return torch.einsum("bqhd,bkhd->bhqk", query, key) / (normaliser + family.own_attention_eps)
-    query, key = (x.double() for x in given.rotated()[:2])
+    query, key = (rotated(x, given.rotary).double() for x in (given.query, given.key))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     if given.key_mask is not None:
         scores = scores + given.key_mask.double().log()[:, None, None, :]

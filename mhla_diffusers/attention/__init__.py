@@ -1,6 +1,6 @@
 """The mathematics of MHLA: torch only, no diffusers."""
 
-from .api import backend_names, check_backend, mhla_attention
+from .api import BACKENDS, attend, check_backend, mhla_attention
 from .call import BlockLists, Call, ContentRule
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
 from .mixing import clip_mixing_, extend_mixing, initial_mixing, resize_mixing
@@ -9,11 +9,12 @@ from .sparse import with_lists
 from .state import MHLAState
 
 __all__ = [
+    "BACKENDS",
     "BlockLists",
     "Call",
     "ContentRule",
     "MHLAState",
-    "backend_names",
+    "attend",
     "check_backend",
     "clip_mixing_",
     "extend_mixing",

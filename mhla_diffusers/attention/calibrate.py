@@ -2,11 +2,6 @@
 
 With p the weights of softmax attention over all keys and o its output, what a β and a λ give is compared with o. Errors
 are seen through the head's part of the output projection, so that those of different heads compare.
-
-The mixing matrix is fitted by least squares without gradients. Row i of a head's matrix weighs KV states for queries of
-block i, o = Σ_b m_b n_b / Σ_b m_b z_b with n_b = φ(q)ᵀ S_b and z_b = φ(q)ᵀ z_b. Around weights that give the output
-o, a change d of them moves it by about Σ_b d_b (n_b − z_b o) / Σ_b m_b z_b. So every step is a linear least squares
-problem of M unknowns for each row, solved under m ≥ 0, and as much of the step is taken as lowers the error most.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,23 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .call import Call, ContentRule
-from .feature_maps import get_feature_map
-from .layout import block_count, block_index, layout_of
-from .linear import linear_attention
-from .merge import linear_branch
+from .call import BlockLists, Call, ContentRule
+from .layout import block_count, layout_of
+from .linear import read, states
 from .rope import rotated
-from .sparse import with_lists
+from .sparse import linear_branch, with_lists
 
 _CPU_NUMBERS = 2**23
 _DEVICE_NUMBERS = 2**26
 """Of one kind that are formed at once."""
-_STEPS = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Parts of a step that are tried."""
-_ROUNDS = 6
-_DAMPING = 0.03
-"""What holds weights where they are, in units of the mean square of a weight's effect."""
-_SWEEPS = 60
 
 
 @dataclass(frozen=True)
@@ -63,31 +50,32 @@ class SampledQueries:
     @classmethod
     def of(cls, call: Call, tokens: torch.Tensor) -> "SampledQueries":
         """Of a call, and tokens of its grid in raster order, int64 (S,)."""
-        table, value, mask = call.rotary_of_tokens, call.value, call.key_mask
-        query, key = (rotated(x.float(), table) for x in (call.query, call.key))
-        query = query[:, tokens] * query.shape[-1] ** -0.5
-        if call.extra is not None:
-            _, key, value, mask = call.extra.after(key, key, value, mask)
-        weight = torch.ones(1, key.shape[1], device=key.device) if mask is None else mask.float()
-        return cls(query, key, value.float(), weight)
+        query, key = (call.extra_last(rotated(x.float(), call.rotary)) for x in (call.query, call.key))
+        mask = torch.ones(1, key.shape[1], device=key.device) if call.key_mask is None else call.key_mask.float()
+        scaled = query[:, tokens] * query.shape[-1] ** -0.5
+        return cls(scaled, key, call.extra_last(call.value.float()), call.extra_last(mask))
 
-    def rows(self, head: int, projection: torch.Tensor, multiple: int = 1) -> Iterator[Rows]:
-        """Those of one head, some at a time.
+    def rows(self, head: int, projection: torch.Tensor) -> Iterator[Rows]:
+        """Softmax attention of one head, for some queries at a time.
 
         Args:
             head: which.
             projection: (D, D), with which ‖W v‖ = ‖v @ projection‖ for the head's part W of the output projection.
-            multiple: what the number of queries at a time is a multiple of.
         """
         key, value, log_weight = self.key[:, :, head], self.value[:, :, head] @ projection, self.weight.log()
         numbers = _CPU_NUMBERS if key.device.type == "cpu" else _DEVICE_NUMBERS
-        at_once = max(1, numbers // (key.shape[0] * key.shape[1] * multiple)) * multiple
+        at_once = max(1, numbers // (key.shape[0] * key.shape[1]))
         for start in range(0, self.query.shape[1], at_once):
             here = slice(start, start + at_once)
             logits = self.query[:, here, head] @ key.mT + log_weight[:, None]
             log_sums = logits.logsumexp(dim=-1, keepdim=True)
             weights = (logits - log_sums).exp()
             yield Rows(here, weights, weights @ value, log_sums)
+
+
+def in_float32(call: Call) -> Call:
+    """The call with query, key and value in float32."""
+    return replace(call, query=call.query.float(), key=call.key.float(), value=call.value.float())
 
 
 def tokens_along(call: Call, block_size: int, count: int, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,9 +105,8 @@ def weight_held(call: Call, block_size: int, densities: Sequence[float], count: 
     sampled, member = SampledQueries.of(call, tokens), block_of_keys(call, block_size)
     listed = []
     for density in densities:
-        rule = ContentRule(block_size, density)
-        lists = with_lists(replace(call, lists=None, rule=rule, pooled_bias=None)).lists
-        if lists is not None:
+        lists = with_lists(replace(call, sparse=ContentRule(block_size, density), pooled_bias=None)).sparse
+        if isinstance(lists, BlockLists):
             listed.append(lists.mask()[:, :, block])
     batch, queries, heads, head_dim = sampled.query.shape
     found = torch.zeros(len(densities), dtype=torch.float64, device=tokens.device)
@@ -163,8 +150,9 @@ def candidate_errors(
     others = sampled.key.shape[1] - len(member)
     blocks = block_count(call.grid, block_size)
     none = torch.zeros(1, heads, len(tokens), blocks, dtype=torch.bool, device=device)
-    mask = none if call.lists is None else call.lists.mask()[:, :, block]
-    linear, normaliser = (x[:, tokens].float() for x in linear_attention(linear_branch(call)))
+    mask = call.sparse.mask()[:, :, block] if isinstance(call.sparse, BlockLists) else none
+    alone = linear_branch(call)
+    linear, normaliser = (x[:, tokens].float() for x in read(alone, states(alone)))
     weight = sampled.weight[:, : len(member)]
     sums = weight.new_zeros(len(weight), blocks).index_add_(1, member, weight)
     shares = (weight / sums.clamp_min(torch.finfo(torch.float32).tiny)[:, member])[..., None]
@@ -202,164 +190,3 @@ def candidate_errors(
             total += (squares / weights.square()).mean(dim=2).sum(dim=-1) / len(tokens)
         found.append(total)
     return torch.stack(found)
-
-
-@dataclass(frozen=True)
-class BlockInput:
-    """What MHLA attends with in one call, and the softmax attention that it stands for. S queries, as many of every
-    block.
-    """
-
-    softmax: SampledQueries
-    queries: int
-    """Of every block."""
-    numerator: torch.Tensor
-    denominator: torch.Tensor
-    """φ(q) as numerator and normaliser have it: both (B, S, H, D)."""
-    states: torch.Tensor
-    """S: (B, H, M, D, D)."""
-    key_sums: torch.Tensor
-    """z: (B, H, M, D)."""
-
-    @classmethod
-    def of(cls, call: Call, queries: int, shift: int) -> "BlockInput":
-        """Of a call in float32.
-
-        Extra tokens stay out: what MHLA stands for beside them is softmax attention among the grid's tokens.
-        How the two share a query is for λ, which :func:`candidate_errors` tries.
-
-        Args:
-            call: of MHLA alone, with RoPE's table for every token.
-            queries: of every block that are looked at.
-            shift: another one looks at others.
-        """
-        call = replace(call, extra=None)
-        block = block_index(call.grid, call.blocks)
-        lengths = block.bincount()[:, None]
-        places = lengths.cumsum(dim=0) - lengths + (torch.arange(queries) * lengths // queries + shift) % lengths
-        tokens = block.argsort(stable=True)[places.flatten()].to(call.query.device)
-        numerator, denominator = (x[:, tokens] for x in _features(call, call.query))
-        key, plain_key = _features(call, call.key)
-        if call.key_mask is not None:
-            key, plain_key = (x * call.key_mask.to(x.dtype)[..., None, None] for x in (key, plain_key))
-        states, key_sums = [], []
-        for number in range(len(lengths)):
-            here = (block == number).nonzero().flatten().to(call.query.device)
-            states.append(torch.einsum("bnhd,bnhe->bhde", key[:, here], call.value[:, here]))
-            key_sums.append(plain_key[:, here].sum(dim=1))
-        softmax = SampledQueries.of(call, tokens)
-        return cls(softmax, queries, numerator, denominator, torch.stack(states, dim=2), torch.stack(key_sums, dim=2))
-
-
-def _features(call: Call, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features (B, N, H, D) for the numerator and for the normaliser."""
-    table = call.rotary_of_tokens
-    if call.rope == "before":
-        x = rotated(x, table)
-    features = get_feature_map(call.feature_map)(x.clone(), call.eps)
-    return (rotated(features, table) if call.rope == "after" else features), features
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Some queries of one head, of some blocks."""
-
-    blocks: slice
-    numerators: torch.Tensor
-    """W n_b: (B, blocks, samples, M, D)."""
-    denominators: torch.Tensor
-    """z_b: (B, blocks, samples, M)."""
-    wanted: torch.Tensor
-    """W softmax attention's output: (B, blocks, samples, D)."""
-
-    def output(self, mixing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output (B, blocks, samples, D) and normaliser (B, blocks, samples, 1) with a head's matrix (M, M)."""
-        rows = mixing[self.blocks, None, None, :]
-        total = (self.denominators * rows[..., 0, :]).sum(dim=-1, keepdim=True)
-        total = total.clamp_min(torch.finfo(total.dtype).tiny)
-        return (rows @ self.numerators)[..., 0, :] / total, total
-
-
-def _parts(given: BlockInput, head: int, projection: torch.Tensor) -> Iterator[_Parts]:
-    states, by_block = given.states[:, head] @ projection, (-1, given.queries)
-    for rows in given.softmax.rows(head, projection, given.queries):
-        numerator, denominator = (
-            x[:, rows.queries, head].unflatten(1, by_block) for x in (given.numerator, given.denominator)
-        )
-        yield _Parts(
-            slice(rows.queries.start // given.queries, rows.queries.stop // given.queries),
-            torch.einsum("bqsd,bmde->bqsme", numerator, states),
-            torch.einsum("bqsd,bmd->bqsm", denominator, given.key_sums[:, head]),
-            rows.outputs.unflatten(1, by_block),
-        )
-
-
-def fit_mixing(given: list[BlockInput], projections: torch.Tensor, mixing: torch.Tensor) -> torch.Tensor:
-    """Weights that lower the squared error of every head's output, summed over heads where they share one matrix.
-
-    Begins with ``mixing``, (M, M) or (H, M, M), which is positive somewhere in every row, and sees errors through
-    ``projections``, see :meth:`SampledQueries.rows`. The largest weight of every row that is found is 1.
-    """
-    weights = mixing.float().view(-1, *mixing.shape[-2:])
-    for _ in range(_ROUNDS):
-        gram, slope = _equations(given, projections, weights)
-        change = nonnegative_step(gram, slope, weights, _DAMPING) - weights
-        errors = torch.stack([_errors(given, projections, weights + part * change) for part in _STEPS])
-        parts = torch.tensor(_STEPS, device=weights.device)[errors.argmin(dim=0)]
-        weights = weights + parts[..., None] * change
-        weights = weights / weights.amax(dim=-1, keepdim=True)  # the output does not depend on the scale of a row
-    return weights.view(mixing.shape)
-
-
-def _equations(
-    given: list[BlockInput], projections: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Products of the effects of weights with each other, and minus those with the error.
-
-    Returns:
-        (H, M, M, M) and (H, M, M), row by row; with 1 for H where heads share one matrix.
-    """
-    gram, slope = weights.new_zeros(*weights.shape, weights.shape[-1]), torch.zeros_like(weights)
-    for call in given:
-        for head, projection in enumerate(projections):
-            place = head % len(weights)
-            for parts in _parts(call, head, projection):
-                output, total = parts.output(weights[place])
-                effects = parts.numerators - parts.denominators[..., None] * output[..., None, :]
-                effects = (effects / total[..., None]).permute(1, 3, 0, 2, 4).flatten(2)
-                error = (output - parts.wanted).transpose(0, 1).flatten(1)
-                gram[place, parts.blocks] += effects @ effects.mT
-                slope[place, parts.blocks] -= (effects @ error[..., None])[..., 0]
-    return gram, slope
-
-
-def _errors(given: list[BlockInput], projections: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Squared error of every row: (H, M), with 1 for H where heads share one matrix."""
-    errors = torch.zeros_like(weights[..., 0])
-    for call in given:
-        for head, projection in enumerate(projections):
-            place = head % len(weights)
-            for parts in _parts(call, head, projection):
-                output, _ = parts.output(weights[place])
-                errors[place, parts.blocks] += (output - parts.wanted).square().sum(dim=(0, 2, 3))
-    return errors
-
-
-def nonnegative_step(gram: torch.Tensor, slope: torch.Tensor, start: torch.Tensor, damping: float) -> torch.Tensor:
-    """The x ≥ 0 that minimises (x − start)ᵀ (G + λ) (x − start) / 2 − slopeᵀ (x − start), by coordinate descent.
-
-    Args:
-        gram: G, (..., M, M), positive semidefinite.
-        slope: (..., M).
-        start: (..., M).
-        damping: λ in units of the mean of G's diagonal.
-    """
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    held = damping * diagonal.mean(dim=-1, keepdim=True) + torch.finfo(gram.dtype).tiny
-    x = start.clone()
-    for _ in range(_SWEEPS):
-        for place in range(x.shape[-1]):
-            moved = x - start
-            pull = slope[..., place] - (gram[..., place, :] * moved).sum(dim=-1) - held[..., 0] * moved[..., place]
-            x[..., place] = (x[..., place] + pull / (diagonal[..., place] + held[..., 0])).clamp_min(0)
-    return x

@@ -1,4 +1,4 @@
-"""What travels from :func:`mhla_attention` to the last kernel: one :class:`Call`, with block lists and extra tokens.
+"""What travels from :func:`mhla_attention` to the last kernel: one :class:`Call`.
 
 Block lists say which uniform blocks of keys (:mod:`.layout`, T of them on the grid) every head of every query block
 attends to with softmax: they are given, or found by a rule. Extra tokens (text in one sequence with an image, class and
@@ -8,14 +8,14 @@ list holds.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from .layout import Extra, Shape, blocks_of_range
-from .parallel.place import Share
-from .rope import Rotary, axial_table, rotary_table, rotated, table_of_tokens
+from .layout import Extra, Shape, block_count, blocks_of_range
+from .parallel.place import Parallel
+from .rope import Rotary
 
 
 def check_block_size(block_size: Any) -> int:
@@ -147,182 +147,92 @@ def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class ExtraTokens:
-    """What extra tokens bring to an attention: n of them, those before the grid first."""
-
-    query: torch.Tensor
-    """(B, n, H, D) after RoPE, float32 (float64 for float64 inputs)."""
-    key: torch.Tensor
-    """Like ``query``."""
-    value: torch.Tensor
-    """(B, n, H, D) in the type of the input."""
-    key_mask: torch.Tensor | None
-    """(B, n), where the tokens of the grid have one."""
-    before: int
-    """How many of the own ones stand before the grid in the sequence."""
-    counts: tuple[int, ...] = ()
-    """How many are of every process of the call's group; empty where all are own ones."""
-    rank: int = 0
-    """Which of these processes is this one."""
-
-    @classmethod
-    def of(
-        cls,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotary: Rotary | None,
-        key_mask: torch.Tensor | None,
-        extra: Extra,
-    ) -> "ExtraTokens":
-        """Out of a whole sequence: query, key and value (B, N, H, D), RoPE (1 or B, N, 1, D), mask (B, N)."""
-        table = None if rotary is None else rotary_table((of_extra(rotary[0], extra), of_extra(rotary[1], extra)))
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        near_query, near_key = (rotated(of_extra(x, extra).to(dtype), table) for x in (query, key))
-        mask = None if key_mask is None else of_extra(key_mask, extra)
-        return cls(near_query, near_key, of_extra(value, extra), mask, extra[0])
-
-    @property
-    def count(self) -> int:
-        """N."""
-        return self.query.shape[1]
-
-    @property
-    def own(self) -> slice:
-        """Those of this process, which follow each other."""
-        if not self.counts:
-            return slice(None)
-        return slice(sum(self.counts[: self.rank]), sum(self.counts[: self.rank + 1]))
-
-    def after(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The grid's tokens (B, N, H, D), after RoPE, with these after them, in the types of the grid's."""
-        pairs = ((query, self.query), (key, self.key), (value, self.value))
-        query, key, value = (torch.cat([x, own.to(x.dtype)], dim=1) for x, own in pairs)
-        if key_mask is not None and self.key_mask is not None:
-            key_mask = torch.cat([key_mask, self.key_mask.to(key_mask.dtype)], dim=1)
-        return query, key, value, key_mask
-
-    def around(self, grid: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The whole sequence, (B, N + n, ...), of the grid's tokens (B, N, ...) and these (B, n, ...)."""
-        return torch.cat([own[:, : self.before], grid, own[:, self.before :]], dim=1)
-
-
-def of_grid(x: torch.Tensor, extra: Extra) -> torch.Tensor:
-    """The tokens of the grid of a whole sequence (B, N, ...)."""
-    before, after = extra
-    return x[:, before : x.shape[1] - after]
-
-
-def of_extra(x: torch.Tensor, extra: Extra) -> torch.Tensor:
-    """The extra tokens of a whole sequence (B, N, ...), side by side: (B, n, ...)."""
-    before, after = extra
-    return torch.cat([x[:, :before], x[:, x.shape[1] - after :]], dim=1)
-
-
-@dataclass(frozen=True)
 class Call:
-    """The arguments of :func:`mhla_diffusers.attention.mhla_attention`, which has checked them and describes them.
+    """The arguments of :func:`mhla_diffusers.attention.mhla_attention`, which describes them.
 
-    Shapes: B batch, N tokens of the grid, H heads, D head dim, M blocks. What extra tokens bring is
-    :attr:`extra` alone.
+    N tokens of the sequence, those of the grid in raster order between ``extra[0]`` tokens before and ``extra[1]``
+    after them.
     """
 
     query: torch.Tensor
-    """(B, N, H, D)."""
     key: torch.Tensor
-    """Like ``query``."""
     value: torch.Tensor
-    """Like ``query``."""
     mixing: torch.Tensor
-    """(M, M) or (H, M, M)."""
     grid: Shape
     blocks: Shape
     feature_map: str = "relu"
-    rotary: torch.Tensor | None = None
-    """What :func:`mhla_diffusers.attention.rope.rotary_table` makes of (cos, sin), (1 or B, N, 1, D); with
-    ``rotary_axes`` what :func:`mhla_diffusers.attention.rope.axial_table` makes of them."""
+    rotary: Rotary | None = None
     rope: str = "after"
     normalize: bool = True
     eps: float = 1e-6
     key_mask: torch.Tensor | None = None
-    """(B, N)."""
     output_norm: torch.Tensor | None = None
-    """(D,)."""
     output_gate: torch.Tensor | None = None
-    """(B, N, H, D)."""
     linear_weight: torch.Tensor | None = None
-    """λ, (H,); None for no sparse branch, or for one without a linear branch."""
-    lists: BlockLists | None = None
+    sparse: BlockLists | ContentRule | None = None
     pooled_bias: torch.Tensor | None = None
-    """β, (H,), or (B, H) where it was fitted; None without pooled keys."""
-    rotary_axes: Shape | None = None
-    """Channels that turn with each axis of :attr:`grid_3d`; None where RoPE is not that of a grid."""
-    extra: ExtraTokens | None = None
-    """None for no extra tokens. With them, ``sparse=None`` stands for empty lists and
-    ``linear_weight=None`` for a λ of 1 then."""
-    first: int = 0
-    """Place on the grid, in raster order, of the first of the N tokens: they are all of the grid's, or the share of
-    them that a process holds, which follow each other."""
-    group: str | None = None
-    """Name of the process group whose calls hold the tokens of the grid between them; None for all in this call."""
-    shares: tuple[Share, ...] = ()
-    """Of every process of :attr:`group`, in its order."""
+    """β, (H,), or (B, H) where it was fitted."""
+    extra: Extra = (0, 0)
+    parallel: Parallel | None = None
     causal: str | None = None
-    """"token", "block" or None; see :mod:`mhla_diffusers.attention.causal`. The tokens then begin with the grid and may
-    end before it does."""
-    rule: ContentRule | None = None
-    """By which :attr:`lists` are chosen where they are not known yet."""
+    first: int = 0
+    """Place on the grid of the first grid token, which a share of the tokens or a part of a sequence begins with."""
+
+    @property
+    def tokens(self) -> int:
+        """Grid tokens of the call."""
+        return self.query.shape[1] - sum(self.extra)
+
+    @property
+    def group(self) -> str | None:
+        """Name of the ring of processes whose calls hold the grid's tokens between them; None for all in this call."""
+        return None if self.parallel is None or self.parallel.ring.size == 1 else self.parallel.ring.name
 
     @property
     def lists_everything(self) -> bool:
         """Whether every query attends to every key with softmax, so that nothing is left to another branch."""
-        density = self.rule.density if self.rule is not None else self.lists.density if self.lists is not None else 0
-        return density >= 1
-
-    @property
-    def rank(self) -> int:
-        """Which process of :attr:`group` this one is."""
-        return self.shares.index((self.first, self.query.shape[1]))
-
-    @property
-    def grid_3d(self) -> Shape:
-        """The token grid with three axes; missing ones stand in front, of one token."""
-        return (1,) * (3 - len(self.grid)) + self.grid
+        if isinstance(self.sparse, ContentRule):
+            blocks = block_count(self.grid, self.sparse.block_size)
+            return list_length(self.sparse.density, blocks) == blocks
+        return self.sparse is not None and self.sparse.density == 1
 
     @property
     def own_blocks(self) -> slice:
-        """The blocks, by number, that the call's tokens may lie in, whose rows of the mixing matrix it needs."""
-        if self.first == 0 and self.query.shape[1] == math.prod(self.grid):
+        """Numbers of the MHLA blocks that the call's tokens may lie in: the rows of the mixing matrix that it needs."""
+        if self.first == 0 and self.tokens == math.prod(self.grid):
             return slice(0, math.prod(self.blocks))
-        return blocks_of_range(self.grid, self.blocks, self.first, self.query.shape[1])
+        return blocks_of_range(self.grid, self.blocks, self.first, self.tokens)
 
-    @property
-    def rotary_of_tokens(self) -> torch.Tensor | None:
-        """The table of every token, (1 or B, N, 1, D)."""
-        if self.rotary is None or self.rotary_axes is None:
-            return self.rotary
-        return table_of_tokens(self.rotary, self.grid_3d, self.rotary_axes)
+    def on_grid(self, x: torch.Tensor) -> torch.Tensor:
+        """Take the grid's tokens out of a sequence (B, N, ...)."""
+        return x[:, self.extra[0] : x.shape[1] - self.extra[1]] if any(self.extra) else x
 
+    def extra_last(self, x: torch.Tensor) -> torch.Tensor:
+        """Move the extra tokens of a sequence (B, N, ...) behind the grid's, those before it first."""
+        before, end = self.extra[0], x.shape[1] - self.extra[1]
+        return torch.cat([x[:, before:end], x[:, :before], x[:, end:]], dim=1) if before else x
 
-def split_call(call: Call, rotary: Rotary | None, extra: Extra) -> tuple[Call, Rotary | None]:
-    """Take the extra tokens out of a call of a whole sequence, which has no RoPE yet.
-
-    Returns:
-        The call of the grid's tokens, with the extra ones, and RoPE of the grid's, for :func:`with_rotary`.
-    """
-    others = ExtraTokens.of(call.query, call.key, call.value, rotary, call.key_mask, extra)
-    query, key, value = (of_grid(x, extra) for x in (call.query, call.key, call.value))
-    mask = None if call.key_mask is None else of_grid(call.key_mask, extra)
-    if rotary is not None:
-        rotary = of_grid(rotary[0], extra), of_grid(rotary[1], extra)
-    return replace(call, query=query, key=key, value=value, key_mask=mask, extra=others), rotary
+    def in_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`extra_last`."""
+        before, end = self.extra[0], x.shape[1] - sum(self.extra)
+        parts = x[:, end : end + before], x[:, :end], x[:, end + before :]
+        return torch.cat(parts, dim=1) if before else x
 
 
-def with_rotary(call: Call, rotary: Rotary, axes: Shape | None) -> Call:
-    """A call with RoPE; ``axes`` are channels that turn with each axis of the grid, None for angles of any kind."""
-    if axes is None:
-        return replace(call, rotary=rotary_table(rotary))
-    missing = (0,) * (3 - len(axes))
-    return replace(call, rotary=axial_table(rotary, call.grid_3d), rotary_axes=missing + axes)
+class Backend(Protocol):
+    """The functions of a backend, a module: :mod:`.eager` or :mod:`.triton.backend`."""
+
+    def linear(self, call: Call) -> torch.Tensor:
+        """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
+
+    def states(self, call: Call) -> torch.Tensor:
+        """KV states, and to normalise key sums as a last row, of the call's tokens: (B, H, M, D + normalize, D)."""
+
+    def read(self, call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
+
+    def sparse(self, call: Call) -> torch.Tensor:
+        """The sparse branch, to extra tokens too, merged with MHLA where there is λ: (B, N, H, D)."""
+
+    def own_block(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Causal attention within the own frame block: output (B, N, H, D) and LSE (B, N, H, 1), in sum types."""

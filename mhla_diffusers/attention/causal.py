@@ -14,53 +14,42 @@ The sequence begins with the grid and may end before it does.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
 import torch
 
-from .call import Call
+from .call import Backend, Call
 from .feature_maps import get_feature_map
 from .layout import frame_block_starts
 from .linear import finish
-from .merge import LinearAttention, least_mixing, under_common_sum, with_least_mask
 from .mixing import causal_mixing
-from .precision import sum_dtype, without_autocast
-from .rope import apply_rotary
+from .precision import LEAST_MASK, sum_dtype, without_autocast
+from .rope import apply_rotary, rotary_table
+from .sparse import least_mixing, under_common_sum
 
 Causal = Literal["token", "block"]
 _BYTES = 2**23
 """Of scores, or of query, key or value, that are formed at once."""
 Own = tuple[torch.Tensor, torch.Tensor | None]
-"""Output (B, N, H, D) and log of the sum of weights (B, N, H, 1), None without normaliser; in float32 (float64 for
-float64 inputs)."""
+"""Output (B, N, H, D) and LSE (B, N, H, 1), None without normaliser; in float32 (float64 for float64 inputs)."""
 
 
-@dataclass(frozen=True)
-class CausalAttention:
-    """A backend's parts of which causal attention is made."""
-
-    linear: LinearAttention
-    """MHLA throughout."""
-    own: Callable[[Call], Own]
-    """What a query takes from its own frame block, up to itself or whole,
-    :func:`own_block_attention`."""
-
-    def __call__(self, call: Call) -> torch.Tensor:
-        """The output (B, N, H, D) of a sequence from its begin."""
-        call = with_causal_mixing(call)
-        if not has_own_part(call):
-            return self.linear.read(call, self.linear.states(call))[0]
-        starts, count = frame_block_starts(call.grid, call.blocks), call.query.shape[1]
-        last = max(start for start in starts if start < count)
-        if not last:
-            return beside_earlier(call, self.own(call), None)
-        # the first frame block has none before it, and the last is before none
-        later = linear_branch(part_of(call, slice(starts[1], count)))
-        earlier = self.linear.states(linear_branch(part_of(call, slice(0, last))))
-        return beside_earlier(call, self.own(call), self.linear.read(later, earlier))
+def causal_attention(call: Call, backend: Backend) -> torch.Tensor:
+    """Attend in a sequence from its begin: (B, N, H, D)."""
+    call = with_causal_mixing(call)
+    if not has_own_part(call):
+        return backend.linear(call)
+    starts, count = frame_block_starts(call.grid, call.blocks), call.query.shape[1]
+    last = max(start for start in starts if start < count)
+    if not last:
+        return beside_earlier(call, backend.own_block(call), None)
+    # the first frame block has none before it, and the last is before none
+    mixing = causal_mixing(call.mixing, call.blocks, own=False)
+    alone = replace(call, mixing=mixing, output_norm=None, output_gate=None, linear_weight=None)
+    earlier = backend.states(part_of(alone, slice(0, last)))
+    return beside_earlier(call, backend.own_block(call), backend.read(part_of(alone, slice(starts[1], count)), earlier))
 
 
 def has_own_part(call: Call) -> bool:
@@ -70,31 +59,22 @@ def has_own_part(call: Call) -> bool:
 
 def with_causal_mixing(call: Call) -> Call:
     """A call whose mixing matrix holds what is seen alone, and whose masked keys still weigh something."""
-    return replace(with_least_mask(call), mixing=causal_mixing(least_mixing(call.mixing), call.blocks, own=True))
+    mixing = causal_mixing(least_mixing(call.mixing), call.blocks, own=True)
+    return replace(call, key_mask=least_mask(call), mixing=mixing)
 
 
-def linear_branch(call: Call) -> Call:
-    """MHLA over the earlier frame blocks alone, without norm, gate and λ."""
-    mixing = causal_mixing(call.mixing, call.blocks, own=False)
-    return replace(call, mixing=mixing, output_norm=None, output_gate=None, linear_weight=None)
+def least_mask(call: Call) -> torch.Tensor | None:
+    """Key mask of which masked keys still weigh something, in the type of sums."""
+    return None if call.key_mask is None else call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK)
 
 
 def part_of(call: Call, tokens: slice) -> Call:
     """The call of some of its tokens."""
-
-    def some(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x[:, tokens]
-
-    return replace(
-        call,
-        query=call.query[:, tokens],
-        key=call.key[:, tokens],
-        value=call.value[:, tokens],
-        rotary=some(call.rotary),
-        key_mask=some(call.key_mask),
-        output_gate=some(call.output_gate),
-        first=call.first + tokens.start,
-    )
+    query, key, value = (x[:, tokens] for x in (call.query, call.key, call.value))
+    mask, gate = (None if x is None else x[:, tokens] for x in (call.key_mask, call.output_gate))
+    rotary = None if call.rotary is None else (call.rotary[0][:, tokens], call.rotary[1][:, tokens])
+    changed = {"rotary": rotary, "key_mask": mask, "output_gate": gate, "first": call.first + tokens.start}
+    return replace(call, query=query, key=key, value=value, **changed)
 
 
 def beside_earlier(call: Call, own: Own, earlier: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
@@ -123,15 +103,24 @@ def beside_earlier(call: Call, own: Own, earlier: tuple[torch.Tensor, ...] | Non
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
 
 
-def own_block_attention(call: Call) -> Own:
+def own_block(call: Call) -> Own:
     """What every query takes from the keys of its block; with ``causal="token"`` from those that do not come after it.
 
     Args:
         call: whose tokens begin with the grid, and may end before it does. With ``linear_weight`` the weights are
             those of softmax, exp(q · k / √D), and without it those of MHLA, m_ii φ(q) · φ(k).
     """
+    parts: list[Own] = []
+    batch, _, heads, head_dim = call.query.shape
     with without_autocast(call.query.device):
-        return joined([_of_blocks(call, blocks, tokens) for blocks, tokens in block_runs(call)])
+        for blocks, tokens in block_runs(call):
+            length = (tokens.stop - tokens.start) // (blocks.stop - blocks.start)
+            at_once = max(1, _BYTES // (4 * batch * heads * length * max(length, head_dim)))
+            for first in range(blocks.start, blocks.stop, at_once):
+                some = slice(first, min(first + at_once, blocks.stop))
+                start, stop = (tokens.start + (block - blocks.start) * length for block in (some.start, some.stop))
+                parts.append(_attend_within(call, some, slice(start, stop)))
+    return joined(parts)
 
 
 def block_runs(call: Call) -> list[tuple[slice, slice]]:
@@ -148,41 +137,43 @@ def block_runs(call: Call) -> list[tuple[slice, slice]]:
     return runs
 
 
-def _of_blocks(call: Call, blocks: slice, tokens: slice) -> Own:
-    """Of blocks that are equally long, a few of them at a time."""
-    count = blocks.stop - blocks.start
-    length, (batch, _, heads, head_dim) = (tokens.stop - tokens.start) // count, call.query.shape
-    at_once = max(1, _BYTES // (4 * batch * heads * length * max(length, head_dim)))
-    parts = []
-    for first in range(0, count, at_once):
-        last = min(first + at_once, count)
-        here = slice(tokens.start + first * length, tokens.start + last * length)
-        parts.append(_attend(call, slice(blocks.start + first, blocks.start + last), here))
-    return joined(parts)
-
-
 def joined(parts: list[Own]) -> Own:
     """Parts of a sequence that follow each other."""
-    sums = [log_sum for _, log_sum in parts if log_sum is not None]
+    sums = [lse for _, lse in parts if lse is not None]
     return torch.cat([output for output, _ in parts], dim=1), torch.cat(sums, dim=1) if sums else None
 
 
-def _attend(call: Call, blocks: slice, tokens: slice) -> Own:
-    count, dtype = blocks.stop - blocks.start, sum_dtype(call.query.dtype)
-    # copies, since a feature map may overwrite its input
-    query, key, value = (_blocked(x[:, tokens].to(dtype, copy=True), count) for x in (call.query, call.key, call.value))
-    table = None if call.rotary is None else _blocked(call.rotary[:, tokens].to(dtype), count)
-    mask = None if call.key_mask is None else _blocked(call.key_mask[:, tokens, None, None].to(dtype), count)
+def _attend_within(call: Call, blocks: slice, tokens: slice) -> Own:
+    """Attend within equally long frame blocks."""
+    dtype, table = sum_dtype(call.query.dtype), rotary_table(call.rotary)
+
+    def by_block(x: torch.Tensor) -> torch.Tensor:
+        """(B, N, H, D) to (B, H, blocks, tokens per block, D): a copy, since a feature map may overwrite its input."""
+        parts = x[:, tokens].to(dtype, copy=True).unflatten(1, (blocks.stop - blocks.start, -1))
+        return parts.permute(0, 3, 1, 2, 4)
+
+    def in_order(x: torch.Tensor) -> torch.Tensor:
+        return x.permute(0, 2, 3, 1, 4).flatten(1, 2)
+
+    query, key, value = (by_block(x) for x in (call.query, call.key, call.value))
+    angles = None if table is None else by_block(table)
+    mask = None if call.key_mask is None else by_block(call.key_mask[..., None, None])
+    if angles is not None and (call.linear_weight is not None or call.rope == "before"):
+        query, key, angles = apply_rotary(query, angles), apply_rotary(key, angles), None
     if call.linear_weight is not None:
-        if table is not None:
-            query, key = apply_rotary(query, table), apply_rotary(key, table)
-        output, log_sum = own_softmax(query, key, value, mask, call.causal == "token")
-        return _tokens(output), _tokens(log_sum)
-    output, normaliser = _linear_up_to_itself(call, query, key, value, table, mask)
+        output, lse = own_softmax(query, key, value, mask, call.causal == "token")
+        return in_order(output), in_order(lse)
+    phi = get_feature_map(call.feature_map)
+    query, key = phi(query, call.eps), phi(key, call.eps)
+    key = key if mask is None else key * mask
     own = call.mixing.diagonal(dim1=-2, dim2=-1)[..., blocks, None, None].to(dtype)
+    normaliser = (query * key.cumsum(dim=-2)).sum(dim=-1, keepdim=True) if call.normalize else None
+    if angles is not None:
+        query, key = apply_rotary(query, angles), apply_rotary(key, angles)
+    output = (query @ key.mT).tril() @ value
     if normaliser is None:
-        return _tokens(own * output), None
-    return _tokens(output / normaliser), _tokens((own * normaliser).log())
+        return in_order(own * output), None
+    return in_order(output / normaliser), in_order((own * normaliser).log())
 
 
 def own_softmax(
@@ -208,34 +199,3 @@ def own_softmax(
         scores = scores.masked_fill(~seen.tril(key.shape[-2] - query.shape[-2]), -math.inf)
     log_sum = scores.logsumexp(dim=-1, keepdim=True)
     return (scores - log_sum).exp() @ value, log_sum
-
-
-def _linear_up_to_itself(
-    call: Call,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    table: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Numerator (B, H, blocks, L, D) and normaliser (B, H, blocks, L, 1) without m_ii."""
-    phi = get_feature_map(call.feature_map)
-    if table is not None and call.rope == "before":
-        query, key, table = apply_rotary(query, table), apply_rotary(key, table), None
-    query, key = phi(query, call.eps), phi(key, call.eps)
-    if mask is not None:
-        key = key * mask
-    normaliser = (query * key.cumsum(dim=-2)).sum(dim=-1, keepdim=True) if call.normalize else None
-    if table is not None:
-        query, key = apply_rotary(query, table), apply_rotary(key, table)
-    return (query @ key.mT).tril() @ value, normaliser
-
-
-def _blocked(x: torch.Tensor, count: int) -> torch.Tensor:
-    """(B, tokens, H, D) to (B, H, blocks, tokens per block, D)."""
-    return x.unflatten(1, (count, -1)).permute(0, 3, 1, 2, 4)
-
-
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """The inverse."""
-    return x.permute(0, 2, 3, 1, 4).flatten(1, 2)

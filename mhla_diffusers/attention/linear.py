@@ -13,101 +13,113 @@ import torch
 from .call import Call
 from .feature_maps import get_feature_map
 from .layout import block_rows, from_blocks, to_blocks
+from .parallel.collectives import summed
 from .precision import OUTPUT_NORM_EPS, sum_dtype, without_autocast
-from .rope import apply_rotary
+from .rope import apply_rotary, rotary_table
 
 _CACHED_BYTES = 2**19
 """Of query, key or value, as the sums are kept, that are worked on at once on a CPU, if that is a block or more."""
 _MOST_BYTES = 2**23
 """The same of a part of one block, whose state is then the sum of several."""
+_Part = tuple[slice, slice]
+"""Blocks, and tokens within them, that are worked on at once."""
 
 
-def block_states(call: Call) -> torch.Tensor:
+def linear(call: Call) -> torch.Tensor:
+    """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
+    return read(call, summed(states(call), call.group))[0]
+
+
+def states(call: Call) -> torch.Tensor:
     """KV states and, to normalise, key sums of all blocks, of the tokens of the call (paper, Eq. 3).
 
     Returns:
         (B, H, M, D + normalize, D), the key sum after the rows of the state; float32 (float64 for float64 inputs).
     """
     with without_autocast(call.query.device):
-        key, value, table, weight = (
-            _in_blocks(call, call.key),
-            _in_blocks(call, call.value),
-            _table(call),
-            _weights(call),
-        )
-        states: list[torch.Tensor] = []
+        key, value = _in_blocks(call, call.key), _in_blocks(call, call.value)
+        table, weight = _angles(call), _weights(call)
+        found: list[torch.Tensor] = []
         for blocks, tokens in _parts(key):
-            turned, plain = _features(call, key, table, blocks, tokens)
+            turned, plain = _features(call, key, table, (blocks, tokens))
             if weight is not None:
-                turned, plain = (x * _part(weight, blocks, tokens) for x in (turned, plain))
-            state = turned.mT @ _part(value, blocks, tokens)
+                turned, plain = (x * _take(weight, (blocks, tokens)) for x in (turned, plain))
+            state = turned.mT @ _take(value, (blocks, tokens))
             if call.normalize:
                 state = torch.cat([state, plain.sum(dim=-2, keepdim=True)], dim=-2)
             if tokens.start:
-                state = states.pop() + state
-            states.append(state)
-        joined = states[0] if len(states) == 1 else torch.cat(states, dim=2)
+                state = found.pop() + state
+            found.append(state)
+        joined = found[0] if len(found) == 1 else torch.cat(found, dim=2)
         own, count = call.own_blocks, math.prod(call.blocks)
         return torch.nn.functional.pad(joined, (0, 0, 0, 0, own.start, count - own.stop))
 
 
-def read_states(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the queries read from the mixed states of all tokens.
+def read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Mix the states and read them by the queries.
 
     Args:
         call: the call.
-        states: what :func:`block_states` returns, of all tokens of the grid.
+        states: what :func:`states` returns, of all tokens of the grid.
 
     Returns:
         The output (B, N, H, D) in the type of the query, and with ``normalize`` the normaliser of Eq. 4,
-        φ(q)ᵀ Σ_b m_ib z_b, as (B, N, H, 1) in float32 (float64 for float64 inputs).
+        φ(q)ᵀ Σ_b m_ib z_b, as (B, N, H, 1) in float32 (float64 for float64 inputs). N tokens of the grid.
     """
     head_dim = call.query.shape[3]
     with without_autocast(call.query.device):
-        query, table, mixed = _in_blocks(call, call.query), _table(call), _mix(call, states)
+        query, table = _in_blocks(call, call.query), _angles(call)
+        # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
+        mixing = call.mixing[..., call.own_blocks, :].to(states.dtype).expand(*states.shape[:2], -1, -1)
+        mixed = (mixing @ states.flatten(3)).unflatten(3, states.shape[3:])
         found: list[list[torch.Tensor]] = []
         for blocks, tokens in _parts(query):
-            turned, plain = _features(call, query, table, blocks, tokens)
+            turned, plain = _features(call, query, table, (blocks, tokens))
             here = mixed[:, :, blocks]
             output = turned @ here[..., :head_dim, :]
             normaliser = [plain @ here[..., head_dim:, :].mT] if call.normalize else []
             for divisor in normaliser:
                 output = output.div_(divisor)
-            found.append([x.permute(0, 2, 3, 1, 4) for x in (output, *normaliser)])
-        output, *normaliser = (_in_raster(call, list(pieces), query.shape) for pieces in zip(*found, strict=True))
+            found.append([x.permute(0, 2, 3, 1, 4).flatten(1, 2) for x in (output, *normaliser)])
+        rows = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in map(list, zip(*found, strict=True)))
+        place = call.grid, call.blocks, 0, call.first, call.tokens
+        output, *normaliser = (from_blocks(x.reshape(*query.shape[:4], -1), *place) for x in rows)
         return finish(output, call.output_norm, call.output_gate).to(call.query.dtype), *normaliser
 
 
-def linear_attention(call: Call) -> tuple[torch.Tensor, ...]:
-    """The linear branch alone, as :func:`read_states` returns it."""
-    return read_states(call, block_states(call))
+def finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None) -> torch.Tensor:
+    """Output RMSNorm per head, with (D,) weight, then × SiLU(gate) of the output's shape, where they are given."""
+    if output_norm is not None:
+        output = torch.nn.functional.rms_norm(output, output.shape[-1:], output_norm.to(output.dtype), OUTPUT_NORM_EPS)
+    if output_gate is not None:
+        output = output * torch.nn.functional.silu(output_gate.to(output.dtype))
+    return output
 
 
 def _in_blocks(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """(B, N, H, D) block by block: (B, b, L, H, D), shorter blocks filled up with one of their tokens."""
-    return to_blocks(x, call.grid, call.blocks, 0, call.first, False)
+    """Order the grid's tokens of (B, N, H, D) by blocks: (B, b, L, H, D), shorter ones filled up with a token."""
+    return to_blocks(call.on_grid(x), call.grid, call.blocks, 0, call.first, False)
 
 
-def _table(call: Call) -> torch.Tensor | None:
+def _angles(call: Call) -> torch.Tensor | None:
     """RoPE's table block by block, if there is one."""
-    table = call.rotary_of_tokens
+    table = rotary_table(call.rotary)
     return None if table is None else _in_blocks(call, table)
 
 
 def _weights(call: Call) -> torch.Tensor | None:
     """What every row of :func:`_in_blocks` counts: (1 or B, b, L, 1, 1), 0 of filling; None where all count 1."""
-    mask = call.key_mask
+    mask = None if call.key_mask is None else call.on_grid(call.key_mask)
     if mask is None:
-        count = call.query.shape[1]
-        if math.prod(block_rows(call.grid, call.blocks, 0, call.first, count)) == count:
+        if math.prod(block_rows(call.grid, call.blocks, 0, call.first, call.tokens)) == call.tokens:
             return None
-        mask = torch.ones(1, count, device=call.query.device)
+        mask = torch.ones(1, call.tokens, device=call.query.device)
     weights = to_blocks(mask.to(sum_dtype(call.query.dtype)), call.grid, call.blocks, 0, call.first, True)
     return weights[..., None, None]
 
 
-def _parts(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Blocks, and tokens within them, of (B, b, L, H, D) that are worked on at once; all where gradients are kept."""
+def _parts(x: torch.Tensor) -> Iterator[_Part]:
+    """Cut (B, b, L, H, D) into parts that are worked on one after another; where gradients are kept, one of all."""
     batch, blocks, length, heads, head_dim = x.shape
     if torch.is_grad_enabled() or x.device.type != "cpu":
         yield slice(0, blocks), slice(0, length)
@@ -119,46 +131,20 @@ def _parts(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
             yield slice(block, min(block + step, blocks)), slice(token, min(token + within, length))
 
 
-def _part(x: torch.Tensor, blocks: slice, tokens: slice) -> torch.Tensor:
+def _take(x: torch.Tensor, part: _Part) -> torch.Tensor:
     """(B, H, blocks, tokens, D) of (B, b, L, H, D), in the type of sums."""
-    return x[:, blocks, tokens].permute(0, 3, 1, 2, 4).to(sum_dtype(x.dtype))
-
-
-def _in_raster(call: Call, pieces: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """(B, N, H, D) of the pieces of all parts, each (B, blocks, tokens, H, D), for (B, b, L, H, D) queries."""
-    rows = pieces[0] if len(pieces) == 1 else torch.cat([x.flatten(1, 2) for x in pieces], dim=1)
-    rows = rows.reshape(*shape[:4], -1)
-    return from_blocks(rows, call.grid, call.blocks, 0, call.first, call.query.shape[1])
+    return x[:, part[0], part[1]].permute(0, 3, 1, 2, 4).to(sum_dtype(x.dtype))
 
 
 def _features(
-    call: Call, rows: torch.Tensor, table: torch.Tensor | None, blocks: slice, tokens: slice
+    call: Call, rows: torch.Tensor, table: torch.Tensor | None, part: _Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Features of a part of the rows for the numerator and for the normaliser, each (B, H, blocks, tokens, D)."""
     phi = get_feature_map(call.feature_map)
     # a copy, which a feature map may overwrite, and which the product needs anyway
-    x = _part(rows, blocks, tokens).clone(memory_format=torch.contiguous_format)
-    if table is None:
-        return (features := phi(x, call.eps)), features
-    angles = _part(table, blocks, tokens)
-    if call.rope == "before":
-        return (features := phi(apply_rotary(x, angles), call.eps)), features
+    x = _take(rows, part).clone(memory_format=torch.contiguous_format)
+    angles = None if table is None else _take(table, part)
+    if angles is not None and call.rope == "before":
+        x, angles = apply_rotary(x, angles), None
     features = phi(x, call.eps)
-    return apply_rotary(features, angles), features
-
-
-def _mix(call: Call, states: torch.Tensor) -> torch.Tensor:
-    """Multi-Head Mixing: the mixture of states that each own block sees, (B, H, b, D + normalize, D)."""
-    coefficients = call.mixing[..., call.own_blocks, :]
-    # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
-    coefficients = coefficients.to(states.dtype).expand(*states.shape[:2], -1, -1)
-    return (coefficients @ states.flatten(3)).unflatten(3, states.shape[3:])
-
-
-def finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None) -> torch.Tensor:
-    """Output RMSNorm per head, with (D,) weight, then × SiLU(gate) of the output's shape, where they are given."""
-    if output_norm is not None:
-        output = torch.nn.functional.rms_norm(output, output.shape[-1:], output_norm.to(output.dtype), OUTPUT_NORM_EPS)
-    if output_gate is not None:
-        output = output * torch.nn.functional.silu(output_gate.to(output.dtype))
-    return output
+    return (features if angles is None else apply_rotary(features, angles)), features

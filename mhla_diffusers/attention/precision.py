@@ -1,6 +1,7 @@
 """What sums are kept in, and what keeps divisions finite."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -21,3 +22,24 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast switched off; the meta device, for which shapes and costs are counted, has none."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(..., m, k) @ (..., k, n) in the type of the right one, whatever autocast says where backward() is called."""
+    found: torch.Tensor = _Product.apply(left, right)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(left, right)
+        with without_autocast(right.device):
+            return torch.matmul(left.to(right.dtype), right)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (upstream,), (left, right) = gradients, ctx.saved_tensors
+        with without_autocast(right.device):
+            of_left = torch.matmul(upstream, right.mT)
+            return of_left.to(left.dtype), torch.matmul(left.to(right.dtype).mT, upstream)

@@ -1,17 +1,32 @@
 """Rotary position embedding in the layout that diffusers' Wan uses."""
 
-from collections.abc import Sequence
-
 import torch
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """(cos, sin), each (1 or B, N, 1, D): the angle of channel pair (2i, 2i + 1) stands at both channels."""
+_KEPT = "_mhla_table"
 
 
-def rotary_table(rotary: Rotary) -> torch.Tensor:
-    """(cos, sin) of every channel pair at the places of the pair: one table (1 or B, N, 1, D)."""
+def rotary_table(rotary: Rotary | None) -> torch.Tensor | None:
+    """Join (cos, sin) of every channel pair at the places of the pair: one table (1 or B, N, 1, D).
+
+    All layers of a forward are handed the same two tensors, so the table is kept on the first of them until one of them
+    changes; not where that cannot be known (inference mode), nor while a graph is compiled or captured.
+    """
+    if rotary is None:
+        return None
     cos, sin = rotary
-    return torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
+    is_traced = torch.compiler.is_compiling() or (cos.is_cuda and torch.cuda.is_current_stream_capturing())
+    if is_traced or cos.is_inference() or sin.is_inference() or cos.requires_grad or sin.requires_grad:
+        return torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
+    kept = getattr(cos, _KEPT, None)
+    if kept is None or kept[0] is not sin or kept[1] != (cos._version, sin._version):
+        with torch.inference_mode(False):
+            table = torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
+        kept = sin, (cos._version, sin._version), table
+        setattr(cos, _KEPT, kept)
+    found: torch.Tensor = kept[2]
+    return found
 
 
 def rotary_of_complex(numbers: torch.Tensor) -> Rotary:
@@ -23,39 +38,6 @@ def rotary_of_complex(numbers: torch.Tensor) -> Rotary:
     by_sample = numbers if numbers.ndim == 3 else numbers[None]
     cos, sin = (part.repeat_interleave(2, dim=-1)[:, :, None] for part in (by_sample.real, by_sample.imag))
     return cos, sin
-
-
-def axial_table(rotary: Rotary, grid: Sequence[int]) -> torch.Tensor:
-    """Where every channel rotates with one axis of the grid alone: a row per place on each axis, the axes in order.
-
-    Args:
-        rotary: (cos, sin), each (1 or B, N, 1, D).
-        grid: token grid of three axes, missing ones in front as 1.
-
-    Returns:
-        (1 or B, sum of the grid, 1, D), as :func:`rotary_table`. A row holds the channels of all axes, of which
-        :func:`table_of_tokens` reads those of its own.
-    """
-    on_axes = []
-    for table in rotary:
-        places = table.unflatten(1, tuple(grid))
-        on_axes.append(torch.cat([places[:, :, 0, 0], places[:, 0, :, 0], places[:, 0, 0]], dim=1))
-    cos, sin = on_axes
-    return rotary_table((cos, sin))
-
-
-def table_of_tokens(table: torch.Tensor, grid: Sequence[int], axes: tuple[int, ...]) -> torch.Tensor:
-    """(1 or B, N, 1, D) of an :func:`axial_table`; ``axes`` are the channels that turn with each axis."""
-    batch = table.shape[0]
-    channels = []
-    rows, first = table.split(list(grid), dim=1), 0
-    for axis, (on_axis, count) in enumerate(zip(rows, axes, strict=True)):
-        size = [batch, 1, 1, 1, 1, count]
-        size[1 + axis] = grid[axis]
-        part = on_axis[..., first : first + count].reshape(size)
-        channels.append(part.expand(batch, *grid, 1, count))
-        first += count
-    return torch.cat(channels, dim=-1).flatten(1, 3)
 
 
 def apply_rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -73,8 +55,9 @@ def apply_rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-def rotated(x: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
-    """(B, N, H, D) after RoPE, if any, computed in float32 (float64 for float64), in the type of ``x``."""
+def rotated(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    """Apply RoPE, if any, to (B, N, H, D): computed in float32 (float64 for float64), in the type of ``x``."""
+    table = rotary_table(rotary)
     if table is None:
         return x
     dtype = torch.promote_types(x.dtype, torch.float32)

@@ -12,31 +12,24 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .api import (
-    CAUSAL_BACKENDS,
-    check_backend,
-    check_call,
-    check_causal,
-    check_rotary,
-    check_tensors,
-    chosen_backend,
-)
-from .call import Call, with_rotary
+from .api import backend_for, check_backend, check_call, check_causal
+from .call import Backend, Call
 from .causal import (
     Causal,
-    CausalAttention,
     Own,
     beside_earlier,
+    causal_attention,
     has_own_part,
+    least_mask,
     own_softmax,
     part_of,
     with_causal_mixing,
 )
 from .feature_maps import get_feature_map
 from .layout import check_layout, frame_block_starts
-from .merge import least_mixing, with_least_mask
 from .precision import sum_dtype, without_autocast
 from .rope import Rotary, rotated
+from .sparse import least_mixing
 
 Beyond = Literal["error", "relative"]
 
@@ -150,9 +143,6 @@ class MHLAState:
         if mixing is None:
             raise ValueError("This state was made with mixing=None, and this step brings none; give step(mixing=...).")
         own = {"output_norm": output_norm, "linear_weight": linear_weight}
-        check_tensors(query, key, value)
-        if rotary is not None:
-            check_rotary(rotary, query)
         call = Call(
             query,
             key,
@@ -160,22 +150,23 @@ class MHLAState:
             mixing,
             self.grid,
             self.blocks,
+            rotary=rotary,
             key_mask=key_mask,
             output_gate=output_gate,
             causal=self.causal,
             **(self.settings | {name: weight for name, weight in own.items() if weight is not None}),
         )
-        check_call(call, (0, 0), query.shape[1], None)
+        check_call(call)
         self._check(query)
         if query.numel() == 0:
             return torch.empty_like(query)
-        attend = CAUSAL_BACKENDS[chosen_backend(self.backend, query, call.feature_map)]
+        backend = backend_for(call, self.backend)
         with without_autocast(query.device):  # states and their mixtures stay as precise as they are kept
             if self._earlier is None and not torch.is_grad_enabled():
                 self._mix_earlier(self._row_of(call))  # before what is put back, as every denoising step needs it
             before = vars(self).copy()
             try:
-                output = self._go_on(attend, call if rotary is None else with_rotary(call, rotary, None), keep)
+                output = self._go_on(backend, call, keep)
             except BaseException:  # an interrupted step too would leave half of itself behind
                 vars(self).update(before)
                 raise
@@ -236,7 +227,7 @@ class MHLAState:
         row, offset = divmod(length - starts[-1], starts[1])
         return self.blocks[0] + row, offset, starts[1]
 
-    def _go_on(self, attend: CausalAttention, call: Call, keep: bool) -> torch.Tensor:
+    def _go_on(self, backend: Backend, call: Call, keep: bool) -> torch.Tensor:
         """The output, frame block after frame block, but for the begin of a sequence, which is one call.
 
         Without ``keep`` what the last one leaves behind is not summed up.
@@ -245,14 +236,14 @@ class MHLAState:
         if not self.length and count > self._starts[1]:
             done = min(count, self._starts[-1])
             begin = part_of(call, slice(0, done))
-            outputs.append(attend(begin))
+            outputs.append(causal_attention(begin, backend))
             if keep or done < count:
-                self._keep_begin(attend, with_causal_mixing(begin))
+                self._keep_begin(backend, with_causal_mixing(begin))
         while done < count:
             _, offset, length = self._place()
             end = min(done + length - offset, count)
             piece, earlier = self._piece(part_of(call, slice(done, end)))
-            outputs.append(self._attend(attend, piece, earlier, keep or end < count))
+            outputs.append(self._attend(backend, piece, earlier, keep or end < count))
             done = end
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
@@ -275,36 +266,38 @@ class MHLAState:
 
     def _piece(self, call: Call) -> tuple[Call, torch.Tensor | None]:
         """Tokens of one frame block as a call of their own, and the mixture of earlier frame blocks that they see."""
-        call, mixing = with_least_mask(call), self._row_of(call)
+        mixing = self._row_of(call)
         self._mix_earlier(mixing)
         frames = call.query.shape[1] // math.prod(self.grid[1:])
         grid, blocks = (frames, *self.grid[1:]), (1, *self.blocks[1:])
-        return replace(call, grid=grid, blocks=blocks, mixing=mixing[..., -1, :], first=0), self._earlier
+        return replace(
+            call, grid=grid, blocks=blocks, mixing=mixing[..., -1, :], key_mask=least_mask(call), first=0
+        ), self._earlier
 
-    def _attend(self, attend: CausalAttention, piece: Call, earlier: torch.Tensor | None, keep: bool) -> torch.Tensor:
+    def _attend(self, backend: Backend, piece: Call, earlier: torch.Tensor | None, keep: bool) -> torch.Tensor:
         seen = replace(piece, mixing=torch.eye(piece.mixing.shape[-1], device=piece.query.device))
         if not has_own_part(piece):
-            states = attend.linear.states(piece)
+            states = backend.states(piece)
             own = _mixed(piece.mixing, states)
-            output = attend.linear.read(seen, own if earlier is None else earlier + own)[0]
+            output = backend.read(seen, own if earlier is None else earlier + own)[0]
             if keep:
                 self._keep(piece, states)
             return output
-        own_part = self._own(attend, piece)
+        own_part = self._own(backend, piece)
         if self._open is not None and piece.linear_weight is None:
             before = _mixed(piece.mixing, self._open)
             earlier = before if earlier is None else earlier + before
         seen = replace(seen, output_norm=None, output_gate=None, linear_weight=None)
-        far = None if earlier is None else attend.linear.read(seen, earlier)
+        far = None if earlier is None else backend.read(seen, earlier)
         output = beside_earlier(piece, own_part, far)
         if keep:
-            self._keep(piece, attend.linear.states(piece))
+            self._keep(piece, backend.states(piece))
         return output
 
-    def _own(self, attend: CausalAttention, piece: Call) -> Own:
+    def _own(self, backend: Backend, piece: Call) -> Own:
         """What the tokens of a piece take from their own frame block."""
         if piece.causal == "block" or piece.linear_weight is None:
-            return attend.own(piece)
+            return backend.own_block(piece)
         query, key, value, weight = _by_head(piece)
         if self._keys is not None and self._values is not None and self._weights is not None:
             key, value = torch.cat([self._keys, key], dim=2), torch.cat([self._values, value], dim=2)
@@ -331,11 +324,11 @@ class MHLAState:
         self._closed = closed if self.blocks[0] > 1 else None
         self._earlier = self._open = self._keys = self._values = self._weights = None
 
-    def _keep_begin(self, attend: CausalAttention, begin: Call) -> None:
+    def _keep_begin(self, backend: Backend, begin: Call) -> None:
         """The past that the begin of a sequence leaves."""
         count = begin.query.shape[1]
         over = sum(start <= count for start in self._starts) - 1
-        by_frame_block = attend.linear.states(begin).unflatten(2, (self.blocks[0], -1))
+        by_frame_block = backend.states(begin).unflatten(2, (self.blocks[0], -1))
         self.length = count
         self._close(by_frame_block[:, :, :over])
         rest = count - self._starts[over]
@@ -352,8 +345,8 @@ def _mixed(mixing: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 
 def _by_head(call: Call) -> tuple[torch.Tensor, ...]:
     """Query and key after RoPE and value, (B, H, n, D), and weights of the keys, (B, 1, n, 1)."""
-    dtype, table = sum_dtype(call.query.dtype), call.rotary
-    query, key = (rotated(x.to(dtype), table) for x in (call.query, call.key))
+    dtype = sum_dtype(call.query.dtype)
+    query, key = (rotated(x.to(dtype), call.rotary) for x in (call.query, call.key))
     mask = call.key_mask if call.key_mask is not None else torch.ones(call.key.shape[:2], device=call.key.device)
     weight = mask.to(dtype)[:, None, :, None]
     return query.transpose(1, 2), key.transpose(1, 2), call.value.to(dtype).transpose(1, 2), weight

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..attention import Call, ContentRule, initial_mixing, mhla_attention, reference_attention
-from ..attention.rope import rotary_table, table_of_tokens
-from ..patching import LayerInput, MHLALayer, mhla_layers
+from ..families import AttentionInputs
+from ..patching import MHLALayer, mhla_layers
 from .shapes import Shape, draw_lists
 
 OUTPUT = "output"
@@ -45,12 +45,8 @@ class Problem:
 
     def reference(self) -> dict[str, torch.Tensor]:
         """Output and gradients of the reference, in float64."""
-        settings = {name: x for name, x in self.settings.items() if name != "rotary_axes"}
-        settings["lists"] = settings.pop("sparse", None)
-        if (rotary := settings.pop("rotary", None)) is not None:
-            settings["rotary"] = rotary_table(rotary)
         doubles = {name: x.double() for name, x in self.tensors.items()}
-        return differentiate(lambda **x: reference_attention(Call(**x, **settings)), doubles, self.upstream)
+        return differentiate(lambda **x: reference_attention(Call(**x, **self.settings)), doubles, self.upstream)
 
 
 def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: str) -> Problem:
@@ -73,12 +69,12 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
     settings: dict[str, Any] = {"grid": shape.grid, "blocks": blocks}
     if causal:
         # before the feature map: after it, the first tokens may have nearly no normaliser to divide by
-        rotary = random_rotary(replace(shape, rotary_axes=None), device)
+        rotary = random_rotary(shape, device)
         settings |= {"grid": (shape.tokens + 1,), "causal": "token", "rotary": rotary, "rope": "before"}
         if kind == "causal softmax":
             tensors["linear_weight"] = torch.ones(shape.heads, device=device)
     elif shape.rotary_axes is not None or "everything" in kind:
-        settings |= {"rotary": random_rotary(shape, device), "rotary_axes": shape.rotary_axes}
+        settings |= {"rotary": random_rotary(shape, device)}
     if "everything" in kind:
         tensors["output_norm"] = 1 + 0.3 * torch.randn(shape.head_dim, device=device)
         tensors["output_gate"] = torch.randn_like(tensors["query"])
@@ -108,13 +104,8 @@ def rule_of(shape: Shape, *, fit_pooled_bias: bool) -> ContentRule:
 
 
 def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of random angles, each (1, N, 1, D), of one axis for each channel where the model's are."""
-    if shape.rotary_axes is None:
-        angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device)
-    else:
-        table = torch.randn(1, sum(shape.grid), 1, shape.head_dim // 2, device=device)
-        angles = table_of_tokens(table, shape.grid, tuple(count // 2 for count in shape.rotary_axes))
-    angles = angles.repeat_interleave(2, dim=-1)
+    """(cos, sin) of random angles, each (1, N, 1, D)."""
+    angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device).repeat_interleave(2, dim=-1)
     return angles.cos(), angles.sin()
 
 
@@ -219,7 +210,7 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
     layers = list(mhla_layers(transformer).values())
 
     def compare(layer: MHLALayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        given: LayerInput = args[0]
+        given: AttentionInputs = args[0]
         weights, value = layer.weights(given), given.value
         errors = errors_of(
             {OUTPUT: output}, {OUTPUT: torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype))}

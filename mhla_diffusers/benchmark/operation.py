@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from ..attention import initial_mixing, mhla_attention
-from ..attention.triton import why_not
+from ..attention.triton.backend import why_not
 from .correctness import branch_weights, check_agreement, check_operation, make_inputs, random_rotary, rule_of
 from .results import CONTENT, PLAIN, Recorder, Row, Run, console
 from .shapes import (
@@ -174,7 +174,7 @@ def _attentions(
     lists = draw_lists(shape, device) if shape.block_size is not None else None
     rotary: dict[str, Any] = {}
     if shape.rotary_axes is not None:
-        rotary = {"rotary": random_rotary(shape, device), "rotary_axes": shape.rotary_axes}
+        rotary = {"rotary": random_rotary(shape, device)}
 
     def why_not_timed(kind: str, backend: str) -> str | None:
         if backend in PACKAGES:

@@ -218,7 +218,7 @@ def attend(attention: str, share: OwnShare) -> torch.Tensor:
         shape = share.shape
         given: dict[str, Any] = {**share.tensors, "grid": shape.grid, "blocks": shape.blocks}
         if share.rotary is not None:
-            given |= {"rotary": share.rotary, "rotary_axes": shape.rotary_axes}
+            given |= {"rotary": share.rotary}
         return mhla_attention(**given, parallel=share.world.parallel)
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 

@@ -103,9 +103,9 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any]) -> dict[str, Cost]:
         processor = getattr(module, "processor", None)
         config = processor.config if isinstance(processor, MHLAProcessor) else None
         adapter = family.adapter_of(module)
-        read = adapter.read(module, adapter.arguments(*given))
-        sizes = sizes_of(module, family, config, grid, sum(adapter.extra(read, math.prod(grid))))
-        tokens = read.hidden_states
+        arguments = adapter.arguments(*given)
+        sizes = sizes_of(module, family, config, grid, sum(adapter.extra(arguments, math.prod(grid))))
+        tokens = arguments["hidden_states"]
         if config is not None and config.sparse != "none":
             filled_up += counted - (flops[_PROJECTIONS] - begun[1]) - len(tokens) * sizes.flops
         # query, key, value and output of the heads, and what MHLA holds between them

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..attention.rope import Rotary
-from .adapters import AttentionAdapter, AttentionInput, JointAdapter
+from .adapters import AttentionAdapter, AttentionInputs, JointAdapter
 from .auraflow import AuraFlowFamily
 from .chroma import ChromaFamily
 from .chronoedit import ChronoEditFamily
@@ -261,7 +261,7 @@ def family_of_attention(attn: Any) -> Family | None:
 
 __all__ = [
     "AttentionAdapter",
-    "AttentionInput",
+    "AttentionInputs",
     "Clip",
     "Condition",
     "DiffusionProcess",

@@ -1,63 +1,65 @@
-"""Attention adapters: the arguments, inputs and outputs of a model's self-attentions.
+"""Attention adapters: how a model calls its self-attentions, and what it expects back.
 
-A patched attention runs four steps: ``read`` the arguments, ``project`` to query, key and value, attend (MHLA), and
-``project_output``. MHLA sees one sequence of N tokens: the token grid in raster order, with extra tokens such as text
-before or after it.
+A patched attention runs three steps: ``read`` makes :class:`AttentionInputs` of the arguments of the call, MHLA attends
+with these, and ``project_output`` makes the attention's return value. MHLA sees one sequence of N tokens: the token
+grid in raster order, with extra tokens such as text before or after it.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from ..attention.rope import Rotary, rotary_of_complex, rotary_table, rotated
+from ..attention.layout import Extra, Shape
+from ..attention.rope import Rotary, rotary_of_complex, rotated
 from ..config import MHLAConfig
 
+Arguments = Mapping[str, Any]
+"""Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
+rotary_emb (RoPE as the model passes it, under any name), encoder_hidden_states_mask and perturbation_mask. Those that
+are None are left out."""
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
-_ROTARY_NAMES = ("rotary_emb", "image_rotary_emb", "freqs_cis", "query_rotary_emb")
-"""Argument names that diffusers' attentions use for RoPE."""
+_PLACES = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
+"""Names of arguments that are passed by place."""
+_NAMES = {name: name for name in (*_PLACES, "encoder_hidden_states_mask", "perturbation_mask")}
+_NAMES |= dict.fromkeys(("image_rotary_emb", "freqs_cis", "query_rotary_emb"), "rotary_emb")
+"""Names of arguments of diffusers' attentions → that of :data:`Arguments`."""
 _FLOAT16_MAX = 65504.0
 
 
-class AttentionArguments(NamedTuple):
-    """Arguments of an attention's forward, as diffusers names them."""
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What one self-attention attends with: N tokens, those of the grid and the extra ones.
 
+    Of tokens that are split over processes, all of it is of the own ones.
+    """
+
+    query: torch.Tensor
+    """(B, N, H, D)."""
+    key: torch.Tensor
+    """(B, N, H, D); in a sequence that goes on with a fresh state, keys of earlier tokens may stand in front."""
+    value: torch.Tensor
+    """Like ``key``."""
     hidden_states: torch.Tensor
-    encoder_hidden_states: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
-    rotary_emb: Any = None
-    """RoPE as the model passes it, under any of these names."""
-    encoder_hidden_states_mask: torch.Tensor | None = None
-    perturbation_mask: torch.Tensor | None = None
-
-
-class AttentionInput(NamedTuple):
-    """What a self-attention attends with."""
-
-    hidden_states: torch.Tensor
-    """(B, N, hidden size)."""
-    context: torch.Tensor | None = None
-    """(B, n, channels): extra tokens passed separately, not in ``hidden_states``."""
+    """(B, tokens, hidden size), input of the attention, which the gate projects: of all N tokens or of the grid's."""
+    grid: Shape
+    extra: Extra = (0, 0)
+    """How many tokens stand before and after those of the grid."""
     rotary: Rotary | None = None
     """(cos, sin) of all tokens, each (1 or B, N, 1, D)."""
     key_mask: torch.Tensor | None = None
     """(B, N) of all tokens, see :func:`key_padding_mask`."""
-    rotary_by_head: Rotary | None = None
-    """(cos, sin), each (1 or B, N, H, D), in place of ``rotary`` if heads rotate by different angles."""
-    projected: torch.Tensor | None = None
-    """(B, N, 3 H D): query, key and value, where one layer makes them together with :attr:`feed_forward`."""
-    feed_forward: torch.Tensor | None = None
-    """(B, N, ...): hidden channels of the feed-forward that the attention runs too."""
-    frames_in_block: int | None = None
-    """Frames per block of a block-causal mask; no query may see a later block."""
+    context: torch.Tensor | None = None
+    """(B, n, channels): extra tokens that the model passes on their own, and gets back on their own."""
     attended: torch.Tensor | None = None
     """(B, 1, 1), 1 for samples that attend, 0 for samples of which every token gets its own value."""
-    halves: int = 0
-    """Channels of query and key whose halves RoPE pairs, see :attr:`AttentionAdapter.pairs_halves`."""
+    feed_forward: torch.Tensor | None = None
+    """(B, N, ...): hidden channels of the feed-forward that the attention runs too."""
 
 
 class AttentionAdapter:
@@ -110,83 +112,102 @@ class AttentionAdapter:
         found = [getattr(attn, name, None) for name in names]
         return [module for module in (*found, self.output_projection(attn)) if module is not None]
 
-    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
-        """Arguments of the attention's forward, from what a hook gets."""
-        given = {name: value for name, value in kwargs.items() if name in AttentionArguments._fields}
-        rotary = next((kwargs[name] for name in _ROTARY_NAMES if kwargs.get(name) is not None), None)
-        given |= {"rotary_emb": rotary} if rotary is not None else {}
-        arguments = AttentionArguments(*args, **given)
-        return self.received(arguments) if self.rotary_second else arguments
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """Name the arguments of the attention's forward, as a hook gets them."""
+        named = named_arguments(args, kwargs)
+        return self.received(named) if self.rotary_second else named
 
-    def received(self, arguments: AttentionArguments) -> AttentionArguments:
-        """Arguments of the attention's processor, which some attentions pass in another order."""
-        if not self.rotary_second or arguments.encoder_hidden_states is None:
+    def received(self, arguments: Arguments) -> Arguments:
+        """Rename arguments of the attention's processor, which some attentions pass in another order."""
+        if not self.rotary_second or "encoder_hidden_states" not in arguments:
             return arguments
-        return arguments._replace(encoder_hidden_states=None, rotary_emb=arguments.encoder_hidden_states)
+        rotary = {"rotary_emb": arguments["encoder_hidden_states"]}
+        return {**without(arguments, "encoder_hidden_states"), **rotary}
 
-    def is_cross_attention(self, arguments: AttentionArguments) -> bool:
+    def is_cross_attention(self, arguments: Arguments) -> bool:
         """Whether this call is cross-attention, which is never patched."""
-        return arguments.encoder_hidden_states is not None
+        return "encoder_hidden_states" in arguments
 
-    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
-        """Interpret the arguments of a call.
+    def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
+        """Interpret the arguments of a call, and project to query, key and value.
+
+        Args:
+            attn: the attention.
+            arguments: of its call.
+            grid: token grid.
+            tokens: of the grid, on this process.
 
         Raises:
-            ValueError: a mask that is no key-padding mask.
+            ValueError: a mask that is no key-padding mask, or another number of tokens than the grid has.
         """
-        given = AttentionInput(
-            arguments.hidden_states,
-            self.context(arguments),
-            key_mask=self.key_mask(arguments),
-            attended=arguments.perturbation_mask,
-        )
-        rotary = self.rotary(attn, arguments)
+        extra, rotary = self.extra(arguments, tokens), self.rotary(attn, arguments)
+        query, key, value = self.project(attn, arguments)
         if rotary is not None and self.pairs_halves:
             channels = rotary[0].shape[-1]
-            return given._replace(rotary=_neighbours(rotary, self.heads(attn)[1]), halves=channels)
-        return given._replace(rotary_by_head=rotary) if self.rope_by_head else given._replace(rotary=rotary)
+            query, key = _paired(query, channels), _paired(key, channels)
+            rotary = _neighbours(rotary, self.heads(attn)[1])
+        elif rotary is not None and self.rope_by_head:
+            query, key = (self.rotated_by_head(attn, x, rotary) for x in (query, key))
+            rotary = None
+        device = value.device.type
+        if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
+            # a norm may return float32 and projections the lower type: as in scaled_dot_product_attention
+            query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+        return AttentionInputs(
+            query,
+            key,
+            value,
+            arguments["hidden_states"],
+            grid,
+            extra,
+            rotary,
+            self.key_mask(arguments),
+            self.context(arguments),
+            arguments.get("perturbation_mask"),
+        )
 
-    def context(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def context(self, arguments: Arguments) -> torch.Tensor | None:
         """Extra tokens that are passed on their own."""
         return None
 
-    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """(B, N) of all tokens; by default ``attention_mask`` covers them all.
 
         Raises:
             ValueError: a mask that is no key-padding mask.
         """
-        mask = arguments.attention_mask
-        return None if mask is None else key_padding_mask(mask, len(arguments.hidden_states), _count(arguments))
+        mask, hidden_states = arguments.get("attention_mask"), arguments["hidden_states"]
+        return None if mask is None else key_padding_mask(mask, len(hidden_states), _count(arguments))
 
-    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+    def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D), or None.
 
         By default the model passes complex numbers (N or B, N, D / 2), tables (N, D), or tables of this shape. With
         :attr:`rope_by_head` each is (1 or B, N, H, D).
         """
-        rotary = arguments.rotary_emb
+        rotary: Any = arguments.get("rotary_emb")
         if isinstance(rotary, torch.Tensor):
-            is_double = arguments.hidden_states.dtype == torch.float64
+            is_double = arguments["hidden_states"].dtype == torch.float64
             return rotary_of_complex(rotary if is_double else rotary.to(torch.complex64))
         if rotary is None or rotary[0].ndim != 2:
-            return rotary
+            found: Rotary | None = rotary
+            return found
         return rotary[0][None, :, None], rotary[1][None, :, None]
 
-    def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
+    def check_order(self, arguments: Arguments, config: MHLAConfig | None) -> None:
         """Raise unless a patch sees the same later frames as the model; by default it must see all."""
 
-    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, arguments: Arguments, tokens: int) -> Extra:
         """Number of extra tokens before and after the grid.
 
         Args:
-            given: input of the attention.
+            arguments: of the attention's call.
             tokens: of the grid, on this process.
 
         Raises:
             ValueError: the number of tokens is not that of the grid.
         """
-        count = given.hidden_states.shape[1]
+        count = arguments["hidden_states"].shape[1]
         if count != tokens:
             raise ValueError(
                 f"The token grid holds {tokens} tokens, but the attention got {count}. Was the processor made for "
@@ -196,31 +217,15 @@ class AttentionAdapter:
             )
         return 0, 0
 
-    def prepared(self, attn: Any, given: AttentionInput) -> AttentionInput:
-        """With what :meth:`project` and :meth:`project_output` share, if a layer of the attention makes it."""
-        return given
+    def project(self, attn: Any, arguments: Arguments) -> Projected:
+        """Query, key and value of all tokens, before RoPE."""
+        return project_tokens(attn, arguments["hidden_states"])
 
-    def project(self, attn: Any, given: AttentionInput) -> Projected:
-        """Query, key and value of all tokens; already rotated if :attr:`rope_by_head`.
-
-        Under autocast a norm may return float32 while the projections return the lower type; all three are then cast to
-        the lower type, as in ``scaled_dot_product_attention``.
-        """
-        return lowered(self.with_rope(attn, project_tokens(attn, given.hidden_states), given))
-
-    def with_rope(self, attn: Any, projected: Projected, given: AttentionInput) -> Projected:
-        """Query and key with channels in MHLA's order, and after RoPE that differs between heads, if any."""
-        query, key, value = projected
-        if given.halves:
-            query, key = _paired(query, given.halves), _paired(key, given.halves)
-        if given.rotary_by_head is None:
-            return query, key, value
-        table = rotary_table(given.rotary_by_head)
+    def rotated_by_head(self, attn: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Query or key after RoPE that differs between heads."""
         if not self.rotates_halves(attn):
-            return rotated(query, table), rotated(key, table), value
-        query, key = (rotated(x.unflatten(-1, (2, -1)).mT.flatten(-2), table) for x in (query, key))
-        query, key = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (query, key))
-        return query, key, value
+            return rotated(x, rotary)
+        return rotated(x.unflatten(-1, (2, -1)).mT.flatten(-2), rotary).unflatten(-1, (-1, 2)).mT.flatten(-2)
 
     def rotates_halves(self, attn: Any) -> bool:
         """Whether RoPE that differs between heads rotates the halves of a head against each other, not neighbours.
@@ -229,32 +234,31 @@ class AttentionAdapter:
         """
         return bool(getattr(attn, "rope_type", None) == "split")
 
-    def ordered(self, given: AttentionInput, output: torch.Tensor) -> torch.Tensor:
+    def ordered(self, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
         """What the model's own attention computes (B, N, ...), in the order in which :meth:`read` gives the tokens."""
         return output
 
-    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """Return value of the attention, from the output of its heads for all tokens (B, N, H, D)."""
-        if given.attended is not None:
-            value = project_tokens(attn, given.hidden_states)[2].to(output)
-            output = torch.lerp(value, output, given.attended.to(output)[..., None])
-        if (gate := self.gate(attn, given)) is not None:
+        if inputs.attended is not None:
+            output = torch.lerp(inputs.value.to(output), output, inputs.attended.to(output)[..., None])
+        if (gate := self.gate(attn, inputs)) is not None:
             output = output * gate[..., None]
         output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
         if getattr(attn, "residual_connection", False):
-            output = output + given.hidden_states
+            output = output + inputs.hidden_states
         factor = getattr(attn, "rescale_output_factor", 1.0)
         if factor != 1:
             output = output / factor
         return finite(output)
 
-    def gate(self, attn: Any, given: AttentionInput) -> torch.Tensor | None:
+    def gate(self, attn: Any, inputs: AttentionInputs) -> torch.Tensor | None:
         """(B, N, H), which multiplies the output of each head; None for no gates."""
         return None
 
-    def run(self, processor: Callable[..., Any], attn: Any, arguments: AttentionArguments) -> Any:
+    def run(self, processor: Callable[..., Any], attn: Any, arguments: Arguments) -> Any:
         """Return value of the model's own processors."""
-        named = {name: value for name, value in arguments._asdict().items() if value is not None}
+        named = dict(arguments)
         if "rotary_emb" in named:
             named[self.rotary_argument] = named.pop("rotary_emb")
         return processor(attn, **named)
@@ -283,63 +287,63 @@ class JointAdapter(AttentionAdapter):
         super().__init__(rotary_argument)
         self.context_first = context_first
 
-    def is_cross_attention(self, arguments: AttentionArguments) -> bool:
+    def is_cross_attention(self, arguments: Arguments) -> bool:
         """Never."""
         return False
 
-    def context(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def context(self, arguments: Arguments) -> torch.Tensor | None:
         """The context, if it is passed as its own argument."""
-        return arguments.encoder_hidden_states
+        return arguments.get("encoder_hidden_states")
 
-    def mask_of_context(self, arguments: AttentionArguments, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def mask_of_context(self, arguments: Arguments, mask: torch.Tensor | None) -> torch.Tensor | None:
         """(B, N), bool, from a mask (B, n) of the context alone: all tokens of the grid take part."""
         if mask is None:
             return None
-        return self.joined(mask.new_ones(arguments.hidden_states.shape[:2]), mask).bool()
+        return self.joined(mask.new_ones(arguments["hidden_states"].shape[:2]), mask).bool()
 
-    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+    def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """RoPE of all tokens; where the model's RoPE lacks the context, the context is not rotated."""
         rotary = super().rotary(attn, arguments)
         if rotary is None or not (missing := _count(arguments) - rotary[0].shape[1]):
             return rotary
         cos, sin = rotary
-        still = cos.new_ones(len(cos), missing, *cos.shape[2:])  # the context is not rotated
+        still = cos.new_ones(len(cos), missing, *cos.shape[2:])
         return self.joined(cos, still), self.joined(sin, torch.zeros_like(still))
 
     def joined(self, tokens: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """(B, N, ...) and (B, n, ...) as one sequence."""
         return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
 
-    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, arguments: Arguments, tokens: int) -> Extra:
         """All tokens but those of the grid.
 
         Raises:
             ValueError: fewer tokens than the grid has, or more beside a context.
         """
-        count = given.hidden_states.shape[1]
-        if count < tokens or (given.context is not None and count != tokens):
-            super().extra(given, tokens)
-        others = count - tokens + (given.context.shape[1] if given.context is not None else 0)
+        count, context = arguments["hidden_states"].shape[1], self.context(arguments)
+        if count < tokens or (context is not None and count != tokens):
+            super().extra(arguments, tokens)
+        others = count - tokens + (context.shape[1] if context is not None else 0)
         return (others, 0) if self.context_first else (0, others)
 
-    def project(self, attn: Any, given: AttentionInput) -> Projected:
-        """Query, key and value of all tokens, see :meth:`AttentionAdapter.project`."""
-        own = project_tokens(attn, given.hidden_states)
-        if given.context is not None:
-            others = (project_context if _has_added(attn) else project_tokens)(attn, given.context)
-            query, key, value = (self.joined(x, y) for x, y in zip(own, others, strict=True))
-            own = query, key, value
-        return lowered(self.with_rope(attn, own, given))
+    def project(self, attn: Any, arguments: Arguments) -> Projected:
+        """Query, key and value of all tokens, before RoPE."""
+        own, context = project_tokens(attn, arguments["hidden_states"]), self.context(arguments)
+        if context is None:
+            return own
+        others = (project_context if _has_added(attn) else project_tokens)(attn, context)
+        query, key, value = (self.joined(x, y) for x, y in zip(own, others, strict=True))
+        return query, key, value
 
-    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """The tokens of ``hidden_states``; a pair with the context if that is its own argument."""
         own, of_context = getattr(attn, "to_out", None), getattr(attn, "to_add_out", None)
         output = output.flatten(2)
-        if given.context is None:
+        if inputs.context is None:
             return finite(_through(own, output))
         if not _has_added(attn):
             output, own, of_context = _through(own, output), None, None
-        count = given.context.shape[1]
+        count = inputs.context.shape[1]
         at = count if self.context_first else output.shape[1] - count
         first, last = output[:, :at], output[:, at:]
         context, tokens = (first, last) if self.context_first else (last, first)
@@ -365,24 +369,36 @@ class ParallelAdapter(JointAdapter):
         """Both."""
         return [attn.to_qkv_mlp_proj, attn.to_out]
 
-    def received(self, arguments: AttentionArguments) -> AttentionArguments:
+    def received(self, arguments: Arguments) -> Arguments:
         """Mask and RoPE one place earlier than others pass them, for want of a context of its own."""
-        mask, rotary = arguments.encoder_hidden_states, arguments.attention_mask
-        return AttentionArguments(arguments.hidden_states, None, mask, rotary)
+        moved = {"encoder_hidden_states": "attention_mask", "attention_mask": "rotary_emb"}
+        kept = {"hidden_states": arguments["hidden_states"]}
+        return kept | {moved[name]: value for name, value in arguments.items() if name in moved}
 
-    def prepared(self, attn: Any, given: AttentionInput) -> AttentionInput:
-        """Runs the first layer."""
-        projected, hidden = attn.to_qkv_mlp_proj(given.hidden_states).tensor_split([3 * attn.inner_dim], dim=-1)
-        return given._replace(projected=projected, feed_forward=hidden)
+    def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
+        """Run the first layer, and keep the feed-forward's channels for the second."""
+        fused = attn.to_qkv_mlp_proj(arguments["hidden_states"])
+        projected, hidden = fused.tensor_split([3 * attn.inner_dim], dim=-1)
+        return replace(super().read(attn, {**arguments, "projected": projected}, grid, tokens), feed_forward=hidden)
 
-    def project(self, attn: Any, given: AttentionInput) -> Projected:
+    def project(self, attn: Any, arguments: Arguments) -> Projected:
         """What the first layer made."""
-        projected: Any = given.projected if given.projected is not None else self.prepared(attn, given).projected
-        return lowered(_in_heads(attn, projected.chunk(3, dim=-1), attn.norm_q, attn.norm_k))
+        return _in_heads(attn, arguments["projected"].chunk(3, dim=-1), attn.norm_q, attn.norm_k)
 
-    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """By the second layer."""
-        return finite(attn.to_out(torch.cat([output.flatten(2), attn.mlp_act_fn(given.feed_forward)], dim=-1)))
+        return finite(attn.to_out(torch.cat([output.flatten(2), attn.mlp_act_fn(inputs.feed_forward)], dim=-1)))
+
+
+def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Name arguments as :data:`Arguments` has them."""
+    given = [*zip(_PLACES, args, strict=False), *((_NAMES.get(name), value) for name, value in kwargs.items())]
+    return {name: value for name, value in given if name is not None and value is not None}
+
+
+def without(arguments: Arguments, name: str) -> dict[str, Any]:
+    """The arguments but one."""
+    return {other: value for other, value in arguments.items() if other != name}
 
 
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
@@ -439,16 +455,6 @@ def _neighbours(rotary: Rotary, head_dim: int) -> Rotary:
     return functional.pad(cos, (0, missing), value=1.0), functional.pad(sin, (0, missing))
 
 
-def lowered(projected: Projected) -> Projected:
-    """Query, key and value in the type of autocast, where it is on."""
-    query, key, value = projected
-    device = value.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
-        lower = torch.get_autocast_dtype(device)
-        return query.to(lower), key.to(lower), value.to(lower)
-    return query, key, value
-
-
 def finite(output: torch.Tensor) -> torch.Tensor:
     """Clip float16 to its range, as diffusers' own linear attention does: infinity would spread."""
     return output.clip(-_FLOAT16_MAX, _FLOAT16_MAX) if output.dtype == torch.float16 else output
@@ -482,10 +488,10 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
     return (mask.float() - mask.float().amax(dim=-1, keepdim=True)).exp()
 
 
-def _count(arguments: AttentionArguments) -> int:
+def _count(arguments: Arguments) -> int:
     """Number of tokens: the grid's and any context passed separately."""
-    context = arguments.encoder_hidden_states
-    return int(arguments.hidden_states.shape[1]) + (int(context.shape[1]) if context is not None else 0)
+    context = arguments.get("encoder_hidden_states")
+    return int(arguments["hidden_states"].shape[1]) + (int(context.shape[1]) if context is not None else 0)
 
 
 def _is_fused(attn: Any) -> bool:

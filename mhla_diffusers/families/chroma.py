@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .adapters import AttentionArguments, JointAdapter
+from .adapters import Arguments, JointAdapter
 from .family import Condition, Sample
 from .flux import FluxFamily
 from .models import image_model, tiny_image
@@ -31,11 +31,11 @@ _TINY = {
 class ChromaAdapter(JointAdapter):
     """Blocks make a mask of pairs, (B, 1, N, N), of one of tokens."""
 
-    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """(B, N): what the last query sees, which is of the image."""
-        mask = arguments.attention_mask
-        of_last = mask if mask is None else mask[:, :, -1:]
-        return super().key_mask(arguments._replace(attention_mask=of_last))
+        if (mask := arguments.get("attention_mask")) is not None:
+            arguments = {**arguments, "attention_mask": mask[:, :, -1:]}
+        return super().key_mask(arguments)
 
 
 class ChromaFamily(FluxFamily):

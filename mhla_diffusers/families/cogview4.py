@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..attention.rope import Rotary
-from .adapters import AttentionArguments, JointAdapter
+from .adapters import Arguments, JointAdapter
 from .family import Condition, Sample
 from .models import image_model, tiny_image
 from .styles import ImageFamily
@@ -29,24 +29,24 @@ class CogView4Adapter(JointAdapter):
 
     pairs_halves = True
 
-    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """None.
 
         Raises:
             ValueError: a mask.
         """
-        if arguments.attention_mask is not None:
+        if "attention_mask" in arguments:
             raise ValueError(
                 "CogView4's own attention adds its attention_mask to the scores, 1 or 0, and so hides no token; MHLA "
                 "does not repeat that. Leave attention_mask out, as CogView4Pipeline does."
             )
         return None
 
-    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+    def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """The tables on the device of the tokens."""
-        if arguments.rotary_emb is not None:
-            device = arguments.hidden_states.device
-            arguments = arguments._replace(rotary_emb=tuple(table.to(device) for table in arguments.rotary_emb))
+        if (rotary := arguments.get("rotary_emb")) is not None:
+            device = arguments["hidden_states"].device
+            arguments = {**arguments, "rotary_emb": tuple(table.to(device) for table in rotary)}
         return super().rotary(attn, arguments)
 
 

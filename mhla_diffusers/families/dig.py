@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
-from .adapters import AttentionAdapter, AttentionInput, finite
+from .adapters import AttentionAdapter, AttentionInputs, finite
 from .dit import DiTFamily
 from .models import Model, squares, tiny_image
 
@@ -24,9 +24,9 @@ class DiGAdapter(AttentionAdapter):
 
     idle = ("to_decay",)
 
-    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """Norm, gate and output projection of the attention."""
-        return finite(attn.project_output(output, given.hidden_states))
+        return finite(attn.project_output(output, inputs.hidden_states))
 
     def projections(self, attn: Any) -> list[nn.Module]:
         """All linear layers that the attention runs, including the gate of the state, which a patch does not run."""
@@ -37,10 +37,11 @@ class _SoftmaxProcessor:
     """Softmax attention over all tokens instead of gated linear attention, as a baseline for benchmarks."""
 
     def __call__(self, attn: Any, hidden_states: torch.Tensor) -> Any:
-        adapter, given = DiGFamily.adapter, AttentionInput(hidden_states)
-        query, key, value = (x.transpose(1, 2) for x in adapter.project(attn, given))
+        tokens = hidden_states.shape[1]
+        inputs = DiGFamily.adapter.read(attn, {"hidden_states": hidden_states}, (tokens,), tokens)
+        query, key, value = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
         attended = nn.functional.scaled_dot_product_attention(query, key, value)
-        return adapter.project_output(attn, attended.transpose(1, 2), given)
+        return DiGFamily.adapter.project_output(attn, attended.transpose(1, 2), inputs)
 
 
 def _model(name: str, heads: int, layers: int, **different: Any) -> Model:

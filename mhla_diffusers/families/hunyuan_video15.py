@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .adapters import AttentionArguments, AttentionInput, JointAdapter
+from .adapters import Arguments, AttentionInputs, JointAdapter
 from .family import Condition, Sample
 from .models import Clip, Model, tiny_video
 from .styles import JointFamily, VideoFamily, WithoutValues
@@ -35,15 +35,15 @@ _TINY = {
 class HunyuanVideo15Adapter(JointAdapter):
     """The mask covers the text alone."""
 
-    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """(B, N) of all tokens; all tokens of the video take part."""
-        return self.mask_of_context(arguments, arguments.attention_mask)
+        return self.mask_of_context(arguments, arguments.get("attention_mask"))
 
-    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """The model masks queries as well: the heads' output is 0 for masked text."""
-        if given.key_mask is not None:
-            output = output * given.key_mask[:, :, None, None]
-        return super().project_output(attn, output, given)
+        if inputs.key_mask is not None:
+            output = output * inputs.key_mask[:, :, None, None]
+        return super().project_output(attn, output, inputs)
 
 
 class HunyuanVideo15Family(JointFamily, VideoFamily):

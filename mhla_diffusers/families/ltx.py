@@ -13,7 +13,7 @@ import torch
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
-from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
+from .adapters import Arguments, AttentionAdapter
 from .family import Condition, Sample
 from .models import Clip, Model, tiny_video
 from .packed_videos import SIZE, PackedVideoFamily, grid_of_coordinates
@@ -33,17 +33,17 @@ class LTXAdapter(AttentionAdapter):
 
     rope_by_head = True
 
-    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+    def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """(cos, sin), each (B, N, H, D), of tables over the channels of all heads."""
-        if arguments.rotary_emb is None:
+        if "rotary_emb" not in arguments:
             return None
-        cos, sin = (table.unflatten(2, (attn.heads, -1)) for table in arguments.rotary_emb)
+        cos, sin = (table.unflatten(2, (attn.heads, -1)) for table in arguments["rotary_emb"])
         return cos, sin
 
-    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, arguments: Arguments, tokens: int) -> tuple[int, int]:
         """All tokens before the grid, which comes last."""
-        others = given.hidden_states.shape[1] - tokens
-        return (others, 0) if others > 0 else super().extra(given, tokens)
+        others = arguments["hidden_states"].shape[1] - tokens
+        return (others, 0) if others > 0 else super().extra(arguments, tokens)
 
 
 def _model(name: str, head_dim: int, layers: int) -> Model:

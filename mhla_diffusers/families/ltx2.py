@@ -13,7 +13,7 @@ import torch
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
-from .adapters import AttentionArguments, AttentionInput
+from .adapters import Arguments, AttentionInputs
 from .family import Condition, Sample, of_unit_scale
 from .ltx import STRIDES, LTXAdapter
 from .models import Clip, Model, tiny_video
@@ -41,20 +41,20 @@ def _model(name: str, settings: dict[str, Any]) -> Model:
 class LTX2Adapter(LTXAdapter):
     """Further tokens come after the grid, each head may have a gate, and guidance may skip the attention of samples."""
 
-    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+    def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """(cos, sin), each (B, N, H, D); of halves tables (B, H, N, D / 2), an angle for each channel pair."""
-        if arguments.rotary_emb is None or not self.rotates_halves(attn):
+        if "rotary_emb" not in arguments or not self.rotates_halves(attn):
             return super().rotary(attn, arguments)
-        cos, sin = (table.transpose(1, 2).repeat_interleave(2, dim=-1) for table in arguments.rotary_emb)
+        cos, sin = (table.transpose(1, 2).repeat_interleave(2, dim=-1) for table in arguments["rotary_emb"])
         return cos, sin
 
-    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, arguments: Arguments, tokens: int) -> tuple[int, int]:
         """All tokens after the grid, which comes first."""
-        return super().extra(given, tokens)[::-1]
+        return super().extra(arguments, tokens)[::-1]
 
-    def gate(self, attn: Any, given: AttentionInput) -> torch.Tensor | None:
+    def gate(self, attn: Any, inputs: AttentionInputs) -> torch.Tensor | None:
         """Of every head from its input, if the model has gates."""
-        return None if attn.to_gate_logits is None else 2 * attn.to_gate_logits(given.hidden_states).sigmoid()
+        return None if attn.to_gate_logits is None else 2 * attn.to_gate_logits(inputs.hidden_states).sigmoid()
 
 
 class LTX2Family(PackedVideoFamily):

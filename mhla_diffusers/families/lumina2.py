@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .adapters import AttentionArguments, AttentionInput, JointAdapter
+from ..attention.layout import Shape
+from .adapters import Arguments, AttentionInputs, JointAdapter, without
 from .family import Condition
 from .models import image_model, tiny_image
 from .processes import ReversedFlowMatching
@@ -27,35 +28,49 @@ _TINY["axes_dim_rope"] = (4, 4, 4)
 class Lumina2Adapter(JointAdapter):
     """Moves the padding of shorter samples to the front, so that every image is at the end, and its output back."""
 
-    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
+    def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
         """``encoder_hidden_states`` are the same tokens again."""
-        given = super().read(attn, arguments._replace(encoder_hidden_states=None))
-        if given.key_mask is None:
-            return given
-        padding = _padding(given)
-        hidden_states, mask = _rolled(given.hidden_states, padding), _rolled(given.key_mask, padding)
-        cos, sin = (_rolled(table, padding) for table in given.rotary or ())
-        return given._replace(hidden_states=hidden_states, key_mask=mask, rotary=(cos, sin))
+        arguments, mask = without(arguments, "encoder_hidden_states"), self.key_mask(arguments)
+        if mask is not None:
+            padding = _padding(mask)
+            rotary = self.rotary(attn, arguments)
+            raw = arguments["attention_mask"].reshape(mask.shape)
+            rolled: dict[str, Any] = {
+                "hidden_states": _rolled(arguments["hidden_states"], padding),
+                "attention_mask": _rolled(raw, padding),
+            }
+            if rotary is not None:
+                rolled["rotary_emb"] = _rolled(rotary[0], padding), _rolled(rotary[1], padding)
+            arguments = {**arguments, **rolled}
+        return super().read(attn, arguments, grid, tokens)
 
-    def run(self, processor: Any, attn: Any, arguments: AttentionArguments) -> Any:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+        """That of ``hidden_states``."""
+        return super().key_mask(without(arguments, "encoder_hidden_states"))
+
+    def context(self, arguments: Arguments) -> torch.Tensor | None:
+        """None."""
+        return None
+
+    def run(self, processor: Any, attn: Any, arguments: Arguments) -> Any:
         """The model's processor takes keys and values from ``encoder_hidden_states``."""
-        return super().run(processor, attn, arguments._replace(encoder_hidden_states=arguments.hidden_states))
+        return super().run(processor, attn, {**arguments, "encoder_hidden_states": arguments["hidden_states"]})
 
-    def ordered(self, given: AttentionInput, output: torch.Tensor) -> torch.Tensor:
+    def ordered(self, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
         """With the padding at the front."""
-        return output if given.key_mask is None else _rolled(output, _padding(given))
+        mask = self.key_mask(arguments)
+        return output if mask is None else _rolled(output, _padding(mask))
 
-    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """With the padding at the end, as the model has it."""
-        if given.key_mask is not None:
-            output = _rolled(output, -_padding(given))
-        return super().project_output(attn, output, given)
+        if inputs.key_mask is not None:
+            output = _rolled(output, -_padding(inputs.key_mask))
+        return super().project_output(attn, output, inputs)
 
 
-def _padding(given: AttentionInput) -> torch.Tensor:
+def _padding(key_mask: torch.Tensor) -> torch.Tensor:
     """Tokens of each sample that take no part: (B,)."""
-    assert given.key_mask is not None
-    return (given.key_mask == 0).sum(dim=1)
+    return (key_mask == 0).sum(dim=1)
 
 
 def _rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
-from .adapters import AttentionArguments, AttentionInput, JointAdapter
+from .adapters import Arguments, AttentionInputs, JointAdapter
 from .family import Condition
 from .models import Clip, Model, tiny_video
 from .processes import ReversedFlowMatching
@@ -29,26 +29,26 @@ class MochiAdapter(JointAdapter):
 
     rope_by_head = True
 
-    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+    def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """(cos, sin), each (1, N, H, D), of tables (N, H, D / 2) with an angle for each channel pair."""
-        if arguments.rotary_emb is not None:
-            tables = tuple(table[None].repeat_interleave(2, dim=-1) for table in arguments.rotary_emb)
-            arguments = arguments._replace(rotary_emb=tables)
+        if (rotary := arguments.get("rotary_emb")) is not None:
+            tables = tuple(table[None].repeat_interleave(2, dim=-1) for table in rotary)
+            arguments = {**arguments, "rotary_emb": tables}
         return super().rotary(attn, arguments)
 
-    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """(B, N) of all tokens; all tokens of the video take part."""
-        return self.mask_of_context(arguments, arguments.attention_mask)
+        return self.mask_of_context(arguments, arguments.get("attention_mask"))
 
-    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """As the model returns text: tokens that take part come first, and the heads' output is 0 for the others."""
-        if given.key_mask is not None and given.context is not None:
-            count = given.context.shape[1]
-            kept, text = given.key_mask[:, -count:], output[:, -count:]
+        if inputs.key_mask is not None and inputs.context is not None:
+            count = inputs.context.shape[1]
+            kept, text = inputs.key_mask[:, -count:], output[:, -count:]
             order = kept.int().argsort(dim=1, descending=True, stable=True)[:, :, None, None]
             text = (text * kept[:, :, None, None]).gather(1, order.expand_as(text))
             output = torch.cat([output[:, :-count], text], dim=1)
-        return super().project_output(attn, output, given)
+        return super().project_output(attn, output, inputs)
 
 
 class MochiFamily(JointFamily, VideoFamily):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..attention.rope import Rotary, rotary_of_complex
-from .adapters import AttentionArguments, JointAdapter
+from .adapters import Arguments, JointAdapter
 from .family import Condition, Sample, of_unit_scale
 from .models import Clip, image_model, tiny_image
 from .styles import PackedImageFamily, PaddedTextFamily
@@ -26,23 +26,23 @@ _TINY = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "in_channels": 
 class QwenImageAdapter(JointAdapter):
     """The text has its own mask and RoPE table."""
 
-    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """(B, N): all tokens of the grid take part.
 
         Raises:
             ValueError: a mask of another kind.
         """
-        if arguments.attention_mask is not None:
+        if "attention_mask" in arguments:
             raise ValueError(
                 "Qwen-Image masks its text with encoder_hidden_states_mask and takes no attention_mask; leave it out."
             )
-        return self.mask_of_context(arguments, arguments.encoder_hidden_states_mask)
+        return self.mask_of_context(arguments, arguments.get("encoder_hidden_states_mask"))
 
-    def rotary(self, attn: Any, arguments: AttentionArguments) -> Rotary | None:
+    def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """RoPE of image and text."""
-        if arguments.rotary_emb is None:
+        if "rotary_emb" not in arguments:
             return None
-        of_grid, of_text = (rotary_of_complex(numbers) for numbers in arguments.rotary_emb)
+        of_grid, of_text = (rotary_of_complex(numbers) for numbers in arguments["rotary_emb"])
         cos, sin = (self.joined(own, text) for own, text in zip(of_grid, of_text, strict=True))
         return cos, sin
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig
-from .adapters import AttentionAdapter, AttentionArguments, AttentionInput
+from .adapters import Arguments, AttentionAdapter, without
 from .family import Sample
 from .models import Clip, Model
 from .rope_tables import grid_of_table
@@ -24,17 +24,21 @@ _AT_24_FPS = 1
 class SkyReelsV2Adapter(AttentionAdapter):
     """Wan's, reading diffusion forcing's mask as a block length."""
 
-    def read(self, attn: Any, arguments: AttentionArguments) -> AttentionInput:
-        """A mask is block-causal or a key-padding mask."""
-        mask, rotary = arguments.attention_mask, arguments.rotary_emb
-        if mask is None or mask.ndim != 4 or mask.shape[2] != mask.shape[3] or rotary is None:
-            return super().read(attn, arguments)
-        given = super().read(attn, arguments._replace(attention_mask=None))
-        return given._replace(frames_in_block=_frames_in_block(mask, grid_of_table(rotary[1])[0]))
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+        """None for a block-causal mask, which :meth:`check_order` compares with the patch."""
+        is_block_causal = self.frames_in_block(arguments) is not None
+        return super().key_mask(without(arguments, "attention_mask") if is_block_causal else arguments)
 
-    def check_order(self, given: AttentionInput, config: MHLAConfig | None) -> None:
+    def frames_in_block(self, arguments: Arguments) -> int | None:
+        """Frames per block of a block-causal mask; None of no such mask."""
+        mask, rotary = arguments.get("attention_mask"), arguments.get("rotary_emb")
+        if mask is None or mask.ndim != 4 or mask.shape[2] != mask.shape[3] or rotary is None:
+            return None
+        return _frames_in_block(mask, grid_of_table(rotary[1])[0])
+
+    def check_order(self, arguments: Arguments, config: MHLAConfig | None) -> None:
         """Raise ValueError unless a patch is causal with the mask's block length."""
-        length = given.frames_in_block
+        length = self.frames_in_block(arguments)
         if length is None or (config is not None and config.causal == "block" and config.block_length == length):
             return
         told = "sees all frames"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..config import MHLAConfig
-from .adapters import AttentionArguments, AttentionInput, Projected, finite, key_padding_mask, lowered
+from .adapters import Arguments, AttentionInputs, Projected, finite, key_padding_mask
 from .family import Sample
 from .models import Clip, Model, squares
 from .styles import TransformersAdapter, TransformersFamily
@@ -30,18 +30,22 @@ class VisionAdapter(TransformersAdapter):
         count = attn.num_attention_heads if hasattr(attn, "num_attention_heads") else attn.num_heads
         return int(count), int(attn.head_dim)
 
-    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionArguments:
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Tokens and mask; the mask may be positional."""
         named = {**dict(zip(("hidden_states", "attention_mask"), args, strict=False)), **kwargs}
-        return AttentionArguments(named["hidden_states"], attention_mask=named.get("attention_mask"))
+        return {
+            name: value
+            for name, value in named.items()
+            if name in ("hidden_states", "attention_mask") and value is not None
+        }
 
-    def key_mask(self, arguments: AttentionArguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """(B, N) from transformers' mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
 
         Raises:
             ValueError: a mask that differs between queries or is no tensor.
         """
-        mask, (batch, tokens) = arguments.attention_mask, arguments.hidden_states.shape[:2]
+        mask, (batch, tokens) = arguments.get("attention_mask"), arguments["hidden_states"].shape[:2]
         if mask is None:
             return None
         if not isinstance(mask, torch.Tensor):
@@ -62,21 +66,21 @@ class VisionAdapter(TransformersAdapter):
             mask = mask[:, :, :1]
         return key_padding_mask(mask, batch, tokens)
 
-    def extra(self, given: AttentionInput, tokens: int) -> tuple[int, int]:
+    def extra(self, arguments: Arguments, tokens: int) -> tuple[int, int]:
         """All tokens that are not patches come before the patches."""
-        others = given.hidden_states.shape[1] - tokens
-        return (others, 0) if self.has_extra and others > 0 else super().extra(given, tokens)
+        others = arguments["hidden_states"].shape[1] - tokens
+        return (others, 0) if self.has_extra and others > 0 else super().extra(arguments, tokens)
 
-    def project(self, attn: Any, given: AttentionInput) -> Projected:
+    def project(self, attn: Any, arguments: Arguments) -> Projected:
         """Query, key and value of all tokens."""
         heads, _ = self.heads(attn)
         query, key, value = (
-            projection(given.hidden_states).unflatten(-1, (heads, -1))
+            projection(arguments["hidden_states"]).unflatten(-1, (heads, -1))
             for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
-        return lowered((query, key, value))
+        return query, key, value
 
-    def project_output(self, attn: Any, output: torch.Tensor, given: AttentionInput) -> Any:
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """The projected output, and None for the weights."""
         return finite(self.output_projection(attn)(output.flatten(2))), None
 

@@ -21,9 +21,10 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..attention.rope import Rotary
+from ..attention.rope import Rotary, rotated
 from ..config import MHLAConfig, check, check_names
-from ..patching.layer import FLOAT32_PARAMETERS, Convolution, Gate, LayerInput, MHLALayer
+from ..families import AttentionInputs
+from ..patching.layer import FLOAT32_PARAMETERS, Convolution, Gate, MHLALayer
 
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
@@ -173,10 +174,11 @@ class SoftmaxAttention(nn.Module):
         self.gate = Gate(size, size) if config.output_gate else None
         self.convolution = Convolution(size, config.convolution, 2) if config.convolution is not None else None
 
-    def forward(self, given: LayerInput) -> torch.Tensor:
+    def forward(self, given: AttentionInputs) -> torch.Tensor:
         """(B, N, H, D), before the output projection."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        by_head = (x.transpose(1, 2) for x in given.rotated()[:3])
+        query, key = (rotated(x, given.rotary) for x in (given.query, given.key))
+        by_head = (x.transpose(1, 2) for x in (query, key, given.value))
         output, _ = attend(self, *by_head, None, dropout=0.0, scaling=self.head_dim**-0.5)
         if self.gate is not None:
             output = output * nn.functional.silu(self.gate(given.hidden_states)).unflatten(-1, (self.heads, -1))
@@ -204,7 +206,6 @@ class VLTAttention(nn.Module):
             self.softmax = SoftmaxAttention(config, self.heads, head_dim)
         else:
             self.mhla = MHLALayer(settings, self.heads, head_dim, size)
-            self.mhla.rotary_axes = (head_dim // 2,) * 2 if config.rope_theta is not None else None
 
     def forward(self, hidden_states: torch.Tensor, grid: Grid, rotary: Rotary | None) -> torch.Tensor:
         """(B, N, hidden size), before and after."""
@@ -213,7 +214,7 @@ class VLTAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         attend = self.mhla if hasattr(self, "mhla") else self.softmax
-        return self.o_proj(attend(LayerInput(query, key, value, hidden_states, grid, rotary=rotary)).flatten(2))
+        return self.o_proj(attend(AttentionInputs(query, key, value, hidden_states, grid, rotary=rotary)).flatten(2))
 
 
 class FeedForward(nn.Module):

@@ -12,17 +12,17 @@ from .handle import (
     require_layers,
     require_patched,
 )
-from .layer import LayerInput, MHLALayer
+from .layer import MHLALayer
 from .loading import load_mhla, read_record
 from .patch import apply_mhla, attn_processors, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor
-from .processor import MHLAProcessor, layer_input
+from .processor import MHLAProcessor, attention_inputs
 from .runtime import call_context
 from .saving import CONFIG_NAME, Weights, push_mhla, save_mhla
 from .stream import VideoStream
 
 __all__ = [
+    "attention_inputs",
     "CONFIG_NAME",
-    "LayerInput",
     "MHLALayer",
     "MHLAProcessor",
     "Patched",
@@ -39,7 +39,6 @@ __all__ = [
     "find_patched",
     "find_transformers",
     "is_patched",
-    "layer_input",
     "layer_sensitivity",
     "load_mhla",
     "mhla_disabled",

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.calibrate import Candidates, candidate_errors
+from ..attention import with_lists
+from ..attention.calibrate import Candidates, candidate_errors, in_float32
 from ..attention.precision import without_autocast
 from ..families import get_family
 from .handle import Patched, mhla_disabled, refuse_causal, refuse_language, require_layers, require_patched
 from .layer import MHLALayer
-from .processor import adapter_of, layer_input, tokens_of_grid
+from .processor import adapter_of, attention_inputs, tokens_of_grid
 from .runtime import call_context
 from .steps import refuse_step_cache
 
@@ -251,9 +252,10 @@ def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
 
     def watch(name: str, layer: MHLALayer) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = layer_input(attn, args, kwargs)
-            with without_autocast(given.query.device):
-                call, biases = layer.call(given.in_float32()), torch.tensor([-torch.inf])
+            inputs = attention_inputs(attn, args, kwargs)
+            with without_autocast(inputs.query.device):
+                call, biases = in_float32(layer.call(inputs)), torch.tensor([-torch.inf])
+                call = call if call.sparse is None else with_lists(call)
                 if layer.pooled_bias is not None:
                     biases = _POOLED_BIASES
                 elif call.pooled_bias is not None:  # λ is fitted beside the β of this call

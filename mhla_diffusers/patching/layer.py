@@ -1,7 +1,7 @@
-"""The learnable part of one patched attention, the submodule ``attn.mhla``, and what it is given."""
+"""The learnable part of one patched attention, the submodule ``attn.mhla``."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,21 +11,18 @@ from ..attention import (
     Call,
     ContentRule,
     MHLAState,
+    attend,
     clip_mixing_,
     extend_mixing,
     initial_mixing,
-    mhla_attention,
     reference_weights,
     resize_mixing,
 )
-from ..attention.call import ExtraTokens, of_grid
-from ..attention.layout import Extra
+from ..attention.layout import check_layout
 from ..attention.parallel.collectives import rows_around
 from ..attention.parallel.place import Parallel
-from ..attention.rope import Rotary, rotary_table, rotated
-from ..attention.sparse import with_lists
 from ..config import MHLAConfig
-from ..families.adapters import AttentionAdapter
+from ..families.adapters import AttentionAdapter, AttentionInputs
 
 FLOAT32_PARAMETERS = ("mixing", "linear_log_weight", "pooled_bias")
 """Parameters of a layer that stay in float32 whatever the attention computes in."""
@@ -33,58 +30,6 @@ FLOAT32_PARAMETERS = ("mixing", "linear_log_weight", "pooled_bias")
 _UNIT_GATE = 1.2784645427610738
 """The number whose SiLU is 1, so that a fresh gate changes nothing."""
 _CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-
-
-class LayerInput(NamedTuple):
-    """What a self-attention attends with: query, key and value of its N tokens, and how these lie on the grid.
-
-    N is the product of the token grid and the extra tokens. Of tokens that are split over processes, all of it is of
-    the own ones.
-    """
-
-    query: torch.Tensor
-    """(B, N, H, D)."""
-    key: torch.Tensor
-    """(B, N, H, D); with a fresh state, keys of earlier tokens may stand in front."""
-    value: torch.Tensor
-    """Like ``key``."""
-    hidden_states: torch.Tensor
-    """(B, tokens, hidden size), input of the attention, which the gate projects: of all N tokens or of the grid's."""
-    grid: tuple[int, ...]
-    extra: Extra = (0, 0)
-    """How many tokens stand before and after those of the grid."""
-    rotary: Rotary | None = None
-    """(cos, sin), each (1 or B, N, 1, D)."""
-    key_mask: torch.Tensor | None = None
-    """(B, N), see :func:`mhla_attention`."""
-
-    def of_grid(self) -> "LayerInput":
-        """The tokens of the grid alone."""
-        query, key, value = (of_grid(x, self.extra) for x in (self.query, self.key, self.value))
-        rotary = (
-            None if self.rotary is None else (of_grid(self.rotary[0], self.extra), of_grid(self.rotary[1], self.extra))
-        )
-        mask = None if self.key_mask is None else of_grid(self.key_mask, self.extra)
-        return LayerInput(query, key, value, self._hidden_states_of_grid(), self.grid, (0, 0), rotary, mask)
-
-    def _hidden_states_of_grid(self) -> torch.Tensor:
-        has_extra = any(self.extra) and self.hidden_states.shape[1] == self.query.shape[1]
-        return of_grid(self.hidden_states, self.extra) if has_extra else self.hidden_states
-
-    def extra_tokens(self) -> ExtraTokens | None:
-        """The extra tokens; None if there are none."""
-        if not any(self.extra):
-            return None
-        return ExtraTokens.of(self.query, self.key, self.value, self.rotary, self.key_mask, self.extra)
-
-    def in_float32(self) -> "LayerInput":
-        """With query, key and value in float32."""
-        return self._replace(query=self.query.float(), key=self.key.float(), value=self.value.float())
-
-    def rotated(self) -> "LayerInput":
-        """With RoPE applied to query and key."""
-        table = rotary_table(self.rotary) if self.rotary is not None else None
-        return self._replace(query=rotated(self.query, table), key=rotated(self.key, table), rotary=None)
 
 
 class Gate(nn.Module):
@@ -137,7 +82,7 @@ class MHLALayer(nn.Module):
     Each begins so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is 1
     (:func:`calibrate_output_norm` fits it), the gate is 1, the convolution 0. Beside the sparse branch λ is e⁻³, or 1
     without pooled keys, and β, where it is a parameter, 0; :func:`calibrate_sparse` fits both. Beside extra tokens
-    alone λ is 1 / √D; :func:`calibrate_mixing` fits it.
+    alone λ is 1 / √D.
 
     Args:
         config: settings.
@@ -158,8 +103,6 @@ class MHLALayer(nn.Module):
         self.head_dim = head_dim
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
-        self.rotary_axes: tuple[int, ...] | None = None
-        """Channels that RoPE turns with each axis of the grid, if it is known to; see :func:`mhla_attention`."""
         mixing = initial_mixing(config.blocks, config.mixing_init)
         if config.mixing_per_head:
             mixing = mixing.repeat(heads, 1, 1)
@@ -189,7 +132,7 @@ class MHLALayer(nn.Module):
 
     def forward(
         self,
-        given: LayerInput,
+        inputs: AttentionInputs,
         *,
         backend: str = "auto",
         parallel: Parallel | None = None,
@@ -199,7 +142,7 @@ class MHLALayer(nn.Module):
         """Attend.
 
         Args:
-            given: what to attend with.
+            inputs: what to attend with.
             backend: see :func:`mhla_attention`.
             parallel: the processes between which the tokens are split.
             state: of :meth:`new_state`, whose sequence these tokens go on.
@@ -212,34 +155,61 @@ class MHLALayer(nn.Module):
             ValueError: with ``causal="block"`` a grid that ends within a frame block, and whatever
                 :func:`mhla_attention` and :meth:`MHLAState.step` refuse.
         """
-        grid, extra = given.grid, given.extra
-        self.config.check_whole(grid)
-        here, gate = given.of_grid(), None
-        if self.gate is not None:
-            gate = self.gate(here.hidden_states).unflatten(-1, (self.heads, -1))
         if state is not None:
-            return self._step(state, given, gate, keep)
-        output = mhla_attention(
-            given.query,
-            given.key,
-            given.value,
-            self._mixing_on(grid),
-            self.config.grid_from(grid),
-            self.config.blocks_on(grid),
-            rotary=given.rotary,
-            rotary_axes=self.rotary_axes,
-            key_mask=given.key_mask,
+            return self._step(state, inputs, keep)
+        call = self.call(inputs, parallel)
+        output = attend(call, backend)
+        if self.convolution is None:
+            return output
+        added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid, parallel)
+        added = added.unflatten(-1, (self.heads, -1))
+        return output + (functional.pad(added, (0, 0, 0, 0, *inputs.extra)) if any(inputs.extra) else added)
+
+    def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> Call:
+        """The call of MHLA with the weights and settings of this layer."""
+        config, grid, extra = self.config, inputs.grid, inputs.extra
+        config.check_whole(grid)
+        call_grid, blocks = check_layout(
+            config.grid_from(grid), config.blocks_on(grid), is_causal=config.causal is not None
+        )
+        mixing: torch.Tensor = self.mixing
+        if blocks != config.blocks and config.causal is not None:
+            mixing = extend_mixing(mixing, config.blocks, blocks[0])
+        elif blocks != config.blocks:
+            mixing = resize_mixing(mixing, config.blocks, blocks)
+        weight, rule = None, None
+        if config.sparse == "content":
+            rule = ContentRule(config.block_size, config.listed, config.fits_pooled_bias)
+        if self.linear_log_weight is not None and (config.sparse != "none" or any(extra)):
+            weight = self.linear_log_weight.exp()
+        return Call(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            mixing,
+            call_grid,
+            blocks,
+            **self._formula(),
+            rotary=inputs.rotary,
+            key_mask=inputs.key_mask,
             output_norm=self.output_norm,
-            output_gate=gate,
-            backend=backend,
+            output_gate=self._gate(inputs),
+            linear_weight=weight,
+            sparse=rule,
+            pooled_bias=self.pooled_bias,
             extra=extra,
             parallel=parallel,
-            **self._settings(grid, any(extra)),
+            causal=config.causal,
         )
-        if self.convolution is not None:
-            added = self.convolution(here.value.flatten(2), grid, parallel).unflatten(-1, (self.heads, -1))
-            output = output + (functional.pad(added, (0, 0, 0, 0, *extra)) if any(extra) else added)
-        return output
+
+    def _gate(self, inputs: AttentionInputs) -> torch.Tensor | None:
+        """Gate of the grid's tokens, (B, tokens, H, D), if the layer has one."""
+        if self.gate is None:
+            return None
+        hidden_states, (before, after) = inputs.hidden_states, inputs.extra
+        if hidden_states.shape[1] == inputs.query.shape[1]:
+            hidden_states = hidden_states[:, before : hidden_states.shape[1] - after]
+        return self.gate(hidden_states).unflatten(-1, (self.heads, -1))
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
         """For a sequence that goes on, of which every step gives some tokens to :meth:`forward`.
@@ -268,14 +238,16 @@ class MHLALayer(nn.Module):
             **self._formula(),
         )
 
-    def _step(self, state: MHLAState, given: LayerInput, gate: torch.Tensor | None, keep: bool) -> torch.Tensor:
+    def _step(self, state: MHLAState, inputs: AttentionInputs, keep: bool) -> torch.Tensor:
         """The next step of a state, with the weights of now."""
+        self.config.check_whole(inputs.grid)
+        weight = self.linear_log_weight
         weights: dict[str, Any] = {
             "mixing": self.mixing,
             "output_norm": self.output_norm,
-            "linear_weight": self._own_block_weight(),
+            "linear_weight": weight.exp() if self.config.sparse == "own" and weight is not None else None,
         }
-        query, key, value = given.query, given.key, given.value
+        gate, query, key, value = self._gate(inputs), inputs.query, inputs.key, inputs.value
         earlier = key.shape[1] - query.shape[1]
         if earlier:
             past, key = key[:, :earlier], key[:, earlier:]
@@ -284,57 +256,17 @@ class MHLALayer(nn.Module):
             state.step(past, past, value[:, :earlier], output_gate=any_gate, **weights)
             value = value[:, earlier:]
         return state.step(
-            query, key, value, rotary=given.rotary, key_mask=given.key_mask, output_gate=gate, keep=keep, **weights
+            query, key, value, rotary=inputs.rotary, key_mask=inputs.key_mask, output_gate=gate, keep=keep, **weights
         )
 
     @torch.no_grad()
-    def weights(self, given: LayerInput) -> torch.Tensor:
+    def weights(self, inputs: AttentionInputs) -> torch.Tensor:
         """What every query gives to every key: the effective attention matrix of :meth:`forward`, before norm and gate.
 
         Returns:
             float64 (B, H, N, N) of all tokens; rows are queries.
         """
-        return reference_weights(self.call(given))
-
-    def call(self, given: LayerInput) -> Call:
-        """The call of :meth:`forward` without norm and gate, for what looks at the attention itself."""
-        here = given.of_grid()
-        settings = self._settings(given.grid, any(given.extra))
-        settings["rule"] = settings.pop("sparse", None)
-        call = Call(
-            here.query,
-            here.key,
-            here.value,
-            self._mixing_on(given.grid),
-            self.config.grid_from(given.grid),
-            self.config.blocks_on(given.grid),
-            rotary=rotary_table(here.rotary) if here.rotary is not None else None,
-            key_mask=here.key_mask,
-            extra=given.extra_tokens(),
-            **settings,
-        )
-        return with_lists(call)
-
-    def _mixing_on(self, grid: tuple[int, ...]) -> torch.Tensor:
-        """The mixing matrix of the blocks that a grid is cut into."""
-        blocks = self.config.blocks_on(grid)
-        if self.config.causal is not None and blocks != self.config.blocks:
-            return extend_mixing(self.mixing, self.config.blocks, blocks[0])
-        return self.mixing if blocks == self.config.blocks else resize_mixing(self.mixing, self.config.blocks, blocks)
-
-    def _settings(self, grid: tuple[int, ...], has_extra: bool) -> dict[str, Any]:
-        """Arguments of the attention besides tensors that the input brings."""
-        config, log_weight, settings = self.config, self.linear_log_weight, self._formula()
-        if config.causal is not None:
-            return settings | {"causal": config.causal, "linear_weight": self._own_block_weight()}
-        if config.sparse == "content":
-            if config.listed_on(grid) == 1:  # nothing is left for pooled keys and the linear branch to add
-                return settings | {"sparse": ContentRule(config.block_size, 1.0)}
-            settings["sparse"] = ContentRule(config.block_size, config.listed, config.fits_pooled_bias)
-        if log_weight is not None and (config.sparse == "content" or has_extra):
-            settings["linear_weight"] = log_weight.exp()
-        # where β is fitted at every call there is none to hand over
-        return settings | ({} if self.pooled_bias is None else {"pooled_bias": self.pooled_bias})
+        return reference_weights(self.call(inputs))
 
     def _formula(self) -> dict[str, Any]:
         """Which linear attention it is."""
@@ -345,11 +277,6 @@ class MHLALayer(nn.Module):
             "normalize": config.normalize,
             "eps": config.eps,
         }
-
-    def _own_block_weight(self) -> torch.Tensor | None:
-        """λ beside the own frame block, if that is attended to with softmax."""
-        log_weight = self.linear_log_weight
-        return log_weight.exp() if self.config.sparse == "own" and log_weight is not None else None
 
     @property
     def needs_calibration(self) -> bool:

@@ -1,19 +1,18 @@
 """The attention processor: what a patched attention does instead of softmax attention."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..attention import MHLAState, check_backend
-from ..attention.call import of_grid
 from ..attention.layout import check_blocks
-from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
-from ..families.adapters import AttentionAdapter, AttentionArguments, AttentionInput
-from .layer import FLOAT32_PARAMETERS, LayerInput, MHLALayer, layer_of, replaced_processor
+from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs, named_arguments
+from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
 from .parallel import parallel_of
 from .runtime import CallContext, current
 
@@ -138,18 +137,15 @@ class MHLAProcessor:
             ValueError: the token grid is unknown or does not fit, or the mask is no key-padding mask.
         """
         rotary = next((one for one in (rotary_emb, image_rotary_emb, freqs_cis) if one is not None), None)
-        arguments = AttentionArguments(
-            hidden_states,
-            encoder_hidden_states,
-            attention_mask,
-            rotary,
-            encoder_hidden_states_mask,
-            perturbation_mask,
-        )
+        masks = {
+            "encoder_hidden_states_mask": encoder_hidden_states_mask,
+            "perturbation_mask": perturbation_mask,
+        }
         layer = layer_of(attn)
         family = family_of_attention(attn) if layer is None else None
         adapter = adapter_of(attn, family)
-        arguments = adapter.received(arguments)
+        by_place = hidden_states, encoder_hidden_states, attention_mask, rotary
+        arguments = adapter.received(named_arguments(by_place, masks))
         if adapter.is_cross_attention(arguments):
             if layer is None and family is None and getattr(attn, "is_cross_attention", True) is False:
                 raise _unknown_model(attn)
@@ -164,27 +160,28 @@ class MHLAProcessor:
         context, skips_scores = current(), _skips_scores(attn)
         if context.disabled and not skips_scores:
             return adapter.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
-        given = adapter.read(attn, arguments)
-        adapter.check_order(given, self.config)
-        grid = self.grid if self.grid is not None else _grid_of_call(context, attn, given)
-        parallel = self._processes(context)
-        tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
-        extra = adapter.extra(given, tokens)
-        if layer is None:
-            attn.mhla = make_layer(attn, self.config, family)
-        given = adapter.prepared(attn, given)
-        query, key, value = adapter.project(attn, given)
-        output, stream = value, context.stream
-        if not skips_scores:
-            rotary = given.rotary if stream is None else stream.rotary(given.rotary, grid)
-            output = attn.mhla(
-                LayerInput(query, key, value, given.hidden_states, grid, extra, rotary, given.key_mask),
-                backend=self.backend,
-                parallel=parallel,
-                state=None if stream is None else stream.state_of(attn, grid),
-                keep=stream is None or stream.keep,
+        adapter.check_order(arguments, self.config)
+        grid, parallel = self.grid, context.parallel
+        if grid is None:
+            grid = _grid_of_call(context, attn, adapter, arguments)
+        if context.grid is None and parallel_of(self._parallel_config) is not None:
+            raise ValueError(
+                "Under context parallelism a MHLAProcessor that diffusers' own set_attn_processor has put in place "
+                "does not know its tokens; use mhla_diffusers.set_attn_processor(pipe.transformer, processor) or "
+                "mhla_diffusers.apply_mhla(pipe, ...)."
             )
-        return adapter.project_output(attn, output, given)
+        tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
+        inputs, stream = adapter.read(attn, arguments, grid, tokens), context.stream
+        if layer is None:  # a refused first forward leaves no weights behind
+            attn.mhla = make_layer(attn, self.config, family)
+        if skips_scores:
+            return adapter.project_output(attn, inputs.value, inputs)
+        if stream is not None:
+            rotary, state = stream.rotary(inputs.rotary, grid), stream.state_of(attn, grid)
+            output = attn.mhla(replace(inputs, rotary=rotary), backend=self.backend, state=state, keep=stream.keep)
+        else:
+            output = attn.mhla(inputs, backend=self.backend, parallel=parallel)
+        return adapter.project_output(attn, output, inputs)
 
     def attend(
         self,
@@ -228,20 +225,9 @@ class MHLAProcessor:
             if key.shape[1] > count:
                 # nothing of the keys is summed up, so that is done anew in every call: right, slower than MHLACache
                 state = layer.new_state((1,), self.backend)
-        output: torch.Tensor = attn.mhla(
-            LayerInput(query, key, value, hidden_states, (count,)), backend=self.backend, state=state
-        )
+        inputs = AttentionInputs(query, key, value, hidden_states, (count,))
+        output: torch.Tensor = attn.mhla(inputs, backend=self.backend, state=state)
         return output
-
-    def _processes(self, context: CallContext) -> Parallel | None:
-        """The processes between which the tokens of the call are split; None on one."""
-        if context.grid is None and parallel_of(self._parallel_config) is not None:
-            raise ValueError(
-                "Under context parallelism a MHLAProcessor that diffusers' own set_attn_processor has put in place "
-                "does not know its tokens; use mhla_diffusers.set_attn_processor(pipe.transformer, processor) or "
-                "mhla_diffusers.apply_mhla(pipe, ...)."
-            )
-        return context.parallel
 
     def _check_layer(self, layer: MHLALayer | None) -> None:
         if layer is None and self.config.layers != "all":
@@ -305,8 +291,9 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         attended = super().__call__(
             attn, torch.cat(parts), encoder_hidden_states, mask, rotary_emb, key_rotary_emb, **others
         )
-        adapter, alone = adapter_of(attn), AttentionInput(perturbed)
-        return torch.cat([attended, adapter.project_output(attn, adapter.project(attn, alone)[2], alone)])
+        adapter, tokens = adapter_of(attn), perturbed.shape[1]
+        alone = adapter.read(attn, {"hidden_states": perturbed}, (tokens,), tokens)
+        return torch.cat([attended, adapter.project_output(attn, alone.value, alone)])
 
 
 def holds_weights(processor: Any) -> bool:
@@ -381,7 +368,6 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
             for name, parameter in layer.named_parameters():
                 if name not in FLOAT32_PARAMETERS:
                     parameter.data = parameter.data.to(_compute_dtype(projection, tensors))
-    layer.rotary_axes = family.rotary_axes(head_dim) if family is not None else None
     return layer.train(attn.training)
 
 
@@ -435,13 +421,13 @@ def default_cross_attention_processor(attn: Any, family: Family | None = None) -
     return cross_attention_processor(attn) if family is None else family.cross_attention_processor()
 
 
-def layer_input(
+def attention_inputs(
     attn: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     adapter: AttentionAdapter | None = None,
     grid: tuple[int, ...] | None = None,
-) -> LayerInput:
+) -> AttentionInputs:
     """What a self-attention attends with, from the arguments of its forward, as a hook gets them.
 
     Args:
@@ -452,28 +438,26 @@ def layer_input(
         grid: token grid; None within a forward of a patched transformer, whose context has it.
     """
     adapter = adapter if adapter is not None else adapter_of(attn)
-    arguments = adapter.arguments(args, kwargs)
-    given, layer = adapter.read(attn, arguments), layer_of(attn)
-    adapter.check_order(given, None if layer is None else layer.config)
-    grid = grid if grid is not None else _grid_of_call(current(), attn, given)
-    extra = adapter.extra(given, math.prod(grid))
-    query, key, value = adapter.project(attn, given)
-    return LayerInput(query, key, value, given.hidden_states, grid, extra, given.rotary, given.key_mask)
+    arguments, layer = adapter.arguments(args, kwargs), layer_of(attn)
+    adapter.check_order(arguments, None if layer is None else layer.config)
+    grid = grid if grid is not None else _grid_of_call(current(), attn, adapter, arguments)
+    return adapter.read(attn, arguments, grid, math.prod(grid))
 
 
 def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     """Those of the grid, of what a patched self-attention computes (B, N, ...) for these arguments of its forward."""
     adapter = adapter_of(attn)
-    given = adapter.read(attn, adapter.arguments(args, kwargs))
-    tokens, x = math.prod(_grid_of_call(current(), attn, given)), adapter.ordered(given, x)
-    return of_grid(x, adapter.extra(given, tokens)) if x.shape[1] > tokens else x
+    arguments = adapter.arguments(args, kwargs)
+    tokens = math.prod(_grid_of_call(current(), attn, adapter, arguments))
+    before, x = adapter.extra(arguments, tokens)[0], adapter.ordered(arguments, x)
+    return x[:, before : before + tokens] if x.shape[1] > tokens else x
 
 
-def _grid_of_call(context: CallContext, attn: Any, given: AttentionInput) -> tuple[int, ...]:
+def _grid_of_call(context: CallContext, attn: Any, adapter: AttentionAdapter, arguments: Arguments) -> tuple[int, ...]:
     """The token grid of the call that an attention is in: from the context, or else from the tables of RoPE."""
     grid = context.grid
     if grid is None and not torch.compiler.is_compiling():  # a compiled graph reads no values
-        grid = grid_of_attention(attn, given.rotary)
+        grid = grid_of_attention(attn, adapter.rotary(attn, arguments))
     if grid is not None:
         return grid
     layer = layer_of(attn)

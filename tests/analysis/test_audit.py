@@ -9,10 +9,11 @@ from PIL import Image
 
 import mhla_diffusers as mhla
 from mhla_diffusers.analysis import draw_audit, write_audit
+from mhla_diffusers.attention import with_lists
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import layer_sensitivity
-from mhla_diffusers.patching.processor import layer_input
+from mhla_diffusers.patching.processor import attention_inputs
 
 from .. import models
 from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
@@ -95,10 +96,10 @@ def test_mass_is_the_softmax_weight_of_the_listed_pairs():
     weights = {}
 
     def note(_, args, kwargs):
-        given = layer_input(attn, args, kwargs)
-        query, key, *_ = given
+        given = attention_inputs(attn, args, kwargs)
+        query, key = given.query, given.key
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
-        listed, block = attn.mhla.call(given).lists.mask(), layout_of(given.grid, 4).rows.long() // 4
+        listed, block = with_lists(attn.mhla.call(given)).sparse.mask(), layout_of(given.grid, 4).rows.long() // 4
         weights["kept"] = (logits.softmax(dim=-1) * listed[:, :, block][..., block]).sum(dim=-1).mean()
 
     handle = attn.register_forward_pre_hook(note, with_kwargs=True)

@@ -16,8 +16,6 @@ from mhla_diffusers.attention import (
     mhla_attention,
     reference_attention,
 )
-from mhla_diffusers.attention.call import ExtraTokens
-from mhla_diffusers.attention.rope import apply_rotary, rotary_table
 
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
@@ -56,48 +54,9 @@ class Problem:
         return {"output": output.detach()} | gradients
 
 
-def call_of(
-    rotary: Any = None,
-    rotary_axes: Any = None,
-    extra: tuple[int, int] = (0, 0),
-    sparse: BlockLists | ContentRule | None = None,
-    **arguments: Any,
-) -> Call:
-    """The call that ``mhla_attention`` makes of its arguments; that RoPE is of axes changes nothing."""
-    if sparse is not None:
-        arguments["lists" if isinstance(sparse, BlockLists) else "rule"] = sparse
-    table = rotary_table(rotary) if rotary is not None else None
-    if any(extra):
-        arguments, table = split_arguments(arguments, table, extra)
-    return Call(rotary=table, **arguments)
-
-
-def split_arguments(
-    arguments: dict[str, Any], table: torch.Tensor | None, extra: tuple[int, int]
-) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Extra tokens taken out, token by token."""
-    before, tokens = extra[0], arguments["query"].shape[1]
-    on_grid = torch.arange(before, tokens - extra[1])
-    others = torch.tensor([token for token in range(tokens) if not before <= token < tokens - extra[1]])
-    query, key, mask = arguments["query"], arguments["key"], arguments.get("key_mask")
-    if table is not None:
-        query, key = (apply_rotary(x, table.to(x.dtype)) for x in (query, key))
-    of_extra = ExtraTokens(
-        query[:, others],
-        key[:, others],
-        arguments["value"][:, others],
-        mask[:, others] if mask is not None else None,
-        before,
-    )
-    arguments |= {name: arguments[name][:, on_grid] for name in ("query", "key", "value")} | {"extra": of_extra}
-    if mask is not None:
-        arguments["key_mask"] = mask[:, on_grid]
-    return arguments, table[:, on_grid] if table is not None else None
-
-
 def reference(**arguments: Any) -> torch.Tensor:
     """The reference with the arguments of ``mhla_attention``, for :meth:`Problem.run`."""
-    return reference_attention(call_of(**arguments))
+    return reference_attention(Call(**arguments))
 
 
 def make_problem(
@@ -108,7 +67,6 @@ def make_problem(
     heads: int = 2,
     head_dim: int = 8,
     rotary: bool = False,
-    rotary_axes: tuple[int, ...] | None = None,
     mask: bool = False,
     norm: bool = False,
     gate: bool = False,
@@ -138,8 +96,6 @@ def make_problem(
     if rotary:
         angles = draw(1, tokens, 1, head_dim // 2).repeat_interleave(2, dim=-1)
         options["rotary"] = (angles.cos(), angles.sin())
-    if rotary_axes is not None:
-        options |= {"rotary": axial_rotary(grid, rotary_axes, draw, extra), "rotary_axes": rotary_axes}
     if mask:
         keep = torch.rand(batch, tokens, generator=generator) > 0.3
         keep[:, 0] = True
@@ -147,22 +103,6 @@ def make_problem(
     if any(extra):
         options["extra"] = extra
     return Problem(tensors, grid, blocks, options)
-
-
-def axial_rotary(
-    grid: tuple[int, ...], axes: tuple[int, ...], draw: Callable[..., torch.Tensor], extra: tuple[int, int] = (0, 0)
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) whose channels turn with one axis of the grid each; extra tokens it have angles of any kind."""
-    parts = []
-    for axis, count in enumerate(axes):
-        shape = [1] * len(grid) + [count]
-        shape[axis] = grid[axis]
-        angles = draw(grid[axis], count // 2).repeat_interleave(2, dim=-1)
-        parts.append(angles.view(shape).expand(*grid, count))
-    of_grid = torch.cat(parts, dim=-1).reshape(1, math.prod(grid), 1, sum(axes))
-    first, last = (draw(1, count, 1, sum(axes) // 2).repeat_interleave(2, dim=-1) for count in extra)
-    angles = torch.cat([first, of_grid, last], dim=1)
-    return angles.cos(), angles.sin()
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,10 +10,9 @@ import torch
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import Call
-from mhla_diffusers.attention.merge import LinearAttention
 from mhla_diffusers.attention.precision import sum_dtype
 
-from .problems import call_of, make_problem
+from .problems import make_problem
 
 CUTS = [
     # grid, blocks, tokens per share: begun inside a row or a frame, shorter than a row, of whole frames, of one token
@@ -27,7 +26,7 @@ CUTS = [
     ((4, 4, 6), (2, 2, 3), (48, 24, 24)),
 ]
 
-_PER_TOKEN = ("query", "key", "value", "rotary", "key_mask", "output_gate")
+_PER_TOKEN = ("query", "key", "value", "key_mask", "output_gate")
 
 
 def shares_of(call: Call, lengths: Sequence[int]) -> list[Call]:
@@ -37,27 +36,24 @@ def shares_of(call: Call, lengths: Sequence[int]) -> list[Call]:
     for start, stop in pairwise(accumulate(lengths, initial=0)):
         tensors = {name: getattr(call, name) for name in _PER_TOKEN}
         own = {name: x[:, start:stop] for name, x in tensors.items() if x is not None}
+        if call.rotary is not None:
+            own["rotary"] = tuple(x[:, start:stop] for x in call.rotary)
         found.append(replace(call, **own, first=start))
     return found
 
 
-def in_shares(
-    linear: LinearAttention, lengths: Sequence[int], prepare: Callable[[Call], Call] = lambda call: call
-) -> Callable[..., torch.Tensor]:
-    """Attention with the arguments of ``mhla_attention``, for :meth:`Problem.run`.
-
-    ``prepare`` makes of a call what the backend's kernels take.
-    """
+def in_shares(backend: Any, lengths: Sequence[int]) -> Callable[..., torch.Tensor]:
+    """A backend's attention with the arguments of ``mhla_attention``, for :meth:`Problem.run`."""
 
     def attend(**arguments: Any) -> torch.Tensor:
-        whole = call_of(**arguments)
+        whole = Call(**arguments)
         # what all shares take: in half precision the gradient that each gives would be rounded before they are added
         for name in ("mixing", "output_norm"):
             if (tensor := getattr(whole, name)) is not None:
                 whole = replace(whole, **{name: tensor.to(sum_dtype(tensor.dtype))})
-        shares = [prepare(share) for share in shares_of(whole, lengths)]
-        states = torch.stack([linear.states(share) for share in shares]).sum(dim=0)
-        return torch.cat([linear.read(share, states)[0] for share in shares], dim=1)
+        shares = shares_of(whole, lengths)
+        states = torch.stack([backend.states(share) for share in shares]).sum(dim=0)
+        return torch.cat([backend.read(share, states)[0] for share in shares], dim=1)
 
     return attend
 

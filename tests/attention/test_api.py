@@ -1,7 +1,5 @@
 """What mhla_attention promises whatever the backend, and what it refuses."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ import torch
 from mhla_diffusers.attention import (
     BlockLists,
     Call,
-    ContentRule,
     feature_map_names,
     initial_mixing,
     mhla_attention,
@@ -164,9 +161,6 @@ REFUSED = [
     (r"linear_weight=\[1.0, nan\]", {"sparse": LISTS, "linear_weight": torch.tensor([1.0, float("nan")])}),
     (r"output_norm .*\(8,\), got \(16,\)", {"output_norm": torch.ones(16)}),
     (r"output_gate .*\(2, 12, 2, 8\), got \(2, 12, 16\)", {"output_gate": torch.ones(2, 12, 16)}),
-    (r"rotary_axes=\(4, 2\)", {"rotary_axes": (4, 2)}),
-    (r"rotary_axes=\(5, 3\)", {"rotary_axes": (5, 3)}),
-    (r"rotary_axes=\(10, -2\)", {"rotary_axes": (10, -2)}),
 ]
 
 
@@ -175,15 +169,3 @@ def test_what_does_not_fit_is_refused_by_name(words, changes):
     given = {"query": X, "key": X, "value": X, "mixing": torch.rand(4, 4), "grid": (3, 4), "blocks": (2, 2)}
     with pytest.raises(ValueError, match=words):
         mhla_attention(**given | changes)
-
-
-@pytest.mark.parametrize(("grid", "axes"), [((6,), (8,)), ((4, 5), (6, 2)), ((3, 4, 5), (4, 2, 2)), ((4, 5), (0, 8))])
-def test_rope_of_axes_is_that_of_tokens(grid, axes):
-    """That angles belong to axes is a help for kernels: with block lists and without, nothing else changes."""
-    problem = make_problem(grid, (2,) * len(grid), rotary_axes=axes)
-    lists = BlockLists.from_mask(math.prod(grid), torch.ones(2, 1, 1))
-    rule = ContentRule(4, 0.3)
-    for more in ({}, {"sparse": lists}, {"sparse": rule, "linear_weight": torch.ones(2)}):
-        given = problem.tensors | {"grid": problem.grid, "blocks": problem.blocks} | more
-        of_axes = mhla_attention(**given, **problem.options)
-        torch.testing.assert_close(of_axes, mhla_attention(**given, rotary=problem.options["rotary"]), rtol=0, atol=0)

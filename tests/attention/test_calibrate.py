@@ -8,7 +8,6 @@ import torch
 
 from mhla_diffusers.attention import BlockLists, Call, ContentRule, initial_mixing, mhla_attention
 from mhla_diffusers.attention.calibrate import Candidates, candidate_errors, tokens_along, weight_held
-from mhla_diffusers.attention.call import ExtraTokens, of_grid
 from mhla_diffusers.attention.layout import block_count, layout_of
 from mhla_diffusers.attention.sparse import with_lists
 
@@ -23,10 +22,11 @@ def call_of(grid, mask=False, extra=(0, 0)):
     whole = [torch.randn(2, count, HEADS, DIM, generator=make) for _ in range(3)]
     key_mask = torch.rand(2, count, generator=make) > 0.2 if mask else None
     blocks = (2,) * len(grid)
-    others = ExtraTokens.of(*whole, None, key_mask, extra) if any(extra) else None
-    of_mask = None if key_mask is None else of_grid(key_mask, extra)
-    inputs = (of_grid(x, extra) for x in whole)
-    return Call(*inputs, initial_mixing(blocks), grid, blocks, key_mask=of_mask, extra=others), whole, key_mask
+    return Call(*whole, initial_mixing(blocks), grid, blocks, key_mask=key_mask, extra=extra), whole, key_mask
+
+
+def of_grid(x, extra):
+    return x[:, extra[0] : x.shape[1] - extra[1]]
 
 
 def softmax_of(whole, key_mask):
@@ -47,7 +47,7 @@ def test_the_error_of_a_candidate_is_that_of_the_attention(grid, extra, mask):
     lists = BlockLists.from_mask(BLOCK, listed)
     candidates = Candidates(torch.tensor([-0.5, 0.7]), torch.tensor([-2.0, 0.0, 1.0]))
     unit = torch.eye(DIM).expand(HEADS, -1, -1)
-    found = candidate_errors(replace(call, lists=lists), BLOCK, 20, 1, unit, candidates)
+    found = candidate_errors(replace(call, sparse=lists), BLOCK, 20, 1, unit, candidates)
     tokens, _ = tokens_along(call, BLOCK, 20, 1)
     expected_output = (softmax_of(whole, key_mask) @ whole[2].transpose(1, 2)).transpose(1, 2)
     for row, beta in enumerate(candidates.pooled_bias):
@@ -100,7 +100,7 @@ def test_the_weight_held_is_that_of_the_listed_blocks_and_of_extra_tokens(extra)
 
 
 def lists_at(call, density):
-    return with_lists(replace(call, rule=ContentRule(BLOCK, density))).lists
+    return with_lists(replace(call, sparse=ContentRule(BLOCK, density))).sparse
 
 
 def test_other_calls_look_at_other_queries():

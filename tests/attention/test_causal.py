@@ -272,7 +272,7 @@ def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, linear_br
         ({"grid": (11,)}, "N=12 tokens, more than the 11"),
         ({"grid": (14,), "causal": "block"}, "are 4, 8, 11, 14, got 12"),
         ({"pooled_bias": torch.zeros(2)}, "pooled_bias .*causal='token'"),
-        ({"extra": (3, 0), "grid": (9,), "blocks": (3,)}, "extra .*causal='token'"),
+        ({"extra": (3, 0), "grid": (9,)}, "extra .*causal='token'"),
         ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "extra .*causal='block'"),
         ({"sparse": BlockLists.from_mask(4, torch.ones(2, 3, 3))}, "sparse .*causal='token'"),
         ({"eps": 0.0}, "eps=0.0"),

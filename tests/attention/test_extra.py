@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import BlockLists, mhla_attention, reference_attention, reference_weights
+from mhla_diffusers.attention import BlockLists, Call, mhla_attention, reference_attention, reference_weights
 
-from .problems import call_of, make_problem
+from .problems import make_problem
 from .test_sparse import TOLERANCE, check
 from .test_sparse import make as make_with_lists
 
@@ -138,7 +138,7 @@ def test_large_logits_stay_finite_and_weights_sum_to_one():
 @pytest.mark.parametrize("parts", ["alone", "pooled and linear"])
 def test_reference_weights_are_of_the_sequence(parts):
     problem = make((5, 6), 6, (3, 4), parts, mask=True)
-    call = call_of(**problem.tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
+    call = Call(**problem.tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
     weights, value = reference_weights(call), problem.tensors["value"].double()
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 2, 37, dtype=torch.float64))
     torch.testing.assert_close(torch.einsum("bhqk,bkhd->bqhd", weights, value), reference_attention(call))

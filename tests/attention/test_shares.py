@@ -4,19 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from mhla_diffusers.attention import Call, eager
 from mhla_diffusers.attention.layout import block_index
-from mhla_diffusers.attention.linear import block_states, read_states
-from mhla_diffusers.attention.merge import LinearAttention
 
-from .problems import call_of, errors_of, make_problem
+from .problems import errors_of, make_problem
 from .shares import CUTS, cut_problems, in_shares, shares_of
 from .test_linear import TOLERANCE
 
-EAGER = LinearAttention(block_states, read_states)
-
 
 def check(problem, lengths, dtype):
-    for name, error in errors_of(problem, dtype, in_shares(EAGER, lengths)).items():
+    for name, error in errors_of(problem, dtype, in_shares(eager, lengths)).items():
         assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
 
 
@@ -38,7 +35,7 @@ def test_everything_at_once(normalize, rope):
 def test_drawn_problems(drawn):
     problem, lengths = drawn
     # float64, so that an ill-conditioned draw (an output norm over a nearly zero output) needs no loose bound
-    for name, error in errors_of(problem, torch.float64, in_shares(EAGER, lengths)).items():
+    for name, error in errors_of(problem, torch.float64, in_shares(eager, lengths)).items():
         assert error <= 1e-9, f"{name}: relative error {error:.2e}"
 
 
@@ -46,7 +43,7 @@ def test_drawn_problems(drawn):
 def test_blocks_of_which_a_share_has_nothing_have_no_states(grid, blocks, lengths):
     problem = make_problem(grid, blocks)
     index = block_index(grid, blocks)
-    for share in shares_of(call_of(**problem.tensors, grid=grid, blocks=blocks), lengths):
+    for share in shares_of(Call(**problem.tensors, grid=grid, blocks=blocks), lengths):
         there = torch.zeros(len(problem.tensors["mixing"]), dtype=torch.bool)
         there[index[share.first : share.first + share.query.shape[1]]] = True
-        assert torch.equal(block_states(share).ne(0).any(dim=-1).any(dim=-1)[0, 0], there)
+        assert torch.equal(eager.states(share).ne(0).any(dim=-1).any(dim=-1)[0, 0], there)

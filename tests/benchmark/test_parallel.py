@@ -1,6 +1,7 @@
 """``mhla bench parallel`` and ``plan``: counts that one can reckon by hand, arithmetic of them, tables and the page."""
 
 import csv
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def test_bytes_of_exchanged_heads_by_hand():
     by_heads, half = Layout(ulysses=2), ALL_TOKENS / 2 / 2
     assert sent(SOFTMAX, TINY, by_heads, False).bytes == 4 * half
     assert sent(SOFTMAX, TINY, by_heads, True).bytes == 8 * half
-    # and RoPE: cosine and sine of every place on an axis, for the axis's channels, added up in float32
-    tables = 2 * 4 * sum(places * channels for places, channels in zip(TINY.grid, TINY.rotary_axes, strict=True))
+    # and RoPE, which MHLA applies after the feature map: cosine and sine of the own tokens, in float32
+    tables = 2 * 4 * math.prod(TINY.grid) // 2 * TINY.head_dim
     assert sent(MHLA, TINY, by_heads, False).bytes == 4 * half + tables
     assert sent(MHLA, TINY, by_heads, True).bytes == 8 * half + tables
     assert {by_heads for _, by_heads in count(shape_of(tiny_wan(), SIZE), 4)} == {False}, "4 do not divide 3 heads"

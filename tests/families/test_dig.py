@@ -10,9 +10,10 @@ from diffusers import DiTPipeline
 
 import mhla_diffusers as mhla
 from mhla_diffusers.analysis import attention_matrices
+from mhla_diffusers.families import AttentionInputs
 from mhla_diffusers.generation.pipelines import load_pipeline
 from mhla_diffusers.models.dig import DiGTransformer2DModel, GatedLinearAttnProcessor
-from mhla_diffusers.patching import LayerInput, TransformerCall
+from mhla_diffusers.patching import TransformerCall
 from mhla_diffusers.training.trainable import set_trainable
 
 from ..models import assert_changed, output, relative_change, seeded
@@ -151,7 +152,7 @@ def test_norm_and_gate_stay_behind_mhla():
     ((hidden_states, found),) = calls
     query, key, value = (x.unflatten(-1, (2, 12)) for x in attn.project(hidden_states))
     with torch.no_grad():
-        weights = attn.mhla.weights(LayerInput(query, key, value, query, (8, 8)))
+        weights = attn.mhla.weights(AttentionInputs(query, key, value, query, (8, 8)))
         heads = torch.einsum("bhqk,bkhd->bqhd", weights, value.double()).float()
         normed = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt() * attn.norm_out.weight
         gate = attn.to_gate(hidden_states)

@@ -58,10 +58,10 @@ def test_rope_is_that_of_the_model(dtype):
     latents = arguments["hidden_states"]
     rotary = model.rope(latents, *CASE.grid, arguments["rope_interpolation_scale"])
     hidden_states = torch.randn(2, latents.shape[1], 32).to(dtype)
-    given = adapter.read(attn, mhla.families.adapters.AttentionArguments(hidden_states, rotary_emb=rotary))
+    arguments = {"hidden_states": hidden_states, "rotary_emb": rotary}
+    given = adapter.read(attn, arguments, CASE.grid, latents.shape[1])
     assert given.rotary is None
-    query, key, _ = adapter.project(attn, given)
-    for found, norm, linear in ((query, attn.norm_q, attn.to_q), (key, attn.norm_k, attn.to_k)):
+    for found, norm, linear in ((given.query, attn.norm_q, attn.to_q), (given.key, attn.norm_k, attn.to_k)):
         expected = apply_rotary_emb(norm(linear(hidden_states)), rotary)
         torch.testing.assert_close(found.flatten(2), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
 

@@ -11,7 +11,6 @@ from PIL import Image
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import classes_that_are_split
-from mhla_diffusers.families.adapters import AttentionArguments
 from mhla_diffusers.families.ltx2 import LTX2Family
 
 from ..models import assert_changed, relative_change
@@ -48,9 +47,9 @@ def test_rope_is_that_of_the_model(name):
     attn, adapter = model.transformer_blocks[0].attn1, LTX2Family.adapter
     rotary = model.rope(model.rope.prepare_video_coords(2, *CASE.grid, "cpu"))
     hidden_states = drawer(2, 3)(TOKENS, 32)
-    query, key, _ = adapter.project(attn, adapter.read(attn, AttentionArguments(hidden_states, rotary_emb=rotary)))
+    given = adapter.read(attn, {"hidden_states": hidden_states, "rotary_emb": rotary}, CASE.grid, TOKENS)
     apply = getattr(transformer_ltx2, f"apply_{attn.rope_type}_rotary_emb")
-    for found, norm, linear in ((query, attn.norm_q, attn.to_q), (key, attn.norm_k, attn.to_k)):
+    for found, norm, linear in ((given.query, attn.norm_q, attn.to_q), (given.key, attn.norm_k, attn.to_k)):
         torch.testing.assert_close(found.flatten(2), apply(norm(linear(hidden_states)), rotary), rtol=0, atol=1e-5)
 
 

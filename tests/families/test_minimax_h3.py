@@ -7,7 +7,6 @@ import torch
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention.rope import axial_table, rotary_table, table_of_tokens
 from mhla_diffusers.benchmark.forecast import Question
 from mhla_diffusers.benchmark.models import Size, models
 from mhla_diffusers.families import Clip, get_family
@@ -92,20 +91,6 @@ def test_other_sequences_are_refused(which):
     arguments["position_ids"] = places
     with pytest.raises(ValueError, match="does not end in one token grid"):
         output(model, arguments)
-
-
-def test_rope_turns_channels_with_one_axis_each():
-    """Kernels read a row of the table for every place on an axis; the channels that do not rotate are in the last."""
-    model = CASE.transformer(attention_head_dim=128, rope_freq_dim=16)
-    arguments, attn = CASE.inputs(), model.transformer_blocks[0].attn
-    adapter = FAMILY.adapter_of(attn)
-    tables = model.rope(arguments["position_ids"])
-    hidden = torch.zeros(1, len(arguments["position_ids"]), 24)
-    given = adapter.read(attn, adapter.arguments((hidden, tables), {}))
-    tokens = torch.Size(CASE.grid).numel()
-    rotary = tuple(table[:, -tokens:] for table in given.rotary)
-    axes = FAMILY.rotary_axes(128)
-    assert torch.equal(table_of_tokens(axial_table(rotary, CASE.grid), CASE.grid, axes), rotary_table(rotary))
 
 
 def test_latent_frames_are_those_of_the_pipeline():

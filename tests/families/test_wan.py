@@ -4,7 +4,6 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanVACEPipeline
 
-from mhla_diffusers import apply_mhla, mhla_layers
 from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.tiny import call_settings, load_tiny
 
@@ -37,8 +36,3 @@ def test_prompts_of_pipelines_that_need_ftfy(pipeline):
     pipe = pipeline(**components, transformer=None)
     embedded, _ = pipe.encode_prompt("a cat â€” surfing", do_classifier_free_guidance=False, max_sequence_length=8)
     assert embedded.shape[1] == 8
-
-
-def test_layers_know_the_axes_of_rope():
-    layers = mhla_layers(apply_mhla(wan_pipeline().transformer))
-    assert {layer.rotary_axes for layer in layers.values()} == {(4, 4, 4)}

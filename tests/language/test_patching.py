@@ -10,7 +10,8 @@ from transformers import LlamaForCausalLM, LlamaModel, TextGenerationPipeline
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
-from mhla_diffusers.patching import LayerInput, calibrate_output_norm, layer_sensitivity
+from mhla_diffusers.families import AttentionInputs
+from mhla_diffusers.patching import calibrate_output_norm, layer_sensitivity
 
 from ..forking import CONTEXT
 from ..models import assert_changed, relative_change, wan
@@ -62,7 +63,7 @@ def test_an_attention_is_the_reference_of_queries_and_keys_after_rope(settings):
     assert key.shape[2] == 2
     key, value = (x.repeat_interleave(2, dim=2) for x in (key, value))
     with torch.no_grad():
-        expected = reference_attention(attn.mhla.call(LayerInput(query, key, value, query, (37,)))).flatten(2)
+        expected = reference_attention(attn.mhla.call(AttentionInputs(query, key, value, query, (37,)))).flatten(2)
     assert relative_change(seen["found"], expected) < 1e-5
 
 

@@ -1,16 +1,14 @@
 """The operator on shares of the tokens, over processes on gloo, against the whole in one process."""
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
-from mhla_diffusers.attention.layout import block_count, layout_of
+from mhla_diffusers.attention.layout import block_count
 from mhla_diffusers.attention.parallel.place import Parallel, parts
 from mhla_diffusers.benchmark.parallel import Layout, make_world
 
@@ -22,13 +20,6 @@ HEADS, HEAD_DIM = 4, 12
 def parallel(ring: int, ulysses: int, anything: bool = False) -> Parallel:
     """As diffusers sets it up."""
     return replace(make_world(Layout(ring, ulysses)).parallel, anything=anything)
-
-
-def axial_rotary(grid: tuple[int, ...], axes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    places = torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), dim=-1).view(-1, len(grid))
-    angles = [places[:, i : i + 1] * 10 ** -torch.linspace(0, 1, n // 2) for i, n in enumerate(axes)]
-    turned = torch.cat(angles, dim=-1).repeat_interleave(2, dim=-1)[None, :, None]
-    return turned.cos(), turned.sin()
 
 
 def random_mask(grid: tuple[int, ...], block_size: int, samples: int, density: float = 0.3) -> torch.Tensor:
@@ -87,14 +78,9 @@ def errors(
         settings["key_mask"] = torch.rand(batch, tokens, generator=make) > 0.3
     if masked == "a sample whole":
         settings["key_mask"][0] = False
-    if axes := settings.pop("axes", None):
-        before, after = extra
-        turned = (axial_rotary(grid, axes)[i] for i in range(2))
-        settings["rotary"] = tuple(
-            torch.cat([x[:, :1].expand(-1, before, -1, -1), x, x[:, -1:].expand(-1, after, -1, -1)], dim=1)
-            for x in turned
-        )
-        settings["rotary_axes"] = axes if settings.pop("tell_axes", True) else None
+    if settings.pop("rotary", False):
+        angles = draw(1, tokens, 1, HEAD_DIM // 2).repeat_interleave(2, dim=-1)
+        settings["rotary"] = angles.cos(), angles.sin()
     size, samples = settings.pop("lists", None), settings.pop("samples", 1)
     mask = None if size is None else random_mask(grid, size, samples)
     towards = draw(batch, tokens, HEADS, HEAD_DIM)
@@ -133,7 +119,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 PLAIN, CURVE, SIZE = (4, 5, 6), (3, 5, 6), 8
 """Grids; of the second, half of the tokens, or a quarter, ends within a uniform block of 8."""
-ALL = {"norm": True, "gate": True, "mask": True, "axes": (4, 4, 4)}
+ALL = {"norm": True, "gate": True, "mask": True, "rotary": True}
 LISTS = ALL | {"linear": True, "pooled": True, "lists": SIZE}
 BY_CONTENT = {"sparse": ContentRule(SIZE, 0.25), "lists": None}
 FITTED = {"sparse": ContentRule(SIZE, 0.25, fit_pooled_bias=True), "lists": None, "pooled": False}
@@ -141,14 +127,13 @@ LINEAR_CASES = {
     "plain": {},
     "all": ALL,
     "rope before": ALL | {"rope": "before"},
-    "angles of any kind": ALL | {"tell_axes": False},
-    "unnormalized": {"normalize": False, "axes": (4, 4, 4)},
+    "unnormalized": {"normalize": False, "rotary": True},
     "a sample without a key": {"mask": "a sample whole"},
 }
 SPARSE_CASES = {
     "lists alone": {"lists": SIZE},
-    "linear": {"lists": SIZE, "linear": True, "axes": (4, 4, 4)},
-    "pooled": {"lists": SIZE, "pooled": True, "axes": (4, 4, 4), "rope": "before"},
+    "linear": {"lists": SIZE, "linear": True, "rotary": True},
+    "pooled": {"lists": SIZE, "pooled": True, "rotary": True, "rope": "before"},
     "lists of every sample": LISTS | {"samples": 2},
     "single tokens": LISTS | {"lists": 1},
     "one block": LISTS | {"lists": 128},
@@ -163,53 +148,49 @@ SPARSE_CASES = {
     "text and content": ALL | {"extra": (0, 8), "sparse": ContentRule(SIZE, 0.25), "linear": True},
     "text, fitted": ALL | FITTED | {"extra": (2, 6), "linear": True},
 }
-CASES = {name: (PLAIN, case, 2e-6) for name, case in LINEAR_CASES.items()}
-CASES |= {name: (CURVE, case, 1e-5) for name, case in SPARSE_CASES.items()}
+HEADS_CASES = {f"ring {name}": (2, 1, PLAIN, case, 2e-6) for name, case in LINEAR_CASES.items()}
+HEADS_CASES |= {f"heads {name}": (1, 2, PLAIN, case, 2e-6) for name, case in LINEAR_CASES.items()}
+HEADS_CASES |= {f"heads {name}": (1, 2, CURVE, case, 1e-5) for name, case in SPARSE_CASES.items()}
 
 
-@pytest.mark.parametrize(("grid", "case", "limit"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ring", "heads"])
-def test_two_processes_equal_one(two: Processes, degrees: tuple[int, int], grid: Any, case: Any, limit: float) -> None:
+@pytest.mark.parametrize(("ring", "ulysses", "grid", "case", "limit"), HEADS_CASES.values(), ids=HEADS_CASES)
+def test_two_processes_equal_one(two: Processes, ring: int, ulysses: int, grid: Any, case: Any, limit: float) -> None:
     for dtype, largest in ((torch.float64, 1e-12), (torch.float32, limit)):
-        for found in two.run(errors, degrees, False, grid, (3, 2, 2), case, dtype):
+        for found in two.run(errors, (ring, ulysses), False, grid, (3, 2, 2), case, dtype):
             assert max(found.values()) < largest, found
 
 
-FOUR = {
-    "all": ((3, 4, 6), ALL),
-    "lists": ((3, 4, 7), LISTS),
-    "content": ((3, 4, 7), LISTS | BY_CONTENT),
-    "fitted": ((3, 4, 7), LISTS | FITTED),
-    "text alone": ((3, 4, 7), ALL | {"extra": (8, 4)}),
-    "text and lists": ((3, 4, 7), LISTS | {"extra": (8, 4)}),
-}
-
-
-@pytest.mark.parametrize(("grid", "case"), FOUR.values(), ids=FOUR)
 @pytest.mark.parametrize("degrees", [(4, 1), (2, 2)], ids=str)
-def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int], grid: Any, case: Any) -> None:
-    for found in four.run(errors, degrees, False, grid, (2, 3, 2), case, torch.float64):
+def test_four_processes_equal_one(four: Processes, degrees: tuple[int, int]) -> None:
+    for found in four.run(errors, degrees, False, (3, 4, 6), (2, 3, 2), ALL, torch.float64):
         assert max(found.values()) < 1e-12, found
 
 
 RAGGED = {
-    "all": ((5, 3, 7), ALL),
-    "few tokens": ((1, 1, 6), ALL),
-    "few rows": ((2, 5, 3), ALL),
-    "lists alone": ((5, 3, 7), {"lists": SIZE}),
-    "lists of every sample": ((2, 3, 2), LISTS | {"samples": 2}),
-    "content": ((5, 3, 7), LISTS | BY_CONTENT),
-    "text before": ((5, 3, 7), LISTS | {"extra": (5, 0)}),
-    "text around": ((5, 3, 7), LISTS | {"extra": (4, 6)}),
+    "all": (4, 1, (5, 3, 7), ALL),
+    "few tokens": (4, 1, (1, 1, 6), ALL),
+    "few rows": (4, 1, (2, 5, 3), ALL),
+    "heads, few rows": (1, 4, (2, 5, 3), ALL),
+    "lists of every sample": (1, 4, (2, 3, 2), LISTS | {"samples": 2}),
+    "content": (1, 4, (5, 3, 7), LISTS | BY_CONTENT),
+    "text before": (1, 4, (5, 3, 7), LISTS | {"extra": (5, 0)}),
+    "text around": (1, 4, (5, 3, 7), LISTS | {"extra": (4, 6)}),
 }
 
 
-@pytest.mark.parametrize(("grid", "case"), RAGGED.values(), ids=RAGGED)
-@pytest.mark.parametrize("degrees", [(4, 1), (1, 4)], ids=["ring", "heads"])
-def test_shares_may_differ(four: Processes, degrees: tuple[int, int], grid: Any, case: Any) -> None:
+@pytest.mark.parametrize(("ring", "ulysses", "grid", "case"), RAGGED.values(), ids=RAGGED)
+def test_shares_may_differ(four: Processes, ring: int, ulysses: int, grid: Any, case: Any) -> None:
     blocks = tuple(min(2, size) for size in grid)
-    for found in four.run(errors, degrees, True, grid, blocks, case, torch.float64):
+    for found in four.run(errors, (ring, ulysses), True, grid, blocks, case, torch.float64):
         assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize("more", [{"sparse": ContentRule(4, 0.5)}, {"extra": (0, 6)}], ids=["sparse", "text"])
+def test_a_ring_refuses_what_softmax_attends_to(more: dict[str, Any]) -> None:
+    place = parallel(2, 1)
+    x = torch.randn(1, 12 + sum(more.get("extra", (0, 0))), HEADS, HEAD_DIM)
+    with pytest.raises(ValueError, match="ring_degree=2.*ulysses_degree"):
+        mhla_attention(x, x, x, torch.ones(1, 1), (2, 3, 4), (1, 1, 1), parallel=place, **more)
 
 
 def interpreted(*arguments: Any) -> dict[str, float]:
@@ -225,44 +206,3 @@ def test_kernels_over_two_processes_equal_one(two: Processes) -> None:
     settings = ALL | {"backend": "triton"}
     for found in two.run(interpreted, (2, 1), True, (3, 3, 3), (2, 1, 1), settings, torch.float32):
         assert max(found.values()) < 1e-5, found
-
-
-class _Rows(TorchDispatchMode):
-    """The shape of what every all-to-all is given, and how many rows it is told to send to every process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[torch.Size, list[int]]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops._c10d_functional.all_to_all_single.default:
-            self.found.append((args[0].shape, list(args[2])))
-        return function(*args, **(kwargs or {}))
-
-
-def rows_sent(ring: int) -> tuple[list[tuple[torch.Size, list[int]]], list[int]]:
-    """What the all-to-alls of a process are given, and the rows that each of the others needs of it, one by one."""
-    place, tokens, mask = parallel(ring, 1, anything=True), math.prod(CURVE), random_mask(CURVE, SIZE, 1, 0.05)
-    first, count = place.own_share(tokens)
-    query = torch.randn(2, count, HEADS, HEAD_DIM, requires_grad=True)
-    lists = lists_of(mask, SIZE, slice(None))
-    with _Rows() as rows:
-        output = mhla_attention(query, query, query, torch.ones(1, 1), CURVE, (1, 1, 1), sparse=lists, parallel=place)
-        output.sum().backward()
-    block_of, needed = (layout_of(CURVE, SIZE).rows // SIZE).tolist(), []
-    for rank, (begin, length) in enumerate(place.shares(tokens)):
-        asking = set(block_of[begin : begin + length])
-        pairs = itertools.product(range(HEADS), range(first, first + count))
-        due = [any(mask[0, head, block, block_of[token]] for block in asking) for head, token in pairs]
-        needed.append(sum(due) if rank != place.ring.rank else 0)
-    return rows.found, needed
-
-
-@pytest.mark.parametrize("ring", [2, 4])
-def test_nothing_is_sent_but_what_lists_hold(two: Processes, four: Processes, ring: int) -> None:
-    for found, needed in (two if ring == 2 else four).run(rows_sent, ring):
-        (forward, sent), (backward, _) = found
-        assert sent == needed
-        assert forward == (sum(needed), 2, 2 * HEAD_DIM), "keys and values of both samples"
-        assert backward[1:] == forward[1:]
-        assert 0 < sum(needed) < (ring - 1) * math.prod(CURVE) // ring * HEADS, "less than all to everyone"

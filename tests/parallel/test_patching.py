@@ -45,10 +45,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "leaves offloaded": {"settings": FEATURES, "after": offload_leaves, "gradients_too": False},
     "an adapter": {"before": add_adapter},
     # tables of blocks, which outlive a call, can be kept for a backward pass
-    "run without gradients first": {
-        "settings": {"sparse": "content", "block_size": 4},
-        "after": run_without_gradients,
-    },
+    "run without gradients first": {"after": run_without_gradients},
 }
 
 
@@ -77,8 +74,11 @@ def test_patches_that_differ_are_found_at_the_first_call(two: Processes, differe
 
 
 def test_what_cannot_be_shared_out(two: Processes, four: Processes) -> None:
-    for message in two.run(message_of, (2, 1), name="flux", ragged=True):
-        assert "35 tokens" in message and "ring_anything=True" in message
+    for message in two.run(message_of, (1, 2), name="flux", ragged=True):
+        assert "35 tokens" in message and "ulysses_anything=True" in message
+    for changes in ({"name": "flux"}, {"sparse": "content"}):
+        for message in two.run(message_of, (2, 1), **changes):
+            assert "ring_degree=2" in message and "ulysses_degree" in message
     for message in four.run(message_of, (1, 4)):
         assert "ulysses_degree=4 does not divide the 2 heads" in message and "such as 2" in message
 

@@ -18,11 +18,8 @@ SPARSE = {"sparse": "content", "block_size": 8, "density": 0.3}
 
 @pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}], ids=["fitted", "learned"])
 @pytest.mark.parametrize("name", ["wan", "flux"])
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
-def test_two_processes_equal_one(
-    two: Processes, name: str, degrees: tuple[int, int], settings: dict[str, bool]
-) -> None:
-    for found in two.run(errors, name, degrees, SPARSE | settings):
+def test_two_processes_equal_one(two: Processes, name: str, settings: dict[str, bool]) -> None:
+    for found in two.run(errors, name, (1, 2), SPARSE | settings):
         assert within(found), found
 
 
@@ -36,7 +33,7 @@ def quantise(model: nn.Module, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [PLAIN, SPARSE], ids=["MHLA", "sparse"])
 def test_quantised_weights_over_two_processes(two: Processes, name: str, settings: dict[str, Any]) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
-    for found in two.run(errors, name, (2, 1), settings, before=quantise, gradients_too=False):
+    for found in two.run(errors, name, (1, 2), settings, before=quantise, gradients_too=False):
         assert within(found), found
 
 
@@ -51,6 +48,6 @@ def error_of_compiled_blocks(degrees: tuple[int, int]) -> float:
         return relative(model(**arguments, return_dict=False)[0], expected)
 
 
-def test_blocks_are_compiled_around_what_waits_for_the_device(two: Processes) -> None:
-    """Extra tokens among them; the graph breaks where the ring works out what it sends."""
-    assert max(two.run(error_of_compiled_blocks, (2, 1))) < 1e-5
+def test_blocks_compile(two: Processes) -> None:
+    """Extra tokens among them."""
+    assert max(two.run(error_of_compiled_blocks, (1, 2))) < 1e-5

@@ -326,7 +326,6 @@ def test_cache_dit_is_known() -> None:
 
 MEASUREMENTS: dict[str, tuple[Settings, Callable[..., Any]]] = {
     "calibrate_sparse": ({"sparse": "content", "block_size": 4}, mhla.calibrate_sparse),
-    "calibrate_mixing": ({"sparse": "none"}, mhla.calibrate_mixing),
     "calibrate_output_norm": ({"sparse": "none", "output_norm": True}, calibrate_output_norm),
     "layer_sensitivity": ({"sparse": "none"}, layer_sensitivity),
     "audit": ({"sparse": "content", "block_size": 4}, mhla.audit),

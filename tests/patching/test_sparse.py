@@ -2,10 +2,10 @@
 
 import math
 
+import mhla_diffusers.attention.merge as merge
 import pytest
 import torch
 
-import mhla_diffusers.attention.merge as merge
 from mhla_diffusers import apply_mhla, change_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
 from mhla_diffusers.config import load_patch, patch_names
 

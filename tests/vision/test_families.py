@@ -1,5 +1,6 @@
 """What every vision family promises, on tiny models of transformers' real classes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import reference_attention
-from mhla_diffusers.patching import layer_input, layer_sensitivity
+from mhla_diffusers.patching import attention_inputs, layer_sensitivity
 
 from ..models import assert_changed, relative_change
 from ..patching.shared import assert_same_footprint, footprint, lora
@@ -115,14 +116,14 @@ def test_an_attention_is_the_reference_with_its_tokens_before_the_grid(name, set
         attn.mhla.mixing.uniform_(0.1, 0.9)
 
     def note(attn: Any, args: Any, kwargs: Any) -> None:
-        seen["given"] = layer_input(attn, args, kwargs)
+        seen["given"] = attention_inputs(attn, args, kwargs)
 
     attn.register_forward_pre_hook(note, with_kwargs=True)
     attn.get_submodule(case.output).register_forward_pre_hook(lambda _, args: seen.update(found=args[0]))
     output(model, pictures())
     given = seen["given"]
     assert given.grid == GRID and given.extra == (case.before, 0)
-    inputs = given._replace(query=given.query.double(), key=given.key.double(), value=given.value.double())
+    inputs = replace(given, query=given.query.double(), key=given.key.double(), value=given.value.double())
     with torch.no_grad():
         expected = reference_attention(attn.mhla.call(inputs)).flatten(2)
     assert relative_change(seen["found"], expected) < 1e-5

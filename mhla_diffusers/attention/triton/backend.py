@@ -1,22 +1,16 @@
-"""The Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: when it can run, and running it.
+"""The Triton backend: when it can run, and the functions of :mod:`mhla_diffusers.attention.eager` on kernels.
 
 The files of kernels import Triton and register their operators, so they are imported when they are needed.
 """
 
 import logging
-import math
 import os
-from dataclasses import replace
 from functools import cache
 
 import torch
 
 from ..call import Call
-from ..causal import CausalAttention, Own
 from ..layout import Shape
-from ..merge import LinearAttention, merged_attention
-from ..parallel.sparse import ring_sparse_attention
-from ..sparse import with_lists
 
 logger = logging.getLogger(__name__)
 
@@ -53,83 +47,61 @@ def why_not(query: torch.Tensor, feature_map: str, block_size: int | None = None
     return None
 
 
-def triton_attention(call: Call) -> torch.Tensor:
-    """Triton backend of :func:`mhla_diffusers.attention.mhla_attention`: (B, N, H, D).
-
-    The sparse branch and MHLA beside it are the kernels of :mod:`.sparse`. Over a ring of processes the sparse branch
-    and the merge are PyTorch operations (:mod:`mhla_diffusers.attention.parallel.sparse`).
-
-    Raises:
-        ValueError: if the kernels cannot run this call, or its tensors are on several devices.
-    """
-    usable = usable_call(call)
+def linear(call: Call) -> torch.Tensor:
+    """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
+    check_runnable(call)
     from .linear import linear_attention
-    from .sparse import sparse_attention
 
-    if usable.lists is None and usable.rule is None:
-        return linear_attention(usable) if usable.group is None else LINEAR(usable)
-    if usable.group is None:
-        return sparse_attention(usable)
-    return merged_attention(with_lists(usable), ring_sparse_attention, LINEAR)
+    return linear_attention(call)
 
 
-def usable_call(call: Call) -> Call:
-    """A call as the kernels read it.
-
-    Raises:
-        ValueError: as :func:`triton_attention`.
-    """
-    _check(call)
-    angles = call.rotary_of_tokens
-    return replace(
-        call,
-        query=_usable(call.query, "query"),
-        key=_usable(call.key, "key"),
-        value=_usable(call.value, "value"),
-        rotary=None if angles is None else angles.float().contiguous().detach(),
-        rotary_axes=None,
-        key_mask=call.key_mask.float().contiguous() if call.key_mask is not None else None,
-        output_norm=call.output_norm.contiguous() if call.output_norm is not None else None,
-        output_gate=_usable(call.output_gate, "output_gate") if call.output_gate is not None else None,
-    )
-
-
-def _states(call: Call) -> torch.Tensor:
-    usable = usable_call(call)
+def states(call: Call) -> torch.Tensor:
+    """KV and normaliser states of the call's tokens: float32 (B, H, M, D + normalize, D)."""
+    check_runnable(call)
     from .linear import linear_states
 
-    return linear_states(usable)
+    return linear_states(call)
 
 
-def _read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    usable = usable_call(call)
+def read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
+    check_runnable(call)
     from .linear import linear_read
 
-    return linear_read(usable, states)
+    return linear_read(call, states)
 
 
-def _own_block(call: Call) -> Own:
-    usable = usable_call(call)
-    from .sparse import triton_own_block_attention
+def sparse(call: Call) -> torch.Tensor:
+    """The sparse branch, to extra tokens too, merged with MHLA where there is λ: (B, N, H, D)."""
+    check_runnable(call)
+    from .sparse import sparse_attention
 
-    return triton_own_block_attention(usable)
-
-
-LINEAR = LinearAttention(_states, _read)
-TRITON_CAUSAL = CausalAttention(LINEAR, _own_block)
+    return sparse_attention(call)
 
 
-def _check(call: Call) -> None:
-    sparse = call.rule or call.lists
-    reason = why_not(call.query, call.feature_map, None if sparse is None else sparse.block_size)
+def own_block(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention within the own frame block: output (B, N, H, D) and LSE (B, N, H, 1), float32."""
+    check_runnable(call)
+    from .sparse import own_block_attention
+
+    return own_block_attention(call)
+
+
+def check_runnable(call: Call) -> None:
+    """Ensure that the kernels can run a call.
+
+    Raises:
+        ValueError: they cannot, or its tensors are on several devices.
+    """
+    reason = why_not(call.query, call.feature_map, None if call.sparse is None else call.sparse.block_size)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
-    if call.rotary_axes is not None and call.query.shape[1] != math.prod(call.grid):
+    if call.rotary is not None and call.rotary[0].device != call.query.device:
         raise ValueError(
-            f"rotary_axes={call.rotary_axes} has angles by places on the grid {call.grid}, but query has a share of "
-            f"its tokens, N={call.query.shape[1]}; give rotary a row for each of them, and rotary_axes=None."
+            f"rotary is on {call.rotary[0].device}, but query is on {call.query.device}; they must be on the same "
+            "device."
         )
-    for name in ("mixing", "rotary", "key_mask", "output_norm", "output_gate", "linear_weight", "pooled_bias"):
+    for name in ("mixing", "key_mask", "output_norm", "output_gate", "linear_weight", "pooled_bias"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.device != call.query.device:
             raise ValueError(
@@ -162,7 +134,7 @@ def _import_error() -> str | None:
 vars(_import_error)["_dynamo_marked_constant"] = True
 
 
-def _usable(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def usable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """``tensor`` itself if its channels lie side by side, as the kernels read them; else a copy."""
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
@@ -173,5 +145,5 @@ def _usable(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 @cache
 def _say_copied(name: str, strides: Shape) -> None:
-    """Said once per name and strides."""
+    """Say, once per name and strides, that a tensor is copied."""
     logger.debug("%s has strides %s: its last dimension is not contiguous, so every call copies it.", name, strides)

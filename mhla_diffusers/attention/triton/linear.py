@@ -10,13 +10,19 @@ from typing import Any
 import torch
 
 from ..call import Call
-from ..precision import without_autocast
+from ..parallel.collectives import summed
+from ..precision import product
+from ..rope import rotary_table
+from ..sparse import linear_branch
+from .backend import usable
 from .read import read_states
 from .states import block_states, states_dtype
 
 
 def linear_attention(call: Call) -> torch.Tensor:
-    """MHLA alone: (B, N, H, D)."""
+    """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
+    if call.group is not None:
+        return linear_read(call, summed(linear_states(call), call.group))[0]
     return _read(call, *_states(call), False)[0]
 
 
@@ -30,15 +36,26 @@ def linear_states(call: Call) -> torch.Tensor:
 
 
 def linear_read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the queries of a call read from the :func:`linear_states` of all tokens.
+    """Mix the :func:`linear_states` of all tokens and read them by the queries of a call.
 
     Returns:
-        Output (B, N, H, D) and, with ``normalize``, normaliser float32 (B, N, H, 1).
+        Output (B, N, H, D) and, with ``normalize``, normaliser float32 (B, N, H, 1). N tokens of the grid.
     """
     head_dim = call.query.shape[3]
     sums = states[..., head_dim, :].float() if call.normalize else None
     found = _read(call, states[..., :head_dim, :].to(states_dtype(call.query.dtype)), sums, call.normalize)
     return found if call.normalize else found[:1]
+
+
+def grid_mask(call: Call) -> torch.Tensor | None:
+    """Key mask of the grid's tokens as kernels read it."""
+    return None if call.key_mask is None else call.on_grid(call.key_mask).float().contiguous()
+
+
+def finishing(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Output norm and gate as kernels read them."""
+    norm = None if call.output_norm is None else call.output_norm.contiguous()
+    return norm, None if call.output_gate is None else usable(call.output_gate, "output_gate")
 
 
 def linear_beside(
@@ -52,21 +69,26 @@ def linear_beside(
         block_size: of the blocks.
         branches: outputs and LSEs of listed and pooled keys, of all rows of the query.
     """
-    query, key, value = rows
+    (query, key, value), alone = rows, linear_branch(call)
     place = list(call.grid), list(call.blocks), 0, block_size, call.feature_map, call.eps, False
-    states = block_states(key, value, call.key_mask, None, *place, True)
+    states = block_states(key, value, grid_mask(alone), None, *place, True)
     weight = None if call.linear_weight is None else call.linear_weight.float()
-    others = *branches, weight, call.output_norm, call.output_gate, None
-    return read_states(query, *mixed(call.mixing, *states), *others, *place, False)[0]
+    others = *branches, weight, *finishing(call), None
+    return read_states(query, *mixed(alone.mixing, *states), *others, *place, False)[0]
 
 
 def _place(call: Call) -> tuple[Any, ...]:
     return list(call.grid), list(call.blocks), call.first, 0, call.feature_map, call.eps, call.rope == "before"
 
 
+def _angles(call: Call) -> torch.Tensor | None:
+    table = rotary_table(call.rotary)
+    return None if table is None else call.on_grid(table).float().contiguous().detach()
+
+
 def _states(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    tensors = call.key, call.value, call.key_mask, call.rotary
-    states, sums = block_states(*tensors, *_place(call), call.normalize)
+    key, value = usable(call.on_grid(call.key), "key"), usable(call.on_grid(call.value), "value")
+    states, sums = block_states(key, value, grid_mask(call), _angles(call), *_place(call), call.normalize)
     return states, sums if call.normalize else None
 
 
@@ -74,8 +96,10 @@ def _read(
     call: Call, states: torch.Tensor, sums: torch.Tensor | None, with_normaliser: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mixture = mixed(call.mixing[..., call.own_blocks, :], states, sums)
-    tensors = *(None,) * 5, call.output_norm, call.output_gate, call.rotary
-    output, normaliser = read_states(call.query, *mixture, *tensors, *_place(call), with_normaliser)
+    tensors = *mixture, *(None,) * 5, *finishing(call), _angles(call)
+    output, normaliser = read_states(
+        usable(call.on_grid(call.query), "query"), *tensors, *_place(call), with_normaliser
+    )
     return output, normaliser
 
 
@@ -90,30 +114,5 @@ def mixed(
         sums: float32 (B, H, M, D), or None.
     """
     mixing = mixing.float().expand(*states.shape[:2], -1, -1)
-    mixture = _product(mixing, states.flatten(3)).unflatten(3, states.shape[3:])
-    return mixture, None if sums is None else _product(mixing, sums)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    function: type[torch.autograd.Function] = _Product
-    found: torch.Tensor = function.apply(left, right)
-    return found
-
-
-class _Product(torch.autograd.Function):
-    """A float32 matrix times one of any type, in that type whatever autocast says, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """(..., m, M) and (..., M, n) to (..., m, n)."""
-        ctx.save_for_backward(left, right)
-        with without_autocast(right.device):
-            return torch.matmul(left.to(right.dtype), right)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of both."""
-        (upstream,), (left, right) = gradients, ctx.saved_tensors
-        with without_autocast(right.device):
-            of_left = torch.matmul(upstream, right.mT)
-            return of_left.to(left.dtype), torch.matmul(left.to(right.dtype).mT, upstream)
+    mixture = product(mixing, states.flatten(3)).unflatten(3, states.shape[3:])
+    return mixture, None if sums is None else product(mixing, sums)

@@ -14,18 +14,19 @@ keeps them on the device, so that nothing waits for it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ..call import BlockLists, Call
-from ..causal import Own, block_runs, joined, own_block_attention
+from ..call import BlockLists, Call, ContentRule
+from ..causal import Own, block_runs, joined
+from ..causal import own_block as own_block_of_features
 from ..layout import Shape, in_order, layout_of
 from ..linear import finish
-from ..merge import least_mixing, linear_branch, under_common_sum, with_least_mask
-from ..sparse import best_bias, fitting_rows, given_lists
+from ..rope import rotary_table
+from ..sparse import best_bias, fitting_rows, linear_branch, under_common_sum, with_lists
+from .backend import usable
 from .choose import choose
 from .linear import linear_beside, linear_read, linear_states
 from .listed import listed
@@ -36,55 +37,57 @@ from .prepare import GRID, layout_for, prepare, weights
 def sparse_attention(call: Call) -> torch.Tensor:
     """Attend to the listed blocks, to the pooled keys of the others, and through MHLA to all.
 
-    Args:
-        call: as the kernels read it, with lists or a rule. With ``rope="before"`` MHLA reads the same rows as softmax;
-            with "after" it reads the tokens as they come, and the merge is PyTorch operations.
+    With ``rope="before"`` MHLA reads the same rows as softmax; with "after" it reads the tokens as they come, and the
+    merge is PyTorch operations.
 
     Returns:
-        (B, N, H, D); with extra tokens, which norm and gate leave as they are, (B, N + n, H, D) in the order
-        of the sequence.
+        (B, N, H, D); norm and gate leave extra tokens as they are.
     """
-    rule = call.rule
-    block_size = rule.block_size if rule is not None else given_lists(call).block_size
-    query, key, value, table, mask, extra = _sequence(call)
-    scale = query.shape[3] ** -0.5
+    call = call if isinstance(call.sparse, ContentRule) else with_lists(call)
+    lists = call.sparse
+    assert lists is not None
+    named = {"query": call.query, "key": call.key, "value": call.value}
+    tensors = [usable(call.extra_last(x), name) for name, x in named.items()]
+    table, mask, extra = rotary_table(call.rotary), call.key_mask, sum(call.extra)
+    table = None if table is None else call.extra_last(table).float().contiguous().detach()
+    mask = None if mask is None else call.extra_last(mask).float().contiguous()
+    block_size, scale, batch = lists.block_size, call.query.shape[3] ** -0.5, len(call.query)
     place = list(call.grid), block_size, extra
-    rows = prepare(query, key, value, table, mask, *place)
+    rows = prepare(*tensors, table, mask, *place)
     (query, key, value), (pooled_query, pooled_key, pooled_value, spread) = rows[:3], rows[3:]
     with torch.no_grad():
         bias, weight = weights(key, mask, *place)
-        if rule is None:
-            indices, counts, bits = given_blocks(given_lists(call), len(call.query), key.shape[1] // block_size)
+        if isinstance(lists, BlockLists):
+            indices, counts, bits = given_blocks(lists, batch, key.shape[1] // block_size)
         else:
-            indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, rule.density, scale, *place)
+            indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, lists.density, scale, *place)
     of_grid = query[:, : pooled_key.shape[1] * block_size].contiguous()
     keys = key, value, bias if mask is not None else None
     near, near_lse = listed(of_grid, *keys, indices, counts, scale, *place, False)
     far: torch.Tensor | None = None
     far_lse: torch.Tensor | None = None
-    fits_bias = rule is not None and rule.fit_pooled_bias
+    fits_bias = isinstance(lists, ContentRule) and lists.fit_pooled_bias
     if fits_bias or call.pooled_bias is not None:
         far, far_lse = pooled(of_grid, pooled_key, pooled_value, weight.log(), bits, scale)
         if call.pooled_bias is None:
             with torch.no_grad():
                 beta = fit_bias(of_grid, *keys, near, near_lse, far, far_lse, scale, *place)
         else:
-            beta = call.pooled_bias.float().expand(len(call.query), -1).flatten()
+            beta = call.pooled_bias.float().expand(batch, -1).flatten()
         far_lse = far_lse + beta[:, None]
     branches = near, near_lse, far, far_lse
     if call.linear_weight is None or (table is not None and call.rope == "after"):
         output = _merged(call, block_size, *branches)
     else:
-        weighed = replace(with_least_mask(call), mixing=least_mixing(call.mixing))
-        by_head = [x.unflatten(0, (len(call.query), -1)) for x in (of_grid, key, value)]
-        output = linear_beside(weighed, by_head, block_size, branches)
-    if call.extra is None:
+        by_head = [x.unflatten(0, (batch, -1)) for x in (of_grid, key, value)]
+        output = linear_beside(call, by_head, block_size, branches)
+    if not extra:
         return output
     of_extra = query[:, of_grid.shape[1] :].contiguous()
     everything = all_blocks(len(query), of_extra.shape[1] // block_size, key.shape[1] // block_size, query.device)
     of_extra, _ = listed(of_extra, *keys, *everything, scale, *place, False)
-    of_extra = of_extra[:, : call.extra.count].unflatten(0, (len(call.query), -1)).transpose(1, 2)
-    return call.extra.around(output, of_extra)
+    of_extra = of_extra[:, :extra].unflatten(0, (batch, -1)).transpose(1, 2)
+    return call.in_sequence(torch.cat([output, of_extra], dim=1))
 
 
 def given_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,22 +126,6 @@ def all_blocks(
     return indices, torch.full_like(indices[:, 0], key_blocks)
 
 
-def _sequence(
-    call: Call,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]:
-    """Query, key, value, RoPE and key mask of the grid's tokens with the extra ones behind them, and their number."""
-    query, key, value, table, mask = call.query, call.key, call.value, call.rotary_of_tokens, call.key_mask
-    others = call.extra
-    if others is None:
-        return query, key, value, table, mask, 0
-    query, key, value, mask = others.after(query, key, value, mask)
-    if table is not None:  # theirs are rotated already
-        unturned = table.new_zeros(len(table), others.count, 1, table.shape[-1])
-        unturned[..., 0::2] = 1
-        table = torch.cat([table, unturned], dim=1)
-    return query, key, value, table, mask, others.count
-
-
 @torch.library.custom_op(
     "mhla_diffusers::fit_bias",
     mutates_args=(),
@@ -164,7 +151,7 @@ def fit_bias(
     The queries are those of :func:`mhla_diffusers.attention.sparse.fit_pooled_bias`.
     """
     layout = layout_for(grid, block_size, extra, query.device)
-    some, samples = fitting_rows(tuple(grid), query.device), 1 if bias is None else len(bias)
+    some, samples = fitting_rows(math.prod(grid), query.device), 1 if bias is None else len(bias)
     of_query, of_key, of_value = (x.unflatten(0, (samples, -1)) for x in (query[:, some], key, value))
     mask = None
     if bias is not None or int(layout.order.shape[0]) != math.prod(grid) + extra:
@@ -217,18 +204,18 @@ _OWN_BLOCK_SIZES = 16, 64
 """The least and the most rows of a block of which a frame block is cut."""
 
 
-def triton_own_block_attention(call: Call) -> Own:
+def own_block_attention(call: Call) -> Own:
     """What a query takes from its own frame block, by lists that name all of it.
 
     MHLA within the own block, which causal attention by token has, is PyTorch operations on all devices.
     """
     if call.linear_weight is None:
-        return own_block_attention(call)
+        return own_block_of_features(call)
     return joined([_of_blocks(call, blocks.stop - blocks.start, tokens) for blocks, tokens in block_runs(call)])
 
 
 def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
-    """Of so many equally long frame blocks, each a sequence of its own."""
+    """Attend within so many equally long frame blocks, each a sequence of its own."""
     batch, _, heads, head_dim = call.query.shape
     device, is_causal = call.query.device, call.causal == "token"
     length = (tokens.stop - tokens.start) // count
@@ -238,10 +225,12 @@ def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
     def by_block(x: torch.Tensor) -> torch.Tensor:
         return x[:, tokens].unflatten(1, (count, -1)).flatten(0, 1)
 
-    table, mask = call.rotary, None if call.key_mask is None else by_block(call.key_mask).contiguous()
+    table, mask = rotary_table(call.rotary), None
     if table is not None:
-        table = by_block(table.expand(batch, -1, -1, -1)).contiguous()
-    query, key, value = (by_block(x) for x in (call.query, call.key, call.value))
+        table = by_block(table.float().detach().expand(batch, -1, -1, -1)).contiguous()
+    if call.key_mask is not None:
+        mask = by_block(call.key_mask.float()).contiguous()
+    query, key, value = (by_block(usable(x, "query")) for x in (call.query, call.key, call.value))
     query, key, value, *_ = prepare(query, key, value, table, mask, *place)
     bias = None if mask is None else weights(key.detach(), mask, *place)[0]
     groups, blocks = len(query), query.shape[1] // block_size

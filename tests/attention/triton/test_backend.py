@@ -1,6 +1,5 @@
 """When the Triton backend is taken or refused, and what PyTorch can do with its operators."""
 
-import dataclasses
 import logging
 import os
 import subprocess
@@ -11,12 +10,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention, register_feature_map
-from mhla_diffusers.attention.call import with_rotary
+from mhla_diffusers.attention import BlockLists, Call, ContentRule, mhla_attention, register_feature_map
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
-from mhla_diffusers.attention.triton import backend, read, states, why_not
+from mhla_diffusers.attention.rope import rotary_table
+from mhla_diffusers.attention.triton import backend, read, states
+from mhla_diffusers.attention.triton.backend import why_not
 
-from ..problems import call_of, make_problem
+from ..problems import make_problem
 from ..shares import shares_of
 from .test_kernels import DEVICE, EVERYTHING, on_device
 
@@ -77,18 +77,6 @@ def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
     assert "meta" in why_not(torch.empty(1, 4, 1, 8, device="meta"), "relu")
 
 
-def test_a_share_of_the_tokens_with_angles_by_axes_is_refused():
-    """Its tokens would be turned as if they were the first of the grid."""
-    problem = on_device(make_problem((4, 6), (2, 2), batch=1, heads=1, rotary_axes=(4, 4)))
-    call = call_of(**problem.tensors, grid=problem.grid, blocks=problem.blocks)
-    call = with_rotary(call, problem.options["rotary"], problem.options["rotary_axes"])
-    assert backend.usable_call(call).rotary.shape == (1, 24, 1, 8)
-    own = dataclasses.replace(call, query=call.query[:, :9], key=call.key[:, :9], value=call.value[:, :9])
-    for first in (0, 15):
-        with pytest.raises(ValueError, match="N=9.*rotary_axes=None"):
-            backend.usable_call(dataclasses.replace(own, first=first))
-
-
 def test_a_copy_of_unusable_strides_is_logged_once(caplog):
     backend._say_copied.cache_clear()
     query, key, value = torch.randn(3, 1, 24, 8, 2, device=DEVICE).mT
@@ -102,14 +90,16 @@ def operator_arguments(everything):
     """Of both operators; with everything, of a share of the tokens."""
     problem = on_device(make_problem((5, 7), (2, 1), batch=1, heads=1, **(EVERYTHING if everything else {})))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
-    call = call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
+    call = Call(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
     if everything:
-        call = backend.usable_call(shares_of(call, (11, 24))[1])
+        call = shares_of(call, (11, 24))[1]
     mixture = torch.rand(1, 1, 2, 8, 8, device=DEVICE, requires_grad=True)
     sums = torch.rand(1, 1, 2, 8, device=DEVICE, requires_grad=True)
-    others = *(None,) * 5, call.output_norm, call.output_gate, call.rotary_of_tokens
+    mask = None if call.key_mask is None else call.key_mask.float().contiguous()
+    angles = None if call.rotary is None else rotary_table(call.rotary).contiguous()
+    others = *(None,) * 5, call.output_norm, call.output_gate, angles
     place = list(call.grid), list(call.blocks), call.first, 0, call.feature_map, call.eps, False
-    of_states = call.key, call.value, call.key_mask, call.rotary_of_tokens, *place, True
+    of_states = call.key, call.value, mask, angles, *place, True
     return of_states, (call.query, mixture, sums, *others, *place, everything)
 
 

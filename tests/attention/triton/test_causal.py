@@ -5,11 +5,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention.causal import own_block_attention, with_causal_mixing
+from mhla_diffusers.attention import Call, eager
+from mhla_diffusers.attention.causal import with_causal_mixing
 from mhla_diffusers.attention.triton import backend
-from mhla_diffusers.attention.triton.sparse import triton_own_block_attention
 
-from ..problems import call_of, errors_against_reference, make_problem, reference
+from ..problems import errors_against_reference, make_problem, reference
 from ..test_causal import of_length, streamed
 from .test_kernels import FLOAT32_TOLERANCE, HALF_TO_EAGER, TRITON, on_device
 
@@ -132,9 +132,9 @@ def test_the_own_part_is_that_of_the_eager_backend(options):
     problem = on_device(of_length(make_problem((14,), (3,), batch=1, linear_branch=True, **options), 11))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
     options = problem.options | {"causal": "token"}
-    call = with_causal_mixing(call_of(**tensors, grid=problem.grid, blocks=problem.blocks, **options))
+    call = with_causal_mixing(Call(**tensors, grid=problem.grid, blocks=problem.blocks, **options))
     results = []
-    for attend in (lambda call: triton_own_block_attention(backend.usable_call(call)), own_block_attention):
+    for attend in (backend.own_block, eager.own_block):
         found = attend(call)
         upstream = [torch.ones_like(x) * torch.arange(x.shape[1], device=x.device)[:, None, None] for x in found]
         results.append([*found, *torch.autograd.grad(found, [call.query, call.key, call.value], upstream)])

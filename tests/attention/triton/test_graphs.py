@@ -20,7 +20,8 @@ from mhla_diffusers import MHLAConfig
 from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
 from mhla_diffusers.attention.triton import backend
 from mhla_diffusers.attention.triton.launch import Launch
-from mhla_diffusers.patching.layer import LayerInput, MHLALayer
+from mhla_diffusers.families import AttentionInputs
+from mhla_diffusers.patching.layer import MHLALayer
 
 from ..problems import make_problem
 from ..test_extra import make as make_beside_text
@@ -104,10 +105,8 @@ def test_what_waits_is_seen(wait):
 
 
 GRID, SIZE, BLOCKS = (3, 4, 6), 16, (2, 2, 2)
-AXES = {"rotary_axes": (4, 2, 2)}
 PROBLEMS = {
     "MHLA": make_problem(GRID, BLOCKS, **EVERYTHING),
-    "MHLA, RoPE of axes": make_problem(GRID, BLOCKS, **AXES),
     "MHLA, RoPE before, not normalised": make_problem(GRID, BLOCKS, rotary=True, rope="before", normalize=False),
     "causal by token": make_problem((17,), (5,), causal="token", rotary=True, mask=True, feature_map="elu+1"),
     "causal by token, softmax": make_problem((17,), (5,), causal="token", rotary=True, linear_branch=True),
@@ -117,7 +116,7 @@ PROBLEMS = {
     "listed": make(GRID, SIZE, **EVERYTHING),
     "all pairs listed": make(GRID, SIZE, density=1.1, **EVERYTHING),
     "by content": make(GRID, SIZE, **EVERYTHING),
-    "by content, RoPE of axes before": make(GRID, SIZE, rope="before", **AXES),
+    "by content, RoPE before": make(GRID, SIZE, rope="before", rotary=True),
     "by content, fitted": make(GRID, SIZE, pooled=False, **EVERYTHING),
     "text": make_beside_text(GRID, SIZE, (2, 30), "alone", **EVERYTHING),
     "text, listed": make_beside_text(GRID, SIZE, (0, 30), **EVERYTHING),
@@ -157,7 +156,7 @@ def test_nothing_in_a_layer_waits(sparse):
         layer = MHLALayer(config, 2, 8, 16)
         grid = (3, 3, 6)
         query, hidden_states = torch.empty(1, math.prod(grid), 2, 8), torch.empty(1, math.prod(grid), 16)
-    twice(lambda: layer(LayerInput(query, query, query, hidden_states, grid), backend="triton"))
+    twice(lambda: layer(AttentionInputs(query, query, query, hidden_states, grid), backend="triton"))
 
 
 def captured(sparse):

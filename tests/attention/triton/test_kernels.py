@@ -77,13 +77,6 @@ def test_feature_maps_and_rope(feature_map, rope, normalize):
     check(make_problem((5, 7), (2, 2), heads=1, feature_map=feature_map, normalize=normalize, **options))
 
 
-@pytest.mark.parametrize(("grid", "axes"), [((11,), (8,)), ((5, 7), (6, 2)), ((5, 7, 3), (4, 2, 2)), ((3, 5), (0, 8))])
-@pytest.mark.parametrize("rope", ["after", "before"])
-def test_rope_of_axes(grid, axes, rope):
-    blocks = (2,) * len(grid)
-    check(make_problem(grid, blocks, heads=1, rotary_axes=axes, rope=rope))
-
-
 @pytest.mark.parametrize("kind", ["linear", "sparse and linear", "extra", "causal by token"])
 def test_a_sample_without_a_key_gets_nothing(kind):
     check_empty_sample(on_device(masked_problem(kind)), TRITON)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from mhla_diffusers.attention.linear import linear_attention
-from mhla_diffusers.attention.triton.backend import LINEAR, usable_call
+from mhla_diffusers.attention import Call, eager
+from mhla_diffusers.attention.triton import backend
 
-from ..problems import call_of, errors_against_reference, errors_of, make_problem, relative_error
+from ..problems import errors_against_reference, errors_of, make_problem, relative_error
 from ..shares import CUTS, cut_problems, in_shares, shares_of
 from .test_kernels import EVERYTHING, FLOAT32_TOLERANCE, HALF_TO_EAGER, check, on_device
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def check_cut(problem, lengths, dtype=torch.float32):
-    check(problem, dtype, attend=in_shares(LINEAR, lengths, usable_call))
+    check(problem, dtype, attend=in_shares(backend, lengths))
 
 
 @pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS[2::2])
@@ -51,18 +51,21 @@ def test_normaliser_and_its_gradient():
 
     def run(attend, dtype):
         leaves = {name: x.detach().to(dtype).clone().requires_grad_() for name, x in problem.tensors.items()}
-        call = call_of(**leaves, grid=problem.grid, blocks=problem.blocks, **problem.options)
+        call = Call(**leaves, grid=problem.grid, blocks=problem.blocks, **problem.options)
         output, normaliser = attend(dataclasses.replace(call, key_mask=call.key_mask.float()))
         (output.double().square().sum() + normaliser.double().log().sum()).backward()
         return [output.detach(), normaliser.detach(), *(leaf.grad for leaf in leaves.values())]
 
+    def whole(call):
+        return eager.read(call, eager.states(call))
+
     def over_shares(call):
-        shares = [usable_call(share) for share in shares_of(call, (3, 18, 14))]
-        states = sum(LINEAR.states(share) for share in shares)
-        found = zip(*(LINEAR.read(share, states) for share in shares), strict=True)
+        shares = shares_of(call, (3, 18, 14))
+        states = sum(backend.states(share) for share in shares)
+        found = zip(*(backend.read(share, states) for share in shares), strict=True)
         return [torch.cat(pieces, dim=1) for pieces in found]
 
-    for tensor, truth in zip(run(over_shares, torch.float32), run(linear_attention, torch.float64), strict=True):
+    for tensor, truth in zip(run(over_shares, torch.float32), run(whole, torch.float64), strict=True):
         assert relative_error(tensor, truth) <= FLOAT32_TOLERANCE
 
 
@@ -71,7 +74,7 @@ def test_normaliser_and_its_gradient():
 @given(cut_problems(most_blocks=6, most_channels=32))
 def test_drawn_problems(drawn):
     problem, lengths = on_device(drawn[0]), drawn[1]
-    found = errors_of(problem, torch.float32, in_shares(LINEAR, lengths, usable_call))
+    found = errors_of(problem, torch.float32, in_shares(backend, lengths))
     eager = errors_against_reference(problem, torch.float32, "eager")
     for name, error in found.items():
         allowed = max(FLOAT32_TOLERANCE, HALF_TO_EAGER * eager[name])
@@ -81,10 +84,10 @@ def test_drawn_problems(drawn):
 def test_states_and_their_gradient_may_have_any_strides():
     problem = on_device(make_problem((5, 7), (2, 2), batch=1))
     leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
-    call = usable_call(call_of(**leaves, grid=problem.grid, blocks=problem.blocks))
-    states = LINEAR.states(call)
+    call = Call(**leaves, grid=problem.grid, blocks=problem.blocks)
+    states = backend.states(call)
     strided = states.mT.contiguous().mT
-    assert torch.equal(LINEAR.read(call, strided)[0], LINEAR.read(call, states)[0])
+    assert torch.equal(backend.read(call, strided)[0], backend.read(call, states)[0])
     upstream = torch.randn_like(states)
     for gradient in (upstream, upstream.mT.contiguous().mT):
         states.backward(gradient, retain_graph=True)

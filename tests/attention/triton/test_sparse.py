@@ -101,7 +101,6 @@ PROBLEMS = {
     "empty lists": {"density": 0.0},
     "rotary": {"rotary": True, "per_head": True},
     "rotary before": {"rotary": True, "rope": "before", "gate": True},
-    "rotary of axes": {"rotary_axes": (8, 8), "norm": True},
     "mask": {"mask": True, "batch": 2},
     "5 channels": {"head_dim": 5},
     "6 channels, rotary before": {"head_dim": 6, "rotary": True, "rope": "before"},
