@@ -10,7 +10,6 @@ from functools import cache
 import torch
 
 from ..call import Call
-from ..layout import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -132,18 +131,3 @@ def _import_error() -> str | None:
 
 # the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it, for seconds
 vars(_import_error)["_dynamo_marked_constant"] = True
-
-
-def usable(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """``tensor`` itself if its channels lie side by side, as the kernels read them; else a copy."""
-    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
-        return tensor
-    if not torch.compiler.is_compiling():  # a call of the logger would break the graph
-        _say_copied(name, tensor.stride())
-    return tensor.contiguous()
-
-
-@cache
-def _say_copied(name: str, strides: Shape) -> None:
-    """Say, once per name and strides, that a tensor is copied."""
-    logger.debug("%s has strides %s: its last dimension is not contiguous, so every call copies it.", name, strides)

@@ -4,19 +4,23 @@ Mixing is a product of PyTorch between the operators of :mod:`.states` and :mod:
 the tokens each add up their states there.
 """
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..call import Call
+from ..layout import Shape
 from ..parallel.collectives import summed
 from ..precision import product
 from ..rope import rotary_table
 from ..sparse import linear_branch
-from .backend import usable
 from .read import read_states
 from .states import block_states, states_dtype
+
+logger = logging.getLogger(__name__)
 
 
 def linear_attention(call: Call) -> torch.Tensor:
@@ -116,3 +120,18 @@ def mixed(
     mixing = mixing.float().expand(*states.shape[:2], -1, -1)
     mixture = product(mixing, states.flatten(3)).unflatten(3, states.shape[3:])
     return mixture, None if sums is None else product(mixing, sums)
+
+
+def usable(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """``tensor`` itself if its channels lie side by side, as the kernels read them; else a copy."""
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    if not torch.compiler.is_compiling():  # a call of the logger would break the graph
+        _say_copied(name, tensor.stride())
+    return tensor.contiguous()
+
+
+@cache
+def _say_copied(name: str, strides: Shape) -> None:
+    """Say, once per name and strides, that a tensor is copied."""
+    logger.debug("%s has strides %s: its last dimension is not contiguous, so every call copies it.", name, strides)

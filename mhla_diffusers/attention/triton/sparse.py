@@ -26,9 +26,8 @@ from ..layout import Shape, in_order, layout_of
 from ..linear import finish
 from ..rope import rotary_table
 from ..sparse import best_bias, fitting_rows, linear_branch, under_common_sum, with_lists
-from .backend import usable
 from .choose import choose
-from .linear import linear_beside, linear_read, linear_states
+from .linear import linear_beside, linear_read, linear_states, usable
 from .listed import listed
 from .pooled import pooled
 from .prepare import GRID, layout_for, prepare, weights

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mhla_diffusers.attention import BlockLists, Call, ContentRule, mhla_attention, register_feature_map
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.rope import rotary_table
-from mhla_diffusers.attention.triton import backend, read, states
+from mhla_diffusers.attention.triton import linear, read, states
 from mhla_diffusers.attention.triton.backend import why_not
 
 from ..problems import make_problem
@@ -78,9 +78,9 @@ def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
 
 
 def test_a_copy_of_unusable_strides_is_logged_once(caplog):
-    backend._say_copied.cache_clear()
+    linear._say_copied.cache_clear()
     query, key, value = torch.randn(3, 1, 24, 8, 2, device=DEVICE).mT
-    with caplog.at_level(logging.DEBUG, logger=backend.logger.name):
+    with caplog.at_level(logging.DEBUG, logger=linear.logger.name):
         for _ in range(2):
             mhla_attention(query, key.contiguous(), value.contiguous(), **LAYOUT, backend="triton")
     assert [record.getMessage().split()[0] for record in caplog.records] == ["query"]
