@@ -31,8 +31,8 @@ from ..training import (
     train,
 )
 from ..training.config import Trainable
-from ..training.latents.data import stack_samples
-from ..training.validation import HeldOut, Sampler, validation_loss
+from ..training.latents.data import NoisedBatches, stack_samples
+from ..training.validation import Sampler, validation_loss
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
 """The loss that the model was trained with, alone."""
@@ -251,9 +251,9 @@ class Adaptation:
         """The training loss of every held-out sample."""
         # any configuration without a patch will do: only the data's split, the seed and the timesteps are read
         settings = self.config(Recipe(1, objectives=DIFFUSION), None, Path())
-        transformer, device, count = pipe.transformer, torch.device(self.device), self.held_out
-        parts = [HeldOut(self.data, settings, device, index, count) for index in range(count)]
-        return [float(validation_loss(transformer, _process(transformer), part)) for part in parts]
+        process, device, count = _process(pipe.transformer), torch.device(self.device), self.held_out
+        parts = [NoisedBatches(self.data, process, settings, device, index, count) for index in range(count)]
+        return [float(validation_loss(pipe.transformer, part)) for part in parts]
 
     def batch(self, transformer: Any, samples: Sequence[int], quantiles: torch.Tensor) -> NoisedBatch:
         """Some samples of the data with always the same noise, at (B,) quantiles of the distribution of timesteps."""

@@ -9,16 +9,16 @@ import torch
 from ..attention.layout import check_layout
 from ..config import check
 from ..devices import launched_processes
-from ..families import DiffusionProcess, FlowMatching, classes_that_are_split, get_family
+from ..families import FlowMatching, classes_that_are_split, get_family
 from ..families.processes import KNOWN_FRAMES
 from ..patching import find_patched, mhla_layers
-from .config import ContextParallel, FewStepsConfig, TrainingConfig
-from .distributed import Groups, sharding_is_asked_for
+from .config import TrainingConfig
+from .distributed import check_groups, uses_fsdp2
 from .latents.data import TrainingData
 from .latents.times import frames_together
 from .optimizer import optimizer_class
+from .roles import STUDENT, patched_attentions
 from .run_folder import RunFolder
-from .trainable import STUDENT, patched_attentions
 
 
 def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
@@ -30,19 +30,15 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
         ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
     """
     checkpoint = RunFolder(config.output).find(resume)
-    check(
-        not sharding_is_asked_for(config) or config.few_steps is None,
-        "few_steps does not train sharded weights (FSDP2), since student, teacher and critic share them; use one "
-        "device, or finetune/accelerate/ddp.yaml.",
-    )
+    uses_fsdp2(config)
     optimizer_class(config.optimizer)
-    Groups.of(config.context_parallel, 0, launched_processes())
+    check_groups(config.context_parallel, launched_processes())
     return checkpoint
 
 
 def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
-    """Raise ValueError unless transformer, data and configuration fit each other; does not look at values."""
-    layers = mhla_layers(transformer)
+    """Raise ValueError unless transformer, data and configuration fit each other; reads no weights."""
+    layers, family = mhla_layers(transformer), get_family(transformer)
     if layers and config.patch is None:
         raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
     if not layers and config.patch is not None:
@@ -53,8 +49,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             f"patch={config.patch!r} has the LoRA {patched.lora!r}, and training begins from the original model. "
             "Give all stages as the stages of one run, or start from a patch without a LoRA.",
         )
-    frames_together(transformer)  # raises where it cannot be trained
-    family = get_family(transformer)
+    together = frames_together(transformer)  # raises where it cannot be trained
     channels, axes = family.channels(transformer.config), 4 if family.makes_videos else 3
     for shape in sorted(set(data.shapes)):
         if len(shape) != axes or shape[0] != channels:
@@ -74,42 +69,28 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
                 "a smaller block_size, or sparse='none'.",
             )
     if config.few_steps is not None:
-        check_few_steps(family.process(transformer, config.flow_shift), data, config.few_steps)
+        process = family.process(transformer, config.flow_shift)
         check(
-            frames_together(transformer) is None,
+            type(process) is FlowMatching,
+            f"few_steps needs flow matching whose time is σ, and this model was trained with {type(process).__name__}; "
+            "train it with objectives instead.",
+        )
+        check(
+            KNOWN_FRAMES not in data[0],
+            "few_steps does not train models whose first latent frames are given, as by a picture; use text-to-video "
+            "data.",
+        )
+        check(
+            together is None,
             "few_steps cannot be trained with causal='block', whose frames have times of their own; use a patch "
             "without causal.",
         )
-    check_guidance(data, config)
-    check_splits(transformer, data, config)
+    _check_data(data, config)
+    _check_split(transformer, data, config)
 
 
-def check_few_steps(process: DiffusionProcess, data: TrainingData, few_steps: FewStepsConfig) -> FlowMatching:
-    """The process, if a model that was trained with it can learn to sample in few steps from this data.
-
-    Raises:
-        ValueError: it is no flow matching from noise at σ = 1, the data lacks the empty prompt that guidance needs, or
-            samples have frames that are given.
-    """
-    if type(process) is not FlowMatching:
-        raise ValueError(
-            f"few_steps needs flow matching whose time is σ, and this model was trained with {type(process).__name__}; "
-            "train it with objectives instead."
-        )
-    check(
-        few_steps.guidance == 1 or data.empty is not None,
-        f"few_steps.guidance={few_steps.guidance} needs the empty prompt's conditioning, which the data lacks; encode "
-        "the data with it, or set guidance: 1.0.",
-    )
-    check(
-        KNOWN_FRAMES not in data[0],
-        "few_steps does not train models whose first latent frames are given, as by a picture; use text-to-video data.",
-    )
-    return process
-
-
-def check_enough(data: TrainingData, config: TrainingConfig) -> None:
-    """Raise ValueError unless data has a batch to train on, and an empty prompt if prompts are dropped."""
+def _check_data(data: TrainingData, config: TrainingConfig) -> None:
+    """Raise unless data has a batch to train on, and the empty prompt where a setting needs it."""
     held_out = config.validation.samples
     left = len(data) - held_out
     check(
@@ -122,79 +103,73 @@ def check_enough(data: TrainingData, config: TrainingConfig) -> None:
         f"batch_size={config.batch_size} is more than the {left} samples to train on, of which every batch would hold "
         f"some several times. Choose batch_size={left} or less, or encode more data.",
     )
-    check(
-        config.prompt_dropout == 0 or data.empty is not None,
-        f"prompt_dropout={config.prompt_dropout} needs the empty prompt's conditioning, which the data lacks; encode "
-        "the data with it, or set prompt_dropout: 0.",
-    )
-
-
-def check_guidance(data: TrainingData, config: TrainingConfig) -> None:
-    """Raise ValueError unless data has the empty prompt where the teacher's guidance is distilled in."""
+    without = {"prompt_dropout": (config.prompt_dropout, 0.0)}
     for index, stage in enumerate(config.stages):
+        without[f"stages.{index}.guidance"] = stage.guidance, 1.0
+        if stage.few_steps is not None:
+            without[f"stages.{index}.few_steps.guidance"] = stage.few_steps.guidance, 1.0
+    for name, (value, off) in without.items():
         check(
-            stage.guidance == 1 or data.empty is not None,
-            f"stages.{index}.guidance={stage.guidance} needs the empty prompt's conditioning, which the data lacks; "
-            "encode the data with it, or set guidance: 1.0.",
+            value == off or data.empty is not None,
+            f"{name}={value} needs the empty prompt's conditioning, which the data lacks; encode the data with it, or "
+            f"set {name}: {off}.",
         )
 
 
-def check_splits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
-    """Raise ValueError unless the tokens can be split over processes as configured."""
-    if getattr(transformer, "_parallel_config", None) is not None:
-        raise ValueError(
-            "transformer.enable_parallelism() was called before training, which would weigh gradients wrongly; instead "
-            "set context_parallel: {ring: …, ulysses: …} in the configuration."
-        )
-    degrees = config.context_parallel
+def _check_split(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
+    """Raise unless the tokens can be split over processes as configured."""
+    check(
+        getattr(transformer, "_parallel_config", None) is None,
+        "transformer.enable_parallelism() was called before training, which would weigh gradients wrongly; instead set "
+        "context_parallel: {ring: …, ulysses: …} in the configuration.",
+    )
+    degrees, family = config.context_parallel, get_family(transformer)
     if degrees.processes == 1:
         return
-    family = get_family(transformer)
-    if family.why_never_split is not None:
-        raise ValueError(f"context_parallel cannot be set for this transformer: {family.why_never_split}.")
-    if getattr(transformer, "_cp_plan", None) is None:
-        raise ValueError(
-            f"diffusers does not define how to split the tokens of {type(transformer).__name__} over processes "
-            f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}."
-        )
+    check(
+        family.why_never_split is None,
+        f"context_parallel cannot be set for this transformer: {family.why_never_split}.",
+    )
+    check(
+        getattr(transformer, "_cp_plan", None) is not None,
+        f"diffusers does not define how to split the tokens of {type(transformer).__name__} over processes "
+        f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}.",
+    )
     attentions, layers = family.self_attentions(transformer), mhla_layers(transformer)
     for heads in sorted({int(attn.heads) for attn in attentions.values()}):
-        if heads % degrees.ulysses:
-            allowed = [degree for degree in range(2, heads + 1) if heads % degree == 0]
-            raise ValueError(
-                f"context_parallel.ulysses={degrees.ulysses} does not divide the {heads} heads of this transformer; "
-                f"allowed is one of {', '.join(map(str, allowed))}, with context_parallel.ring for the rest."
-            )
+        allowed = [str(degree) for degree in range(2, heads + 1) if heads % degree == 0]
+        check(
+            heads % degrees.ulysses == 0,
+            f"context_parallel.ulysses={degrees.ulysses} does not divide the {heads} heads of this transformer; "
+            f"allowed is one of {', '.join(allowed)}, with context_parallel.ring for the rest.",
+        )
+    lengths = {}
     for shape in sorted(set(data.shapes)):
         tokens = math.prod(family.token_grid(transformer, torch.empty(1, *shape, device="meta")))
-        _check_divides(tokens, degrees, f"latents of shape {shape} make {tokens} tokens")
+        lengths[f"latents of shape {shape} make {tokens} tokens"] = tokens
     text = data[0].get("encoder_hidden_states") if any(layer.adapter.has_extra for layer in layers.values()) else None
     if text is not None:
-        _check_divides(len(text), degrees, f"the text, which self-attention attends to as well, is {len(text)} tokens")
-    if degrees.ring == 1:
-        return
+        lengths[f"the text, which self-attention attends to as well, is {len(text)} tokens"] = len(text)
+    for what, tokens in lengths.items():  # unequal shares would weigh tokens unequally in attention transfer
+        check(
+            tokens % degrees.processes == 0,
+            f"context_parallel splits tokens over {degrees.processes} processes evenly, but {what}; use a number of "
+            f"processes that divides it, such as {math.gcd(tokens, degrees.processes)}, or another size or number of "
+            "frames.",
+        )
     keeps_softmax = len(layers) < len(attentions)
-    if config.needs_teacher or keeps_softmax:
-        _check_softmax_goes_round(transformer)
+    if degrees.ring > 1 and (keeps_softmax or any(stage.needs_teacher for stage in config.stages)):
+        _check_ring_softmax(transformer)
     check(
-        not (config.gradient_checkpointing and keeps_softmax and config.needs_prediction),
+        not (degrees.ring > 1 and config.gradient_checkpointing and keeps_softmax)
+        or not any(stage.needs_prediction for stage in config.stages),
         "gradient_checkpointing: true does not work with softmax attention that is trained round a ring "
         "(context_parallel.ring > 1): diffusers' backward pass reads what was recomputed more than once. Use "
         "context_parallel.ulysses alone, a patch of all layers, or gradient_checkpointing: false.",
     )
 
 
-def _check_divides(tokens: int, degrees: ContextParallel, what: str) -> None:
-    # unequal shares would weigh tokens unequally in attention transfer
-    size = degrees.processes
-    check(
-        tokens % size == 0,
-        f"context_parallel splits tokens over {size} processes evenly, but {what}; use a number of processes that "
-        f"divides it, such as {math.gcd(tokens, size)}, or another size or number of frames.",
-    )
-
-
-def _check_softmax_goes_round(transformer: Any) -> None:
+def _check_ring_softmax(transformer: Any) -> None:
     """Raise unless the softmax backend returns its log-sum-exp; only PyTorch's default one may not."""
     from diffusers.models import attention_dispatch
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry

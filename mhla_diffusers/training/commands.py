@@ -23,7 +23,7 @@ def finetune_command(
     resume: Annotated[str | None, typer.Option(help='"latest", or the path of a checkpoint.')] = None,
     dry_run: Annotated[bool, typer.Option(help="Show parameters, memory and FLOPs, and exit.")] = False,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Of a dry run: processes that FSDP2 shards the weights over.")
+        int | None, typer.Option(min=1, help="With --dry-run: processes that FSDP2 shards the weights over.")
     ] = None,
 ) -> None:
     """Adapt a patched model; the same as finetune/adapt.py, which accelerate launch starts on several devices."""

@@ -49,16 +49,6 @@ class ObjectiveWeights:
         _check_numbers(self, zero_or_more=tuple(vars(self)), path="objectives.")
         check(any(vars(self).values()), f"objectives needs at least one positive weight of {', '.join(vars(self))}.")
 
-    @property
-    def need_teacher(self) -> bool:
-        """Whether the unpatched model's outputs are needed."""
-        return self.distillation > 0 or self.transfer > 0
-
-    @property
-    def need_prediction(self) -> bool:
-        """Whether the patched model itself runs, forward and backward."""
-        return self.diffusion > 0 or self.distillation > 0
-
 
 @dataclass(frozen=True)
 class FewStepsConfig:
@@ -78,7 +68,7 @@ class FewStepsConfig:
     critic_warmup: int = 50
     """Updates in which the critic alone is trained, at the beginning."""
     critic_learning_rate: float | None = None
-    """Of the critic, constant; None for the stage's ``learning_rate``."""
+    """Constant learning rate of the critic; None for the stage's ``learning_rate``."""
     critic_rank: int | None = None
     """Rank of the critic's LoRA; None for the student's ``lora_rank``. Not allowed with ``trainable: all``."""
 
@@ -121,12 +111,12 @@ class StageConfig:
     def __post_init__(self) -> None:
         _check_numbers(self, ("steps", "learning_rate", "mixing_learning_rate"))
         check_choice("trainable", self.trainable, get_args(Trainable))
-        check_choice("scheduler", self.scheduler, ("constant", "cosine"))
-        steps, warmup, rank = self.steps, self.warmup_steps, self.lora_rank
-        check(0 <= warmup <= steps, f"warmup_steps={warmup} must be between 0 and the stage's steps={steps}.")
         check_choice("lora_layers", self.lora_layers, get_args(LoraLayers))
+        check_choice("scheduler", self.scheduler, ("constant", "cosine"))
+        steps, warmup, rank, few_steps = self.steps, self.warmup_steps, self.lora_rank, self.few_steps
+        check(0 <= warmup <= steps, f"warmup_steps={warmup} must be between 0 and the stage's steps={steps}.")
         check(
-            (self.objectives is None) != (self.few_steps is None),
+            (self.objectives is None) != (few_steps is None),
             "a stage needs either objectives, the weights of its losses, or few_steps.",
         )
         distils = self.objectives is not None and self.objectives.distillation > 0
@@ -143,10 +133,8 @@ class StageConfig:
                 rank is None and self.lora_layers == "attention",
                 f"{given} is for trainable=lora, not for {self.trainable!r}.",
             )
-        if self.few_steps is not None:
-            self._check_few_steps(self.few_steps)
-
-    def _check_few_steps(self, few_steps: FewStepsConfig) -> None:
+        if few_steps is None:
+            return
         check(
             self.trainable in ("lora", "all"),
             f"trainable={self.trainable!r} is not for few_steps; use lora, whose critic is a second LoRA, or all, "
@@ -159,25 +147,22 @@ class StageConfig:
         )
         first = few_steps.critic_warmup + few_steps.critic_updates
         check(
-            self.steps >= first,
-            f"steps={self.steps} end before the student's first update: critic_warmup={few_steps.critic_warmup} and "
+            steps >= first,
+            f"steps={steps} end before the student's first update: critic_warmup={few_steps.critic_warmup} and "
             f"critic_updates={few_steps.critic_updates} come first; use at least {first}.",
         )
 
     @property
-    def learns_guidance(self) -> bool:
-        """Whether the teacher's guidance is all that it distils, which needs no patch."""
-        return self.guidance > 1 and self.objectives is not None and not self.objectives.transfer
-
-    @property
     def needs_teacher(self) -> bool:
         """Whether the unpatched model's outputs are needed."""
-        return self.few_steps is not None or (self.objectives is not None and self.objectives.need_teacher)
+        weights = self.objectives
+        return weights is None or weights.distillation > 0 or weights.transfer > 0
 
     @property
     def needs_prediction(self) -> bool:
         """Whether the patched model itself runs forward and backward."""
-        return self.few_steps is not None or (self.objectives is not None and self.objectives.need_prediction)
+        weights = self.objectives
+        return weights is None or weights.diffusion > 0 or weights.distillation > 0
 
 
 @dataclass(frozen=True)
@@ -289,8 +274,13 @@ class TrainingConfig:
                 f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA adds to; "
                 "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
             )
+            weights = stage.objectives
+            # an unpatched model can learn its own guidance
+            compares = weights is not None and (
+                weights.transfer > 0 or (weights.distillation > 0 and stage.guidance == 1)
+            )
             check(
-                self.patch is not None or stage.objectives is None or not stage.needs_teacher or stage.learns_guidance,
+                self.patch is not None or not compares,
                 f"stages.{index}: distillation and transfer compare with the unpatched model and need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
             )
@@ -310,18 +300,8 @@ class TrainingConfig:
 
     @property
     def few_steps(self) -> FewStepsConfig | None:
-        """Those of the last stage; None without."""
+        """Few steps of the last stage; None without."""
         return self.stages[-1].few_steps
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether any stage compares with the unpatched model."""
-        return any(stage.needs_teacher for stage in self.stages)
-
-    @property
-    def needs_prediction(self) -> bool:
-        """Whether the patched model itself runs forward and backward in any stage."""
-        return any(stage.needs_prediction for stage in self.stages)
 
     @property
     def total_steps(self) -> int:
@@ -333,12 +313,12 @@ class TrainingConfig:
         return sum(stage.steps for stage in self.stages[: stage + 1])
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON and YAML can hold them."""
+        """Return the settings as JSON and YAML can hold them."""
         return dict(as_plain(self))
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """The inverse of :meth:`to_dict`; numbers may be text, since YAML reads ``1e-4`` so."""
+        """Read what :meth:`to_dict` returns; numbers may be text, since YAML reads ``1e-4`` so."""
         return from_mapping(cls, settings)
 
     @classmethod

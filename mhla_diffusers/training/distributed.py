@@ -6,9 +6,6 @@ after the last one.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..families import get_family
 from .config import ContextParallel, TrainingConfig
-from .trainable import patched_attentions
 
 
-def sharding_is_asked_for(config: TrainingConfig) -> bool:
+def uses_fsdp2(config: TrainingConfig) -> bool:
     """Whether ``accelerate launch`` uses FSDP2; raises ValueError for setups that training does not support."""
     from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -49,33 +45,42 @@ def sharding_is_asked_for(config: TrainingConfig) -> bool:
             )
     if config.optimizer == "adamw8bit":
         raise ValueError("optimizer=adamw8bit does not work on sharded weights; set optimizer: adamw with FSDP2.")
+    if config.few_steps is not None:
+        raise ValueError(
+            "few_steps does not train sharded weights (FSDP2), since student, teacher and critic share them; use one "
+            "device, or finetune/accelerate/ddp.yaml."
+        )
     return True
 
 
 def shard(transformer: Any, device: torch.device, processes: int) -> None:
     """Shard every weight over the processes, in place.
 
-    Every block is gathered while it runs. A patched self-attention is gathered separately, so that attention transfer
-    can run it alone. Trained parameters must be of one dtype, and which ones are trained cannot change later.
+    Trained parameters must be of one dtype, and which ones are trained cannot change later.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
     # over all processes, also those that share a batch's tokens: one reduce-scatter sums the gradients of a group and
     # averages over the groups, and nothing is held twice
     mesh = init_device_mesh(device.type, (processes,))
-    for part in parts_gathered(transformer):
+    for part in gathered_parts(transformer):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
 
-def parts_gathered(transformer: Any) -> list[Any]:
-    """Modules that are gathered separately, each without those before it; the transformer is the last."""
+def gathered_parts(transformer: Any) -> list[Any]:
+    """List the modules that are gathered separately, each without those before it; the transformer is the last.
+
+    Every block is gathered while it runs, and a self-attention apart from it, so that attention transfer can run it
+    alone.
+    """
     family = get_family(transformer)
-    attentions, blocks = patched_attentions(transformer).values(), family.blocks_of(transformer).values()
-    return [*attentions, *family.parts_to_gather(transformer), *blocks, transformer]
+    attentions = family.self_attentions(transformer)
+    patched = [attn for attn in attentions.values() if hasattr(attn, "mhla")] or attentions.values()
+    return [*patched, *family.parts_to_gather(transformer), *family.blocks_of(transformer).values(), transformer]
 
 
 def meta_copy(transformer: nn.Module) -> nn.Module:
-    """A copy with patch and LoRA but without values, to fill with weights for saving."""
+    """Copy a transformer with patch and LoRA but without values, to fill with weights for saving."""
     emptied: dict[int, Any] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         for parameter in transformer.parameters()
@@ -84,7 +89,7 @@ def meta_copy(transformer: nn.Module) -> nn.Module:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on the CPU of the first process; the others get an empty one.
+    """Return the whole tensor, on the CPU of the first process; the others get an empty one.
 
     All processes must call it if the tensor is sharded.
     """
@@ -95,40 +100,34 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor placed like a parameter: on its device, sharded if the parameter is."""
+    """Place a whole tensor like a parameter: on its device, sharded if the parameter is."""
     value = value.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The groups of a run's processes, as one process sees them. Processes of a group follow each other."""
-
-    rank: int
-    """The group that this process is in."""
-    count: int
-    """Number of groups; each has its own batches."""
-    size: int
-    """Processes of a group; 1 without context parallelism."""
-
-    @classmethod
-    def of(cls, degrees: ContextParallel, process: int, processes: int) -> "Groups":
-        """Groups of all processes of a run, as process ``process`` sees them."""
+def check_groups(degrees: ContextParallel, processes: int) -> None:
+    """Raise ValueError unless processes make whole groups, whose members follow each other."""
+    if processes % degrees.processes:
         size = degrees.processes
-        if processes % size:
-            raise ValueError(
-                f"context_parallel: {{ring: {degrees.ring}, ulysses: {degrees.ulysses}}} splits a batch over groups "
-                f"of {size} processes, but {processes} processes were launched; launch a multiple of {size}, "
-                f"for example accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes {size} …, "
-                "or choose other degrees."
-            )
-        return cls(process // size, processes // size, size)
+        raise ValueError(
+            f"context_parallel: {{ring: {degrees.ring}, ulysses: {degrees.ulysses}}} splits a batch over groups "
+            f"of {size} processes, but {processes} processes were launched; launch a multiple of {size}, "
+            f"for example accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes {size} …, "
+            "or choose other degrees."
+        )
 
 
-def split(transformer: Any, degrees: ContextParallel, device: torch.device, groups: Groups) -> None:
-    """Make a transformer split the tokens of every forward over the processes of its group, in place."""
+def split_tokens(transformer: Any, degrees: ContextParallel, device: torch.device, groups: int) -> None:
+    """Make a transformer split the tokens of every forward over the processes of its group, in place.
+
+    Args:
+        transformer: with diffusers' ``_cp_plan``.
+        degrees: of ring and Ulysses; their product is the size of a group.
+        device: of this process.
+        groups: number of groups.
+    """
     from diffusers import ContextParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -139,19 +138,13 @@ def split(transformer: Any, degrees: ContextParallel, device: torch.device, grou
             if norm is not None:
                 norm.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
     # ranks of a group are neighbours; the nearest exchange heads, which is the most traffic
-    shape = (groups.count, degrees.ring, degrees.ulysses)
+    shape = (groups, degrees.ring, degrees.ulysses)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("group", "ring", "ulysses"))
     settings = ContextParallelConfig(ring_degree=degrees.ring, ulysses_degree=degrees.ulysses, mesh=mesh)
-    with _one_device() if device.type == "cpu" else nullcontext():
-        transformer.enable_parallelism(config=settings)
-
-
-@contextmanager
-def _one_device() -> Iterator[None]:
-    """Workaround for diffusers, which divides the rank by the number of accelerators; a CPU has none."""
-    counting = torch.accelerator.device_count
-    torch.accelerator.device_count = lambda: 1
+    count = torch.accelerator.device_count
+    if device.type == "cpu":  # diffusers divides the rank by the number of accelerators, and a CPU has none
+        torch.accelerator.device_count = lambda: 1
     try:
-        yield
+        transformer.enable_parallelism(config=settings)
     finally:
-        torch.accelerator.device_count = counting
+        torch.accelerator.device_count = count

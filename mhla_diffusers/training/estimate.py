@@ -17,12 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import NoisedBatch, Sample, get_family
 from .config import ContextParallel, StageConfig, TrainingConfig
-from .critic import Critic, make_critic
-from .distributed import Groups, parts_gathered, split
-from .few_steps import Draws, FewStepObjective
-from .objectives import Objectives, Place
-from .teacher import Teacher
-from .trainable import add_adapters, changed_names, set_trainable
+from .distributed import check_groups, gathered_parts, split_tokens
+from .few_steps import DistributionMatching
+from .objectives import Losses, stage_losses
+from .roles import Critic, Roles, Teacher, add_lora, make_trainable, trainable_names
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,10 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
         processes: that FSDP2 shards weights, gradients and optimizer state over; None for no sharding.
     """
     if processes is not None:
-        Groups.of(config.context_parallel, 0, processes)
+        check_groups(config.context_parallel, processes)
     for stage in config.stages:
         if stage.lora_rank is not None:
-            add_adapters(transformer, stage.lora_rank, config.seed, stage.lora_layers)
+            add_lora(transformer, stage.lora_rank, config.seed, stage.lora_layers)
     transformer.train()
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing(_checkpointed)
@@ -109,7 +107,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
 
 @contextmanager
 def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[None]:
-    """Within the context, tokens are split over simulated processes, of which this is the first."""
+    """Context in which tokens are split over simulated processes, of which this is the first."""
     if degrees.processes == 1:
         yield
         return
@@ -120,7 +118,7 @@ def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[No
         raise ValueError("A dry run with context_parallel must be one process; start it without accelerate launch.")
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.processes)
     try:
-        split(transformer, degrees, torch.device("cpu"), Groups(0, 1, degrees.processes))
+        split_tokens(transformer, degrees, torch.device("cpu"), groups=1)
         # runs round a ring; keeps for backward what PyTorch's flash attention keeps
         with attention_backend("_native_flash"):
             yield
@@ -131,29 +129,31 @@ def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[No
 def _estimate_stage(
     transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, processes: int | None
 ) -> StageEstimate:
-    family, few_steps = get_family(transformer), stage.few_steps
-    critic = None if few_steps is None else make_critic(transformer, stage, few_steps, config.seed)
-    taught = list(set_trainable(transformer, stage.trainable).values())
-    trained = sum(parameter.numel() for parameter in taught)
-    everything = sum(parameter.numel() for parameter in transformer.parameters())
+    family, is_lora = get_family(transformer), stage.trainable == "lora"
+    critic = None if stage.few_steps is None else Critic(transformer, stage, config.seed)
+    critics = [] if critic is None else [*critic.parameters.values()]
+    names = trainable_names(transformer, stage.trainable)
+    trained_weights = [*make_trainable(transformer, names).values()]
+    trained, of_critic = (sum(x.numel() for x in part) for part in (trained_weights, critics))
+    everything = sum(x.numel() for x in transformer.parameters()) - (of_critic if is_lora else 0)
     frozen_bytes, dtype = (2, torch.bfloat16) if config.precision == "bf16" else (4, torch.float32)
-    of_critic = list(critic.parameters.values()) if critic is not None else []
-    critics = sum(parameter.numel() for parameter in of_critic)
-    if critic is not None and stage.trainable == "lora":
-        everything -= critics
-    teacher, kept = None, 0
-    if stage.needs_teacher:
-        kept = Teacher(transformer, changed_names(transformer, config.stages)).extra_parameters
-        teacher = Teacher(transformer, ())
+    changed = trainable_names(transformer, *(each.trainable for each in config.stages))
+    kept = Teacher(transformer, changed).extra_parameters if stage.needs_teacher else 0
     shares, gathered = (1, 0) if processes is None else (processes, _gathered_bytes(transformer, frozen_bytes))
-    for parameter in (*transformer.parameters(), *of_critic):
+    for parameter in (*transformer.parameters(), *critics):
         parameter.data = parameter.data.to(dtype)
-    for parameter in of_critic:
+    for parameter in critics:
         parameter.requires_grad_(True)
+    process: Any = family.process(transformer, config.flow_shift)
+    batch = _batch(sample, process, config.batch_size, dtype)
+    empty = {name: x[0] for name, x in batch.conditioning.items()}
+    teacher = Teacher(transformer, ()) if stage.needs_teacher else None
+    parts = _parts_of_update(Roles(transformer, process, teacher, critic, empty), stage, batch)
 
-    parts = _parts_of_update(transformer, sample, config, stage, teacher, critic, processes is not None)
-    # gradients are counted separately
-    hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in (*taught, *of_critic)]
+    def drop_gradient(parameter: torch.Tensor) -> None:  # gradients are counted separately
+        parameter.grad = None
+
+    hooks = [x.register_post_accumulate_grad_hook(drop_gradient) for x in (*trained_weights, *critics)]
     flops = 0.0
     for share, run in parts:
         with FlopCounterMode(display=False) as counter, family.without_values(), _FusedAttention():
@@ -164,70 +164,45 @@ def _estimate_stage(
         parts[0][1]()
     for hook in hooks:
         hook.remove()
-    copies = 1 + (config.ema_decay is not None)
-    moments = 8 if config.optimizer == "adamw" else 2
+    copies, moments = 1 + (config.ema_decay is not None), 8 if config.optimizer == "adamw" else 2
     return StageEstimate(
-        trainable=stage.trainable if few_steps is None else f"{stage.trainable} and a critic, in few steps",
-        trainable_parameters=trained + critics,
-        weight_bytes=(frozen_bytes * (everything - trained) + 4 * (trained + critics)) // shares + gathered,
-        training_bytes=(4 * (copies * trained + critics + kept) + moments * (trained + critics)) // shares,
+        trainable=stage.trainable if critic is None else f"{stage.trainable} and a critic, in few steps",
+        trainable_parameters=trained + of_critic,
+        weight_bytes=(frozen_bytes * (everything - trained) + 4 * (trained + of_critic)) // shares + gathered,
+        training_bytes=(4 * (copies * trained + of_critic + kept) + moments * (trained + of_critic)) // shares,
         activation_bytes=memory.peak,
         flops=int(flops * config.gradient_accumulation),
     )
 
 
-def _parts_of_update(
-    transformer: Any,
-    sample: Sample,
-    config: TrainingConfig,
-    stage: StageConfig,
-    teacher: Teacher | None,
-    critic: Critic | None,
-    is_sharded: bool,
-) -> list[tuple[float, Callable[[], object]]]:
-    """What runs for one batch of an update, and how often on average; the first needs the most memory.
-
-    Inputs have the type of the transformer's parameters.
-
-    Raises:
-        ValueError: a stage of neither objectives nor few steps, or few steps without teacher or critic.
-    """
-    dtype = next(transformer.parameters()).dtype
-    process: Any = get_family(transformer).process(transformer, config.flow_shift)
+def _batch(sample: Sample, process: Any, size: int, dtype: torch.dtype) -> NoisedBatch:
+    """Make a batch of such samples without values; floating-point inputs have the type of the weights."""
     types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
     types["latents"] = dtype  # of prompts alone they are zeros of one byte
-    tensors = {
-        name: torch.empty((config.batch_size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()
-    }
+    tensors = {name: torch.empty((size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()}
     latents = tensors.pop("latents")
-    empty = {name: x[0] for name, x in tensors.items()}
-    batch: NoisedBatch = process.make_batch(latents, latents, torch.empty(len(latents), device="meta"), tensors)
-    batch = replace(batch, hidden_states=batch.hidden_states.to(dtype))
+    batch: NoisedBatch = process.make_batch(latents, latents, torch.empty(size, device="meta"), tensors)
+    return replace(batch, hidden_states=batch.hidden_states.to(dtype))
 
-    def backward(loss: torch.Tensor) -> None:
-        loss.backward()
 
-    if stage.objectives is not None:
-        weights = stage.objectives
-        summed = Objectives(
-            weights, process, transformer, teacher, in_parts=is_sharded, guidance=stage.guidance, empty=empty
-        )
-        return [(1.0, partial(summed.backward, transformer, batch, Place(0, 0), backward))]
-    if stage.few_steps is None or teacher is None or critic is None:
-        raise ValueError("This stage has neither objectives nor few_steps.")
-    few = FewStepObjective(stage.few_steps, process, transformer, teacher, critic, empty, seed=0)
-    time, noise = torch.empty(len(latents), dtype=dtype, device="meta"), latents[:, : process.channels]
-    draws = Draws(0, noise[None], time, noise, time, noise)  # in the first step, before which no other runs
+def _parts_of_update(roles: Roles, stage: StageConfig, batch: NoisedBatch) -> list[tuple[float, Callable[[], object]]]:
+    """List what runs for one batch of an update, and how often on average; the first needs the most memory."""
+
+    def run(losses: Callable[[], Losses]) -> None:
+        for loss, _ in losses():
+            loss.backward()
+
+    if stage.few_steps is None:
+        return [(1.0, partial(run, partial(stage_losses, roles, stage, roles.student, batch)))]
+    matching = DistributionMatching(roles, stage.few_steps, seed=0)
+    noise, times = batch.latents[:, : roles.process.channels], batch.time.new_empty(2, len(batch.time))
+    first = [noise, noise, noise]  # the student's first step, before which no other runs, and both noises
     share, steps_before = 1 / stage.few_steps.critic_updates, (len(stage.few_steps.times) - 1) / 2
     return [
-        (share, partial(few.update, batch, draws, True, backward)),
-        (1 - share, partial(few.update, batch, draws, False, backward)),
-        (steps_before, partial(few.samples, batch, noise[None])),
+        (share, partial(run, partial(matching.losses_at, batch, first, times.to(noise.dtype), True))),
+        (1 - share, partial(run, partial(matching.losses_at, batch, first, times.to(noise.dtype), False))),
+        (steps_before, partial(matching.samples, batch, [noise])),
     ]
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
@@ -237,12 +212,12 @@ def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
     """
     seen: set[int] = set()
     weights, gradients = [], []
-    for part in parts_gathered(transformer):
+    for part in gathered_parts(transformer):
         own = [parameter for parameter in part.parameters() if id(parameter) not in seen]
         seen |= {id(parameter) for parameter in own}
-        taught = sum(4 * parameter.numel() for parameter in own if parameter.requires_grad)
-        weights.append(taught + sum(frozen_bytes * x.numel() for x in own if not x.requires_grad))
-        gradients.append(taught)
+        trained = sum(4 * parameter.numel() for parameter in own if parameter.requires_grad)
+        weights.append(trained + sum(frozen_bytes * x.numel() for x in own if not x.requires_grad))
+        gradients.append(trained)
     *parts, rest = weights
     return sum(sorted(parts)[-2:]) + rest + max(gradients)
 
@@ -279,8 +254,12 @@ class _PeakMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        known = {storage._cdata for storage in _storages(args)}
-        for storage in _storages(output):
+        inputs, outputs = (
+            [leaf.untyped_storage() for leaf in torch.utils._pytree.tree_leaves(x) if isinstance(leaf, torch.Tensor)]
+            for x in (args, output)
+        )
+        known = {storage._cdata for storage in inputs}
+        for storage in outputs:
             if storage._cdata not in self._followed and storage._cdata not in known:
                 self._followed.add(storage._cdata)
                 self._alive += storage.nbytes()
@@ -291,8 +270,3 @@ class _PeakMemory(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._followed.discard(key)
         self._alive -= size
-
-
-def _storages(tensors: Any) -> list[Any]:
-    leaves = torch.utils._pytree.tree_leaves(tensors)
-    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]

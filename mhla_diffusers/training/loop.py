@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -20,26 +20,19 @@ from torch.distributed.tensor import DTensor
 
 from ..devices import launched_on_cpus, launched_processes
 from ..families import NoisedBatch, get_family
-from .checks import check_enough, check_few_steps, check_fits, check_start
-from .config import StageConfig, TrainingConfig
-from .critic import make_critic
-from .distributed import Groups, gathered, meta_copy, placed_like, shard, sharding_is_asked_for, split
-from .few_steps import FewStepObjective
+from .checks import check_fits, check_start
+from .config import TrainingConfig
+from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
+from .few_steps import DistributionMatching
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
-from .objectives import Objective, Objectives, Place
+from .objectives import stage_losses
 from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_class, optimizer_state
-from .run_folder import CheckpointError, RunFolder, RunState, Tensors, TrainingDivergedError, load_checkpoint
-from .teacher import Teacher
-from .trainable import add_adapters, changed_names, make_trainable, trainable_names
-from .validation import HeldOut, Sampler, calibrate_fresh
+from .roles import Critic, Roles, Teacher, add_lora, make_trainable, trainable_names
+from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint
+from .validation import Sampler, calibrate_fresh, validation_loss
 
 logger = logging.getLogger(__name__)
-
-_SAME_CTRL_C = 1.0
-"""Seconds within which a second SIGINT counts as the first, because launchers forward Ctrl-C to processes that already
-got it.
-"""
 
 
 @dataclass(frozen=True)
@@ -86,28 +79,32 @@ def train(
     """
     checkpoint = check_start(config, resume)
     check_fits(transformer, data, config)
-    check_enough(data, config)
+    return train_checked(transformer, data, config, checkpoint, sampler)
+
+
+def train_checked(
+    transformer: nn.Module, data: TrainingData, config: TrainingConfig, checkpoint: Path | None, sampler: Sampler | None
+) -> TrainingResult:
+    """Train after the checks, from a checkpoint if one is given; see :func:`train`."""
     run = _Run(transformer, data, config, checkpoint, sampler)
-    stop = _StopRequest()
     result = None
-    with run.recording(), stop.listening():
-        for stage in range(len(config.stages)):
-            end, is_last = config.end_of(stage), stage == len(config.stages) - 1
+    with run.recording(), _stop_request() as signals:
+        for index, stage in enumerate(config.stages):
+            end, is_last = config.end_of(index), index == len(config.stages) - 1
             if run.step >= end and not is_last:
                 continue  # done before the run was resumed
-            with run.stage(stage):
+            with run.stage(index):
                 if run.step == 0:
                     run.validate()
-                batches = run.batches.from_step(run.step, drops_prompts=config.stages[stage].few_steps is None)
+                batches = run.batches.from_step(run.step, drops_prompts=stage.few_steps is None)
                 while run.step < end:
-                    must_stop = run.update(batches, stop.made)
+                    must_stop = run.update(batches, bool(signals))
                     if run.step % config.validation.every == 0 or run.step == config.total_steps:
                         run.validate()
                     if run.step == config.total_steps:
                         run.check_end()  # before a last checkpoint replaces a good one
-                    must_save = must_stop or run.step == end
-                    if must_save or run.step % config.checkpoint_every == 0:
-                        run.save(must_succeed=must_save)
+                    if must_stop or run.step == end or run.step % config.checkpoint_every == 0:
+                        run.save(must_succeed=must_stop or run.step == end)
                     if must_stop and run.step < config.total_steps:
                         logger.warning("Stopped by a signal after step %d; resume with --resume latest.", run.step)
                         return TrainingResult(run.step, finished=False, result=None)
@@ -127,69 +124,62 @@ class _Run:
         checkpoint: Path | None,
         sampler: Sampler | None,
     ) -> None:
-        self.config, self._data, self._sampler = config, data, sampler
-        self._folder = RunFolder(config.output)
-        self._accelerator = _make_accelerator(config)
-        self._device: torch.device = self._accelerator.device
-        self._is_first: bool = self._accelerator.is_main_process
+        self.config, self._sampler, self._folder = config, sampler, RunFolder(config.output)
+        self._accelerator = accelerator = _make_accelerator(config)
+        self._is_first: bool = accelerator.is_main_process
+        device: torch.device = accelerator.device
         # a process without a launcher has nobody to share with
-        self._sharded = sharding_is_asked_for(config) and torch.distributed.is_initialized()
+        self._sharded = uses_fsdp2(config) and torch.distributed.is_initialized()
         # whole weights may not fit on the device, so sharding moves them part by part
-        self._transformer = transformer if self._sharded else transformer.to(self._device)
+        self._transformer = transformer if self._sharded else transformer.to(device)
         self._family = get_family(transformer)
-        self._process = self._family.process(transformer, config.flow_shift)
-        processes, index = self._accelerator.num_processes, self._accelerator.process_index
-        self._groups = groups = Groups.of(config.context_parallel, index, processes)
-        # the processes of a group get the same batches, noise and times
-        self.batches = NoisedBatches(
-            data, self._process, config, self._device, groups.rank, groups.count, frames_together(transformer)
-        )
-        self._state = RunState(
-            step=0,
-            skipped_in_row=0,
-            samples_per_update=config.batch_size * config.gradient_accumulation * groups.count,
-            training_samples=self.batches.training_samples,
-            config=config.to_dict(),
-        )
+        process = self._family.process(transformer, config.flow_shift)
+        # processes that split the tokens of a batch form a group, with the same batches, noise and times
+        self._group_size = size = config.context_parallel.processes
+        self._group, self._groups = accelerator.process_index // size, accelerator.num_processes // size
+        together = frames_together(transformer)
+        self.batches = NoisedBatches(data, process, config, device, self._group, self._groups, together)
+        self.step = 0
+        """Updates done, over all stages, skipped ones included."""
+        self._skipped = 0
+        """Updates skipped since the last one that was not."""
+        self._identity = {
+            "samples_per_update": config.batch_size * config.gradient_accumulation * self._groups,
+            "training_samples": self.batches.training_samples,
+            "config": config.to_dict(),
+        }
         # a model to be sharded is still on the CPU, where this would take too long; it starts with λ and β unfitted
         if checkpoint is None and not self._sharded:
-            calibrate_fresh(transformer, data, self._process, config)
+            calibrate_fresh(transformer, self.batches)
         self._validation_loss: float | None = None
+        self._matching: DistributionMatching | None = None
+        self._critic: dict[str, nn.Parameter] = {}
 
         for stage in config.stages:
             if stage.lora_rank is not None:
-                add_adapters(transformer, stage.lora_rank, config.seed, stage.lora_layers)
-        self._changed = changed_names(transformer, config.stages)
+                add_lora(transformer, stage.lora_rank, config.seed, stage.lora_layers)
+        self._changed = trainable_names(transformer, *(stage.trainable for stage in config.stages))
         transformer.train()
         self._family.prepare_for_training(transformer)
         if config.gradient_checkpointing:
             transformer.enable_gradient_checkpointing()
         # the critic begins as the teacher, so both are made before the checkpoint's weights replace the original ones
-        few_steps, last = config.few_steps, config.stages[-1]
-        self._critic = make_critic(transformer, last, few_steps, config.seed) if few_steps is not None else None
+        critic = Critic(transformer, config.stages[-1], config.seed) if config.few_steps is not None else None
         if self._sharded:
             self._unsharded = meta_copy(transformer)
             make_trainable(transformer, self._changed)
-            shard(transformer, self._device, processes)
-        if groups.size > 1:  # after calibration, which needs whole attentions
-            split(transformer, config.context_parallel, self._device, groups)
-        self._teacher = Teacher(transformer, self._changed) if config.needs_teacher else None
+            shard(transformer, device, accelerator.num_processes)
+        if size > 1:  # after calibration, which needs whole attentions
+            split_tokens(transformer, config.context_parallel, device, self._groups)
+        needs_teacher = any(stage.needs_teacher for stage in config.stages)
+        teacher = Teacher(transformer, self._changed) if needs_teacher else None
+        self._roles = Roles(transformer, process, teacher, critic, data.empty, accelerator.autocast, size)
         self._loaded: dict[str, Tensors] = {}
-        if checkpoint is not None:
-            self._load(checkpoint)
-
-    @property
-    def step(self) -> int:
-        """Updates done, over all stages."""
-        return self._state.step
-
-    def _load(self, checkpoint: Path) -> None:
-        saved, self._loaded = load_checkpoint(checkpoint)
-        # settings newer than the checkpoint get their defaults
-        saved = replace(saved, config=TrainingConfig.from_dict(saved.config).to_dict())
-        self._state.check_same_run(saved, checkpoint)
-        self._state = replace(self._state, step=saved.step, skipped_in_row=saved.skipped_in_row)
-        parameters = dict(self._transformer.named_parameters())
+        if checkpoint is None:
+            return
+        state, self._loaded = load_checkpoint(checkpoint, self._identity)
+        self.step, self._skipped = state["step"], state["skipped_in_row"]
+        parameters = dict(transformer.named_parameters())
         with torch.no_grad():
             for name, value in self._loaded["weights"].items():
                 if self._sharded:
@@ -200,7 +190,7 @@ class _Run:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within the context metrics and progress are recorded."""
+        """Context in which metrics and progress are recorded."""
         from tqdm.auto import tqdm
 
         if self._is_first:
@@ -222,12 +212,14 @@ class _Run:
         from diffusers.training_utils import EMAModel
 
         config, stage, accelerator = self.config, self.config.stages[index], self._accelerator
-        first_step = self.step - (config.end_of(index) - stage.steps)
-        names = set(trainable_names(self._transformer, stage.trainable))
-        critics = self._critic.parameters if self._critic is not None and stage.few_steps is not None else {}
+        done = self.step - (config.end_of(index) - stage.steps)
+        self._stage, self._matching, self._critic = index, None, {}
+        names = {*trainable_names(self._transformer, stage.trainable)}
+        if stage.few_steps is not None and self._roles.critic is not None:
+            self._matching = DistributionMatching(self._roles, stage.few_steps, config.seed, self.step - done)
+            self._critic = self._roles.critic.parameters
         if not self._sharded:  # else everything that any stage trains already takes gradients
-            make_trainable(self._transformer, names | critics.keys())
-        self._stage = index
+            make_trainable(self._transformer, names | self._critic.keys())
         self._trained = {name: p for name, p in self._transformer.named_parameters() if name in names}
         self._optimizer = make_optimizer(
             self._transformer,
@@ -241,34 +233,25 @@ class _Run:
             self._model, self._prepared = self._transformer, accelerator.prepare_optimizer(self._optimizer)
         else:
             self._model, self._prepared = accelerator.prepare(self._transformer, self._optimizer)
-        self._schedule = make_schedule(self._optimizer, stage, first_step)
+        self._schedule = make_schedule(self._optimizer, stage, done)
         self._average = EMAModel(self._trained.values(), decay=config.ema_decay) if config.ema_decay else None
-        self._objective: Objective
-        if stage.objectives is not None:
-            self._objective = Objectives(
-                stage.objectives,
-                self._process,
-                self._transformer,
-                self._teacher,
-                accelerator.autocast,
-                self._groups.size,
-                self._sharded,
-                stage.guidance,
-                self._data.empty,
-            )
-        else:
-            self._objective = self._prepare_few_steps(stage, critics, self.step - first_step)
-        if first_step > 0:
+        if self._matching is not None:
+            for parameter in self._critic.values():
+                parameter.requires_grad_(True)
+            rate: Any = self._matching.settings.critic_learning_rate or stage.learning_rate
+            make: Any = optimizer_class(config.optimizer)
+            self._critic_optimizer = make(self._critic.values(), lr=rate, weight_decay=0.0)
+        if done > 0:
             load_optimizer_state(self._optimizer, self._trained, self._loaded["optimizer"])
             if self._average is not None:
                 average = self._loaded["ema"]
                 self._average.shadow_params = [placed_like(average[name], p) for name, p in self._trained.items()]
                 self._average.optimization_step = int(average["updates"])
-            if critics:
+            if self._critic:
                 with torch.no_grad():
                     for name, value in self._loaded["critic"].items():
-                        critics[name].copy_(value)
-                load_optimizer_state(self._critic_optimizer, critics, self._loaded["critic_optimizer"])
+                        self._critic[name].copy_(value)
+                load_optimizer_state(self._critic_optimizer, self._critic, self._loaded["critic_optimizer"])
         self._loaded = {}
         try:
             yield
@@ -277,120 +260,106 @@ class _Run:
             if not self._sharded:
                 accelerator.unwrap_model(self._model, keep_fp32_wrapper=False)
 
-    def _prepare_few_steps(self, stage: StageConfig, critics: dict[str, nn.Parameter], begin: int) -> FewStepObjective:
-        """The objective of a stage of few steps, and the optimizer of its critic."""
-        settings, make = stage.few_steps, optimizer_class(self.config.optimizer)
-        if settings is None or self._critic is None or self._teacher is None:
-            raise ValueError("This stage has no few_steps.")
-        for parameter in critics.values():
-            parameter.requires_grad_(True)
-        rate: Any = settings.critic_learning_rate or stage.learning_rate
-        self._critic_optimizer = make(critics.values(), lr=rate, weight_decay=0.0)  # type: ignore[call-arg]
-        return FewStepObjective(
-            settings,
-            check_few_steps(self._process, self._data, settings),
-            self._transformer,
-            self._teacher,
-            self._critic,
-            self._data.empty,
-            self.config.seed,
-            begin,
-            self._accelerator.autocast,
-        )
-
     def update(self, batches: Iterator[NoisedBatch], stop: bool) -> bool:
-        """One recorded optimizer update; skipped, but still counted, if loss or gradient is not finite.
+        """Do one optimizer update; skipped, but still counted, if loss or gradient is not finite.
 
         Args:
             batches: the batch of every forward.
             stop: whether this process wants to stop; the return value says whether any does.
         """
-        accelerator, objective = self._accelerator, self._objective
+        accelerator, config, stage = self._accelerator, self.config, self.config.stages[self._stage]
+        matching, critic = self._matching, self._critic
         started, tokens, rate = time.perf_counter(), 0, float(self._schedule.get_last_lr()[0])
-        turn, critics = objective.is_models_turn(self.step), objective.critics
+        trains_student = matching is None or matching.trains_student(self.step)
+
+        # forward, loss, backward
         totals: dict[str, torch.Tensor] = {}
-        for forward in range(self.config.gradient_accumulation):
+        for forward in range(config.gradient_accumulation):
             batch = next(batches)
-            grid = self._family.token_grid(self._transformer, batch.hidden_states)
-            tokens += len(batch.latents) * math.prod(grid)
+            tokens += len(batch.latents) * math.prod(self._family.token_grid(self._transformer, batch.hidden_states))
             with accelerator.accumulate(self._model):
                 if self._sharded:
                     self._model.set_requires_gradient_sync(accelerator.sync_gradients)
-                sample = (forward * self._groups.count + self._groups.rank) * self.config.batch_size
-                losses = objective.backward(self._model, batch, Place(self.step, sample), accelerator.backward)
-            for name, loss in losses.items():
-                totals[name] = totals.get(name, 0.0) + loss / self.config.gradient_accumulation
-        stops = torch.tensor(float(stop), device=self._device)
-        *means, wishes = accelerator.reduce(torch.stack([*totals.values(), stops]), reduction="mean").tolist()
+                if matching is None:
+                    losses = stage_losses(self._roles, stage, self._model, batch)
+                else:
+                    first = (forward * self._groups + self._group) * config.batch_size
+                    losses = matching.losses(batch, self.step, first)
+                for loss, parts in losses:
+                    accelerator.backward(loss)
+                    for name, part in parts.items():
+                        totals[name] = totals.get(name, 0.0) + part.detach() / config.gradient_accumulation
+        stops = torch.tensor(float(stop), device=accelerator.device)
+        *means, stop_votes = accelerator.reduce(torch.stack([*totals.values(), stops]), reduction="mean").tolist()
         values = dict(zip(totals, means, strict=True))
-        if not self._sharded and (critics or not self.config.stages[self._stage].needs_prediction):
+        if not self._sharded and (critic or not stage.needs_prediction):
             # attention transfer runs single layers, and few steps several models in one, which
             # DistributedDataParallel does not see
-            for parameter in (*self._trained.values(), *critics.values()):
+            for parameter in (*self._trained.values(), *critic.values()):
                 if parameter.grad is not None:
                     parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")
-        most = self.config.max_gradient_norm
-        norms = [accelerator.clip_grad_norm_(part.values(), most) for part in (self._trained, critics) if part]
-        gradient_norm, *critics_norm = (float(x.full_tensor() if isinstance(x, DTensor) else x) for x in norms)
-        skipped = not all(math.isfinite(number) for number in (values["loss"], gradient_norm, *critics_norm))
-        if not skipped and turn:
+
+        # clip, step, which clips the mixing matrices to (0, 1), and moving average
+        most = config.max_gradient_norm
+        norms = [accelerator.clip_grad_norm_(part.values(), most) for part in (self._trained, critic) if part]
+        gradient_norm, *critic_norm = (float(x.full_tensor() if isinstance(x, DTensor) else x) for x in norms)
+        skipped = not all(math.isfinite(number) for number in (values["loss"], gradient_norm, *critic_norm))
+        if not skipped and trains_student:
             self._prepared.step()
             if self._average is not None:
                 self._average.step(self._trained.values())
-        if not skipped and critics:
+        if not skipped and critic:
             self._critic_optimizer.step()
         self._transformer.zero_grad()
-        for parameter in critics.values():
+        for parameter in critic.values():
             parameter.grad = None
         with warnings.catch_warnings():  # in few steps the student is updated later, and after a skip too
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             self._schedule.step()
 
-        if critics:
-            values["critic_gradient_norm"] = critics_norm[0]
-        if turn:
+        # record
+        self.step, self._skipped = self.step + 1, self._skipped + 1 if skipped else 0
+        if critic:
+            values["critic_gradient_norm"] = critic_norm[0]
+        if trains_student:
             values |= {"gradient_norm": gradient_norm, "learning_rate": rate}
-        speed = tokens * self._groups.count / (time.perf_counter() - started)
-        self._state = state = self._state.after_update(skipped)
+        speed = tokens * self._groups / (time.perf_counter() - started)
         if skipped:
-            numbers = (state.step, values["loss"], gradient_norm)
+            numbers = (self.step, values["loss"], gradient_norm)
             logger.warning("Step %d was skipped: not finite (loss %.4g, gradient norm %.4g).", *numbers)
-        if state.skipped_in_row > self.config.max_skipped:
-            raise self._diverged(f"{state.skipped_in_row} updates in a row, up to step {state.step}, were skipped")
+        if self._skipped > config.max_skipped:
+            raise self._diverged(f"{self._skipped} updates in a row, up to step {self.step}, were skipped")
         if self._is_first:
-            self._folder.add_metrics({"step": state.step, "stage": self._stage, **values, "skipped": skipped})
-            accelerator.log({**values, "tokens_per_second": speed}, step=state.step)
-            self._progress.update(state.step - self._progress.n)
+            self._folder.add_metrics({"step": self.step, "stage": self._stage, **values, "skipped": skipped})
+            accelerator.log({**values, "tokens_per_second": speed}, step=self.step)
+            self._progress.update(self.step - self._progress.n)
             self._progress.set_postfix(loss=f"{values['loss']:.4g}", lr=f"{rate:.3g}", tokens_per_s=f"{speed:.3g}")
-        return bool(wishes > 0)
+        return bool(stop_votes > 0)
 
     def validate(self) -> None:
         """Measure the loss on held-out samples and generate samples, if the settings ask for it."""
+        samples, matching = self.config.validation.samples, self._matching
         with self._averaged_weights(), self._accelerator.autocast():
-            if self.config.validation.samples:
-                self._measure_validation_loss()
+            if samples:
+                held_out = self.batches
+                total = validation_loss(self._model, held_out) if matching is None else matching.held_out_loss(held_out)
+                # the processes of a group have the same losses
+                summed = float(self._accelerator.reduce(total, reduction="sum")) / self._group_size
+                self._validation_loss = loss = summed / samples
+                if self._is_first:
+                    self._folder.add_metrics({"step": self.step, "validation_loss": loss})
+                    self._accelerator.log({"validation_loss": loss}, step=self.step)
+                logger.info("Validation loss %.5f after step %d.", loss, self.step)
             if self._sampler is not None and self._is_first:
                 self._sampler(self._transformer, self._folder.path / "samples" / f"step-{self.step:08d}")
-            elif self._sampler is not None and (self._sharded or self._groups.size > 1):
+            elif self._sampler is not None and (self._sharded or self._group_size > 1):
                 with TemporaryDirectory() as folder:  # the first process needs the others' weights or tokens
                     self._sampler(self._transformer, Path(folder))
         self._accelerator.wait_for_everyone()
 
-    def _measure_validation_loss(self) -> None:
-        groups = self._groups
-        held_out = HeldOut(self._data, self.config, self._device, groups.rank, groups.count)
-        total = self._objective.held_out_loss(self._model, held_out)
-        # the processes of a group have the same losses
-        summed = float(self._accelerator.reduce(total, reduction="sum")) / groups.size
-        self._validation_loss = loss = summed / self.config.validation.samples
-        if self._is_first:
-            self._folder.add_metrics({"step": self.step, "validation_loss": loss})
-            self._accelerator.log({"validation_loss": loss}, step=self.step)
-        logger.info("Validation loss %.5f after step %d.", loss, self.step)
-
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """Within the context the model has the moving average of its weights, if there is one."""
+        """Context in which the model has the moving average of its weights, if there is one."""
         if self._average is None:
             yield
             return
@@ -412,9 +381,9 @@ class _Run:
             parts = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
             finite = torch.stack([part.isfinite().all() for part in parts]).all()
         broken = float(self._accelerator.reduce((~finite).float(), reduction="sum"))
-        loss, skipped = self._validation_loss, self._state.skipped_in_row
-        if skipped:
-            raise self._diverged(f"all updates after step {self.step - skipped} were skipped")
+        loss = self._validation_loss
+        if self._skipped:
+            raise self._diverged(f"all updates after step {self.step - self._skipped} were skipped")
         if broken:
             raise self._diverged(f"weights after step {self.step} are not finite")
         if loss is not None and not math.isfinite(loss):
@@ -422,11 +391,12 @@ class _Run:
 
     def _diverged(self, what: str) -> TrainingDivergedError:
         # an update that was not skipped shows that the weights before it worked, not those after it
-        good = self._folder.last_before(self.step - self._state.skipped_in_row)
+        worked = self.step - self._skipped
+        good = [path for path in self._folder.checkpoints() if int(path.name.removeprefix("step-")) < worked]
         from_there = (
-            f"{good} is the last good checkpoint: if a sample of the data is at fault, fix it and resume from there "
-            f"with --resume {good}."
-            if good is not None
+            f"{good[-1]} is the last good checkpoint: if a sample of the data is at fault, fix it and resume from "
+            f"there with --resume {good[-1]}."
+            if good
             else f"{self._folder.path} holds no good checkpoint."
         )
         return TrainingDivergedError(
@@ -446,12 +416,13 @@ class _Run:
                 shadows = zip(self._trained, self._average.shadow_params, strict=True)
                 tensors["ema"] = {name: gathered(shadow) for name, shadow in shadows}
                 tensors["ema"]["updates"] = torch.tensor(self._average.optimization_step)
-            if critics := self._objective.critics:
-                tensors["critic"] = {name: gathered(x) for name, x in critics.items()}
-                tensors["critic_optimizer"] = optimizer_state(self._critic_optimizer, critics)
+            if self._critic:
+                tensors["critic"] = {name: gathered(x) for name, x in self._critic.items()}
+                tensors["critic_optimizer"] = optimizer_state(self._critic_optimizer, self._critic)
         if self._is_first:
+            state = {"step": self.step, "skipped_in_row": self._skipped, **self._identity}
             try:
-                self._folder.save(self._state, tensors, self.config.keep_checkpoints)
+                self._folder.save(state, tensors, self.config.keep_checkpoints)
             except CheckpointError as error:
                 if must_succeed:
                     raise
@@ -474,7 +445,7 @@ class _Run:
 
 
 def _make_accelerator(config: TrainingConfig) -> Any:
-    """An ``Accelerator`` for the settings; the launcher determines the devices."""
+    """Make an ``Accelerator`` for the settings; the launcher determines the devices."""
     from accelerate import Accelerator
     from accelerate.utils import AutocastKwargs, is_tensorboard_available, is_wandb_available
 
@@ -502,34 +473,31 @@ def _make_accelerator(config: TrainingConfig) -> Any:
     return accelerator
 
 
-class _StopRequest:
-    """Records SIGTERM or Ctrl-C as a request to save and stop. A second Ctrl-C stops at once."""
+@contextmanager
+def _stop_request() -> Iterator[list[int]]:
+    """Yield a list of the SIGTERM and Ctrl-C that came instead of ending the process; in the main thread only.
 
-    def __init__(self) -> None:
-        self.made = False
-        self._interrupted: float | None = None
-        """Time of the first Ctrl-C."""
+    A second Ctrl-C stops at once. One within a second counts as the first, because launchers forward Ctrl-C to
+    processes that already got it.
+    """
+    signals: list[int] = []
+    interrupted = 0.0
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within the context, signals set the request instead of ending the process; in the main thread only."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.made = True
-        if number != signal.SIGINT:
-            return
-        now = time.monotonic()
-        if self._interrupted is None:
-            self._interrupted = now
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        signals.append(number)
+        if number == signal.SIGINT and not interrupted:
+            interrupted = time.monotonic()
             logger.warning("Saving a checkpoint at the end of this step; Ctrl-C again, after a second, stops at once.")
-        elif now - self._interrupted > _SAME_CTRL_C:
+        elif number == signal.SIGINT and time.monotonic() - interrupted > 1.0:
             raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,11 +12,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..patching import mhla_layers, register_mixing_clip
 from .config import OptimizerName, StageConfig
 from .distributed import gathered, placed_like
-from .trainable import is_mixing
+
+_MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
+"""Ends of the names of mixing matrices, λ and β, which may have a learning rate of their own."""
 
 
 def optimizer_class(name: OptimizerName) -> type[Optimizer]:
-    """The optimizer class by its name in the configuration.
+    """Return the optimizer class by its name in the configuration.
 
     ``adamw8bit`` keeps both moments in 8 bits, in blocks of 256 values, except for parameters with fewer than 4096
     values. It has been tested on a CPU only.
@@ -43,7 +45,7 @@ def make_optimizer(
     matrices_alone: bool = False,
     kind: OptimizerName = "adamw",
 ) -> Optimizer:
-    """AdamW over the parameters of a patched or unpatched model; mixing matrices never decay and stay in (0, 1).
+    """Make AdamW for a patched or unpatched model; mixing matrices never decay, and every step clips them to (0, 1).
 
     Args:
         model: owner of the parameters.
@@ -54,28 +56,26 @@ def make_optimizer(
         matrices_alone: whether norms, biases and positional embeddings do not decay either.
         kind: see :func:`optimizer_class`.
     """
-    mixing_rate = mixing_learning_rate or learning_rate
-    groups: dict[str, dict[str, Any]] = {
-        "decaying": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
-        "others": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
-        "mixing": {"params": [], "lr": mixing_rate, "weight_decay": 0.0},
-    }
+    # the first group stays even if empty, because its learning rate is recorded
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
+        {"params": [], "lr": learning_rate, "weight_decay": 0.0},
+        {"params": [], "lr": mixing_learning_rate or learning_rate, "weight_decay": 0.0},
+    ]
     for name, parameter in trained.items():
         decays = not matrices_alone or (name.endswith("weight") and parameter.ndim > 1)
-        groups["mixing" if is_mixing(name) else "decaying" if decays else "others"]["params"].append(parameter)
-    # the first group stays even if empty, because its learning rate is recorded
-    used = [
-        {**group, "initial_lr": group["lr"]} for key, group in groups.items() if group["params"] or key == "decaying"
-    ]
+        groups[2 if name.endswith(_MIXING) else 0 if decays else 1]["params"].append(parameter)
     make: Any = optimizer_class(kind)
-    optimizer: Optimizer = make(used)
+    optimizer: Optimizer = make(
+        [{**group, "initial_lr": group["lr"]} for group in groups if group["params"] or group is groups[0]]
+    )
     if mhla_layers(model):
         register_mixing_clip(optimizer, model)
     return optimizer
 
 
 def make_schedule(optimizer: Optimizer, stage: StageConfig, first_step: int) -> LambdaLR:
-    """Warm-up, then the stage's schedule, starting after the ``first_step`` updates already done.
+    """Make the stage's schedule: warm-up, then constant or cosine, after the ``first_step`` updates already done.
 
     In few steps it begins after the updates in which only the critic is trained, which would otherwise use up a warm-up
     before the first update of the student.
@@ -95,7 +95,7 @@ def make_schedule(optimizer: Optimizer, stage: StageConfig, first_step: int) -> 
 
 
 def optimizer_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Its state, "<parameter>/<part>" → tensor on the CPU; for a sharded model as in :func:`gathered`."""
+    """Return its state, "<parameter>/<part>" → tensor on the CPU; for a sharded model as in :func:`gathered`."""
     state = {}
     for name, parameter in trained.items():
         for part, value in optimizer.state[parameter].items():
@@ -109,7 +109,7 @@ def optimizer_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -
 def load_optimizer_state(
     optimizer: Optimizer, trained: Mapping[str, nn.Parameter], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """The inverse of :func:`optimizer_state`."""
+    """Load what :func:`optimizer_state` returned."""
     for key, value in tensors.items():
         name, _, part = key.rpartition("/")
         parameter = trained[name]

@@ -7,12 +7,14 @@
       checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, those of the critic
                                         of few steps, and state.json, which holds the SHA-256 of each of them
       result/                           what load_mhla (or from_pretrained) loads after the last stage
+
+``state.json`` holds the updates done and what identifies the run. Random numbers need no state: they follow from the
+seed and the step.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,11 @@ from ..files import check_hash, file_hash, read_json, write_json, write_tensors,
 from ..patching import Weights, find_patched, save_mhla
 from ..patching.few_step_scheduler import FewStepScheduler
 from .config import TrainingConfig
-from .trainable import STUDENT, is_adapter
+from .roles import STUDENT, lora_of
 
 Tensors = dict[str, torch.Tensor]
 
 _STATE = "state.json"
-_HASHES = "files"
 _FREE_TO_CHANGE = {
     "output",
     "batch_size",
@@ -56,42 +57,6 @@ class TrainingDivergedError(RuntimeError):
     """Loss, gradient or weights are not finite, and the run cannot recover."""
 
 
-@dataclass(frozen=True)
-class RunState:
-    """Progress and identity of a run. Random numbers need no state: they follow from the seed and the step."""
-
-    step: int
-    """Updates done, over all stages, skipped ones included."""
-    skipped_in_row: int
-    """Updates skipped since the last one that was not."""
-    samples_per_update: int
-    training_samples: int
-    config: dict[str, Any]
-    """``TrainingConfig.to_dict()``."""
-
-    def after_update(self, skipped: bool) -> "RunState":
-        """The state one update later."""
-        return replace(self, step=self.step + 1, skipped_in_row=self.skipped_in_row + 1 if skipped else 0)
-
-    def check_same_run(self, other: "RunState", folder: Path) -> None:
-        """Raise ValueError, naming what differs, unless ``other``, read from ``folder``, is of the same run."""
-        sizes = ("samples_per_update", "training_samples")
-        mine, saved = (
-            _flat(state.config) | {name.replace("_", " "): getattr(state, name) for name in sizes}
-            for state in (self, other)
-        )
-        different = [
-            f"{name} is {mine.get(name)!r} here and {saved.get(name)!r} there"
-            for name in sorted(mine.keys() | saved.keys())
-            if mine.get(name) != saved.get(name) and name.split(".")[0] not in _FREE_TO_CHANGE
-        ]
-        if different:
-            raise ValueError(
-                f"{folder} belongs to another run: {'; '.join(different[:4])}. Resume with the configuration of that "
-                "run, or start this one in another output folder."
-            )
-
-
 class RunFolder:
     """The output folder of a run."""
 
@@ -104,13 +69,8 @@ class RunFolder:
         """Complete checkpoints, oldest first."""
         return sorted((self.path / "checkpoints").glob("step-*"))
 
-    def last_before(self, step: int) -> Path | None:
-        """The latest checkpoint before ``step``."""
-        earlier = [path for path in self.checkpoints() if int(path.name.removeprefix("step-")) < step]
-        return earlier[-1] if earlier else None
-
     def find(self, resume: str | None) -> Path | None:
-        """The checkpoint to resume from: "latest", a path, or None for a new run.
+        """Return the checkpoint to resume from: "latest", a path, or None for a new run.
 
         Raises:
             ValueError: a new run in a folder with checkpoints, or a damaged checkpoint state.
@@ -128,14 +88,22 @@ class RunFolder:
         if chosen is None or not (chosen / _STATE).is_file():
             where = chosen or self.path / "checkpoints"
             raise FileNotFoundError(f"There is no checkpoint to resume from in {where}.")
-        _, hashes = _read_state(chosen)
-        missing = [name for name in hashes if not (chosen / name).is_file()]
+        missing = [name for name in _read_state(chosen)["files"] if not (chosen / name).is_file()]
         if missing:
             raise FileNotFoundError(f"Checkpoint {chosen} lacks {', '.join(missing)}. {_way_out(chosen)}")
         return chosen
 
-    def save(self, state: RunState, tensors: Mapping[str, Tensors], keep: int) -> None:
-        """Write a checkpoint, then remove all but the ``keep`` latest; a failed write removes none."""
+    def save(self, state: Mapping[str, Any], tensors: Mapping[str, Tensors], keep: int) -> None:
+        """Write a checkpoint, then remove all but the ``keep`` latest; a failed write removes none.
+
+        Args:
+            state: as JSON holds it, with ``step``.
+            tensors: file name without suffix → its tensors.
+            keep: how many.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
 
         def write(aside: Path) -> None:
             hashes = {}
@@ -143,9 +111,9 @@ class RunFolder:
                 file = aside / f"{name}.safetensors"
                 write_tensors(part, file)
                 hashes[file.name] = file_hash(file)
-            write_json({**asdict(state), _HASHES: hashes}, aside / _STATE)
+            write_json({**state, "files": hashes}, aside / _STATE)
 
-        _write_whole(self.path / "checkpoints" / f"step-{state.step:08d}", write)
+        _write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write)
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
@@ -180,37 +148,64 @@ class RunFolder:
                 return
             (patched,) = find_patched(transformer).values()
             patched.few_steps = few_steps
-            patched.lora = STUDENT if any(is_adapter(name) for name, _ in transformer.named_parameters()) else None
+            has_lora = any(lora_of(name) == STUDENT for name, _ in transformer.named_parameters())
+            patched.lora = STUDENT if has_lora else None
             save_mhla(transformer, aside, weights=weights, base_model=config.model)
 
         _write_whole(self.result, write)
 
 
-def load_checkpoint(folder: Path) -> tuple[RunState, dict[str, Tensors]]:
-    """State and tensors of a checkpoint; raises ValueError if a file does not match its hash."""
-    state, hashes = _read_state(folder)
+def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensors]]:
+    """Read a checkpoint.
+
+    Args:
+        folder: the checkpoint's.
+        run: what identifies the run: ``config``, ``samples_per_update`` and ``training_samples``.
+
+    Returns:
+        Its state, and file name without suffix → tensors.
+
+    Raises:
+        ValueError: a damaged file, or a checkpoint of another run.
+    """
+    state = _read_state(folder)
+    mine, saved = (
+        _flat(part["config"])
+        | {name.replace("_", " "): part[name] for name in ("samples_per_update", "training_samples")}
+        for part in (run, state)
+    )
+    different = [
+        f"{name} is {mine.get(name)!r} here and {saved.get(name)!r} there"
+        for name in sorted(mine.keys() | saved.keys())
+        if mine.get(name) != saved.get(name) and name.split(".")[0] not in _FREE_TO_CHANGE
+    ]
+    if different:
+        raise ValueError(
+            f"{folder} belongs to another run: {'; '.join(different[:4])}. Resume with the configuration of that "
+            "run, or start this one in another output folder."
+        )
     try:
-        for name, expected in hashes.items():
-            if expected is not None:
-                check_hash(folder / name, expected, _STATE)
-        tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        for name, expected in state["files"].items():
+            check_hash(folder / name, expected, _STATE)
+        return state, {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
-    return state, tensors
 
 
-def _read_state(folder: Path) -> tuple[RunState, dict[str, str | None]]:
-    """State of a checkpoint, and the SHA-256 of each of its files; None in checkpoints of earlier versions."""
+def _read_state(folder: Path) -> dict[str, Any]:
+    """Read ``state.json``; settings that are newer than the checkpoint get their defaults."""
     try:
-        content = read_json(folder / _STATE)
-        hashes = content.pop(_HASHES, {"optimizer.safetensors": None, "weights.safetensors": None})
-        return RunState(**content), dict(hashes)
-    except (ValueError, TypeError, AttributeError) as error:
+        state: dict[str, Any] = read_json(folder / _STATE)
+        names = {"step", "skipped_in_row", "samples_per_update", "training_samples", "config", "files"}
+        if not isinstance(state, dict) or state.keys() != names:
+            raise ValueError(f"{_STATE} must hold {', '.join(sorted(names))}.")
+        return {**state, "config": TrainingConfig.from_dict(state["config"]).to_dict()}
+    except ValueError as error:
         raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
 
 
 def _way_out(checkpoint: Path) -> str:
-    """What to do instead of resuming from an unusable checkpoint."""
+    """Say what to do instead of resuming from an unusable checkpoint."""
     earlier = [path for path in sorted(checkpoint.parent.glob("step-*")) if path.name < checkpoint.name]
     if earlier:
         return f"Resume from an earlier one: --resume {earlier[-1]}"
@@ -218,7 +213,7 @@ def _way_out(checkpoint: Path) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, without an unfinished last line."""
+    """Read the records of a ``metrics.jsonl``, without an unfinished last line."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -18,7 +18,7 @@ _SCRIPTS = {"stages": "mhla finetune", "length": "finetune/language.py", "size":
 
 
 def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()) -> Settings:
-    """A dataclass from a YAML file.
+    """Read a dataclass from a YAML file.
 
     Args:
         cls: the dataclass.
@@ -51,8 +51,28 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
         raise ValueError(f"{path}: {error}") from error
 
 
+def _override(settings: dict[str, Any], override: str) -> None:
+    """Set one ``dotted.key=value`` in nested settings."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ValueError(f"Override {override!r} must look like key=value, for example stages.0.steps=100.")
+    where: Any = settings
+    names = key.split(".")
+    for depth, name in enumerate(names):
+        place: Any = name
+        if isinstance(where, list) and name.isdigit() and int(name) < len(where):
+            place = int(name)
+        elif not isinstance(where, dict):
+            count = f"; the list has {len(where)} entries, counted from 0" if isinstance(where, list) else ""
+            raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
+        if depth == len(names) - 1:
+            where[place] = yaml.safe_load(text)
+        else:
+            where = where.setdefault(place, {}) if isinstance(where, dict) else where[place]
+
+
 def from_mapping(cls: type[Settings], settings: Any, path: str = "") -> Settings:
-    """A dataclass from nested mappings. Numbers may be text, since YAML reads ``1e-4`` so.
+    """Make a dataclass from nested mappings. Numbers may be text, since YAML reads ``1e-4`` so.
 
     Args:
         cls: the dataclass; nested ones are built by their ``from_dict`` if they have one.
@@ -82,34 +102,14 @@ def from_mapping(cls: type[Settings], settings: Any, path: str = "") -> Settings
 
 
 def as_plain(value: Any) -> Any:
-    """A dataclass as plain JSON and YAML values; the inverse of :func:`from_mapping`."""
+    """Return a dataclass as plain JSON and YAML values; the inverse of :func:`from_mapping`."""
     if is_dataclass(value):
         return {item.name: as_plain(getattr(value, item.name)) for item in fields(value)}
     return [as_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _override(settings: dict[str, Any], override: str) -> None:
-    """Set one ``dotted.key=value`` in nested settings."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ValueError(f"Override {override!r} must look like key=value, for example stages.0.steps=100.")
-    *parents, last = key.split(".")
-    where: Any = settings
-    for name in parents:
-        where = where.setdefault(name, {}) if isinstance(where, dict) else where[_place(where, name, override)]
-    where[last if isinstance(where, dict) else _place(where, last, override)] = yaml.safe_load(text)
-
-
-def _place(where: Any, name: str, override: str) -> int:
-    """The list entry that an override refers to."""
-    if not isinstance(where, list) or not name.isdigit() or int(name) >= len(where):
-        count = f"; the list has {len(where)} entries, counted from 0" if isinstance(where, list) else ""
-        raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
-    return int(name)
-
-
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """``value`` converted to the annotation ``kind``."""
+    """Convert a value to the annotation ``kind``."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):  # None or a name where allowed, else the other members
         kinds = get_args(kind)

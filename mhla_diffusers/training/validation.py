@@ -1,21 +1,18 @@
-"""Validation on samples and prompts with fixed noise, and fitting λ and β of a new patch."""
+"""What is done with fixed noise: the held-out loss, samples of prompts, and fitting λ and β of a new patch."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..families import Clip, DiffusionProcess, get_family, predict, unwrapped
-from ..generation.noise import generator_for
+from ..families import Clip, get_family, predict, unwrapped
 from ..generation.record import write_sample
 from ..patching import calibrate_sparse, call_context, mhla_layers
 from ..patching.few_step_scheduler import FewSteps, sample_in
-from .config import TrainingConfig
-from .latents.data import TrainingData, on_device
+from .latents.data import NoisedBatches
 from .latents.times import even_quantiles, frames_together
 
 logger = logging.getLogger(__name__)
@@ -23,86 +20,43 @@ logger = logging.getLogger(__name__)
 Sampler = Callable[[nn.Module, Path], None]
 """Generates with the transformer into a folder."""
 
-_CALIBRATION_SAMPLES = 16
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """What a process measures a held-out loss on: every ``processes``-th sample from ``rank`` on.
-
-    Samples are the last ``config.validation.samples``.
-    """
-
-    data: TrainingData
-    config: TrainingConfig
-    device: torch.device
-    rank: int = 0
-    processes: int = 1
-
-    @property
-    def starts(self) -> range:
-        """For each sample of this process, the first that the processes measure at a time."""
-        return range(len(self.data) - self.config.validation.samples, len(self.data), self.processes)
-
-    def sample(self, index: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Latents, fixed noise and conditioning of a sample as a batch."""
-        return with_noise(self.data, index, self.config.seed, "validation", index, self.device)
-
 
 @torch.no_grad()
-def validation_loss(transformer: nn.Module, process: DiffusionProcess, held_out: HeldOut) -> torch.Tensor:
-    """Sum of the training losses of a process's held-out samples, at fixed timesteps and with fixed noise: float64 ().
-
-    All processes run the transformer equally often, as sharding requires; surplus runs are not counted.
-    """
-    count, last = held_out.config.validation.timesteps, len(held_out.data) - 1
-    quantiles = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(held_out.device)
+def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Tensor:
+    """Sum the training losses of a process's held-out samples, at fixed timesteps and with fixed noise: float64 ()."""
+    count = batches.config.validation.timesteps
+    quantiles = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(batches.device)
     together = frames_together(unwrapped(transformer))
-    total = torch.zeros((), dtype=torch.float64, device=held_out.device)
-    for start in held_out.starts:
-        latents, noise, conditioning = held_out.sample(min(start + held_out.rank, last))
+    total = torch.zeros((), dtype=torch.float64, device=batches.device)
+    for _, counts, latents, noise, conditioning in batches.held_out():
         for quantile in quantiles:
             times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
-            batch = process.make_batch(latents, noise, times[None], conditioning)
+            batch = batches.process.make_batch(latents, noise, times[None], conditioning)
             with call_context(in_every_step=True):
                 prediction = predict(transformer, batch)
-            loss = process.loss(prediction, batch).double().squeeze(0)
-            total += (start + held_out.rank <= last) * loss / count
+            total += counts * batches.process.loss(prediction, batch).double().squeeze(0) / count
     return total
 
 
-def calibrate_fresh(
-    transformer: nn.Module, data: TrainingData, process: DiffusionProcess, config: TrainingConfig
-) -> None:
+def calibrate_fresh(transformer: nn.Module, batches: NoisedBatches) -> None:
     """Fit λ and β in place if the patch is new and its sparse branch learns them; else do nothing.
 
-    Training samples are run with the original weights, each at a timestep of its own.
+    Up to 16 training samples are run with the original weights, each at a timestep of its own.
     """
     if not any(layer.needs_calibration for layer in mhla_layers(transformer).values()):
         return
-    device, training_samples = next(transformer.parameters()).device, len(data) - config.validation.samples
-    count = min(_CALIBRATION_SAMPLES, training_samples)
+    device, config, count = batches.device, batches.config, min(16, batches.training_samples)
     logger.info("Fitting λ and β on %d training samples.", count)
 
     def run() -> None:
         for number in range(count):
-            index = number * training_samples // count  # spread over the data, because neighbours may be from one video
-            latents, noise, conditioning = with_noise(data, index, config.seed, "calibration", number, device)
+            index = number * batches.training_samples // count  # spread, because neighbours may be from one video
+            latents, noise, conditioning = batches.one(index, "calibration", number)
             quantile = torch.tensor([(number + 0.5) / count], dtype=torch.float64, device=device)
-            predict(transformer, process.make_batch(latents, noise, quantile, conditioning))
+            predict(transformer, batches.process.make_batch(latents, noise, quantile, conditioning))
 
     with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16", cache_enabled=False):
         calibrate_sparse(transformer, run)
-
-
-def with_noise(
-    data: TrainingData, index: int, seed: int, purpose: str, number: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Latents, noise and conditioning of one sample as a batch."""
-    sample = on_device({name: tensor[None] for name, tensor in data[index].items()}, device)
-    latents = sample.pop("latents")
-    noise = torch.randn(latents.shape, generator=generator_for(seed, purpose, number)).to(device)
-    return latents, noise, sample
 
 
 class PromptSampler:
@@ -115,6 +69,9 @@ class PromptSampler:
         steps: of the sampler.
         component: which transformer of the pipeline is trained.
         few_steps: how a model samples that is distilled to a few steps, in place of ``steps``.
+
+    Raises:
+        ValueError: a prompt that the model does not take.
     """
 
     def __init__(
@@ -123,7 +80,7 @@ class PromptSampler:
         prompts: Sequence[str],
         clip: Clip,
         steps: int,
-        component: str,
+        component: str = "transformer",
         few_steps: FewSteps | None = None,
     ) -> None:
         self._pipe, self._prompts, self._component = pipe, prompts, component
@@ -147,7 +104,6 @@ class PromptSampler:
             for number, prompt in enumerate(self._prompts):
                 generator = torch.Generator().manual_seed(0)
                 (sample,) = self._family.call(self._pipe, [prompt], [generator], **self._settings)
-                file = folder / f"{number:02d}{self._family.suffix}"
-                write_sample(sample, file, self._frames_per_second)
+                write_sample(sample, folder / f"{number:02d}{self._family.suffix}", self._frames_per_second)
         finally:
             transformer.train(training)

@@ -45,10 +45,9 @@ from mhla_diffusers.files import check_writable, read_json, write_json, write_te
 from mhla_diffusers.patching import call_context
 from mhla_diffusers.reporting import require_matplotlib, write_table
 from mhla_diffusers.training import ObjectiveWeights, StageConfig
-from mhla_diffusers.training.objectives import Objectives, Place, distillation_loss
+from mhla_diffusers.training.objectives import stage_losses
 from mhla_diffusers.training.optimizer import load_optimizer_state, make_optimizer, optimizer_state
-from mhla_diffusers.training.teacher import Teacher
-from mhla_diffusers.training.trainable import set_trainable, trainable_names
+from mhla_diffusers.training.roles import Roles, Teacher, make_trainable, trainable_names
 
 # ---- the clock, and what a study holds -------------------------------------------------------------------------------
 
@@ -224,7 +223,7 @@ def train(study: Study, model: Any, stages: Sequence[Stage], file: Path) -> floa
             for name in trainable_names(model, trainable):
                 own[name].copy_(tensors.pop(f"weights/{name}"))
     for index in range(done.stage, len(stages)):
-        settings, trained = stages[index].settings, set_trainable(model, trainable)
+        settings, trained = stages[index].settings, make_trainable(model, trainable_names(model, trainable))
         optimizer = make_optimizer(
             model,
             trained,
@@ -344,23 +343,27 @@ def adapt(study: Study, row: Row, model: Any, file: Path) -> float:
 
     def of_stage(settings: StageConfig) -> Stage:
         is_transfer = settings.objectives.transfer > 0
-        objectives = Objectives(settings.objectives, study.process, model, teacher, study.autocast)
+        roles = Roles(model, study.process, teacher, autocast=study.autocast)
 
-        def losses(batch: NoisedBatch, step: int) -> torch.Tensor:
-            return objectives.backward(model, batch, Place(step, 0), torch.Tensor.backward)["loss"]
+        def losses(batch: NoisedBatch) -> torch.Tensor:
+            total = torch.zeros((), device=batch.latents.device)
+            for loss, _ in stage_losses(roles, settings, model, batch):
+                loss.backward()
+                total += loss.detach()
+            return total
 
         def backward(step: int, _: float) -> torch.Tensor:
             seed = 10**5 + step + is_transfer * 10**4  # scenes that every row sees, and training did not
             batch = study.batch("train", seed, size.batch, size.frames, DROPOUT)
             if is_transfer:  # single attentions, to whose inputs no compiled block would listen
                 with torch.compiler.set_stance("force_eager"):
-                    return losses(batch, step)
+                    return losses(batch)
             if softmax:
-                return losses(batch, step)
+                return losses(batch)
             with study.autocast():
                 with torch.no_grad():
                     target = predict(study.softmax, batch)
-                loss = distillation_loss(predict(model, batch), target)
+                loss = (predict(model, batch).float() - target.float()).square().mean()
             loss.backward()
             return loss.detach()
 

@@ -1,6 +1,5 @@
 """What every family promises, on a tiny model of its real class and through its real pipeline."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ from mhla_diffusers.benchmark.cases import Case
 from mhla_diffusers.benchmark.models import choose_sizes, models
 from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
-from mhla_diffusers.training.config import ObjectiveWeights
-from mhla_diffusers.training.objectives import Objectives, Place, attention_loss
-from mhla_diffusers.training.teacher import Teacher
-from mhla_diffusers.training.trainable import set_trainable
+from mhla_diffusers.training import ObjectiveWeights, StageConfig
+from mhla_diffusers.training.objectives import attention_loss, recorded, stage_losses
+from mhla_diffusers.training.roles import Roles, Teacher, make_trainable, trainable_names
 
 from ..models import assert_changed, relative_change
 from ..patching.shared import assert_same_footprint, footprint, with_lora
@@ -259,14 +257,17 @@ def test_one_update_of_transfer_and_distillation_brings_the_student_nearer(name:
     model = mhla.apply_mhla(case.transformer(), **plain(name, mixing_init="identity"))
     batch, process = _batch(name, model)
     assert get_family(model).token_grid(model, batch.latents) == case.grid
-    trained = set_trainable(model, "attention")
-    for weights in (ObjectiveWeights(transfer=1.0, diffusion=0.0), ObjectiveWeights(distillation=1.0, diffusion=0.0)):
-        objectives = Objectives(weights, process, model, Teacher(model, trained))
+    trained = make_trainable(model, trainable_names(model, "attention"))
+    for weights in (ObjectiveWeights(transfer=1.0), ObjectiveWeights(distillation=1.0)):
+        roles, stage = Roles(model, process, Teacher(model, trained)), StageConfig(1, 1e-3, "attention", weights)
         optimizer = torch.optim.SGD(trained.values(), lr=1e-3)
         losses = []
         for _ in range(2):
             optimizer.zero_grad()
-            losses.append(float(objectives.backward(model, batch, Place(0, 0), lambda loss: loss.backward())["loss"]))
+            losses.append(0.0)
+            for loss, _ in stage_losses(roles, stage, model, batch):
+                loss.backward()
+                losses[-1] += float(loss.detach())
             torch.nn.utils.clip_grad_norm_(list(trained.values()), 1.0)
             optimizer.step()
         assert losses[1] < losses[0]
@@ -278,24 +279,13 @@ def test_transfer_has_nothing_to_do_where_the_student_is_the_teacher(name: str) 
     """Also for masked text, whatever attentions make of what takes no part."""
     case = case_of(name)
     model = mhla.apply_mhla(case.transformer(), **all_exact(name))
-    arguments = case.inputs()
-    trained = set_trainable(model, "attention")
-    teacher = Teacher(model, trained)
-    with teacher.at_work():
-        hooks = []
-
-        def compare(attn: Any, args: Any, kwargs: Any, output: Any, *, key: str) -> None:
-            with teacher.student_attention(key):
-                losses.append(float(attention_loss(attn.forward(*args, **kwargs), output)))
-
-        losses: list[float] = []
-        for key in case.attentions:
-            attn = model.get_submodule(key)
-            hooks.append(attn.register_forward_hook(partial(compare, key=key), with_kwargs=True))
-        model(**arguments, return_dict=False)
-        for hook in hooks:
-            hook.remove()
-    assert len(losses) == len(case.attentions) and max(losses) < 1e-9
+    attentions = {name: model.get_submodule(name) for name in case.attentions}
+    with recorded(attentions) as calls, Teacher(model, ()).at_work():
+        model(**case.inputs(), return_dict=False)
+    assert calls.keys() == attentions.keys()
+    for name, (args, kwargs, expected) in calls.items():
+        with mhla.patching.call_context(grid=case.grid):
+            assert attention_loss(attentions[name](*args, **kwargs), expected) < 1e-9
 
 
 @every_family_slowly

@@ -14,7 +14,7 @@ from mhla_diffusers.families import AttentionInputs
 from mhla_diffusers.generation.pipelines import load_pipeline
 from mhla_diffusers.models.dig import DiGTransformer2DModel, GatedLinearAttnProcessor
 from mhla_diffusers.patching import TransformerCall
-from mhla_diffusers.training.trainable import set_trainable
+from mhla_diffusers.training.roles import make_trainable, trainable_names
 
 from ..models import assert_changed, output, relative_change, seeded
 from ..patching.shared import with_lora
@@ -179,7 +179,7 @@ def test_fused_projections_and_lora():
 def test_what_is_trained_takes_gradients():
     """All of it, as processes that average gradients expect; a patch leaves the gate of the state without any."""
     model = mhla.apply_mhla(transformer(), **BLOCKS, layers=[1])
-    trained = set_trainable(model, "all")
+    trained = make_trainable(model, trainable_names(model, "all"))
     idle = {name for name, _ in model.named_parameters()} - set(trained)
     assert idle == {f"transformer_blocks.1.attn1.to_decay.{name}" for name in ("0.weight", "1.weight", "1.bias")}
     output_with_gradients = model(**CASE.inputs(), return_dict=False)[0]

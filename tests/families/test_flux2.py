@@ -13,7 +13,7 @@ from mhla_diffusers.benchmark.parts import ATTENTION, count_parts
 from mhla_diffusers.families import Clip
 from mhla_diffusers.families.flux2 import Flux2Family
 from mhla_diffusers.families.styles import keep_with
-from mhla_diffusers.training.trainable import add_adapters
+from mhla_diffusers.training.roles import add_lora
 
 from ..models import assert_changed, relative_change
 from ..pipelines import quiet
@@ -80,7 +80,7 @@ def test_each_kind_of_block_gets_its_own_processor_back():
 def test_lora_adapts_both_kinds_of_blocks():
     model = mhla.apply_mhla(flux2.transformer(), **all_exact("flux2"))
     expected = output(model, flux2.inputs())
-    add_adapters(model, 2, seed=0)
+    add_lora(model, 2, seed=0)
     names = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
     assert {f"single_transformer_blocks.1.attn.{part}" for part in ("to_qkv_mlp_proj", "to_out")} <= names
     assert {f"transformer_blocks.1.attn.{part}" for part in ("to_q", "to_out.0", "add_k_proj", "to_add_out")} <= names

@@ -251,7 +251,7 @@ def test_a_cache_of_another_model_is_refused_before_weights_are_read(tmp_path: P
     header = {"family": "wan", "vae": "AutoencoderKLWan (configuration 0)", "text_encoder": "x", "settings": {}}
     (tmp_path / "latents").mkdir()
     sample = {"source": "a", "caption": "b", "shard": "shard-00000.safetensors", "shape": [4, 2, 4, 4]}
-    index = {"format_version": 1, "header": header, "samples": [sample], "skipped": {}}
+    index = {"format_version": 1, "header": header, "samples": [sample], "skipped": {}, "hashes": {}}
     (tmp_path / "latents" / "index.json").write_text(json.dumps(index))
     (tmp_path / "latents" / "shard-00000.safetensors").touch()
     with pytest.raises(ValueError, match=r"vae='AutoencoderKLWan \(configuration 0\)', but .* has 'AutoencoderKLWan"):

@@ -22,9 +22,9 @@ from mhla_diffusers.training import (
     read_metrics,
     train,
 )
-from mhla_diffusers.training.checks import check_splits
+from mhla_diffusers.training.checks import check_fits
 from mhla_diffusers.training.config import ContextParallel, FewStepsConfig, Trainable
-from mhla_diffusers.training.distributed import sharding_is_asked_for
+from mhla_diffusers.training.distributed import uses_fsdp2
 
 from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from .models import dit_data, one_stage, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
@@ -242,39 +242,45 @@ def test_shipped_accelerate_configuration_is_supported(name: str, kind: str, mon
     for variable, value in prepare_multi_gpu_env(arguments).items():
         monkeypatch.setenv(variable, value)
     config = _config(Path("unused"), 1)
-    assert sharding_is_asked_for(config) == (name == "fsdp2")
+    assert uses_fsdp2(config) == (name == "fsdp2")
     if name == "fsdp2":
         with pytest.raises(ValueError, match="optimizer=adamw8bit does not work on sharded weights"):
-            sharding_is_asked_for(replace(config, optimizer="adamw8bit"))
+            uses_fsdp2(replace(config, optimizer="adamw8bit"))
 
 
 def _split_already() -> Any:
-    transformer = tiny_wan()
+    transformer = _patched()
     transformer._parallel_config = object()
     return transformer
 
 
+def _patched_sana() -> Any:
+    return apply_mhla(tiny_sana(), blocks=(2, 2))
+
+
 @pytest.mark.parametrize(
-    ("make", "degrees", "words"),
+    ("make", "data", "degrees", "words"),
     [
-        (_patched, ContextParallel(3), "3 processes evenly, but latents of shape .* make 32 tokens; .* such as 1"),
-        (_patched, ContextParallel(1, 4), "ulysses=4 does not divide the 2 heads .* one of 2"),
-        (_patched, ContextParallel(2), "cannot run round a ring .* context_parallel.ulysses alone"),
-        (tiny_sana, ContextParallel(1, 2), "SanaTransformer2DModel .* WanTransformer3DModel"),
-        (_split_already, ContextParallel(), "enable_parallelism.* was called before"),
+        (_patched, wan_data, ContextParallel(3), "32 tokens; .* such as 1"),
+        (_patched, wan_data, ContextParallel(1, 4), "ulysses=4 .* one of 2"),
+        (_patched, wan_data, ContextParallel(2), "ring > 1"),
+        (_patched_sana, sana_data, ContextParallel(1, 2), "SanaTransformer2DModel"),
+        (_split_already, wan_data, ContextParallel(), "enable_parallelism"),
     ],
 )
-def test_what_cannot_be_split_is_refused(make: Callable[[], Any], degrees: ContextParallel, words: str) -> None:
+def test_what_cannot_be_split_is_refused(
+    make: Callable[[], Any], data: Callable[[], InMemoryData], degrees: ContextParallel, words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
-        check_splits(make(), wan_data(), _config(Path("unused"), 1, degrees))
+        check_fits(make(), data(), _config(Path("unused"), 1, degrees))
 
 
 def test_softmax_round_a_ring_is_not_computed_again() -> None:
     settings = _config(Path("unused"), 1, ContextParallel(2), gradient_checkpointing=True)
     with diffusers_on_cpu():
-        with pytest.raises(ValueError, match="gradient_checkpointing: true .* softmax"):
-            check_splits(_patched(), wan_data(), settings)
-        check_splits(apply_mhla(tiny_wan(), PATCH, layers="all"), wan_data(), settings)
+        with pytest.raises(ValueError, match="gradient_checkpointing: true"):
+            check_fits(_patched(), wan_data(), settings)
+        check_fits(apply_mhla(tiny_wan(), PATCH, layers="all"), wan_data(), settings)
 
 
 def test_processes_that_are_no_whole_groups_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import torch
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.generation import PipelineChoice, load_result
 from mhla_diffusers.training import train
+from mhla_diffusers.training.roles import add_lora
 from mhla_diffusers.training.run_folder import RunFolder
-from mhla_diffusers.training.trainable import add_adapters
 
 from .models import one_stage, tiny_wan, wan_data
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline
@@ -55,7 +55,7 @@ def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -
 
 def test_lora_of_a_class_without_methods_for_it_comes_with_the_patch(tmp_path: Path) -> None:
     pipe, loaded = dit_pipeline(), dit_pipeline()
-    add_adapters(apply_mhla(pipe.transformer, sparse="none", blocks=(2, 2)), 2, seed=0)
+    add_lora(apply_mhla(pipe.transformer, sparse="none", blocks=(2, 2)), 2, seed=0)
     RunFolder(tmp_path).export(pipe.transformer, one_stage("unused", patch="unused", trainable="lora", lora_rank=2))
     load_result(loaded, tmp_path / "result")
     trained = {name.replace(".default.", "."): x for name, x in pipe.transformer.named_parameters() if ".lora_" in name}

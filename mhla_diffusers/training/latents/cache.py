@@ -8,7 +8,8 @@
       shard-00000.safetensors     tensors "<sample>/latents", "<sample>/encoder_hidden_states", …
 """
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,6 @@ _EMPTY_NAME = "empty.safetensors"
 
 
 @dataclass(frozen=True)
-class CacheHeader:
-    """What a cache was made with."""
-
-    family: str
-    vae: str
-    """Class and configuration of the autoencoder, as text."""
-    text_encoder: str
-    """The same for the text encoder; "none" for DiT."""
-    settings: dict[str, Any]
-    """Settings of the encoding: frames, fps and sizes, or steps and guidance of the teacher."""
-
-
-@dataclass(frozen=True)
 class CachedSample:
     """One entry of the index."""
 
@@ -48,23 +36,29 @@ class CachedSample:
     caption: str
     shard: str
     shape: tuple[int, ...]
-    """Of the latents."""
+    """Shape of the latents."""
 
 
-@dataclass
 class CacheIndex:
-    """Content of ``index.json``."""
+    """Content of ``index.json``.
 
-    header: CacheHeader
-    samples: list[CachedSample] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Skipped files, and why."""
-    hashes: dict[str, str] = field(default_factory=dict)
-    """File of the cache → SHA-256 of its content; empty in caches of earlier versions."""
+    Args:
+        folder: of the cache.
+        header: what it is made with: ``family``, class and configuration of ``vae`` and ``text_encoder`` as text, and
+            ``settings`` of the encoding.
+    """
+
+    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+        self.folder, self.header = folder, dict(header)
+        self.samples: list[CachedSample] = []
+        self.skipped: dict[str, str] = {}
+        """Skipped files, and why."""
+        self.hashes: dict[str, str] = {}
+        """File of the cache → SHA-256 of its content."""
 
     @classmethod
     def read(cls, folder: Path) -> "CacheIndex":
-        """Read ``index.json``."""
+        """Read it; raises FileNotFoundError without one, ValueError if it is damaged."""
         path = folder / INDEX_NAME
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no latents: {INDEX_NAME} is missing. Make them with mhla encode.")
@@ -72,11 +66,20 @@ class CacheIndex:
             content = read_json(path)
             version = content["format_version"]
             check(version == FORMAT_VERSION, f"format version {version!r} is unknown; known: {FORMAT_VERSION}")
-            samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]
-            skipped, hashes = dict(content["skipped"]), dict(content.get("hashes", {}))
-            return cls(CacheHeader(**content["header"]), samples, skipped, hashes)
+            index = cls(
+                folder, {name: content["header"][name] for name in ("family", "vae", "text_encoder", "settings")}
+            )
+            index.samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]
+            index.skipped, index.hashes = dict(content["skipped"]), dict(content["hashes"])
+            return index
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no valid index: {error}.") from error
+
+    def write(self) -> None:
+        """Write it whole."""
+        samples = [asdict(sample) for sample in self.samples]
+        content = {"format_version": FORMAT_VERSION, "header": self.header, "samples": samples}
+        write_json({**content, "skipped": self.skipped, "hashes": self.hashes}, self.folder / INDEX_NAME)
 
 
 class LatentCache:
@@ -96,6 +99,8 @@ class LatentCache:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.index = CacheIndex.read(self.folder)
+        self.settings: dict[str, Any] = self.index.header["settings"]
+        """Settings of the encoding: frames, fps and sizes, or steps and guidance of the teacher."""
         self._way_out = f"Delete {self.folder} and make it again with mhla encode or mhla synthesize."
         check(bool(self.index.samples), f"The cache {self.folder} holds no samples.")
         self._files = sorted({sample.shard for sample in self.index.samples} | set(self.index.hashes))
@@ -104,7 +109,7 @@ class LatentCache:
         if missing:
             raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {self._way_out}")
         self.shapes = [sample.shape for sample in self.index.samples]
-        self.empty: Sample | None = self._read(_EMPTY_NAME) if (self.folder / _EMPTY_NAME).is_file() else None
+        self.empty: Sample | None = self._read(_EMPTY_NAME) if _EMPTY_NAME in self._files else None
 
     def __len__(self) -> int:
         return len(self.index.samples)
@@ -114,12 +119,12 @@ class LatentCache:
         return self._read(self.index.samples[index].shard, f"{index}/")
 
     def _read(self, name: str, prefix: str = "") -> Sample:
-        """The tensors of a file whose names begin with a prefix, by their names without it."""
-        file, hashes = self.folder / name, self.index.hashes
+        """Read the tensors of a file whose names begin with a prefix, by their names without it."""
+        file, place = self.folder / name, self._files.index(name)
         try:
-            if name in hashes and not self._is_checked[self._files.index(name)]:
-                check_hash(file, hashes[name], INDEX_NAME)
-                self._is_checked[self._files.index(name)] = True
+            if not self._is_checked[place]:
+                check_hash(file, self.index.hashes.get(name, ""), INDEX_NAME)
+                self._is_checked[place] = True
             with safe_open(file, framework="pt") as tensors:
                 keys = [key for key in tensors.keys() if key.startswith(prefix)]  # noqa: SIM118 - no mapping
                 return {key.removeprefix(prefix): tensors.get_tensor(key) for key in keys}
@@ -128,37 +133,39 @@ class LatentCache:
         except ValueError as error:
             raise ValueError(f"{error} {self._way_out}") from error
 
-    def check_made_for(self, model: str, header: CacheHeader) -> None:
-        """Raise ValueError unless the cache was made with a model's autoencoder and text encoder."""
+    def check_made_for(self, model: str, header: Mapping[str, Any], with_picture: bool | None = None) -> None:
+        """Raise ValueError unless the cache was made for a model.
+
+        Args:
+            model: its name, for messages.
+            header: family, autoencoder and text encoder of the model.
+            with_picture: whether videos begin with a picture in its pipeline; None if that is not known.
+        """
         for what in ("family", "vae", "text_encoder"):
-            made, wanted = getattr(self.index.header, what), getattr(header, what)
+            made, wanted = self.index.header[what], header[what]
             check(
                 made == wanted,
                 f"The cache {self.folder} was made with {what}={made!r}, but {model} has {wanted!r}. Encode the data "
                 f"again with mhla encode --model {model}.",
             )
-
-    def check_begins(self, model: str, with_picture: bool) -> None:
-        """Raise ValueError unless samples begin with a picture where a model's pipeline does, and only there."""
-        made = bool(self.index.header.settings.get(BEGINS_WITH_PICTURE))
-        kinds = {True: "image-to-video", False: "text-to-video"}
+        picture = bool(self.settings.get(BEGINS_WITH_PICTURE))
+        kinds = ("text-to-video", "image-to-video")
         check(
-            made == with_picture,
-            f"The cache {self.folder} holds samples for {kinds[made]}, but {model} is a pipeline for "
-            f"{kinds[with_picture]}. Encode the data with mhla encode --model {model} into another folder, or name the "
-            f"pipeline for {kinds[made]} as the model.",
+            with_picture in (None, picture),
+            f"The cache {self.folder} holds samples for {kinds[picture]}, but {model} is a pipeline for "
+            f"{kinds[not picture]}. Encode the data with mhla encode --model {model} into another folder, or name the "
+            f"pipeline for {kinds[picture]} as the model.",
         )
 
     def cut_as(self, default: Clip) -> Clip:
-        """The frames, frames per second and sizes of the cache, and the default's where it does not tell."""
-        made = self.index.header.settings
+        """Return the frames, frames per second and sizes of the cache, the default's where it does not have them."""
+        made = self.settings
         sizes = tuple((int(height), int(width)) for height, width in made.get("sizes", default.sizes))
         return Clip(made.get("frames", default.frames), made.get("fps", default.fps), sizes)
 
     def check_cut_as(self, clip: Clip) -> None:
         """Raise ValueError unless the cache holds the frames, frames per second and sizes of a clip."""
-        made = self.index.header.settings
-        sizes = [list(size) for size in clip.sizes]
+        made, sizes = self.settings, [list(size) for size in clip.sizes]
         fits = {
             "frames": made.get("frames") == clip.frames,
             "sizes": all(size in sizes for size in made.get("sizes", [])),
@@ -178,34 +185,26 @@ class CacheWriter:
 
     Args:
         folder: created, or continued.
-        header: model and settings of the cache.
+        header: model and settings of the cache, see :class:`CacheIndex`.
         shard_bytes: size at which a shard is written.
 
     Raises:
         ValueError: if the folder holds a cache with another header.
     """
 
-    def __init__(self, folder: str | Path, header: CacheHeader, shard_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, folder: str | Path, header: Mapping[str, Any], shard_bytes: int = 256 * 2**20) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.index = CacheIndex(header)
+        self.index = CacheIndex(self.folder, header)
         if (self.folder / INDEX_NAME).is_file():
             self.index = CacheIndex.read(self.folder)
-            there, here = (vars(of) | of.settings for of in (self.index.header, header))
+            there, here = ({**one, **one["settings"], "settings": None} for one in (self.index.header, header))
             for name in here | there:  # a setting may be in one of them alone
                 made, wanted = there.get(name), here.get(name)
-                check(
-                    name == "settings" or made == wanted,
-                    f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.",
-                )
+                check(made == wanted, f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.")
         self._shard_bytes = shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: list[CachedSample] = []
-
-    @property
-    def done(self) -> set[str]:
-        """Sources that are in the cache or were skipped."""
-        return {sample.source for sample in self.index.samples} | set(self.index.skipped)
 
     def set_empty(self, sample: Sample) -> None:
         """Store the conditioning of the empty prompt, unless an earlier call did."""
@@ -218,23 +217,17 @@ class CacheWriter:
         """Add one sample."""
         number = len(self.index.samples) + len(self._entries)
         self._tensors |= {f"{number}/{name}": tensor.cpu().contiguous() for name, tensor in sample.items()}
-        self._entries.append(CachedSample(source, caption, self._shard_name(), tuple(sample["latents"].shape)))
+        shard = f"shard-{len({sample.shard for sample in self.index.samples}):05d}.safetensors"
+        self._entries.append(CachedSample(source, caption, shard, tuple(sample["latents"].shape)))
         if sum(tensor.nbytes for tensor in self._tensors.values()) >= self._shard_bytes:
             self.flush()
-
-    def skip(self, source: str, reason: str) -> None:
-        """Note a file that cannot be used."""
-        self.index.skipped[source] = reason
 
     def flush(self) -> None:
         """Write a shard of the samples added since the last one, then the index."""
         if self._entries:
-            name = self._shard_name()
+            name = self._entries[0].shard
             write_tensors(self._tensors, self.folder / name)
             self.index.hashes[name] = file_hash(self.folder / name)
             self.index.samples += self._entries
             self._tensors, self._entries = {}, []
-        write_json({"format_version": FORMAT_VERSION, **asdict(self.index)}, self.folder / INDEX_NAME)
-
-    def _shard_name(self) -> str:
-        return f"shard-{len({sample.shard for sample in self.index.samples}):05d}.safetensors"
+        self.index.write()

@@ -57,8 +57,40 @@ class InMemoryData:
         return self._samples[index]
 
 
+class BatchOrder:
+    """Which samples make up the batch of every step: a function of the seed and the step alone.
+
+    In every epoch the samples of each shape are shuffled and split into batches, the last one filled up from the front;
+    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> None:
+        if not shapes:
+            raise ValueError("There are no samples to train on.")
+        self._batch_size, self._seed = batch_size, seed
+        self._groups: dict[tuple[int, ...], list[int]] = {}
+        for index, shape in enumerate(shapes):
+            self._groups.setdefault(shape, []).append(index)
+        self.batches_per_epoch = sum(-(-len(group) // batch_size) for group in self._groups.values())
+        self._epoch, self._batches = -1, [[0]]
+
+    def __getitem__(self, step: int) -> list[int]:
+        """Indices of the samples of a step."""
+        epoch, position = divmod(step, self.batches_per_epoch)
+        if epoch != self._epoch:
+            size, generator = self._batch_size, generator_for(self._seed, "order", epoch)
+            batches = []
+            for group in self._groups.values():
+                order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
+                for start in range(0, len(order), size):
+                    batches.append([order[(start + offset) % len(order)] for offset in range(size)])
+            shuffled = torch.randperm(len(batches), generator=generator).tolist()
+            self._epoch, self._batches = epoch, [batches[place] for place in shuffled]
+        return self._batches[position]
+
+
 class NoisedBatches:
-    """The noised batches of one process of several.
+    """The noised batches of one process of several, to train on and to validate on.
 
     Noise, time and prompt dropout of a sample depend only on the seed, the step and its position in the step's batch,
     so they are the same for any number of processes.
@@ -83,22 +115,12 @@ class NoisedBatches:
         processes: int = 1,
         together: int | None = None,
     ) -> None:
-        self._data, self._process, self._config, self._device = data, process, config, device
-        self._rank, self._processes, self._together = rank, processes, together
+        self.process, self.config, self.device = process, config, device
+        self._data, self._rank, self._processes, self._together = data, rank, processes, together
         self.training_samples = len(data) - config.validation.samples
-        size = config.batch_size * config.gradient_accumulation * processes
-        shapes = data.shapes[: self.training_samples]
-        self._order = BatchOrder(shapes, size, config.seed)
-        for shape, count in Counter(shapes).items() if rank == 0 else ():
-            if count < size:
-                logger.warning(
-                    "An update needs %d samples of one shape, but only %d have latents of %s: some are used several "
-                    "times, each time with different noise.",
-                    *(size, count, shape),
-                )
 
     def from_step(self, step: int, drops_prompts: bool = True) -> Iterator[NoisedBatch]:
-        """The batches of all forwards from a step on, without end.
+        """Yield the batches of all forwards from a step on, without end.
 
         Args:
             step: updates before.
@@ -108,35 +130,46 @@ class NoisedBatches:
             OSError: data that cannot be read.
             ValueError: damaged data, or samples that do not fit into one batch.
         """
-        config = self._config
+        config, size = self.config, self.config.batch_size
+        shapes, needed = self._data.shapes[: self.training_samples], size * config.gradient_accumulation
+        needed *= self._processes
+        for shape, count in Counter(shapes).items() if self._rank == 0 else ():
+            if count < needed:
+                logger.warning(
+                    "An update needs %d samples of one shape, but only %d have latents of %s: some are used several "
+                    "times, each time with different noise.",
+                    *(needed, count, shape),
+                )
+        order = BatchOrder(shapes, needed, config.seed)
+
+        def indices() -> Iterator[list[int]]:
+            """Yield the samples of every forward: forward a starts at (a · processes + rank) · size of the batch."""
+            at = step
+            while True:
+                batch = order[at]
+                for start in range(self._rank * size, len(batch), size * self._processes):
+                    yield batch[start : start + size]
+                at += 1
+
         loader = DataLoader(
             _Reading(self._data),
-            sampler=self._indices(step),
+            sampler=indices(),
             batch_size=None,  # the sampler yields whole batches
             num_workers=config.workers,
-            worker_init_fn=_leave_interrupts_alone,
+            worker_init_fn=_ignore_interrupts,
         )
         for forward, batch in enumerate(loader, start=step * config.gradient_accumulation):
             if isinstance(batch, Exception):
                 raise batch
             this_step, accumulated = divmod(forward, config.gradient_accumulation)
-            first = (accumulated * self._processes + self._rank) * config.batch_size
+            first = (accumulated * self._processes + self._rank) * size
             yield self._noise(batch, this_step, first, config.prompt_dropout if drops_prompts else 0.0)
-
-    def _indices(self, step: int) -> Iterator[list[int]]:
-        """Samples of every forward: forward a starts at (a · processes + rank) · size of the step's batch."""
-        size = self._config.batch_size
-        while True:
-            batch = self._order[step]
-            for start in range(self._rank * size, len(batch), size * self._processes):
-                yield batch[start : start + size]
-            step += 1
 
     def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int, dropout: float) -> NoisedBatch:
         latents = batch.pop("latents").float()
         noise, quantiles, dropped = [], [], []
         for position in range(first, first + len(latents)):
-            generator = generator_for(self._config.seed, "noise", step, position)
+            generator = generator_for(self.config.seed, "noise", step, position)
             if self._together is None:
                 quantiles.append(inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
             else:
@@ -145,46 +178,32 @@ class NoisedBatches:
             noise.append(torch.randn(latents.shape[1:], generator=generator))
         if self._data.empty is not None:
             batch = drop_prompts(batch, self._data.empty, torch.stack(dropped))
-        return self._process.make_batch(
-            latents.to(self._device),
-            torch.stack(noise).to(self._device),
-            torch.stack(quantiles).to(self._device),
-            on_device(batch, self._device),
+        return self.process.make_batch(
+            latents.to(self.device),
+            torch.stack(noise).to(self.device),
+            torch.stack(quantiles).to(self.device),
+            _on_device(batch, self.device),
         )
 
+    def held_out(self) -> Iterator[tuple[int, bool, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+        """Yield every held-out sample of this process with fixed noise.
 
-class BatchOrder:
-    """Which samples make up the batch of every step: a function of the seed and the step alone.
+        All processes yield equally many, as sharding requires; those that are too many do not count.
 
-    In every epoch the samples of each shape are shuffled and split into batches, the last one filled up from the front;
-    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards.
-    """
+        Yields:
+            Index of the sample, whether it counts, and its latents, noise and conditioning as a batch of one.
+        """
+        last = len(self._data) - 1
+        for start in range(self.training_samples, last + 1, self._processes):
+            index = min(start + self._rank, last)
+            yield index, start + self._rank <= last, *self.one(index, "validation", index)
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> None:
-        if not shapes:
-            raise ValueError("There are no samples to train on.")
-        self._batch_size, self._seed = batch_size, seed
-        self._groups: dict[tuple[int, ...], list[int]] = {}
-        for index, shape in enumerate(shapes):
-            self._groups.setdefault(shape, []).append(index)
-        self.batches_per_epoch = sum(-(-len(group) // batch_size) for group in self._groups.values())
-        self._epoch, self._batches = -1, [[0]]
-
-    def __getitem__(self, step: int) -> list[int]:
-        """Indices of the samples of a step."""
-        epoch, position = divmod(step, self.batches_per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._batches = epoch, self._shuffled(epoch)
-        return self._batches[position]
-
-    def _shuffled(self, epoch: int) -> list[list[int]]:
-        size, generator = self._batch_size, generator_for(self._seed, "order", epoch)
-        batches = []
-        for group in self._groups.values():
-            order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
-            for start in range(0, len(order), size):
-                batches.append([order[(start + offset) % len(order)] for offset in range(size)])
-        return [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+    def one(self, index: int, purpose: str, number: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return latents, noise and conditioning of a sample as a batch of one; noise follows from the last two."""
+        sample = _on_device({name: tensor[None] for name, tensor in self._data[index].items()}, self.device)
+        latents = sample.pop("latents")
+        generator = generator_for(self.config.seed, purpose, number)
+        return latents, torch.randn(latents.shape, generator=generator).to(self.device), sample
 
 
 class _Reading(Dataset[dict[str, torch.Tensor] | Exception]):
@@ -200,13 +219,13 @@ class _Reading(Dataset[dict[str, torch.Tensor] | Exception]):
             return error
 
 
-def _leave_interrupts_alone(worker: int) -> None:
+def _ignore_interrupts(worker: int) -> None:
     """Ignore Ctrl-C in workers, because the training loop needs them until it has stopped."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """One batch of samples that hold the same tensors in the same shapes: every tensor (B, ...)."""
+    """Stack samples that hold the same tensors in the same shapes: every tensor (B, ...)."""
     names = samples[0].keys()
     for sample in samples:
         if sample.keys() != names:
@@ -238,6 +257,6 @@ def drop_prompts(
     }
 
 
-def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Floating-point tensors as float32."""
+def _on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Move tensors, floating-point ones as float32."""
     return {name: (x.float() if x.is_floating_point() else x).to(device) for name, x in tensors.items()}

@@ -13,8 +13,8 @@ from ...config import check
 from ...families import Clip, Family, Sample, get_family
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
-from .cache import BEGINS_WITH_PICTURE, CacheHeader, CacheIndex, CacheWriter
-from .media import Media, TarMember, UnreadableMediaError, find_media, read_clip
+from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
+from .media import Media, UnreadableMediaError, find_media, read_clip
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +43,17 @@ def encode_folder(
     family = get_family(pipe.transformer)
     clip = clip or family.default_clip
     _check_clip(family, pipe, clip)
-    media = _with_checked_captions(family, pipe, find_media(source))
+    media = _check_captions(family, pipe, find_media(source))
     settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
-    if family.keeps_first_frame(
-        pipe, pipe.transformer.config
-    ):  # one transformer may be that of text-to-video too, whose samples differ
+    # one transformer may be that of text-to-video too, whose samples differ
+    if family.keeps_first_frame(pipe, pipe.transformer.config):
         settings[BEGINS_WITH_PICTURE] = True
-    writer = _writer(pipe, model, family, output, settings)
-    left = [item for item in media if item.name not in writer.done]
+    writer, done = _writer(pipe, model, family, output, settings)
+    left = [item for item in media if item.name not in done]
     reading = DataLoader(_Reading(left, clip), batch_size=None, num_workers=workers, collate_fn=_unchanged)
     for item, pixels in _progress(reading, len(media), len(media) - len(left), "encode"):
         if isinstance(pixels, str):
-            writer.skip(item.name, pixels)
+            writer.index.skipped[item.name] = pixels
             continue
         # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
         given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
@@ -114,12 +113,12 @@ def synthesize(
     clip = clip or family.default_clip
     _check_clip(family, pipe, clip)
     settings = {"frames": clip.frames, "sizes": [list(clip.sizes[0])], "steps": steps}
-    writer = _writer(pipe, model, family, output, {**settings, "guidance": guidance, "seed": seed})
-    left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" not in writer.done]
+    writer, done = _writer(pipe, model, family, output, {**settings, "guidance": guidance, "seed": seed})
+    left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" not in done]
     pipe.set_progress_bar_config(disable=True)
     for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
-        generator = generator_for(seed, "synthesize", number)
         if steps:
+            generator = generator_for(seed, "synthesize", number)
             latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
         else:
             shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
@@ -130,15 +129,19 @@ def synthesize(
     return writer.index
 
 
-def model_header(model: str, family: Family) -> CacheHeader:
-    """The cache header for a model, read without its weights."""
-    return CacheHeader(family.name, component_identity(model, "vae"), component_identity(model, "text_encoder"), {})
+def model_header(model: str, family: Family) -> dict[str, Any]:
+    """Make the header of a cache for a model, without settings; reads none of its weights."""
+    parts = {name: component_identity(model, name) for name in ("vae", "text_encoder")}
+    return {"family": family.name, **parts, "settings": {}}
 
 
-def _writer(pipe: Any, model: str, family: Family, output: str | Path, settings: dict[str, Any]) -> CacheWriter:
-    writer = CacheWriter(output, replace(model_header(model, family), settings=settings))
+def _writer(
+    pipe: Any, model: str, family: Family, output: str | Path, settings: dict[str, Any]
+) -> tuple[CacheWriter, set[str]]:
+    """Open a cache, and return it with the sources that are in it or were skipped."""
+    writer = CacheWriter(output, {**model_header(model, family), "settings": settings})
     writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
-    return writer
+    return writer, {sample.source for sample in writer.index.samples} | set(writer.index.skipped)
 
 
 def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
@@ -166,7 +169,7 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
         check(frames == 1, f"frames={frames} is for video models; this one makes images, so frames must be 1.")
 
 
-def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
+def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
     """Mark samples of shards whose caption the model does not take; raise for such files."""
     checked: list[Media] = []
     wrong: dict[str, str] = {}
@@ -177,7 +180,7 @@ def _with_checked_captions(family: Family, pipe: Any, media: Sequence[Media]) ->
                 family.check_prompt(pipe, item.caption)
             except ValueError as error:
                 problem = str(error)
-                if not isinstance(item.file, TarMember):
+                if item.offset is None:
                     wrong[item.name] = problem
         checked.append(replace(item, problem=problem))
     if wrong:
@@ -201,7 +204,7 @@ class _Reading(Dataset[tuple[Media, torch.Tensor | str]]):
         if item.problem is not None:
             return item, item.problem
         try:
-            return item, read_clip(item.file, self._clip)
+            return item, read_clip(item, self._clip)
         except UnreadableMediaError as error:
             return item, str(error)
 
@@ -217,6 +220,6 @@ def _progress(items: Any, total: int, done: int, name: str) -> Any:
 
 
 def _on_cpu(sample: Sample) -> dict[str, torch.Tensor]:
-    """Latents in float32; conditioning in bfloat16, the text encoders' type, to halve the cache."""
+    """Move a sample, latents in float32, conditioning in bfloat16, the text encoders' type, to halve the cache."""
     types = {name: torch.float32 if name == "latents" else torch.bfloat16 for name in sample}
     return {name: (x.to(types[name]) if x.is_floating_point() else x).cpu() for name, x in sample.items()}

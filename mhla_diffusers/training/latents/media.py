@@ -8,7 +8,7 @@ damage do not name the sample.
 import json
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -29,33 +29,27 @@ class UnreadableMediaError(ValueError):
 
 
 @dataclass(frozen=True)
-class TarMember:
-    """A file inside an uncompressed tar archive."""
-
-    archive: Path
-    name: str
-    offset: int
-    """Offset of its first byte in the archive."""
-    size: int
-
-    def read(self) -> bytes:
-        """Its content; less than ``size`` bytes if the archive is truncated."""
-        with self.archive.open("rb") as file:
-            file.seek(self.offset)
-            return file.read(self.size)
-
-
-@dataclass(frozen=True)
 class Media:
-    """A file and its caption."""
+    """A file, or a member of an uncompressed tar archive, and its caption."""
 
-    file: Path | TarMember
+    path: Path
+    """The file, or the archive."""
     name: str
     """Path inside the folder, after the path of its tar archive if any."""
-    caption: str
+    caption: str = ""
     """Prompt; for DiT the class."""
     problem: str | None = None
     """Why it cannot be used, if known without reading it."""
+    offset: int | None = None
+    """First byte of the member in its archive; None for a file."""
+    size: int = 0
+    """Bytes of the member."""
+
+    def member(self) -> bytes:
+        """Read the member; less than ``size`` bytes if the archive is truncated."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset or 0)
+            return file.read(self.size)
 
 
 def find_media(source: str | Path) -> list[Media]:
@@ -154,52 +148,47 @@ def _find_shards(source: Path) -> dict[str, Path]:
 
 
 def _media_of_shard(name: str, path: Path) -> list[Media]:
-    """The samples of a shard; if it is damaged or truncated, the shard itself with its problem comes last."""
-    samples, problem = _read_members(path)
-    found = []
-    for key, members in samples.items():
-        # the video, else the image
-        extension = next((suffix[1:] for suffix in _SUFFIXES if suffix[1:] in members), None)
-        if extension is not None:
-            caption, lack = "", None
-            try:
-                caption = _caption(members)
-            except ValueError as error:
-                lack = f"its caption cannot be read: {error}"
-            if not caption and lack is None:
-                lack = "it has no caption, neither .txt nor .json, or an empty one"
-            found.append(Media(members[extension], f"{name}/{key}.{extension}", caption, lack))
-    if problem is None and not found:
-        problem = "it holds no videos or images"
-    return found if problem is None else [*found, Media(path, name, "", problem)]
-
-
-def _read_members(path: Path) -> tuple[dict[str, dict[str, TarMember]], str | None]:
-    """Sample → extension → member, and the problem of the archive, if any."""
-    samples: dict[str, dict[str, TarMember]] = {}
+    """List the samples of a shard; if it is damaged or truncated, the shard itself with its problem comes last."""
+    samples: dict[str, dict[str, Media]] = {}
+    problem: str | None = None
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 folder, _, file = member.name.rpartition("/")
                 key, _, extension = file.partition(".")
                 if member.isreg() and not member.issparse() and key:
-                    where = TarMember(path, member.name, member.offset_data, member.size)
-                    samples.setdefault(f"{folder}/{key}" if folder else key, {})[extension.lower()] = where
-            end = archive.offset
+                    key = f"{folder}/{key}" if folder else key
+                    where = Media(path, f"{name}/{key}.{extension.lower()}", "", None, member.offset_data, member.size)
+                    samples.setdefault(key, {})[extension.lower()] = where
+            end = Media(path, name, offset=archive.offset, size=tarfile.BLOCKSIZE)
+        # tarfile accepts an archive that was truncated between two members; a complete one ends in zeros
+        if end.member() != tarfile.NUL * tarfile.BLOCKSIZE:
+            problem = f"the archive has no end; {len(samples)} samples were found before it was truncated"
     except (tarfile.TarError, OSError) as error:
-        return samples, f"no complete tar archive ({error}); {len(samples)} samples were found before the damage"
-    # tarfile accepts an archive that was truncated between two members; a complete one ends in zeros
-    if TarMember(path, path.name, end, tarfile.BLOCKSIZE).read() != tarfile.NUL * tarfile.BLOCKSIZE:
-        return samples, f"the archive has no end; {len(samples)} samples were found before it was truncated"
-    return samples, None
+        problem = f"no complete tar archive ({error}); {len(samples)} samples were found before the damage"
+    listed = []
+    for members in samples.values():
+        # the video, else the image
+        found = next((members[suffix[1:]] for suffix in _SUFFIXES if suffix[1:] in members), None)
+        if found is None:
+            continue
+        caption, lack = "", "it has no caption, neither .txt nor .json, or an empty one"
+        try:
+            caption = _caption(members)
+        except ValueError as error:
+            lack = f"its caption cannot be read: {error}"
+        listed.append(replace(found, caption=caption, problem=None if caption else lack))
+    if problem is None and not listed:
+        problem = "it holds no videos or images"
+    return listed if problem is None else [*listed, Media(path, name, "", problem)]
 
 
-def _caption(members: dict[str, TarMember]) -> str:
-    """Text of the .txt, else of the .json; empty if there is none. Raises ValueError if unreadable."""
+def _caption(members: dict[str, Media]) -> str:
+    """Return the text of the .txt, else of the .json; empty if there is none. Raises ValueError if unreadable."""
     extension = next((extension for extension in ("txt", "json") if extension in members), None)
     if extension is None:
         return ""
-    text = members[extension].read()
+    text = members[extension].member()
     check(len(text) == members[extension].size, "the archive ends in the middle of it")
     if extension == "txt":
         return text.decode("utf-8").strip()
@@ -208,8 +197,8 @@ def _caption(members: dict[str, TarMember]) -> str:
     return str(next((names[key] for key in CAPTION_KEYS if names.get(key) is not None), "")).strip()
 
 
-def read_clip(file: Path | TarMember, clip: Clip) -> torch.Tensor:
-    """Frames of a video, or an image, resized to cover the size and center-cropped.
+def read_clip(media: Media, clip: Clip) -> torch.Tensor:
+    """Read the frames of a video, or an image, resized to cover the size and center-cropped.
 
     Returns:
         uint8 (3, frames, height, width).
@@ -218,21 +207,21 @@ def read_clip(file: Path | TarMember, clip: Clip) -> torch.Tensor:
         UnreadableMediaError: with the reason.
         ImportError: a video, but PyAV is missing.
     """
-    source: str | BytesIO
-    if isinstance(file, TarMember):
-        content = file.read()
-        if len(content) < file.size:
-            raise UnreadableMediaError(f"{file.archive.name} ends in the middle of it")
-        source, size = BytesIO(content), file.size
+    source: str | BytesIO = str(media.path)
+    if media.offset is None:
+        size = media.path.stat().st_size if media.path.is_file() else 0
     else:
-        source, size = str(file), file.stat().st_size if file.is_file() else 0
+        content, size = media.member(), media.size
+        if len(content) < size:
+            raise UnreadableMediaError(f"{media.path.name} ends in the middle of it")
+        source = BytesIO(content)
     if size == 0:
         raise UnreadableMediaError("the file is empty")
-    if Path(file.name).suffix.lower() in IMAGE_SUFFIXES:
-        if clip.frames != 1:
-            raise UnreadableMediaError(f"an image has no {clip.frames} frames")
-        return _read_image(source, clip)[:, None]
-    return torch.stack(list(_read_frames(source, clip)), dim=1)
+    if Path(media.name).suffix.lower() not in IMAGE_SUFFIXES:
+        return torch.stack(list(_read_frames(source, clip)), dim=1)
+    if clip.frames != 1:
+        raise UnreadableMediaError(f"an image has no {clip.frames} frames")
+    return _read_image(source, clip)[:, None]
 
 
 def _read_image(source: str | BytesIO, clip: Clip) -> torch.Tensor:

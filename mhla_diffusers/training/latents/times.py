@@ -12,14 +12,9 @@ import torch
 from ...families import get_family
 from ...patching import mhla_layers
 
-_BEGUN = 0.5
-"""Fraction of samples whose first frame blocks are clean. Independent times are hardly ever all near 0."""
-_TURN = 0.5 * (5**0.5 - 1)
-"""Golden ratio: the fractional parts of any number of its multiples cover (0, 1) evenly."""
-
 
 def frames_together(transformer: Any) -> int | None:
-    """Number of latent frames that share a time, those of a frame block; None if all frames share one.
+    """Return the number of latent frames that share a time, those of a frame block; None if all frames share one.
 
     Raises:
         ValueError: a patch with ``causal="block"`` for a model that takes one time for all frames, or that does not
@@ -49,19 +44,23 @@ def frames_together(transformer: Any) -> int | None:
 
 
 def random_quantiles(frames: int, together: int, generator: torch.Generator) -> torch.Tensor:
-    """Quantiles of the training distribution of times, one per frame, 0 for clean: float64 (F,)."""
+    """Draw quantiles of the training distribution of times, one per frame, 0 for clean: float64 (F,)."""
     count = -(-frames // together)
     quantiles = inside_unit_interval(torch.rand(count, dtype=torch.float64, generator=generator))
-    begun = torch.rand((), generator=generator) < _BEGUN
+    has_begun = torch.rand((), generator=generator) < 0.5  # independent times are hardly ever all near 0
     clean = int(torch.randint(count, (), generator=generator))
-    quantiles[: clean if begun else 0] = 0
+    quantiles[: clean if has_begun else 0] = 0
     return quantiles.repeat_interleave(together)[:frames]
 
 
 def even_quantiles(first: torch.Tensor, frames: int, together: int) -> torch.Tensor:
-    """Fixed quantiles for every frame of a validation sample, from that of the first frame block: float64 (F,)."""
+    """Return fixed quantiles for every frame of a validation sample, from that of the first block: float64 (F,).
+
+    The fractional parts of any number of multiples of the golden ratio cover (0, 1) evenly.
+    """
     blocks = torch.arange(-(-frames // together), dtype=first.dtype, device=first.device)
-    return inside_unit_interval((first + _TURN * blocks) % 1).repeat_interleave(together)[:frames]
+    golden = 0.5 * (5**0.5 - 1)
+    return inside_unit_interval((first + golden * blocks) % 1).repeat_interleave(together)[:frames]
 
 
 def inside_unit_interval(quantiles: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,16 @@ import torch
 from mhla_diffusers.families import Clip
 from mhla_diffusers.training.latents.cache import LatentCache
 from mhla_diffusers.training.latents.encode import encode_folder
-from mhla_diffusers.training.latents.media import UnreadableMediaError, find_media, read_clip
+from mhla_diffusers.training.latents.media import Media, UnreadableMediaError, find_media, read_clip
 
 from ..pipelines import wan_pipeline, write_image, write_video
 
 CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
 IMAGE = Clip(1, 1.0, ((32, 32),))
+
+
+def _read(file: Path, clip: Clip) -> torch.Tensor:
+    return read_clip(Media(file, file.name), clip)
 
 
 @pytest.fixture
@@ -27,19 +31,19 @@ def video(tmp_path: Path) -> bytes:
 
 def test_frames_are_taken_at_the_asked_rate(tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", frames=12, fps=8)
-    levels = read_clip(tmp_path / "a.mp4", CLIP).float().mean(dim=(0, 2, 3))
+    levels = _read(tmp_path / "a.mp4", CLIP).float().mean(dim=(0, 2, 3))
     assert levels.tolist() == pytest.approx([0, 10, 20, 30, 40], abs=3)
     half_rate = Clip(frames=5, fps=4.0, sizes=((32, 32),))
-    levels = read_clip(tmp_path / "a.mp4", half_rate).float().mean(dim=(0, 2, 3))
+    levels = _read(tmp_path / "a.mp4", half_rate).float().mean(dim=(0, 2, 3))
     assert levels.tolist() == pytest.approx([0, 20, 40, 60, 80], abs=3)
 
 
 @pytest.mark.parametrize("size", [(40, 48), (50, 34), (64, 128), (18, 22)])
 def test_any_size_is_resized_and_cropped(tmp_path: Path, size: tuple[int, int]) -> None:
     write_video(tmp_path / "a.mp4", size=size)
-    assert read_clip(tmp_path / "a.mp4", CLIP).shape == (3, 5, 32, 32)
+    assert _read(tmp_path / "a.mp4", CLIP).shape == (3, 5, 32, 32)
     write_image(tmp_path / "a.png", (size[0] + 1, size[1] - 1), level=77)
-    image = read_clip(tmp_path / "a.png", Clip(1, 1.0, ((16, 32),)))
+    image = _read(tmp_path / "a.png", Clip(1, 1.0, ((16, 32),)))
     assert image.shape == (3, 1, 16, 32)
     assert image.min() == image.max() == 77
 
@@ -66,7 +70,7 @@ def test_unreadable_files_say_why(
 ) -> None:
     (tmp_path / name).write_bytes(video[: len(video) // 3] if content is None else content)
     with pytest.raises(UnreadableMediaError, match=reason):
-        read_clip(tmp_path / name, clip)
+        _read(tmp_path / name, clip)
 
 
 def test_an_image_of_too_many_pixels_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +78,13 @@ def test_an_image_of_too_many_pixels_is_unreadable(tmp_path: Path, monkeypatch: 
     write_image(tmp_path / "huge.png")
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
     with pytest.raises(UnreadableMediaError, match="no readable image: Image size"):
-        read_clip(tmp_path / "huge.png", IMAGE)
+        _read(tmp_path / "huge.png", IMAGE)
 
 
 def test_a_video_that_is_too_short_is_told_with_both_lengths(tmp_path: Path) -> None:
     write_video(tmp_path / "short.mp4", frames=3)
     with pytest.raises(UnreadableMediaError, match="0.25 s of video, but 5 frames at 8 fps span 0.50 s"):
-        read_clip(tmp_path / "short.mp4", CLIP)
+        _read(tmp_path / "short.mp4", CLIP)
 
 
 def _write_shard(path: Path, members: dict[str, bytes]) -> Path:
@@ -115,8 +119,8 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path, video: bytes) -> Non
     }
     shard = _write_shard(tmp_path / "shards" / "0.tar", members)
     assert _captions(shard) == {"0.tar/a/000.mp4": "a red ball", "0.tar/000.mp4": "a blue ball"}
-    pixels = [read_clip(media.file, CLIP) for media in find_media(shard)]
-    assert torch.equal(pixels[0], read_clip(tmp_path / "video.mp4", CLIP))
+    pixels = [read_clip(media, CLIP) for media in find_media(shard)]
+    assert torch.equal(pixels[0], _read(tmp_path / "video.mp4", CLIP))
     assert torch.equal(pixels[1], pixels[0])
 
 
@@ -129,7 +133,7 @@ def test_folder_and_pattern_mean_the_same_shards(tmp_path: Path) -> None:
     assert _captions(tmp_path / "shards") == everything
     assert _captions(tmp_path / "shards" / "*.tar") == everything
     assert list(_captions(tmp_path / "shards" / "[01].tar")) == ["0.tar/x.png", "1.tar/x.png"]
-    assert read_clip(find_media(tmp_path / "shards")[0].file, Clip(1, 1.0, ((32, 32),))).shape == (3, 1, 32, 32)
+    assert read_clip(find_media(tmp_path / "shards")[0], Clip(1, 1.0, ((32, 32),))).shape == (3, 1, 32, 32)
 
 
 def test_captions_that_are_missing_empty_or_broken_are_told(tmp_path: Path) -> None:

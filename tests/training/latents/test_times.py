@@ -13,7 +13,7 @@ from mhla_diffusers.families import arguments_of, get_family, predict
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, train
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.times import even_quantiles, frames_together, random_quantiles
-from mhla_diffusers.training.validation import HeldOut, validation_loss
+from mhla_diffusers.training.validation import validation_loss
 
 from ...models import assert_changed, wan
 
@@ -132,9 +132,9 @@ def test_without_a_causal_patch_there_is_one_time_and_the_same_as_ever() -> None
     process = get_family(model).process(model, 3.0)
     assert frames_together(model) is None
     config = _config(patch=mhla.MHLAConfig(blocks=(2, 2, 2)))
-    batches = list(islice(NoisedBatches(_data(), process, config, torch.device("cpu")).from_step(0), 2))
-    assert all(batch.time.shape == (2,) for batch in batches)
-    assert validation_loss(model, process, HeldOut(_data(), config, torch.device("cpu"))).isfinite()
+    batches = NoisedBatches(_data(), process, config, torch.device("cpu"))
+    assert all(batch.time.shape == (2,) for batch in islice(batches.from_step(0), 2))
+    assert validation_loss(model, batches).isfinite()
 
 
 def test_a_model_that_takes_one_time_for_all_frames_is_refused_before_training() -> None:

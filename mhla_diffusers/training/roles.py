@@ -1,0 +1,246 @@
+"""The roles of one transformer in training.
+
+The student is what a stage trains. The teacher is the same module with its original weights, without patch and LoRA.
+The critic of few steps is the teacher with a LoRA of its own, or a copy of it.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict
+from ..patching import is_patched, mhla_disabled, mhla_layers, remove_mhla
+from .config import LoraLayers, StageConfig, Trainable
+from .latents.data import drop_prompts
+
+STUDENT, CRITIC = "default", "critic"
+"""Names of the two LoRAs, as PEFT has them in the names of their weights."""
+
+
+def lora_of(name: str) -> str | None:
+    """Return the name of the LoRA that a parameter belongs to; None for a parameter of the model or of MHLA."""
+    found = re.search(r"\.lora_[AB]\.(\w+)\.", name)
+    return found and found[1]
+
+
+def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
+    """Name and module of every self-attention that holds an MHLA layer; all of them in an unpatched model."""
+    attentions = get_family(transformer).self_attentions(transformer)
+    return {name: attn for name, attn in attentions.items() if hasattr(attn, "mhla")} or attentions
+
+
+# Student
+
+
+def trainable_names(transformer: nn.Module, *kinds: Trainable) -> list[str]:
+    """Names of the parameters that stages of these kinds train, including LoRA's once added.
+
+    Parts of an attention that its patch does not run get no gradients and are left out.
+    """
+    layers = mhla_layers(transformer)
+    mhla = tuple(f"{name}." for name in layers)
+    attentions = tuple(f"{name}." for name in patched_attentions(transformer))
+    prefixes = {"mhla": mhla, "lora": mhla, "attention": attentions, "all": ("",)}
+    fixed = tuple(f"{name}.mixing" for name, layer in layers.items() if not layer.config.mixing_learnable)
+    idle = tuple(f"{name.removesuffix('mhla')}{part}." for name, layer in layers.items() for part in layer.adapter.idle)
+    chosen = tuple(prefix for kind in kinds for prefix in prefixes[kind])
+    names = []
+    for name, _ in transformer.named_parameters():
+        lora = lora_of(name)
+        is_chosen = name.startswith(chosen) if lora is None else "lora" in kinds and lora != CRITIC
+        if is_chosen and name not in fixed and not name.startswith(idle):
+            names.append(name)
+    return names
+
+
+def make_trainable(transformer: nn.Module, names: Collection[str]) -> dict[str, nn.Parameter]:
+    """Enable gradients for exactly these parameter names, in float32, and return them by name."""
+    from diffusers.training_utils import cast_training_params
+
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(name in names)
+    cast_training_params(transformer)
+    return {name: parameter for name, parameter in transformer.named_parameters() if name in names}
+
+
+def add_lora(
+    transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = "attention", name: str = STUDENT
+) -> None:
+    """Add a LoRA to linear layers, never to MHLA's own, unless it is there; the student's stays the active one."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    family, modules = get_family(transformer), dict(transformer.named_modules())
+    if any(lora_of(weight) == name for weight, _ in transformer.named_parameters()):
+        return
+    if layers == "blocks":
+        blocks = tuple(f"{block}." for block in family.blocks_of(transformer))
+        targets = [
+            place.removesuffix(".base_layer")
+            for place, module in modules.items()
+            if isinstance(module, nn.Linear)
+            and place.startswith(blocks)
+            and ".mhla." not in place
+            and lora_of(f"{place}.") is None
+        ]
+    else:
+        attentions = patched_attentions(transformer).values()
+        projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
+        targets = [place for place, module in modules.items() if module in projections]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, name)
+    for layer in transformer.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer._active_adapter = [STUDENT]  # PEFT activates the latest one
+            for part in (layer.lora_A, layer.lora_B):
+                if name in part:  # PEFT leaves a second one on the CPU where the model is on the meta device
+                    part[name].to(layer.get_base_layer().weight.device)
+
+
+@contextmanager
+def _original(transformer: nn.Module, lora: str | None) -> Iterator[None]:
+    """Context in which a transformer runs without its patch, and with one LoRA alone, or none.
+
+    PEFT's ``set_adapter`` would also take the gradients from the other LoRA's weights.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
+    before = [layer._active_adapter for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [] if lora is None else [lora]
+    try:
+        with mhla_disabled(transformer) if is_patched(transformer) else nullcontext():
+            yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer._active_adapter = active
+
+
+# Teacher and critic
+
+
+class Teacher:
+    """Turns a transformer into the original model within a context.
+
+    Weights that no stage changes are shared. For weights that change, except MHLA's and LoRA's own, the original values
+    are kept on the device of the parameters and swapped in while the teacher runs. So create the teacher before
+    anything is trained or loaded.
+
+    Args:
+        transformer: with the original weights, patched or not.
+        changing: names of the parameters that training changes.
+    """
+
+    def __init__(self, transformer: nn.Module, changing: Iterable[str]) -> None:
+        self._transformer = transformer
+        parameters, shared = dict(transformer.named_parameters()), [name for name in changing if ".mhla." not in name]
+        self._originals = {name: parameters[name].detach().clone() for name in shared if lora_of(name) is None}
+        self.extra_parameters = sum(original.numel() for original in self._originals.values())
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within the context the transformer is the teacher; nothing takes gradients."""
+        with torch.no_grad(), _original(self._transformer, None):
+            self._swap()
+            try:
+                yield
+            finally:
+                self._swap()
+
+    def predict(self, batch: NoisedBatch, guidance: float = 1.0, empty: Sample | None = None) -> torch.Tensor:
+        """Predict with classifier-free guidance: (B, output channels, ...).
+
+        Args:
+            batch: the input.
+            guidance: scale; 1.0 for none. It applies to the channels of the noise alone.
+            empty: conditioning of the empty prompt, without a batch axis; without it there is no guidance.
+        """
+        with self.at_work():
+            conditional = predict(self._transformer, batch)
+            if guidance == 1 or empty is None:
+                return conditional
+            everywhere = torch.ones(len(batch.noise), dtype=torch.bool, device=batch.noise.device)
+            there = {name: x.to(batch.noise.device) for name, x in empty.items()}
+            conditioning = drop_prompts(batch.conditioning, there, everywhere)
+            free = predict(self._transformer, replace(batch, conditioning=conditioning))
+        noised = min(conditional.shape[1], batch.noise.shape[1])
+        guided = (free + guidance * (conditional - free))[:, :noised]
+        return torch.cat([guided, conditional[:, noised:]], dim=1)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange the original and the current values."""
+        for name, parameter in self._transformer.named_parameters():
+            if name in self._originals:
+                original = self._originals[name].to(parameter.dtype)
+                if isinstance(parameter, DTensor):
+                    self._originals[name] = parameter.detach().clone()
+                    parameter.copy_(original)
+                else:  # without writing, because a student's forward may still wait for its backward pass
+                    self._originals[name], parameter.data = parameter.data, original
+
+
+class Critic:
+    """Learns the distribution of the student's samples, and begins as the teacher.
+
+    With ``trainable: lora`` it is the transformer itself with a LoRA of its own on every linear layer of the blocks,
+    which costs the memory of that LoRA; with ``trainable: all`` a copy. Make it before anything is trained or loaded.
+
+    Args:
+        transformer: the student with the original weights, perhaps patched, on any device.
+        stage: with ``few_steps``.
+        seed: of the LoRA's initial weights, which change no output.
+    """
+
+    def __init__(self, transformer: Any, stage: StageConfig, seed: int) -> None:
+        few_steps: Any = stage.few_steps
+        rank: Any = few_steps.critic_rank or stage.lora_rank
+        self._is_copy = stage.trainable == "all"
+        self._model = copy.deepcopy(transformer) if self._is_copy else transformer
+        if self._is_copy:
+            if is_patched(self._model):
+                remove_mhla(self._model)
+            self._model.float().train()
+            get_family(transformer).prepare_for_training(self._model)
+        else:
+            add_lora(transformer, rank, seed + 1, "blocks", CRITIC)
+        parameters = self._model.named_parameters()
+        self.parameters = {name: x for name, x in parameters if self._is_copy or lora_of(name) == CRITIC}
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """Context in which the critic can predict; leave it only after the backward pass.
+
+        With gradient checkpointing a backward pass runs the transformer again, as what it is at that moment.
+        """
+        return nullcontext() if self._is_copy else _original(self._model, CRITIC)
+
+    def predict(self, batch: NoisedBatch) -> torch.Tensor:
+        """Predict within :meth:`at_work`: (B, output channels, ...)."""
+        return predict(self._model, batch)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The transformer in training with what it is compared with, and how they are called."""
+
+    student: nn.Module
+    """Unwrapped."""
+    process: DiffusionProcess
+    """How the family was trained."""
+    teacher: Teacher | None = None
+    critic: Critic | None = None
+    empty: Sample | None = None
+    """Conditioning of the empty prompt, which guidance needs."""
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Context of forwards."""
+    split: int = 1
+    """Processes that the tokens of a batch are split over."""
