@@ -133,7 +133,7 @@ def check_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process may check at the same time
     except OSError as error:
         raise OSError(f"Cannot write to the output folder {folder}: {error.strerror}. Choose another one.") from error
 

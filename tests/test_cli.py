@@ -143,7 +143,7 @@ show([], typer.main.get_command(app))
     [
         (
             HELP,
-            "mhla_diffusers.evaluation.sample_commands",
+            "mhla_diffusers.evaluation.commands",
             "torch diffusers transformers accelerate triton numpy psutil",
         ),
         # whose devices are torch's; diffusers and torch.compile would take longer to import than torch itself

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from mhla_diffusers import load_mhla, save_mhla
-from mhla_diffusers.evaluation.samples import SampleConfig, generate_samples, prepare_folder
 from mhla_diffusers.files import write_json, write_tensors, write_text, written_aside
-from mhla_diffusers.generation.generate import GenerationConfig, generate
+from mhla_diffusers.generation.generate import SampleSet, generate, plan_samples
 from mhla_diffusers.generation.record import Sample, is_whole, write_video
 from mhla_diffusers.tiny import pipeline_folder
 
@@ -80,7 +79,7 @@ def test_synthesized_latents(tmp_path):
 @pytest.mark.parametrize(("family", "suffix"), [("dit", ".png"), ("wan", ".mp4")])
 def test_what_is_generated_in_part_is_no_sample(tmp_path, family, suffix):
     settings = FAST if family == "dit" else {**FAST, "num_frames": 2}
-    config = GenerationConfig(family, ("seven",), tmp_path / "out", settings=settings)
+    config = SampleSet(family, plan_samples(["seven"], suffix), tmp_path / "out", settings=settings)
     with full_disk(), pytest.raises(OSError, match=rf"Cannot write .*out/0000-0-seven\{suffix}: .*another folder"):
         list(generate(config))
     assert not list(tmp_path.glob(f"out/*{suffix}"))
@@ -90,18 +89,15 @@ def test_what_is_generated_in_part_is_no_sample(tmp_path, family, suffix):
 @pytest.mark.parametrize(("family", "suffix"), [("dit", ".png"), ("wan", ".mp4")])
 def test_what_was_cut_off_is_made_again(tmp_path, family, suffix):
     settings = FAST if family == "dit" else {**FAST, "num_frames": 2}
-    config = GenerationConfig(family, ("seven",), tmp_path / "out", settings=settings)
-    ((task, _),) = generate(config)
-    whole = task.file.read_bytes()
-    task.file.write_bytes(whole[: len(whole) // 2])
-    assert [made for _, made in generate(config)] == [True]
-    assert task.file.read_bytes() == whole
+    config = SampleSet(family, [Sample(f"a{suffix}", "seven")], tmp_path / "out", settings=settings)
+    ((sample, _),) = generate(config)
+    file = tmp_path / "out" / sample.file
+    whole = file.read_bytes()
+    for cut in (len(whole) // 2, -1):
+        file.write_bytes(whole[:cut])
+        assert [made for _, made in generate(config)] == [True]
+        assert file.read_bytes() == whole
     assert [made for _, made in generate(config)] == [False]
-    samples = SampleConfig(family, samples=[Sample(f"a{suffix}", "seven")], output=tmp_path / "set", settings=settings)
-    prepare_folder(samples)
-    (tmp_path / "set" / f"a{suffix}").write_bytes(whole[:-1])
-    assert list(generate_samples(samples)) == [0, 1]
-    assert list(generate_samples(samples)) == [1]
 
 
 def test_no_beginning_of_a_video_is_whole(tmp_path):

@@ -1,25 +1,24 @@
 """``mhla analyze`` and ``mhla audit``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from ..generation.names import LoadOptions, expand_options
-
-Found = TypeVar("Found")
+from ..generation.names import expand_options, pipeline_options
 
 _FAMILY = Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")]
 _PROMPT = Annotated[str, typer.Argument(help="What to generate; a class for dit.")]
 _SEED = Annotated[int, typer.Option(help="Of the noise.")]
 
 
-@expand_options
+@expand_options(pipeline_options)
 def analyze(
     family: _FAMILY,
     prompt: _PROMPT,
-    options: LoadOptions,
+    options: dict[str, Any],
     output: Annotated[Path, typer.Option(help="Folder for analysis.json and pictures.")] = Path("outputs/analysis"),
     layers: Annotated[list[int] | None, typer.Option("--layer", help="Index; repeatable; default: all.")] = None,
     token: Annotated[int | None, typer.Option(help="Token whose attention is drawn; default: the middle one.")] = None,
@@ -32,12 +31,8 @@ def analyze(
 
     from .analyze import analyze as analyze_model
 
-    found, pictures = _examine(
-        lambda pipe, run: analyze_model(pipe, run, output, layers=layers, token=token),
-        (family, prompt, seed),
-        output,
-        options,
-    )
+    with _short_run(family, prompt, seed, output, options) as (pipe, run):
+        found, pictures = analyze_model(pipe, run, output, layers=layers, token=token)
     table = Table("layer", "attention", "tokens", "rank", "at most", "entropy", "moves", box=SIMPLE, pad_edge=False)
     for layer in found:
         moves = "-" if layer.moves is None else f"{layer.moves**0.5:.1%}"
@@ -52,46 +47,42 @@ def analyze(
         typer.echo(f"Wrote {picture}")
 
 
-@expand_options
+@expand_options(pipeline_options)
 def audit(
     family: _FAMILY,
     prompt: _PROMPT,
-    options: LoadOptions,
+    options: dict[str, Any],
     output: Annotated[Path, typer.Option(help="Folder for audit.json and audit.png.")] = Path("outputs/audit"),
     seed: _SEED = 0,
 ) -> None:
     """What a patch costs: error of every layer, head and step, and how much weight the block lists hold."""
-    if options.patch is None and options.weights is None:
+    if options["patch"] is None and options["weights"] is None:
         raise ValueError("There is nothing to audit without a patch; give --patch or --weights.")
     from .audit import audit as audit_model
     from .audit import write_audit
 
-    def examine(pipe: Any, run: Callable[[], object]) -> list[Path]:
+    with _short_run(family, prompt, seed, output, options) as (pipe, run):
         found = audit_model(pipe, run)
         typer.echo(str(found))
-        return write_audit(found, output)
-
-    for file in _examine(examine, (family, prompt, seed), output, options):
-        typer.echo(f"Wrote {file}")
+        for file in write_audit(found, output):
+            typer.echo(f"Wrote {file}")
 
 
-def _examine(
-    examine: Callable[[Any, Callable[[], object]], Found],
-    sample: tuple[str, str, int],
-    output: Path,
-    options: LoadOptions,
-) -> Found:
-    """Call ``examine`` with a pipeline and a short run of it; a sample is family, prompt and seed."""
+@contextmanager
+def _short_run(
+    family: str, prompt: str, seed: int, output: Path, options: dict[str, Any]
+) -> Iterator[tuple[Any, Callable[[], object]]]:
+    """Load a pipeline for the context, in which ``output`` can be written, and yield it with a short run of it."""
     import torch
 
     from ..files import folder_for_results
-    from ..generation.generate import GenerationConfig
+    from ..generation.generate import MAX_SEED
+    from ..generation.pipelines import PipelineChoice
 
-    family, prompt, seed = sample
-    given = options.arguments()
-    settings = {"num_inference_steps": 4, **given.pop("settings")}
-    config = GenerationConfig(family, (prompt,), output, seeds=(seed,), settings=settings, **given)
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"The seed {seed} is out of range; allowed: 0 to {MAX_SEED}.")
+    choice = PipelineChoice(family, **{**options, "settings": {"num_inference_steps": 4, **options["settings"]}})
     with folder_for_results(output):
-        config.check()
-        pipe = config.load(config.prompts)
-        return examine(pipe, lambda: config.generate(pipe, [prompt], [torch.Generator().manual_seed(seed)]))
+        choice.check()
+        pipe = choice.load([prompt])
+        yield pipe, lambda: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)])

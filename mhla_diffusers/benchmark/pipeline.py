@@ -3,6 +3,7 @@
 A variant is an attention, alone or with LoRA, quantised weights, a step cache and other numbers of steps.
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import numpy
 import torch
 
 from ..devices import FLOAT_TYPES
-from ..generation.similarity import SMALLEST_SSIM, psnr, ssim
+from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import find_transformers
 from .caches import counted
 from .correctness import check_operation
@@ -38,10 +39,12 @@ def benchmark_pipeline(case: PipelineCase, recorder: Recorder) -> list[Row]:
         A row per variant for the whole call, and one per variant and part.
 
     Raises:
+        ImportError: torchmetrics is missing, which compares the samples.
         IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
         OSError: no such pipeline, patch or LoRA.
         ValueError: it is of another family, or the call is refused or fails with every variant.
     """
+    image_metrics()  # raises before anything is timed
     pipe = case.load()
     _check(pipe, case)
     caches: dict[PipelineVariant, Any] = {}
@@ -100,10 +103,8 @@ def similarities(frames: torch.Tensor, reference: torch.Tensor) -> dict[str, flo
         frames: uint8 (F, 3, H, W).
         reference: like ``frames``.
     """
-    found = {"psnr": psnr(frames, reference).mean().item()}
-    if min(frames.shape[-2:]) >= SMALLEST_SSIM:
-        found["ssim"] = ssim(frames, reference).mean().item()
-    return found
+    found = {"psnr": psnr(frames, reference).mean().item(), "ssim": ssim(frames, reference).mean().item()}
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def _timed_call(pipe: Any, case: PipelineCase, variant: PipelineVariant) -> tuple[dict[str, float], Any]:

@@ -17,7 +17,6 @@ from ..config import adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device
 from ..families import get_family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
-from ..generation.pipelines import LORA_FILE
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
 from ..patching.few_step_scheduler import few_steps_of
 from ..tiny import tiny_pipeline
@@ -234,8 +233,6 @@ class PipelineCase(PipelineChoice):
             apply_mhla(pipe, variant.attention)
         if variant.quantized is None:
             stack.callback(remove_mhla, pipe)
-            if Path(variant.attention, LORA_FILE).is_file():  # whose LoRA is no part of the patch
-                stack.callback(pipe.unload_lora_weights)
         if self.softmax_steps:
             change_mhla(pipe, softmax_steps=self.softmax_steps)
 

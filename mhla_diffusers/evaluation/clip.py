@@ -29,7 +29,7 @@ class ClipScorer:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
-        """Score of each pair: float32 (B,).
+        """Score each pair of image and text: float32 (B,).
 
         Args:
             images: uint8, each (3, H, W).

@@ -1,19 +1,29 @@
 """``mhla eval``."""
 
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..files import write_json
+from ..generation.names import expand_options, pipeline_options, read_prompts, video_options
+from ..generation.record import Sample
 from ..reporting import show_progress, text_table
-from .geneval import geneval_score
-from .sample_commands import app as samples
-from .vbench import DIMENSIONS, VBenchConfig, read_results, run_vbench, total_scores
+from .geneval import geneval_samples, geneval_score, read_geneval_metadata, write_geneval_metadata
+from .samples import class_samples, prompt_samples
+from .vbench import DIMENSIONS, read_augmented, read_results, read_suite, run_vbench, suite_videos, total_scores
 
 app = typer.Typer(help="Quality of generated images and videos.", no_args_is_help=True)
+samples = typer.Typer(
+    help="Generate a set of samples; accelerate launch shares the work between processes. Resumes where it stopped.",
+    no_args_is_help=True,
+)
 app.add_typer(samples, name="samples")
+
+_SET = Annotated[Path, typer.Argument(help="Folder of the set.")]
+_NPZ = Annotated[Path | None, typer.Option(help="Also write all images into this npz, in ADM's format.")]
 
 _OUTPUT = Annotated[Path | None, typer.Option(help="JSON file to write too.")]
 _WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of Inception.")]
@@ -79,8 +89,8 @@ def vbench(
         raise ValueError("Give --from with results, or the folder of videos with --suite and --vbench-python.")
     else:
         chosen = tuple(dimensions or DIMENSIONS)
-        config = VBenchConfig(vbench_python, suite, videos, output, chosen, device, flickering)
-        for name, score, now in run_vbench(config):
+        run = run_vbench(vbench_python, suite, videos, output, dimensions=chosen, device=device, flickering=flickering)
+        for name, score, now in run:
             typer.echo(f"{name}: {score:.4f}{'' if now else ' (before)'}")
         if set(chosen) != set(DIMENSIONS):
             return
@@ -147,8 +157,8 @@ def compare_variants(
         scores[name] = load_callable(place)
     if clip_model is not None:
         scores["clip_score"] = ClipScorer(clip_model, device)
-    similarities, missing = load_similarities(device) if similarity else ({}, None)
-    comparison = compare_sets(
+    similarities, missing = load_similarities(device) if similarity else ({}, [])
+    variants, remarks = compare_sets(
         sets,
         reference=reference,
         extractor=load_extractor(extractor, weights, device) if reference is not None else None,
@@ -157,7 +167,112 @@ def compare_variants(
         similarities=similarities,
         progress=show_progress,
     )
-    typer.echo(text_table(*score_table(comparison)))
-    for remark in filter(None, [missing, *comparison.remarks]):
+    typer.echo(text_table(*score_table(variants)))
+    for remark in (*missing, *remarks):
         typer.echo(remark)
-    typer.echo(f"Wrote {write_report(comparison, output, shown)}")
+    report = write_report(variants, output, remarks=remarks, reference=reference, shown=shown)
+    typer.echo(f"Wrote {report}")
+
+
+def set_options(
+    family: Annotated[str, typer.Option(help="wan, flux, mochi, …; mhla info lists all.")],
+    seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1,
+    device: Annotated[str, typer.Option(help='cpu, cuda, …; "auto" for that of each process.')] = "auto",
+) -> dict[str, Any]:
+    """Return the options of every set as arguments of :class:`SampleSet`."""
+    return {"family": family, "seed": seed, "batch_size": batch_size, "device": device}
+
+
+_SAMPLES = expand_options(pipeline_options, video_options, set_options)
+
+
+@samples.command()
+@_SAMPLES
+def classes(
+    output: _SET,
+    count: Annotated[int, typer.Option(help="How many images; 50000 for ImageNet.")],
+    options: dict[str, Any],
+    labels: Annotated[int | None, typer.Option(help="Number of classes; default: all of the model.")] = None,
+    label_order: Annotated[str, typer.Option(help="balanced or random.")] = "balanced",
+    npz: _NPZ = None,
+) -> None:
+    """Images of classes, as FID on ImageNet needs them."""
+    from ..generation.pipelines import class_count, family_named
+
+    family = options["family"]
+    if not family_named(family).prompts_are_classes:
+        raise ValueError(f"{family} takes text, not classes; use mhla eval samples prompts.")
+    if labels is None:
+        labels = class_count(options["model"], family)
+    _generate(options, output, class_samples(count, labels, label_order, options["seed"]), npz)
+
+
+@samples.command()
+@_SAMPLES
+def prompts(
+    output: _SET,
+    file: Annotated[Path, typer.Argument(help="One prompt per line; classes by number or name for dit.")],
+    options: dict[str, Any],
+    per_prompt: Annotated[int, typer.Option(help="Samples of each.")] = 1,
+    npz: _NPZ = None,
+) -> None:
+    """Images or videos of the prompts in a file."""
+    from ..generation.pipelines import family_named
+
+    family = family_named(options["family"])
+    if npz is not None and family.makes_videos:
+        raise ValueError(f"--npz {npz} is for images, but {family.name} makes videos.")
+    _generate(options, output, prompt_samples(read_prompts(file), per_prompt, family.suffix), npz)
+
+
+@samples.command("geneval")
+@_SAMPLES
+def geneval_set(
+    output: _SET,
+    metadata: Annotated[Path, typer.Argument(help="GenEval's evaluation_metadata.jsonl.")],
+    options: dict[str, Any],
+) -> None:
+    """Images of GenEval's prompts, laid out as its evaluator reads them."""
+    entries = read_geneval_metadata(metadata)
+    if _generate(options, output, geneval_samples(entries)):
+        write_geneval_metadata(entries, output)
+
+
+@samples.command("vbench")
+@_SAMPLES
+def vbench_set(
+    output: _SET,
+    suite: Annotated[Path, typer.Argument(help="VBench_full_info.json, which comes with VBench.")],
+    options: dict[str, Any],
+    augmented: Annotated[Path | None, typer.Option(help="Augmented prompts, a line per entry of the suite.")] = None,
+    all_flickering: Annotated[bool, typer.Option(help="25 videos of each temporal flickering prompt.")] = False,
+) -> None:
+    """Videos of VBench's prompts, named as it reads them."""
+    entries = read_suite(suite)
+    texts = read_augmented(augmented, entries) if augmented is not None else None
+    _generate(options, output, suite_videos(entries, texts, all_flickering=all_flickering))
+
+
+def _generate(options: dict[str, Any], output: Path, chosen: list[Sample], npz: Path | None = None) -> bool:
+    """Generate this process's share of a set, wait for the others, and return whether this one completes the set."""
+    from accelerate import PartialState
+
+    from ..devices import launched_on_cpus
+    from ..generation.generate import SampleSet, generate
+    from .images import Images, write_npz
+
+    # at the end processes wait for the slowest one, perhaps longer than the default timeout of half an hour
+    state = PartialState(cpu=launched_on_cpus(), timeout=timedelta(days=7))
+    device = str(state.device) if options["device"] == "auto" else options["device"]
+    config = SampleSet(**{**options, "device": device}, samples=chosen, output=output)
+    own = len(chosen[state.process_index :: state.num_processes])
+    for done, _ in enumerate(generate(config, state.process_index, state.num_processes), start=1):
+        if state.is_main_process:
+            show_progress(done, own)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        typer.echo(f"{output} holds {len(chosen)} samples.")
+        if npz is not None:
+            write_npz(Images(output), npz)
+    return bool(state.is_main_process)

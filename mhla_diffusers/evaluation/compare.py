@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,27 +12,29 @@ from ..files import read_json
 from ..generation.record import RECORD_NAME, Sample
 from ..generation.similarity import Similarity
 from .extractors import FeatureExtractor
-from .fid import Progress, check_one_each, describe_images, describe_reference, score, too_few
+from .fid import Progress, check_one_each, extract_features, reference_statistics, score, too_few
 from .images import Images, read_sample
-from .metrics import FeatureStatistics, frechet_distance
-from .published import SCORE_FILES, PaperRows, known_scores, paper_rows
+from .metrics import frechet_distance
 from .samples import require_samples
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
 """Maps uint8 images (3, H, W) or videos (F, 3, H, W) and their texts to a score for each: (B,)."""
+SCORE_FILES = ("scores.json", "vbench.json", "geneval.json")
+"""Files in a set's folder whose scores a comparison includes: name → number, or list of numbers.
 
-_RESAMPLES = 1000
+A list has the same items in the same order in every set, for example the loss of every held-out sample. Its mean is the
+score, and differences between sets are paired.
+"""
+
 _FRECHET_RESAMPLES = 200
 _FRECHET_CHANNELS = 256
 """Maximum channels for bootstrapping the Fréchet distance; with Inception's 2048 it would take an hour."""
 _BATCH = 50
 _FRAMES = 8
 """Frames per similarity computation."""
-_LEVEL = 0.95
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A value with its 95 % bootstrap interval."""
 
     value: float
@@ -46,29 +47,22 @@ class Interval:
         return self.low > 0 or self.high < 0
 
 
-def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples: int, seed: int = 0) -> Interval:
-    """A statistic of paired samples, and its bootstrap percentile interval.
+def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples: int = 1000, seed: int = 0) -> Interval:
+    """Return a statistic of paired samples with its bootstrap percentile interval.
 
     Args:
         statistic: function of sample indices (count,), int64, with repetitions.
-        count: number of samples.
-        resamples: number of bootstrap sets.
+        count: number of samples, at least 2.
+        resamples: number of bootstrap sets, at least 2.
         seed: of the bootstrap.
-
-    Raises:
-        ValueError: fewer than two samples or resamples.
     """
     if count < 2 or resamples < 2:
         raise ValueError(f"A bootstrap needs at least 2 samples and resamples, got {count} and {resamples}.")
     generator = torch.Generator().manual_seed(seed)
     drawn = [statistic(torch.randint(count, (count,), generator=generator)) for _ in range(resamples)]
-    ends = torch.tensor([(1 - _LEVEL) / 2, (1 + _LEVEL) / 2], dtype=torch.float64)
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     low, high = torch.tensor(drawn, dtype=torch.float64).quantile(ends).tolist()
     return Interval(statistic(torch.arange(count)), low, high)
-
-
-def _mean(values: torch.Tensor) -> Interval:
-    return bootstrap(lambda chosen: float(values[chosen].mean()), len(values), _RESAMPLES)
 
 
 @dataclass(frozen=True)
@@ -87,19 +81,8 @@ class Variant:
     """Measure → mean similarity of this variant's samples to the first variant's from the same noise."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Everything that a report shows."""
-
-    variants: list[Variant]
-    paper: PaperRows
-    reference: Path | None
-    remarks: Sequence[str] = ()
-    """Remarks on the scores."""
-
-
 def read_variants(folders: Sequence[Path]) -> list[Variant]:
-    """Sample sets that can be compared sample by sample.
+    """Read sample sets that can be compared sample by sample.
 
     Raises:
         FileNotFoundError: an incomplete set.
@@ -138,20 +121,23 @@ def compare_sets(
     sample_scores: Mapping[str, SampleScore] | None = None,
     similarities: Mapping[str, Similarity] | None = None,
     progress: Progress | None = None,
-) -> Comparison:
+) -> tuple[list[Variant], list[str]]:
     """Measure every variant, and its differences from the first one over the same samples.
 
-    Scores in a set's folder (``published.SCORE_FILES``) are included.
+    Scores in a set's folder (:data:`SCORE_FILES`) are included.
 
     Args:
-        folders: of the sets, the baseline first.
-        reference: reference of Fréchet distances; None for none.
-        extractor: image to features; required with ``reference``.
+        folders: sample sets, the one to compare with first.
+        reference: images or statistics to measure distances from, see :func:`reference_statistics`.
+        extractor: image to features, for the reference.
         extractor_name: see :func:`mhla_diffusers.evaluation.fid.measure_images`.
         sample_scores: name → function that scores every sample.
         similarities: name → measure between every sample and the first variant's from the same noise, averaged over the
             frames of a video; see :func:`mhla_diffusers.generation.similarity.load_similarities`.
         progress: called with the number of images done and their total, for every set.
+
+    Returns:
+        The measured variants, and remarks on the scores.
 
     Raises:
         FileNotFoundError: a missing set or reference.
@@ -177,13 +163,34 @@ def compare_sets(
         _add_scores(variants, name, [score_samples(one, name, sample_score, progress) for one in variants])
     if similarities:
         remarks += _add_similarities(variants, similarities, progress)
-    return Comparison(variants, paper_rows(variants[0].choices.get("model")), reference, remarks)
+    return variants, remarks
+
+
+def known_scores(folder: Path) -> dict[str, torch.Tensor]:
+    """Read every score of :data:`SCORE_FILES`: name → float64 (n,), with n = 1 for a single number.
+
+    Raises:
+        ValueError: a damaged file, or one that does not map names to numbers.
+    """
+    scores: dict[str, torch.Tensor] = {}
+    for file in (folder / name for name in SCORE_FILES if (folder / name).is_file()):
+        content = read_json(file)
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} must map names to numbers.")
+        for name, value in ({"geneval": content["overall"]} if "overall" in content else content).items():
+            values = value if isinstance(value, list) else [value]
+            if isinstance(value, str):
+                continue
+            if not values or not all(isinstance(one, int | float) for one in values):
+                raise ValueError(f"{file}: {name} must be a number or a list of numbers.")
+            scores[name] = torch.tensor(values, dtype=torch.float64)
+    return scores
 
 
 def score_samples(
     variant: Variant, name: str, sample_score: SampleScore, progress: Progress | None = None, batch_size: int = _BATCH
 ) -> torch.Tensor:
-    """A score of every sample: float64 (n,).
+    """Score every sample: float64 (n,).
 
     Raises:
         ValueError: damaged files, or a score that is not one number per sample.
@@ -201,7 +208,7 @@ def score_samples(
 
 
 def _add_scores(variants: Sequence[Variant], name: str, values: Sequence[torch.Tensor | None]) -> None:
-    """Means of the values (n,) of every variant that has them, and paired differences from the first variant."""
+    """Add means of the values (n,) of every variant that has them, and paired differences from the first variant."""
     for variant, own in zip(variants, values, strict=True):
         if own is None:
             continue
@@ -217,38 +224,35 @@ def _add_scores(variants: Sequence[Variant], name: str, values: Sequence[torch.T
             variant.differences[name] = _mean(own - values[0])
 
 
+def _mean(values: torch.Tensor) -> Interval:
+    return bootstrap(lambda chosen: float(values[chosen].mean()), len(values))
+
+
 def _add_distances(
     variants: Sequence[Variant], reference: Path, extractor: FeatureExtractor, name: str, progress: Progress | None
 ) -> list[str]:
-    """Distances from the reference, and differences of the Fréchet distances; returns remarks."""
-    expected = describe_reference(reference, extractor, name, _BATCH, progress=progress)
-    remarks = [too_few(f"The reference {reference.name}", expected)]
-    with TemporaryDirectory(prefix="mhla-features-") as folder:
-        features: list[torch.Tensor] = []
-        for number, variant in enumerate(variants):
-            found = describe_images(Images(variant.folder), extractor, _BATCH, Path(folder) / str(number), progress)
-            variant.scores.update(score(found, expected))
-            if not number:  # the other sets hold the same samples
-                remarks.append(too_few("Every set", found))
-            if found.features is not None:
-                features.append(found.features)
+    """Add distances from the reference, and differences of the Fréchet distances; return remarks."""
+    expected = reference_statistics(reference, extractor, name, _BATCH, progress)
+    channels = len(expected["mu"])
+    sizes = {f"The reference {reference.name}": int(expected["count"])} if "count" in expected else {}
+    remarks = [too_few(*size, channels) for size in (*sizes.items(), ("Every set", len(variants[0].samples)))]
+    found = []
+    for variant in variants:
+        found.append(extract_features(Images(variant.folder), extractor, _BATCH, progress))
+        variant.scores.update(score(found[-1], expected))
+    if channels > _FRECHET_CHANNELS:
+        remarks.append(
+            f"The Fréchet distance of {channels} channels has no interval: it is bootstrapped up to "
+            f"{_FRECHET_CHANNELS} channels, above which the resamples would take an hour."
+        )
+        return list(filter(None, remarks))
+    base, target = found[0].pooled, (expected["mu"], expected["sigma"])
+    for variant, own in zip(variants[1:], found[1:], strict=True):
 
-        def distance(some: torch.Tensor) -> float:
-            return frechet_distance(FeatureStatistics.of(some).normal(), expected.pooled)
+        def difference(chosen: torch.Tensor, own: torch.Tensor = own.pooled) -> float:
+            return frechet_distance(own[chosen], target) - frechet_distance(base[chosen], target)
 
-        base = features[0]
-        if base.shape[1] > _FRECHET_CHANNELS:
-            remarks.append(
-                f"The Fréchet distance of {base.shape[1]} channels has no interval: it is bootstrapped up to "
-                f"{_FRECHET_CHANNELS} channels, above which the resamples would take an hour."
-            )
-            return list(filter(None, remarks))
-        for variant, own in zip(variants[1:], features[1:], strict=True):
-
-            def difference(chosen: torch.Tensor, own: torch.Tensor = own) -> float:
-                return distance(own[chosen]) - distance(base[chosen])
-
-            variant.differences["fid"] = bootstrap(difference, len(own), _FRECHET_RESAMPLES)
+        variant.differences["fid"] = bootstrap(difference, len(base), _FRECHET_RESAMPLES)
     return list(filter(None, remarks))
 
 
@@ -256,9 +260,9 @@ def _add_distances(
 def _add_similarities(
     variants: Sequence[Variant], similarities: Mapping[str, Similarity], progress: Progress | None
 ) -> list[str]:
-    """Similarities of every variant but the first; returns remarks."""
+    """Add similarities of every variant but the first; return remarks."""
     base, *others = variants
-    values: dict[tuple[str, str], list[float]] = {(one.name, name): [] for one in others for name in similarities}
+    values = {(variant.name, name): torch.empty(0, dtype=torch.float64) for variant in others for name in similarities}
     for done, sample in enumerate(base.samples, start=1):
         reference = _frames(base.folder / sample.file)
         for variant in others:
@@ -270,29 +274,28 @@ def _add_similarities(
                     f"{variant.folder}; generate both sets with the same settings."
                 )
             for name, similarity in similarities.items():
-                if min(frames.shape[2:]) >= similarity.smallest:
-                    pairs = zip(frames.split(_FRAMES), reference.split(_FRAMES), strict=True)
-                    mean = torch.cat([similarity.of(*pair).double() for pair in pairs]).mean()
-                    values[variant.name, name].append(float(mean))
+                pairs = zip(frames.split(_FRAMES), reference.split(_FRAMES), strict=True)
+                mean = torch.cat([similarity(*pair).double() for pair in pairs]).mean()
+                values[variant.name, name] = torch.cat([values[variant.name, name], mean[None]])
         if progress is not None:
             progress(done, len(base.samples))
+    remarks = {}
     for variant in others:
         for name in similarities:
-            found = torch.tensor(values[variant.name, name], dtype=torch.float64)
+            found = values[variant.name, name]
+            found = found[~found.isnan()]
             if len(found):
                 variant.scores[name] = float(found.mean())
             if len(found) > 1:
                 variant.similarities[name] = _mean(found)
-    measured = {name: len(values[others[0].name, name]) for name in similarities}
-    return [
-        f"{name} is of {count} of {len(base.samples)} samples: the others have fewer than "
-        f"{similarities[name].smallest} pixels in height or width."
-        for name, count in measured.items()
-        if count < len(base.samples)
-    ]
+            if len(found) < len(base.samples):  # as many of every variant, whose samples have the same sizes
+                remarks[name] = (
+                    f"{name} is of {len(found)} of {len(base.samples)} samples: the others are too small for it."
+                )
+    return list(remarks.values())
 
 
 def _frames(file: Path) -> torch.Tensor:
-    """uint8 (F, 3, H, W); an image is one frame."""
+    """Read a sample as uint8 (F, 3, H, W); an image is one frame."""
     sample = read_sample(file)
     return sample if sample.ndim == 4 else sample[None]

@@ -3,18 +3,16 @@
 import importlib
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..devices import choose_device
 
 
-@dataclass(frozen=True)
-class ImageFeatures:
-    """Features of one batch."""
+class ImageFeatures(NamedTuple):
+    """Features of a batch, or of a set, of B images."""
 
     pooled: torch.Tensor
     """(B, D): for FID, KID, precision and recall."""
@@ -30,12 +28,10 @@ FeatureExtractor = Callable[[torch.Tensor], torch.Tensor | ImageFeatures]
 For a folder of videos it gets (B, F, 3, H, W); with features of videos the Fréchet distance is FVD.
 """
 
-CLEAN_WEIGHTS = "inception-2015-12-05.pt"
-ADM_WEIGHTS = "weights-inception-2015-12-05-6726825d.pth"
-_SOURCES = {
-    CLEAN_WEIGHTS: "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/",
-    ADM_WEIGHTS: "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/",
-}
+_CLEAN_WEIGHTS = "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt"
+_ADM_WEIGHTS = (
+    "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
+)
 
 
 class CleanInception:
@@ -48,7 +44,7 @@ class CleanInception:
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
-        file = check_weights(weights, CLEAN_WEIGHTS)
+        file = _require_weights(weights, _CLEAN_WEIGHTS)
         try:
             from cleanfid.inception_torchscript import InceptionV3W
             from cleanfid.resize import build_resizer
@@ -60,7 +56,7 @@ class CleanInception:
 
     @torch.no_grad()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """(B, 2048)."""
+        """Return features (B, 2048) of uint8 images (B, 3, H, W)."""
         resized = [torch.from_numpy(self.resize(image.permute(1, 2, 0).numpy())) for image in images]
         features: torch.Tensor = self._model(torch.stack(resized).permute(0, 3, 1, 2).to(self._device))
         return features
@@ -72,14 +68,11 @@ class AdmInception:
     pool3 (2048 channels); the first 7 channels of TensorFlow's ``mixed_6/conv``, channels last, 17 x 17 x 7 = 2023
     values; and the softmax of pool3 times the classifier's weights without its bias.
 
-    Raises:
-        ImportError: torch-fidelity is missing.
-        FileNotFoundError: no weights there; the message says where to get them.
-        ValueError: no such device here.
+    Raises as :class:`CleanInception`, for torch-fidelity.
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
-        file = check_weights(weights, ADM_WEIGHTS)
+        file = _require_weights(weights, _ADM_WEIGHTS)
         try:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
@@ -93,7 +86,7 @@ class AdmInception:
 
     @torch.no_grad()
     def __call__(self, images: torch.Tensor) -> ImageFeatures:
-        """Pooled (B, 2048), spatial (B, 2023), probabilities (B, 1008)."""
+        """Return features of uint8 images (B, 3, H, W): pooled 2048, spatial 2023, probabilities 1008 values each."""
         spatial: list[torch.Tensor] = []
         handle = self._model.Mixed_6d.branch1x1.register_forward_hook(lambda *seen: spatial.append(seen[2]))
         try:
@@ -103,33 +96,27 @@ class AdmInception:
         return ImageFeatures(pooled, spatial[0][:, :7].permute(0, 2, 3, 1).flatten(1), logits.softmax(dim=1))
 
 
-def check_weights(file: Path | None, name: str) -> Path:
-    """The file, if it exists under the name that its library expects.
-
-    Raises:
-        FileNotFoundError: it does not; the message says where to get it.
-    """
+def _require_weights(file: Path | None, source: str) -> Path:
+    """Return the file, if it exists under the name that its library expects."""
+    name = source.rpartition("/")[2]
     if file is None or not file.is_file() or file.name != name:
         given = "No weights are named" if file is None else f"There is no {name} at {file}"
         raise FileNotFoundError(
-            f"{given}; download {_SOURCES[name]}{name} and give its path with --weights. It is not downloaded "
-            "automatically."
+            f"{given}; download {source} and give its path with --weights. It is not downloaded automatically."
         )
     return file
 
 
 def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> FeatureExtractor:
-    """An extractor: "adm" or "clean", which need Inception's weights, or ``package.module:name`` of a callable.
+    """Load an extractor: "adm" or "clean", which need Inception's weights, or ``package.module:name`` of a callable.
 
     Raises:
         ValueError: unknown name, or weights given to a callable.
         ImportError: a missing library or module.
         FileNotFoundError: missing weights.
     """
-    if choice == "adm":
-        return AdmInception(weights, device)
-    if choice == "clean":
-        return CleanInception(weights, device)
+    if choice in ("adm", "clean"):
+        return (AdmInception if choice == "adm" else CleanInception)(weights, device)
     if ":" not in choice:
         raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, or package.module:callable.")
     if weights is not None:
@@ -138,7 +125,7 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
 
 
 def load_callable(place: str) -> Callable[..., Any]:
-    """A callable given as ``package.module:name``; its exceptions become a ValueError that names it.
+    """Load a callable given as ``package.module:name``; its exceptions become a ValueError that names it.
 
     Raises:
         ValueError: a text of another form, or no such callable.

@@ -4,8 +4,7 @@ VBench needs old versions of its libraries, so it runs in a separate environment
 """
 
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +53,7 @@ _LAST_LINES = 5
 
 
 def read_suite(file: str | Path) -> list[dict[str, Any]]:
-    """The entries of ``VBench_full_info.json``, which comes with VBench.
-
-    Raises:
-        ValueError: it is no suite.
-    """
+    """Read the entries of ``VBench_full_info.json``, which comes with VBench; ValueError if it is no suite."""
     entries = read_json(Path(file))
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and {"prompt_en", "dimension"} <= entry.keys() for entry in entries
@@ -68,7 +63,7 @@ def read_suite(file: str | Path) -> list[dict[str, Any]]:
 
 
 def read_augmented(file: str | Path, entries: list[dict[str, Any]]) -> dict[str, str]:
-    """Augmented prompts, from a text file with one line per entry of the suite, in its order.
+    """Read augmented prompts from a text file with one line per entry of the suite, in its order.
 
     VBench's repository has such a file for Wan. For a prompt that occurs twice the first line counts.
 
@@ -90,7 +85,7 @@ def read_augmented(file: str | Path, entries: list[dict[str, Any]]) -> dict[str,
 def suite_videos(
     entries: list[dict[str, Any]], augmented: Mapping[str, str] | None = None, *, all_flickering: bool = False
 ) -> list[Sample]:
-    """Every video of the suite, ``{prompt}-{number}.mp4``: 4 720, or 6 220 with all of the flickering dimension.
+    """List every video of the suite, ``{prompt}-{number}.mp4``: 4 720, or 6 220 with all of the flickering dimension.
 
     Two prompts of VBench occur twice and share their videos. Files are named after VBench's own prompts, even if the
     model gets augmented ones, because VBench finds them by name in one flat folder.
@@ -113,15 +108,8 @@ def suite_videos(
     ]
 
 
-def missing_videos(entries: list[dict[str, Any]], dimension: str, folder: Path) -> list[str]:
-    """Names of missing videos that a dimension needs; VBench itself only warns about them."""
-    wanted = [entry for entry in entries if dimension in entry["dimension"]]
-    present = {file.name for file in folder.iterdir()}
-    return [video.file for video in suite_videos(wanted) if video.file not in present]
-
-
 def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
-    """VBench's totals in percent: quality, semantic and total.
+    """Compute VBench's totals in percent: quality, semantic and total.
 
     Args:
         scores: of every dimension, from 0 to 1.
@@ -135,7 +123,7 @@ def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
             f"{len(missing)} of the {len(DIMENSIONS)} dimensions are missing: {', '.join(missing)}. VBench's totals "
             "exist only over all of them; evaluate these as well."
         )
-    check_scores(scores)
+    _check_scores(scores)
 
     def weighted_mean(dimensions: Mapping[str, tuple[float, float, float]]) -> float:
         values = [w * (scores[name] - low) / (high - low) for name, (low, high, w) in dimensions.items()]
@@ -146,12 +134,8 @@ def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
     return {"quality": quality, "semantic": semantic, "total": total}
 
 
-def check_scores(scores: Mapping[str, float]) -> None:
-    """Raise unless names and values are valid for VBench.
-
-    Raises:
-        ValueError: an unknown dimension, or a score outside 0 to 1.
-    """
+def _check_scores(scores: Mapping[str, float]) -> None:
+    """Raise ValueError for an unknown dimension, or a score outside 0 to 1."""
     for name, score in scores.items():
         if name not in DIMENSIONS:
             raise ValueError(f"{name!r} is no dimension of VBench; allowed: {', '.join(DIMENSIONS)}.")
@@ -162,7 +146,7 @@ def check_scores(scores: Mapping[str, float]) -> None:
 
 
 def read_results(files: Iterable[Path]) -> dict[str, float]:
-    """Scores from VBench's ``*_eval_results.json`` files: {dimension: [score, details of every video]}.
+    """Read scores from VBench's ``*_eval_results.json`` files: {dimension: [score, details of every video]}.
 
     Args:
         files: such files, or folders of them.
@@ -188,7 +172,7 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
                     raise ValueError(
                         f"{part} scores {name} {score}, another file {scores[name]}; give the files of one run."
                     )
-    check_scores(scores)
+    _check_scores(scores)
     return scores
 
 
@@ -196,75 +180,73 @@ class VBenchError(OSError):
     """VBench could not run or failed; the message names its log."""
 
 
-@dataclass(frozen=True)
-class VBenchConfig:
-    """What to evaluate, and with which environment.
-
-    Raises:
-        ValueError: unknown dimensions.
-    """
-
-    python: Path
-    """Python of the environment that VBench is installed in."""
-    suite: Path
-    """``VBench_full_info.json``."""
-    videos: Path
-    """Folder of ``{prompt}-{0..4}.mp4``."""
-    output: Path
-    """Folder for results and the log."""
-    dimensions: tuple[str, ...] = DIMENSIONS
-    device: str = "cuda"
-    flickering_videos: Path | None = None
-    """Folder ``filtered_videos`` of VBench's ``static_filter.py``, which selects from 25 videos per flickering prompt;
-    None for the unfiltered ones in ``videos``.
-    """
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.dimensions if name not in DIMENSIONS]
-        if unknown:
-            raise ValueError(f"{', '.join(unknown)} is no dimension of VBench; allowed: {', '.join(DIMENSIONS)}.")
-
-    def video_folders(self) -> dict[str, Path]:
-        """Name of the folder of links in the output → the folder of videos."""
-        if self.flickering_videos is None:
-            return {"videos": self.videos}
-        return {"videos": self.videos, "flickering_videos": self.flickering_videos}
-
-
-def run_vbench(config: VBenchConfig) -> Iterator[tuple[str, float, bool]]:
+def run_vbench(
+    python: Path,
+    suite: Path,
+    videos: Path,
+    output: Path,
+    *,
+    dimensions: Sequence[str] = DIMENSIONS,
+    device: str = "cuda",
+    flickering: Path | None = None,
+) -> Iterator[tuple[str, float, bool]]:
     """Evaluate one dimension after the other, each in its own process; finished ones are read.
 
     VBench's output goes to ``vbench.log`` in the output folder.
+
+    Args:
+        python: of the environment that VBench is installed in.
+        suite: ``VBench_full_info.json``.
+        videos: folder of ``{prompt}-{0..4}.mp4``.
+        output: folder for results and the log.
+        dimensions: which to evaluate.
+        device: of that environment.
+        flickering: folder ``filtered_videos`` of VBench's ``static_filter.py``, which selects from 25 videos per
+            flickering prompt; None for the unfiltered ones in ``videos``.
 
     Yields:
         Dimension, its score from 0 to 1, and whether it was evaluated now (True) or before.
 
     Raises:
         FileNotFoundError: no such interpreter, suite or folder; raised before any work.
-        ValueError: missing videos, which are named, or an output folder with results of other videos.
+        ValueError: unknown dimensions, missing videos, which are named, or an output folder with results of others.
         VBenchError: VBench is not installed there, or failed in a dimension; run again to resume with that dimension.
     """
-    _check(config)
-    folders = config.video_folders()
-    for name, videos in folders.items():
+    unknown = [name for name in dimensions if name not in DIMENSIONS]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is no dimension of VBench; allowed: {', '.join(DIMENSIONS)}.")
+    if not python.is_file():
+        raise FileNotFoundError(
+            f"There is no Python at {python}. VBench 0.1.5 needs its own environment (transformers 4.33, numpy below "
+            "2): create one, pip install vbench there, and give the path of its python."
+        )
+    folders = {"videos": videos} | ({} if flickering is None else {"flickering_videos": flickering})
+    for folder in folders.values():
+        if not folder.is_dir():
+            raise FileNotFoundError(f"There is no folder of videos at {folder}.")
+    _check_videos(read_suite(suite), videos, dimensions, flickering)
+    _record_videos(output, folders)
+    tried = subprocess.run([python, "-c", "import vbench"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        reason = (tried.stderr.strip().splitlines() or ["no message"])[-1]
+        raise VBenchError(f"VBench cannot be imported by {python}: {reason}")
+    for name, folder in folders.items():
         # only links to the videos, because VBench takes the suffix of any first file for that of the videos
-        folder = config.output / name
-        folder.mkdir(exist_ok=True)
-        for video in videos.glob("*.mp4"):
-            link = folder / video.name
+        (output / name).mkdir(exist_ok=True)
+        for video in folder.glob("*.mp4"):
+            link = output / name / video.name
             if not link.is_symlink():
                 link.symlink_to(video.resolve())
-    for dimension in config.dimensions:
-        result, log = config.output / f"{dimension}_eval_results.json", config.output / LOG_NAME
+    for dimension in dimensions:
+        result, log = output / f"{dimension}_eval_results.json", output / LOG_NAME
         done = result.is_file()
         if not done:
-            filtered = dimension == FLICKERING and "flickering_videos" in folders
-            links = config.output / ("flickering_videos" if filtered else "videos")
-            paths = [str(path.resolve()) for path in (config.suite, config.output, links)]
-            command = [str(config.python), "-c", _PROGRAM, config.device, *paths, dimension]
+            links = "flickering_videos" if dimension == FLICKERING and flickering is not None else "videos"
+            paths = [str(path.resolve()) for path in (suite, output, output / links)]
             with log.open("a", encoding="utf-8") as stream:
                 stream.write(f"=== {dimension}\n")
                 stream.flush()
+                command = [str(python), "-c", _PROGRAM, device, *paths, dimension]
                 ended = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, check=False)
             if ended.returncode or not result.is_file():
                 last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])
@@ -274,43 +256,41 @@ def run_vbench(config: VBenchConfig) -> Iterator[tuple[str, float, bool]]:
         yield dimension, read_results([result])[dimension], not done
 
 
-def _check(config: VBenchConfig) -> None:
-    """Check everything before any work, and record the videos of the results, so that others are not mixed in."""
-    if not config.python.is_file():
-        raise FileNotFoundError(
-            f"There is no Python at {config.python}. VBench 0.1.5 needs its own environment (transformers 4.33, "
-            "numpy below 2): create one, pip install vbench there, and give the path of its python."
-        )
-    folders = config.video_folders()
-    for folder in folders.values():
-        if not folder.is_dir():
-            raise FileNotFoundError(f"There is no folder of videos at {folder}.")
-    entries, filtered = read_suite(config.suite), config.flickering_videos
-    if filtered is not None:
+def _check_videos(
+    entries: list[dict[str, Any]], videos: Path, dimensions: Sequence[str], flickering: Path | None
+) -> None:
+    """Raise ValueError unless all videos of the dimensions are there; VBench itself only warns about missing ones."""
+    if flickering is not None:
         # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
         wanted = suite_videos([entry for entry in entries if FLICKERING in entry["dimension"]])
-        if len(missing_videos(entries, FLICKERING, filtered)) == len(wanted):
+        if not any((flickering / video.file).is_file() for video in wanted):
             raise ValueError(
-                f"{filtered} holds no videos of {FLICKERING}; give the folder filtered_videos that VBench's "
+                f"{flickering} holds no videos of {FLICKERING}; give the folder filtered_videos that VBench's "
                 "static_filter.py has written."
             )
-    unfiltered = [name for name in config.dimensions if name != FLICKERING or filtered is None]
-    missing = {name: missing_videos(entries, name, config.videos) for name in unfiltered}
-    absent = list(dict.fromkeys(file for files in missing.values() for file in files))
+    absent: dict[str, list[str]] = {}
+    present = {file.name for file in videos.iterdir()}
+    for name in dimensions:
+        if name == FLICKERING and flickering is not None:
+            continue
+        wanted = suite_videos([entry for entry in entries if name in entry["dimension"]])
+        for video in wanted:
+            if video.file not in present:
+                absent.setdefault(video.file, []).append(name)
     if absent:
-        dimensions = ", ".join(name for name, files in missing.items() if files)
+        names = ", ".join(name for name in dimensions if any(name in lacking for lacking in absent.values()))
         raise ValueError(
-            f"{config.videos} lacks {len(absent)} videos of {dimensions}, for example {absent[0]!r}. Generate them "
-            "with mhla eval samples, or choose other dimensions."
+            f"{videos} lacks {len(absent)} videos of {names}, for example {next(iter(absent))!r}. Generate them with "
+            "mhla eval samples, or choose other dimensions."
         )
-    config.output.mkdir(parents=True, exist_ok=True)
-    record, now = config.output / _RECORD_NAME, {name: str(folder.resolve()) for name, folder in folders.items()}
+
+
+def _record_videos(output: Path, folders: Mapping[str, Path]) -> None:
+    """Record in the output folder which videos its results are of, so that others are not mixed in."""
+    output.mkdir(parents=True, exist_ok=True)
+    record, now = output / _RECORD_NAME, {name: str(folder.resolve()) for name, folder in folders.items()}
     before = read_json(record) if record.is_file() else now
     if before != now:
-        was, wanted_now = (", ".join(places.values()) for places in (before, now))
-        raise ValueError(f"{config.output} holds results of {was}, not of {wanted_now}. Choose another output folder.")
+        was, wanted = (", ".join(places.values()) for places in (before, now))
+        raise ValueError(f"{output} holds results of {was}, not of {wanted}. Choose another output folder.")
     write_json(now, record)
-    tried = subprocess.run([config.python, "-c", "import vbench"], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        reason = (tried.stderr.strip().splitlines() or ["no message"])[-1]
-        raise VBenchError(f"VBench cannot be imported by {config.python}: {reason}")

@@ -1,17 +1,17 @@
 """``mhla generate``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .names import PipelineOptions, expand_options, read_prompt_table
+from .names import expand_options, pipeline_options, read_prompt_table, video_options
 
 
-@expand_options
+@expand_options(pipeline_options, video_options)
 def generate_command(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
-    options: PipelineOptions,
+    options: dict[str, Any],
     prompts: Annotated[
         list[str] | None, typer.Argument(help="One or more prompts; classes by number or name for dit.")
     ] = None,
@@ -31,17 +31,13 @@ def generate_command(
 
     mhla generate wan "a seven moving left" "a three" --seed 0 --seed 1 --set num_inference_steps=20
     """
-    from .generate import GenerationConfig, generate
+    from .generate import SampleSet, generate, plan_samples
+    from .pipelines import family_named
 
     rows: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts or ()]
     rows += read_prompt_table(prompt_file) if prompt_file is not None else ()
-    config = GenerationConfig(
-        family,
-        tuple(prompt for prompt, _ in rows),
-        output or Path("outputs", family),
-        tuple(seeds or (0,)),
-        tuple(own or image for _, own in rows),
-        **options.arguments(),
-    )
-    for task, made in generate(config):
-        typer.echo(f"{'wrote' if made else 'kept '} {task.file}")
+    images = [own or image for _, own in rows]
+    samples = plan_samples([prompt for prompt, _ in rows], family_named(family).suffix, seeds or (0,), images)
+    folder = output or Path("outputs", family)
+    for sample, made in generate(SampleSet(family, samples, folder, seed=None, **options)):
+        typer.echo(f"{'wrote' if made else 'kept '} {folder / sample.file}")

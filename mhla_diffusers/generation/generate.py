@@ -1,9 +1,9 @@
-"""Generate images and videos from prompts into a folder."""
+"""Generate images and videos into a folder: resumable, and independent of batch size and number of processes."""
 
 import hashlib
 import inspect
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ import torch
 
 from ..families.styles import takes_picture
 from ..files import file_hash, folder_for_results
+from .noise import generator_for
 from .pipelines import PipelineChoice
 from .record import (
+    RECORD_NAME,
     Sample,
     check_choices,
+    first_sample,
     import_imageio,
     is_whole,
     read_sample_list,
@@ -31,32 +34,31 @@ _MAX_LENGTH, _MAX_BYTES = 60, 150
 
 
 @dataclass(frozen=True)
-class GenerationConfig(PipelineChoice):
-    """What to generate, with which model, to where."""
+class SampleSet(PipelineChoice):
+    """Which samples to generate, with which model, into which folder."""
 
-    prompts: tuple[str, ...]
-    """For DiT: class labels, by name or number."""
+    samples: Sequence[Sample]
     output: Path
-    """Folder for ``{prompt number}-{seed}-{prompt}.png`` or ``.mp4``, see :func:`name_of_prompt`."""
-    seeds: tuple[int, ...] = (0,)
-    """Every prompt is generated once per seed."""
-    images: tuple[Path | None, ...] = ()
-    """For an image-to-video pipeline: the picture of every prompt."""
+    seed: int | None = 0
+    """Seed of the set, from which every sample gets noise of its own; None where every sample has its own seed."""
+    batch_size: int = 1
+    """Samples per call of the pipeline."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.prompts:
-            raise ValueError("There are no prompts; give at least one, or a file with one prompt per line.")
-        if not self.seeds:
-            raise ValueError("There are no seeds; give at least one.")
-        wrong = next((seed for seed in self.seeds if not 0 <= seed <= MAX_SEED), None)
+        if not self.samples:
+            raise ValueError("There are no samples to generate.")
+        if self.batch_size < 1 or (self.batch_size > 1 and any(sample.image for sample in self.samples)):
+            raise ValueError(f"batch_size={self.batch_size} must be positive, and 1 where pictures are given.")
+        suffix = self.of_family.suffix
+        wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
         if wrong is not None:
-            raise ValueError(f"The seed {wrong} is out of range; allowed: 0 to {MAX_SEED}.")
-        if len(self.images) not in (0, len(self.prompts)):
-            raise ValueError(f"images has {len(self.images)} pictures for {len(self.prompts)} prompts; give one each.")
-        missing = next((image for image in self.images if image is not None and not image.is_file()), None)
-        if missing is not None:
-            raise FileNotFoundError(f"There is no picture {missing}.")
+            raise ValueError(f"{self.family} generates {suffix} files, but the samples are such as {wrong!r}.")
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Everything but the prompts that determines the samples, which is recorded beside them."""
+        return {**super().choices, "seed": self.seed}
 
     def check(self) -> None:
         """As :meth:`PipelineChoice.check`, and whether the pipeline takes the pictures.
@@ -65,49 +67,149 @@ class GenerationConfig(PipelineChoice):
             ValueError: it takes none, or needs one for every prompt.
         """
         super().check()
-        pipeline, images = self.pipeline_class(), self.images or (None,) * len(self.prompts)
+        pipeline, images = self.pipeline_class(), [sample.image for sample in self.samples]
         takes = inspect.signature(pipeline.__call__).parameters.get("image")
         if takes is None and any(images):
             raise ValueError(
                 f"{pipeline.__name__} takes no picture; leave --image out, or give --model a folder or Hub id with an "
                 "image-to-video pipeline."
             )
-        shows = takes is not None and (
+        needs = takes is not None and (
             takes.default is takes.empty or (self.of_family.makes_videos and takes_picture(pipeline))
         )
-        if shows and not all(images):
-            lacking = self.prompts[images.index(None)]
+        if needs and not all(images):
             raise ValueError(
-                f"{pipeline.__name__} needs a picture for every prompt, and {lacking!r} has none; give --image FILE, "
-                "or a prompt file with a column 'image'."
+                f"{pipeline.__name__} needs a picture for every prompt, and {self.samples[images.index(None)].text!r} "
+                "has none; give --image FILE, or a prompt file with a column 'image'."
             )
 
 
-@dataclass(frozen=True)
-class Task:
-    """One file to make."""
+def plan_samples(
+    prompts: Sequence[str], suffix: str, seeds: Sequence[int] = (0,), images: Sequence[Path | None] | None = None
+) -> list[Sample]:
+    """Plan one sample per prompt and seed: ``{prompt number}-{seed}-{prompt}`` and the suffix, .png or .mp4.
 
-    prompt: str
-    seed: int
-    file: Path
-    image: Path | None = None
+    Args:
+        prompts: text; for DiT classes, by name or number.
+        suffix: of the family.
+        seeds: of the noise, 0 to 2⁶³ − 1.
+        images: of every prompt its picture or None, for image-to-video pipelines.
+
+    Raises:
+        ValueError: no prompts or seeds, or a seed out of range.
+        FileNotFoundError: no such picture.
+    """
+    if not prompts:
+        raise ValueError("There are no prompts; give at least one, or a file with one prompt per line.")
+    if not seeds:
+        raise ValueError("There are no seeds; give at least one.")
+    wrong = next((seed for seed in seeds if not 0 <= seed <= MAX_SEED), None)
+    if wrong is not None:
+        raise ValueError(f"The seed {wrong} is out of range; allowed: 0 to {MAX_SEED}.")
+    samples = []
+    for place, (prompt, image) in enumerate(zip(prompts, images or [None] * len(prompts), strict=True)):
+        name = name_of_prompt(prompt)
+        if image is not None:
+            if not image.is_file():
+                raise FileNotFoundError(f"There is no picture {image}.")
+            name = f"{name}-{file_hash(image)[:8]}"  # another picture is another file
+        shown = None if image is None else str(image)
+        samples += [Sample(f"{place:04d}-{seed}-{name}{suffix}", prompt, shown, seed) for seed in seeds]
+    return samples
 
 
-def plan_tasks(config: GenerationConfig) -> list[Task]:
-    """The files that a configuration asks for."""
-    tasks, suffix = [], config.of_family.suffix
-    for index, prompt in enumerate(config.prompts):
-        image, name = config.images[index] if config.images else None, name_of_prompt(prompt)
-        if image is not None:  # another picture is another file
-            name = f"{name}-{file_hash(image)[:8]}"
-        tasks += [
-            Task(prompt, seed, config.output / f"{index:04d}-{seed}-{name}{suffix}", image) for seed in config.seeds
-        ]
-    return tasks
+def name_of_prompt(prompt: str) -> str:
+    """Make a prompt part of a file name: letters and digits of any script, and a hash if that loses anything."""
+
+    def is_letter(character: str) -> bool:  # or a digit, or a mark, such as the vowels of Devanagari
+        return character.isalnum() or unicodedata.category(character).startswith("M")
+
+    letters = "".join(part if is_letter(part) else " " for part in unicodedata.normalize("NFC", prompt).lower())
+    name = unicodedata.normalize("NFC", "-".join(letters.split()))[:_MAX_LENGTH]
+    name = name.encode()[:_MAX_BYTES].decode(errors="ignore").strip("-") or "empty"
+    if name.replace("-", " ") == prompt:
+        return name
+    return f"{name}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
+
+
+def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterator[tuple[Sample, bool]]:
+    """Generate this process's missing and incomplete samples.
+
+    Yields:
+        Each sample, and whether it was generated (True) or existed already (False); those that existed first.
+
+    Raises:
+        OSError: the output folder is not writable, raised before anything is loaded; or writing a file failed.
+        ValueError: a setting that the pipeline does not take, an invalid prompt, a model of another family, a patch
+            that is unknown or does not fit, or a folder with files made with other choices.
+        ImportError: imageio is missing, which videos need.
+    """
+    with folder_for_results(config.output):
+        config.check()
+        _check_folder(config)
+        if config.of_family.makes_videos:
+            import_imageio()
+        missing = []
+        for sample in config.samples[process::processes]:
+            if is_whole(config.output / sample.file):
+                yield sample, False
+            else:
+                missing.append(sample)
+        pipe = config.load(sorted({sample.text for sample in config.samples})) if missing else None
+        for start in range(0, len(missing), config.batch_size):
+            batch = missing[start : start + config.batch_size]
+            noise = [
+                torch.Generator().manual_seed(sample.seed)
+                if sample.seed is not None
+                else generator_for(config.seed or 0, "sample", sample.file)
+                for sample in batch
+            ]
+            image = batch[0].image
+            picture = {} if image is None else {"image": read_picture(Path(image))}
+            results = config.call(pipe, [sample.text for sample in batch], noise, **picture)
+            if not start:  # just before the first file, so that a failing run leaves nothing
+                _record(config)
+            for sample, result in zip(batch, results, strict=True):
+                write_sample(result, config.output / sample.file, config.video_rate)
+                yield sample, True
+        if not missing:
+            _record(config)
+
+
+def _check_folder(config: SampleSet) -> None:
+    """Raise ValueError unless the samples may be written into the folder.
+
+    Further prompts and seeds may join those of ``mhla generate``, and a longer set with one seed a shorter one.
+    """
+    folder = config.output
+    foreign = first_sample(folder)  # looked for first: other processes write the record before any sample
+    if foreign is not None and not (folder / RECORD_NAME).is_file():
+        raise ValueError(
+            f"{folder} holds files of unknown origin, such as {foreign.relative_to(folder)}. Choose an empty folder, "
+            "so that sets do not mix."
+        )
+    check_choices(folder, config.choices)
+    planned = {sample.file: sample.text for sample in config.samples}
+    for sample in read_sample_list(folder) or () if config.seed is not None else ():
+        if planned.get(sample.file) != sample.text and (folder / sample.file).is_file():
+            raise ValueError(
+                f"{folder} holds another set: {sample.file} shows {sample.text!r}, but this one has "
+                f"{planned.get(sample.file, 'no such file')!r} there. Choose another output folder."
+            )
+
+
+def _record(config: SampleSet) -> None:
+    """Write how the samples are made, and the list of all in the folder; every process writes the same."""
+    record_choices(config.output, config.choices)
+    planned = {sample.file: sample for sample in config.samples}
+    earlier = {sample.file: sample for sample in read_sample_list(config.output) or ()}
+    kept = {file: sample for file, sample in earlier.items() if file in planned or is_whole(config.output / file)}
+    listed = kept | planned
+    write_sample_list([listed[file] for file in sorted(listed)], config.output)
 
 
 def read_picture(file: Path) -> Any:
-    """A picture as RGB, turned as it was taken, as ``mhla encode`` and diffusers' own ``load_image`` read it.
+    """Read a picture as RGB, turned as it was taken, as ``mhla encode`` and diffusers' own ``load_image`` read it.
 
     Raises:
         ValueError: no picture, a damaged one, or one of too many pixels for PIL.
@@ -119,58 +221,3 @@ def read_picture(file: Path) -> Any:
             return ImageOps.exif_transpose(picture).convert("RGB")
     except (OSError, Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"{file} is not a picture that can be read: {error}.") from error
-
-
-def generate(config: GenerationConfig) -> Iterator[tuple[Task, bool]]:
-    """Generate missing and incomplete files.
-
-    Yields:
-        Each task, and whether it was generated (True) or its file existed already (False).
-
-    Raises:
-        OSError: the output folder is not writable, raised before anything is loaded; or writing a file failed.
-        ValueError: a setting that the pipeline does not take, an unknown class label, a model of another family, a
-            patch that is unknown or does not fit, or a folder with files made with other choices.
-    """
-    with folder_for_results(config.output):
-        config.check()
-        # file names hold the seeds; a set of mhla eval samples has one seed and must not be mixed with them
-        choices = {**config.choices, "seed": None}
-        check_choices(config.output, choices)
-        if config.of_family.makes_videos:
-            import_imageio()
-        pipe: Any = None
-        tasks = plan_tasks(config)
-        for task in tasks:
-            if is_whole(task.file):
-                yield task, False
-                continue
-            if pipe is None:
-                pipe = config.load(config.prompts)
-            picture = {} if task.image is None else {"image": read_picture(task.image)}
-            (sample,) = config.generate(pipe, [task.prompt], [torch.Generator().manual_seed(task.seed)], **picture)
-            record_choices(config.output, choices)
-            write_sample(sample, task.file, config.video_rate)
-            yield task, True
-        # including the entries of earlier runs
-        earlier = [one for one in read_sample_list(config.output) or () if is_whole(config.output / one.file)]
-        listed = {one.file: one for one in earlier} | {t.file.name: _entry(t) for t in tasks}
-        write_sample_list([listed[name] for name in sorted(listed)], config.output)
-
-
-def _entry(task: Task) -> Sample:
-    return Sample(task.file.name, task.prompt, None if task.image is None else str(task.image))
-
-
-def name_of_prompt(prompt: str) -> str:
-    """A prompt as part of a file name: letters and digits of any script, and a hash if that loses anything."""
-
-    def is_letter(character: str) -> bool:  # or a digit, or a mark, such as the vowels of Devanagari
-        return character.isalnum() or unicodedata.category(character).startswith("M")
-
-    letters = "".join(part if is_letter(part) else " " for part in unicodedata.normalize("NFC", prompt).lower())
-    name = unicodedata.normalize("NFC", "-".join(letters.split()))[:_MAX_LENGTH]
-    name = name.encode()[:_MAX_BYTES].decode(errors="ignore").strip("-") or "empty"
-    if name.replace("-", " ") == prompt:
-        return name
-    return f"{name}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"

@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -22,12 +21,7 @@ _GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """One prompt per line; empty lines are skipped.
-
-    Raises:
-        OSError: no such file, or a folder.
-        ValueError: a file without prompts, or not a text file.
-    """
+    """Read one prompt per line; empty lines are skipped, a file without prompts is a ValueError."""
     prompts = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
     if not prompts:
         raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
@@ -35,12 +29,11 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 
 def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
-    """Prompts and pictures: the columns ``text`` and ``image`` of a .csv or .jsonl; of another file as in read_prompts.
+    """Read prompts and pictures: the columns ``text`` and ``image`` of a .csv or .jsonl; of another file prompts alone.
 
     Paths of pictures are relative to the file's folder; the column may be absent.
 
     Raises:
-        OSError: no such file, or a folder.
         ValueError: a file without prompts, a row without one, or with a picture that is no path.
     """
     reader = {".csv": read_csv, ".jsonl": read_json_lines}.get(path.suffix.lower())
@@ -62,11 +55,7 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` arguments of the pipeline's call; values are YAML.
-
-    Raises:
-        ValueError: an argument without "=", or a value that is not valid YAML.
-    """
+    """Parse ``key=value`` arguments of the pipeline's call; values are YAML, and anything else is a ValueError."""
     import yaml
 
     settings = {}
@@ -82,11 +71,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_steps(text: str) -> int | float:
-    """Parse ``softmax_steps`` of a command: a number of steps such as 3, or a fraction such as 0.2 or 20%.
-
-    Raises:
-        ValueError: neither.
-    """
+    """Parse ``softmax_steps`` of a command: a number of steps such as 3, or a fraction such as 0.2 or 20%."""
     try:
         if text.endswith("%"):
             return float(text.removesuffix("%")) / 100
@@ -125,61 +110,59 @@ def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
 
 
 def _types(annotation: Any) -> set[type]:
-    """The classes that an annotation allows, without those inside containers."""
+    """Return the classes that an annotation allows, without those inside containers."""
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*map(_types, get_args(annotation)))
     found = get_origin(annotation) or annotation
     return {found} if isinstance(found, type) else set()
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """The command line options of :class:`PipelineChoice`."""
-
-    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the tiny pipeline.")] = None
-    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, untrained.")] = None
-    weights: Annotated[str | None, typer.Option(help="Result of mhla finetune, or folder or Hub id of a patch.")] = None
-    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu"
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 (or bf16) or float16.")] = "float32"
+def pipeline_options(
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the tiny pipeline.")] = None,
+    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, untrained.")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Result of mhla finetune, or folder or Hub id of a patch.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 (or bf16) or float16.")] = "float32",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Argument of the pipeline's call; repeatable."),
-    ] = None
-
-    def arguments(self) -> dict[str, Any]:
-        """The options as arguments of :class:`PipelineChoice`.
-
-        Raises:
-            ValueError: a setting that is not ``KEY=VALUE``.
-        """
-        return {**vars(self), "settings": parse_settings(self.settings or [])}
+    ] = None,
+) -> dict[str, Any]:
+    """Return the options as arguments of :class:`PipelineChoice`, with ``settings`` parsed."""
+    named = {"model": model, "patch": patch, "weights": weights, "device": device, "dtype": dtype}
+    return {**named, "settings": parse_settings(settings or ())}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions(LoadOptions):
-    """The same for commands that write samples."""
-
-    frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None
+def video_options(frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None) -> dict[str, Any]:
+    """Return the options of commands that write samples as arguments of :class:`PipelineChoice`."""
+    return {"frames_per_second": frames_per_second}
 
 
-def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take a dataclass as its parameter ``options``, with every field an option of the command.
+def expand_options(*groups: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take the options of functions such as :func:`pipeline_options` as its dictionary ``options``.
 
-    typer supports only functions; annotate the fields like parameters of a command.
+    Each group is called with its own parameters, and the dictionaries are merged; where two groups have a parameter of
+    the same name the later one's default counts.
     """
-    own = inspect.signature(command)
-    kind = own.parameters["options"].annotation
-    shared = inspect.signature(kind).parameters
 
-    def flat(**given: Any) -> None:
-        options = kind(**{name: given.pop(name) for name in shared})
-        command(**given, options=options)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command)
+        names = [list(inspect.signature(group).parameters) for group in groups]
+        shared = {name: one for group in groups for name, one in inspect.signature(group).parameters.items()}
 
-    parameters = [*(own.parameters[name] for name in own.parameters if name != "options"), *shared.values()]
-    expanded: Any = functools.wraps(command)(flat)
-    expanded.__signature__ = own.replace(
-        # keyword-only, because required fields may follow those with a default
-        parameters=[parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    )
-    result: Callable[..., None] = expanded
-    return result
+        @functools.wraps(command)
+        def expanded(**given: Any) -> None:
+            options: dict[str, Any] = {}
+            for group, parameters in zip(groups, names, strict=True):
+                options |= group(**{name: given[name] for name in parameters})
+            command(**{name: given[name] for name in own.parameters if name != "options"}, options=options)
+
+        parameters = [one for name, one in own.parameters.items() if name != "options"] + list(shared.values())
+        # keyword-only, because required options may follow those with a default
+        keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        vars(expanded)["__signature__"] = own.replace(parameters=keywords)
+        return expanded
+
+    return decorate

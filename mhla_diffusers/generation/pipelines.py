@@ -21,9 +21,6 @@ from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
 from .record import identity_of_weights
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
-"""File name that diffusers expects for LoRA."""
-
 _MODULAR_INDEX = "modular_model_index.json"
 _MODULAR = (
     "It is a modular pipeline, which the mhla command does not call: load it with diffusers' "
@@ -75,7 +72,7 @@ class PipelineChoice:
 
     @property
     def of_family(self) -> Family:
-        """The family itself."""
+        """The registered family."""
         return family_named(self.family)
 
     @property
@@ -87,11 +84,7 @@ class PipelineChoice:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Everything but prompt and seed that determines a result, including the current content of patch and weights.
-
-        Raises:
-            ValueError: an unknown patch.
-        """
+        """Everything but prompt and seed that determines a result, including the content of patch and weights."""
         names = ("family", "model", "patch", "weights", "dtype", "settings")
         return {
             **{name: getattr(self, name) for name in names},
@@ -112,11 +105,7 @@ class PipelineChoice:
             check_settings(self.pipeline_class(), self.settings)
 
     def pipeline_class(self) -> Any:
-        """The class of the pipeline, read without its weights.
-
-        Raises:
-            ValueError: diffusers lacks it.
-        """
+        """Return the class of the pipeline, read without its weights; raises ValueError if diffusers lacks it."""
         import diffusers
 
         model = str(pipeline_folder(self.family)) if self.model is None else self.model
@@ -129,10 +118,7 @@ class PipelineChoice:
         return pipeline
 
     def load(self, prompts: Sequence[str] = ()) -> Any:
-        """The pipeline on its device, patched if asked for.
-
-        Args:
-            prompts: checked before anything is generated.
+        """Load the pipeline onto its device, patch it if asked for, and check the prompts.
 
         Raises:
             ValueError: a model of another family, a patch or weights that do not fit, an invalid prompt, or settings
@@ -153,32 +139,15 @@ class PipelineChoice:
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
-        """See :meth:`Family.call`; a tiny pipeline uses the settings that it was trained for.
-
-        A model that was distilled to few steps is called with their number and without guidance.
+        """Call the pipeline as :meth:`Family.call`: a tiny one with the settings that it was trained for, a model that
+        was distilled to few steps with their number and without guidance.
         """
         defaults = call_settings(self.family) if self.model is None else {}
         if (few_steps := few_steps_of(pipe)) is not None:
             guidance = self.of_family.guidance_arguments(1.0)
             defaults = {**defaults, "num_inference_steps": len(few_steps.times), **guidance}
-        return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings, **arguments})
-
-    def generate(
-        self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any
-    ) -> Any:
-        """One sample per prompt: :meth:`call`, with errors that name the settings.
-
-        Args:
-            pipe: from :meth:`load`.
-            prompts: text or classes.
-            generators: noise of every sample.
-            **arguments: of the pipeline's call, such as a picture, ``image``.
-
-        Raises:
-            ValueError: the pipeline fails with these settings.
-        """
         try:
-            return self.call(pipe, prompts, generators, **arguments)
+            return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings, **arguments})
         except RuntimeError as error:
             # mismatched sizes; lack of memory and failing devices have their own classes
             if not self.settings or type(error) is not RuntimeError:
@@ -187,7 +156,7 @@ class PipelineChoice:
 
 
 def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtype) -> Any:
-    """A pipeline by Hub id or folder, or the family's tiny one for None; without progress bars.
+    """Load a pipeline by Hub id or folder, or the family's tiny one for None; without progress bars.
 
     Raises:
         ValueError: no such device here, or no tiny pipeline of the family.
@@ -208,15 +177,14 @@ def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtyp
 
 
 def load_result(pipe: Any, result: str | Path) -> None:
-    """Load the result of a finished run into a pipeline: a trained patch, its LoRA, or a whole unpatched transformer.
+    """Load the result of a finished run into a pipeline: a trained patch, or a whole unpatched transformer.
 
     Args:
         pipe: unpatched, of the model that was trained.
         result: folder of a run, or the folder or Hub id of a patch.
 
     Raises:
-        ValueError: another model's weights, LoRA for a pipeline without LoRA support, or as
-            :func:`mhla_diffusers.load_mhla`.
+        ValueError: another model's weights, or as :func:`mhla_diffusers.load_mhla`.
         FileNotFoundError: nothing there.
     """
     folder = Path(result)
@@ -230,14 +198,10 @@ def load_result(pipe: Any, result: str | Path) -> None:
             pipe.scheduler = FewStepScheduler.from_pretrained(folder)
         return
     load_mhla(pipe, result)
-    if (folder / LORA_FILE).is_file():  # of results whose LoRA was not yet a part of the patch
-        if not hasattr(pipe, "load_lora_weights"):
-            raise ValueError(f"{folder} holds LoRA, but {type(pipe).__name__} takes none; fuse it before saving.")
-        pipe.load_lora_weights(folder)
 
 
 def component_identity(model: str, component: str) -> str:
-    """Class and configuration of a pipeline's component such as ``vae``, read without its weights.
+    """Return class and configuration of a component such as ``vae``, read without its weights.
 
     For example ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``, or "none" if there is no such component.
     """
@@ -251,7 +215,7 @@ def component_identity(model: str, component: str) -> str:
 
 
 def class_count(model: str | None, family: str) -> int:
-    """Number of classes that a class-conditional pipeline was trained on, read without its weights."""
+    """Return the number of classes that a pipeline was trained on, read without its weights."""
     place = str(pipeline_folder(family)) if model is None else model
     files = ("model_index.json", "transformer/config.json")
     index, config = (read_json(pipeline_file(place, name)) for name in files)
@@ -259,7 +223,7 @@ def class_count(model: str | None, family: str) -> int:
 
 
 def family_named(name: str) -> Family:
-    """The registered family of diffusion models by name."""
+    """Return the registered family of diffusion models of that name."""
     named = {family.name: family for family in families() if family.is_diffusion}
     if name not in named:
         raise ValueError(f"family={name!r} is unknown; allowed: {', '.join(named)}.")
@@ -267,7 +231,7 @@ def family_named(name: str) -> Family:
 
 
 def family_of(model: str, component: str = "transformer") -> Family:
-    """The family of a pipeline's transformer, by its class, without its weights.
+    """Return the family of a pipeline's transformer, by its class, without its weights.
 
     Raises:
         ValueError: no such component, or a transformer that is not supported.
@@ -286,11 +250,7 @@ def family_of(model: str, component: str = "transformer") -> Family:
 
 
 def pipeline_file(model: str, name: str) -> Path:
-    """A file of a pipeline, local or from the Hub.
-
-    Raises:
-        FileNotFoundError: no such pipeline, or a modular one.
-    """
+    """Return a file of a pipeline, local or from the Hub; FileNotFoundError for none, or a modular pipeline."""
     if Path(model).is_dir():
         path = Path(model, name)
         if not path.is_file():

@@ -23,7 +23,7 @@ _END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 @dataclass(frozen=True)
 class Sample:
-    """One file to generate. Its noise depends on the seed of the set and on ``file`` alone."""
+    """One file to generate. Its noise depends on its own seed, or on the seed of the set and ``file``."""
 
     file: str
     """Path inside the folder of the set."""
@@ -31,6 +31,8 @@ class Sample:
     """Input of the model: a prompt, or the number of a class."""
     image: str | None = None
     """Path of the picture that the model was given, if any."""
+    seed: int | None = None
+    """Of its noise, if it has a seed of its own."""
 
 
 def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
@@ -40,22 +42,19 @@ def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
 
 
 def read_sample_list(folder: Path) -> list[Sample] | None:
-    """The list of a set, or None if the folder has none."""
+    """Read the list of a set; None if the folder has none."""
     file = folder / SAMPLE_LIST
     if not file.is_file():
         return None
     try:
-        return [Sample(str(entry["file"]), str(entry["text"]), entry.get("image")) for entry in read_json(file)]
+        entries = read_json(file)
+        return [Sample(str(x["file"]), str(x["text"]), x.get("image"), x.get("seed")) for x in entries]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is no list of samples with file and text.") from error
 
 
 def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Raise unless the files of a folder were made with the same choices, so that they can be kept.
-
-    Raises:
-        ValueError: the folder holds files that were made with other choices.
-    """
+    """Raise ValueError unless the files of a folder were made with the same choices, so that they can be kept."""
     file = folder / RECORD_NAME
     # without samples it is left over from a failed run and means nothing
     if not file.exists() or first_sample(folder) is None:
@@ -77,17 +76,13 @@ def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
 
 
 def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Record how the files are made, so that later runs do not mix other files in.
-
-    Raises:
-        ValueError: the folder holds files that were made with other choices.
-    """
+    """Record how the files are made, so that later runs do not mix other files in; see :func:`check_choices`."""
     check_choices(folder, choices)
     write_json(choices, folder / RECORD_NAME)
 
 
 def identity_of_weights(weights: str) -> str | None:
-    """Hash of the files in a folder of weights, so that a record detects changes; None for a Hub id."""
+    """Hash the files in a folder of weights, so that a record detects changes; None for a Hub id."""
     from ..config import adapted_patch_folder
 
     folder = adapted_patch_folder(weights) or Path(weights)
@@ -98,14 +93,14 @@ def identity_of_weights(weights: str) -> str | None:
 
 
 def first_sample(folder: Path) -> Path | None:
-    """Any image or video in a folder or its subfolders, or None."""
+    """Find any image or video in a folder or its subfolders."""
     samples = (file for file in folder.rglob("*") if file.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
     # names of files that are being written begin with a dot
     return next((file for file in samples if not file.name.startswith(".")), None)
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a file exists and, for MP4 and PNG, is complete."""
+    """Return whether a file exists and, for MP4 and PNG, is complete."""
     if not file.is_file():
         return False
     length, place, kinds = file.stat().st_size, 0, set()
@@ -131,16 +126,7 @@ def is_whole(file: Path) -> bool:
 
 
 def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
-    """Write what a pipeline generated, atomically.
-
-    Args:
-        sample: a PIL image, or frames (F, H, W, 3) in [0, 1].
-        file: ``.png`` for an image, ``.mp4`` for frames.
-        frames_per_second: of a video.
-
-    Raises:
-        ImportError: frames, and imageio is missing.
-    """
+    """Write what a pipeline generated, atomically: a PIL image as .png, frames (F, H, W, 3) in [0, 1] as .mp4."""
     with written_aside(file) as aside:
         if file.suffix == ".mp4":
             write_video(sample, aside, frames_per_second)
@@ -169,11 +155,7 @@ def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
 
 
 def import_imageio() -> Any:
-    """The imageio module, which writes MP4 through imageio-ffmpeg.
-
-    Raises:
-        ImportError: one of the two is missing.
-    """
+    """Import imageio, which writes MP4 through imageio-ffmpeg; the ImportError says how to get both."""
     try:
         import imageio.v2 as imageio
         import imageio_ffmpeg  # noqa: F401 - imageio writes MP4 through it

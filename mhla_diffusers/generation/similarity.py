@@ -1,95 +1,87 @@
-"""Similarity of two samples from the same noise, one from a patched model: PSNR, SSIM and LPIPS."""
+"""Similarity of two samples from the same noise: PSNR and SSIM by torchmetrics, LPIPS by the package of its authors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import conv2d
 
 from ..devices import choose_device
 
+Similarity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Maps frames and reference frames, both uint8 (F, 3, H, W), to a value for each: (F,), NaN if they are too small."""
+
 _LARGEST_PSNR = 100.0
-_DEVIATION = 1.5
-SMALLEST_SSIM = 11
-"""Pixels of the window of SSIM, and so of the least height and width."""
+_WINDOW = 11
+"""Pixels of SSIM's Gaussian window, whose standard deviation is 1.5."""
+_SMALLEST_LPIPS = 31
+"""Pixels below which AlexNet's pooling leaves nothing."""
 _ALEXNET = "alexnet-owt-7be5be79.pth"
-_ALEXNET_SOURCE = f"https://download.pytorch.org/models/{_ALEXNET}"
 
 
-@dataclass(frozen=True)
-class Similarity:
-    """A similarity measure of two frames."""
-
-    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Maps frames and reference frames, both uint8 (F, 3, H, W), to a value for each: (F,)."""
-    smallest: int = 1
-    """Minimum height and width in pixels."""
+def image_metrics() -> Any:
+    """Import torchmetrics' functions of images; the ImportError says how to get it."""
+    try:
+        from torchmetrics.functional import image
+    except (ImportError, RuntimeError) as error:  # RuntimeError if an installed torchvision does not match torch
+        raise ImportError(f"PSNR and SSIM need torchmetrics ({error}): pip install torchmetrics") from error
+    return image
 
 
 def psnr(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Peak signal-to-noise ratio in dB, over the three channels: float64 (F,), at most 100, the value for equal frames.
-
-    Args:
-        frames: uint8 (F, 3, H, W).
-        reference: like ``frames``.
-    """
-    error = (frames.short() - reference.short()).double().square().mean(dim=(1, 2, 3))
-    return (10 * (255**2 / error).log10()).clamp(max=_LARGEST_PSNR)
+    """Return the peak signal-to-noise ratio in dB over the three channels: float64 (F,), 100 for equal frames."""
+    pair = frames.double(), reference.double()
+    ratio = image_metrics().peak_signal_noise_ratio(*pair, data_range=255.0, reduction="none", dim=(1, 2, 3))
+    return torch.as_tensor(ratio).clamp(max=_LARGEST_PSNR)
 
 
 def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Structural similarity (Wang et al., 2004), averaged over the three channels: float32 (F,), at most 1.
+    """Return the structural similarity (Wang et al., 2004), averaged over channels: float32 (F,), NaN below 11 pixels.
 
-    Gaussian window of 11x11 pixels with a standard deviation of 1.5, inside the frame; K1 = 0.01, K2 = 0.03.
-
-    Args:
-        frames: uint8 (F, 3, H, W), of 11 pixels or more in height and width.
-        reference: like ``frames``.
+    Gaussian window inside the frame, K1 = 0.01, K2 = 0.03; torchmetrics' own mean includes reflected borders.
     """
-    places = torch.arange(SMALLEST_SSIM, device=frames.device) - SMALLEST_SSIM // 2
-    window = (-places.square() / (2 * _DEVIATION**2)).exp()
-    window = (window / window.sum()).view(1, 1, 1, -1)
-
-    def local_mean(channels: torch.Tensor) -> torch.Tensor:
-        return conv2d(conv2d(channels, window), window.mT)
-
-    first, second = (x.flatten(0, 1)[:, None].float() / 255 for x in (frames, reference))
-    means = local_mean(first), local_mean(second)
-    variances = local_mean(first.square()) - means[0].square(), local_mean(second.square()) - means[1].square()
-    covariance = local_mean(first * second) - means[0] * means[1]
-    luminance = (2 * means[0] * means[1] + 0.01**2) / (means[0].square() + means[1].square() + 0.01**2)
-    structure = (2 * covariance + 0.03**2) / (variances[0] + variances[1] + 0.03**2)
-    return (luminance * structure).view(len(frames), -1).mean(dim=1)
+    if min(frames.shape[2:]) < _WINDOW:
+        return torch.full((len(frames),), torch.nan)
+    _, values = image_metrics().structural_similarity_index_measure(
+        frames.float() / 255, reference.float() / 255, data_range=1.0, reduction="none", return_full_image=True
+    )
+    border = _WINDOW // 2
+    return torch.as_tensor(values)[..., border:-border, border:-border].mean(dim=(1, 2, 3))
 
 
-def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], str | None]:
-    """PSNR, SSIM and, if the ``lpips`` package and its weights are present, LPIPS with AlexNet. Downloads nothing.
-
-    Returns:
-        Name → measure, and why LPIPS is missing, if it is.
+def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], list[str]]:
+    """Return name → measure for PSNR, SSIM and LPIPS with AlexNet, and why any is missing. Downloads nothing.
 
     Raises:
         ValueError: no such device here.
     """
     place = choose_device(device)
 
-    def on_device(of: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
-        return lambda frames, reference: of(frames.to(place), reference.to(place)).cpu()
+    def on_device(measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Similarity:
+        return lambda frames, reference: measure(frames.to(place), reference.to(place)).cpu()
 
-    found = {"psnr": Similarity(on_device(psnr)), "ssim": Similarity(on_device(ssim), SMALLEST_SSIM)}
+    found: dict[str, Similarity] = {}
+    missing = []
+    try:
+        image_metrics()
+        found = {"psnr": on_device(psnr), "ssim": on_device(ssim)}
+    except ImportError as error:
+        missing.append(f"PSNR and SSIM are left out: {error}.")
     weights = Path(torch.hub.get_dir(), "checkpoints", _ALEXNET)
     try:
         import lpips
-    except (ImportError, RuntimeError) as error:  # RuntimeError if torchvision does not match torch
-        return found, f"LPIPS is left out: lpips cannot be imported ({error}): pip install mhla_diffusers[eval]"
+    except (ImportError, RuntimeError) as error:
+        missing.append(f"LPIPS is left out: lpips cannot be imported ({error}): pip install mhla_diffusers[eval]")
+        return found, missing
     if not weights.is_file():
-        return found, f"LPIPS is left out: there is no {weights}. Download it from {_ALEXNET_SOURCE}."
+        source = f"https://download.pytorch.org/models/{_ALEXNET}"
+        missing.append(f"LPIPS is left out: there is no {weights}. Download it from {source}.")
+        return found, missing
     model = lpips.LPIPS(net="alex", verbose=False).to(place)
 
-    def distance(frames: torch.Tensor, reference: torch.Tensor) -> Any:
-        return model(frames / 127.5 - 1, reference / 127.5 - 1).flatten()
+    def distance(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        if min(frames.shape[2:]) < _SMALLEST_LPIPS:
+            return torch.full((len(frames),), torch.nan)
+        return torch.as_tensor(model(frames / 127.5 - 1, reference / 127.5 - 1)).flatten()
 
-    # below 31 pixels AlexNet's pooling leaves nothing
-    return {**found, "lpips": Similarity(on_device(distance), 31)}, None
+    return {**found, "lpips": on_device(distance)}, missing

@@ -10,7 +10,6 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 from mhla_diffusers.evaluation.clip import ClipScorer
 from mhla_diffusers.evaluation.compare import Variant, score_samples
 from mhla_diffusers.evaluation.images import read_image
-from mhla_diffusers.evaluation.samples import require_samples
 from mhla_diffusers.generation.record import Sample, write_sample_list
 
 from .pictures import mhla, write_pictures
@@ -90,19 +89,3 @@ def test_long_prompts_are_cut_and_videos_refused(clip_folder):
     assert first == pytest.approx(second.item(), abs=1e-3)
     with pytest.raises(ValueError, match="CLIP scores images"):
         scorer([image[None]], ["a"])
-
-
-def test_sets_that_are_not_whole_are_refused(tmp_path):
-    folder = write_pictures(tmp_path, 1)
-    for listed, error, message in (
-        (None, FileNotFoundError, "has no samples.json"),
-        ([Sample("0000.png", "a"), Sample("0001.png", "a")], FileNotFoundError, "lacks 1 of 2 .* 0001.png"),
-        ([], ValueError, "lists no samples"),
-    ):
-        if listed is not None:
-            write_sample_list(listed, folder)
-        with pytest.raises(error, match=message):
-            require_samples(folder)
-    (folder / "samples.json").write_text('[{"name": 3}]')
-    with pytest.raises(ValueError, match="no list of samples"):
-        require_samples(folder)

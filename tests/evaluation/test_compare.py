@@ -1,6 +1,8 @@
-"""Variants side by side: paired differences and the report."""
+"""Variants side by side: scores, paired differences, similarities and the report."""
 
 import json
+import math
+import sys
 
 import pytest
 import torch
@@ -8,19 +10,18 @@ import torch
 from mhla_diffusers.evaluation.compare import bootstrap, compare_sets, read_variants
 from mhla_diffusers.evaluation.images import Images
 from mhla_diffusers.evaluation.metrics import frechet_distance
-from mhla_diffusers.evaluation.published import paper_rows
-from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
-from mhla_diffusers.evaluation.samples import SampleConfig, prepare_folder
-from mhla_diffusers.generation.generate import GenerationConfig, generate
-from mhla_diffusers.generation.record import Sample, write_sample_list
+from mhla_diffusers.evaluation.report import difference_table, paper_rows, score_table, write_report
+from mhla_diffusers.generation.generate import SampleSet, generate, plan_samples
+from mhla_diffusers.generation.record import Sample, write_sample_list, write_video
+from mhla_diffusers.generation.similarity import psnr
 
 from .pictures import blocks, mhla, write_pictures
 
 COUNT = 30
 
 
-def write_set(folder, brightness, model=None, seed=0, **scores):
-    write_pictures(folder, COUNT, seed=3, brightness=brightness)
+def write_set(folder, brightness, model=None, seed=0, size=8, **scores):
+    write_pictures(folder, COUNT, seed=3, brightness=brightness, size=size)
     write_sample_list([Sample(f"{n:04d}.png", f"class <{n}>") for n in range(COUNT)], folder)
     choices = {"family": "dit", "model": model, "seed": seed, "settings": {"guidance_scale": 4}, "weights": folder.name}
     (folder / "generation.json").write_text(json.dumps(choices))
@@ -32,6 +33,12 @@ def write_set(folder, brightness, model=None, seed=0, **scores):
 def brightness(images, texts):
     assert all(text.startswith("class") for text in texts)
     return torch.stack([image.float().mean() for image in images])
+
+
+def steps(frames, reference):
+    """Mean difference of each frame, of frames of 9 pixels or more."""
+    difference = (frames.float() - reference.float()).mean(dim=(1, 2, 3))
+    return difference if frames.shape[-1] >= 9 else difference * math.nan
 
 
 @pytest.fixture
@@ -48,9 +55,11 @@ def compared(folders, **options):
 
 
 def test_scores_and_paired_differences(folders):
-    softmax, mhla_row, linear = compared(folders).variants
-    real = torch.cat([blocks(batch).pooled for batch in Images(folders[0].parent / "real").batches(9)])
-    own = [torch.cat([blocks(batch).pooled for batch in Images(folder).batches(9)]) for folder in folders]
+    (softmax, mhla_row, linear), remarks = compared(folders)
+    real, *own = (
+        torch.cat([blocks(batch).pooled for batch in Images(folder).batches(9)])
+        for folder in (folders[0].parent / "real", *folders)
+    )
     assert softmax.scores["fid"] == pytest.approx(frechet_distance(own[0], real))
     assert linear.scores["held_out_loss"] == 0.170
     assert softmax.differences == {}
@@ -62,36 +71,33 @@ def test_scores_and_paired_differences(folders):
     step = mhla_row.differences["brightness"]
     assert step.value == pytest.approx(1, abs=0.1)
     assert 0.8 < step.low < step.high < 1.2
+    for text, name in zip(remarks, ("The reference real holds 40", "Every set holds 30"), strict=True):
+        assert text.startswith(f"{name} images. ") and "about 60" in text
 
 
 def test_lists_of_scores_are_paired(tmp_path):
     losses = torch.rand(50, generator=torch.Generator().manual_seed(0))
     first = write_set(tmp_path / "a", 128, held_out_loss=losses.tolist())
     second = write_set(tmp_path / "b", 128, held_out_loss=(losses + 0.01).tolist())
-    row = compare_sets([first, second]).variants[1]
+    row = compare_sets([first, second])[0][1]
     assert row.scores["held_out_loss"] == pytest.approx(float(losses.mean()) + 0.01)
     # the losses differ by far more than 0.01, but those of one sample by 0.01 throughout
-    change = row.differences["held_out_loss"]
-    assert (change.low, change.value, change.high) == pytest.approx((0.01, 0.01, 0.01), rel=1e-3)
+    assert row.differences["held_out_loss"] == pytest.approx((0.01, 0.01, 0.01), rel=1e-3)
     for wrong, message in (([0.1], "50 values of held_out_loss, .*b 1"), (["x"], "must be a number or a list")):
         (second / "scores.json").write_text(json.dumps({"held_out_loss": wrong}))
         with pytest.raises(ValueError, match=message):
             compare_sets([first, second])
 
 
-def test_few_samples_and_missing_intervals_are_remarked_upon(folders, tmp_path):
+def test_the_distance_of_many_channels_has_no_interval(folders, tmp_path):
     def wide(images):
         return torch.cat([blocks(images).pooled, torch.zeros(len(images), 300)], dim=1)
 
-    comparison = compared(folders, extractor=wide, extractor_name="wide", sample_scores={})
-    assert "fid" in comparison.variants[1].scores and "fid" not in comparison.variants[1].differences
-    page = write_report(comparison, tmp_path / "report")
+    variants, remarks = compared(folders, extractor=wide, extractor_name="wide", sample_scores={})
+    assert "fid" in variants[1].scores and "fid" not in variants[1].differences
+    page = write_report(variants, tmp_path / "report", remarks=remarks)
     for text in (page.read_text(), page.with_name("report.md").read_text()):
         assert "channels has no interval" in text
-    for text, name in zip(
-        compared(folders).remarks, ("The reference real holds 40", "Every set holds 30"), strict=True
-    ):
-        assert text.startswith(f"{name} images. ") and "about 60" in text
 
 
 def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
@@ -105,28 +111,73 @@ def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
         bootstrap(lambda chosen: 0.0, 1, 100)
 
 
+def test_sets_are_compared_with_the_first_sample_by_sample(tmp_path):
+    sets = [
+        write_set(tmp_path / name, value, size=9) for name, value in (("softmax", 100), ("near", 101), ("far", 110))
+    ]
+    (base, near, far), remarks = compare_sets(sets, similarities={"step": steps})
+    assert (base.scores, base.similarities, remarks) == ({}, {}, [])
+    # a few pixels are cut off at 255
+    assert near.scores == {"step": pytest.approx(1, abs=0.01)}
+    assert far.similarities["step"].value == far.scores["step"] == pytest.approx(10, abs=0.1)
+    assert far.similarities["step"].low <= far.scores["step"] <= far.similarities["step"].high
+
+
+def test_measures_that_are_not_defined_for_small_pictures_are_left_out_with_a_remark(tmp_path):
+    sets = [write_set(tmp_path / name, 128) for name in ("a", "b")]
+    for folder in sets:
+        write_pictures(folder, 1, size=16)
+    variants, (remark,) = compare_sets(sets, similarities={"step": steps})
+    assert variants[1].scores == {"step": 0}
+    assert variants[1].similarities == {}
+    assert remark.startswith("step is of 1 of 30 samples")
+    write_pictures(sets[1], 1, size=15)
+    with pytest.raises(ValueError, match=r"0000.png has .*\(1, 16, 16\) in .*a and \(1, 15, 15\) in .*b; generate"):
+        compare_sets(sets, similarities={"step": steps})
+
+
+def test_videos_are_averaged_over_frames(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
+    pytest.importorskip("av")
+    sets = []
+    for name, last in (("a", 0.0), ("b", 0.5)):
+        folder = tmp_path / name
+        folder.mkdir()
+        frames = torch.zeros(10, 32, 32, 3)
+        frames[-1] = last
+        write_video(frames, folder / "0.mp4", 6)
+        (folder / "samples.json").write_text('[{"file": "0.mp4", "text": "a cat"}]')
+        (folder / "generation.json").write_text("{}")
+        sets.append(folder)
+    found = compare_sets(sets, similarities={"step": steps, "psnr": psnr})[0][1].scores
+    # H.264 is not exact, but for a flat frame nearly so
+    assert found["step"] == pytest.approx(0.5 * 255 / 10, abs=0.3)
+    # nine frames are equal; of the others' errors a tenth would be a mean of 16 dB
+    assert found["psnr"] == pytest.approx((9 * 100 + 20 * math.log10(2)) / 10, abs=0.1)
+
+
 def test_report_shows_everything_and_needs_nothing_beside_it(folders, tmp_path):
-    comparison = compared(folders)
-    page = write_report(comparison, tmp_path / "report", shown=4).read_text()
+    variants, _ = compared(folders)
+    page = write_report(variants, tmp_path / "report", shown=4).read_text()
     assert page.count("data:image/png;base64,") == 3 * 4
     assert "http" not in page
     assert 'src="/' not in page
     assert "class &lt;3&gt;" in page
     assert "class &lt;4&gt;" not in page
-    assert score_table(comparison)[0][1:3] == ["held-out loss ↓", "FID ↓"]
-    assert score_table(comparison)[0][-1] == "brightness"
+    assert score_table(variants)[0][1:3] == ["held-out loss ↓", "FID ↓"]
+    assert score_table(variants)[0][-1] == "brightness"
     markdown = (tmp_path / "report" / "report.md").read_text()
-    for row in score_table(comparison)[1] + difference_table(comparison)[1]:
+    for row in score_table(variants)[1] + difference_table(variants)[1]:
         assert f"| {' | '.join(row)} |" in markdown
         assert f"<td>{row[0]}</td>" in page
     written = json.loads((tmp_path / "report" / "comparison.json").read_text())["variants"]
-    assert written["linear"]["scores"] == pytest.approx(comparison.variants[2].scores)
+    assert written["linear"]["scores"] == pytest.approx(variants[2].scores)
     assert list(written) == ["softmax", "MHLA", "linear"]
 
 
 def test_the_paper_s_rows_stand_beside_its_models(tmp_path):
     sets = [write_set(tmp_path / name, 128, model="facebook/DiT-XL-2-256", fid=9.9) for name in ("a", "b")]
-    header, rows = score_table(compare_sets(sets))
+    header, rows = score_table(compare_sets(sets)[0])
     assert header[:2] == ["variant", "FID ↓"]
     assert rows[2][:2] == ["paper: DiT-XL/2, softmax", "9.62"]
     assert len(paper_rows("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")) == 4
@@ -135,7 +186,7 @@ def test_the_paper_s_rows_stand_beside_its_models(tmp_path):
     # and results of the official evaluators
     (sets[0] / "vbench.json").write_text('{"quality": 84.2, "total": 82.6}')
     (sets[0] / "geneval.json").write_text('{"counting": 0.2, "overall": 0.64}')
-    first, second = compare_sets(sets).variants
+    first, second = compare_sets(sets)[0]
     assert first.scores == {"fid": 9.9, "quality": 84.2, "total": 82.6, "geneval": 0.64}
     assert second.scores == {"fid": 9.9}
 
@@ -160,21 +211,17 @@ def test_sets_that_are_not_paired_are_refused(folders, tmp_path):
 
 
 def test_what_mhla_generate_wrote_is_compared(tmp_path):
+    settings = {"num_inference_steps": 1}
     for name, patch in (("softmax", None), ("linear", "dit-xl-2-256")):
         for seeds in ((0,), (5, 0)):  # one after the other into a folder, whose list then holds both
-            asked = {"seeds": seeds, "patch": patch, "settings": {"num_inference_steps": 1}}
-            list(generate(GenerationConfig("dit", ("a seven", "3"), tmp_path / name, **asked)))
+            samples = plan_samples(["a seven", "3"], ".png", seeds)
+            list(generate(SampleSet("dit", samples, tmp_path / name, seed=None, patch=patch, settings=settings)))
     variants = read_variants([tmp_path / "softmax", tmp_path / "linear"])
-    texts = {sample.file: sample.text for sample in variants[0].samples}
-    assert texts == {
-        f"000{n}-{s}-{name}.png": text for n, name, text in ((0, "a-seven", "a seven"), (1, "3", "3")) for s in (0, 5)
-    }
+    found = {sample.file: (sample.text, sample.seed) for sample in variants[0].samples}
+    prompts = enumerate((("a-seven", "a seven"), ("3", "3")))
+    assert found == {f"000{n}-{s}-{name}.png": (text, s) for n, (name, text) in prompts for s in (0, 5)}
     with pytest.raises(ValueError, match="seed=None, now 0"):
-        prepare_folder(
-            SampleConfig(
-                "dit", samples=variants[0].samples, output=tmp_path / "softmax", settings={"num_inference_steps": 1}
-            )
-        )
+        list(generate(SampleSet("dit", variants[0].samples, tmp_path / "softmax", settings=settings)))
 
 
 def test_nothing_to_compare_by_is_said(tmp_path):
@@ -184,19 +231,27 @@ def test_nothing_to_compare_by_is_said(tmp_path):
         assert way in str(shown.exception)
     assert not (tmp_path / "report").exists()
     (sets[1] / "scores.json").write_text('{"held_out_loss": 0.5}')
-    assert compare_sets(sets).variants[1].scores == {"held_out_loss": 0.5}
+    assert compare_sets(sets)[0][1].scores == {"held_out_loss": 0.5}
 
 
-def test_command(folders, tmp_path):
+def test_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lpips", None)
+    write_pictures(tmp_path / "real", 40, seed=8, size=16)
+    sets = [write_set(tmp_path / name, value, size=16) for name, value in (("softmax", 100), ("MHLA", 110))]
     plug = "tests.evaluation.test_compare:brightness"
     shown = mhla(
-        *("eval", "compare", *folders, "--reference", tmp_path / "real", "--output", tmp_path / "report"),
+        *("eval", "compare", *sets, "--reference", tmp_path / "real", "--output", tmp_path / "report"),
         *("--extractor", "tests.evaluation.pictures:blocks", "--score", f"brightness={plug}"),
     )
     assert shown.exit_code == 0, shown.output
-    assert "softmax" in shown.output
-    assert (tmp_path / "report" / "report.html").is_file()
-    assert "must look like NAME=" in str(mhla("eval", "compare", *folders, "--score", plug).exception)
+    assert all(text in shown.output for text in ("softmax", "PSNR (dB) ↑", "SSIM ↑", "LPIPS is left out"))
+    written = json.loads((tmp_path / "report" / "comparison.json").read_text())["variants"]["MHLA"]
+    assert set(written["differences"]) == {"fid", "brightness"}
+    assert written["scores"]["psnr"] == pytest.approx(20 * math.log10(255 / 10), abs=0.1)
+    assert written["similarities"]["ssim"]["low"] <= written["scores"]["ssim"] <= 1
+    for name in ("report.html", "report.md"):
+        assert "similarity to softmax" in (tmp_path / "report" / name).read_text()
+    assert "must look like NAME=" in str(mhla("eval", "compare", *sets, "--score", plug).exception)
 
 
 @pytest.mark.slow

@@ -1,90 +1,25 @@
-"""Sets of samples of the tiny pipelines."""
+"""Sets of samples: their lists, and mhla eval samples with a subcommand for each kind."""
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from PIL import Image, ImageChops
 
-from mhla_diffusers.evaluation.samples import (
-    SampleConfig,
-    class_samples,
-    generate_samples,
-    prepare_folder,
-    prompt_samples,
-)
-from mhla_diffusers.generation.record import Sample
+from mhla_diffusers.evaluation.images import Images
+from mhla_diffusers.evaluation.samples import class_samples, prompt_samples, require_samples
+from mhla_diffusers.generation.record import Sample, write_sample_list
 
-from .pictures import write_pictures
+from .pictures import mhla, write_pictures
 
-FAST = {"num_inference_steps": 2}
+FAST = ("--set", "num_inference_steps=1")
 
 
-def config(output, count=5, **changes):
-    return SampleConfig(
-        **{"family": "dit", "samples": class_samples(count, 10), "output": output, "settings": FAST, **changes}
-    )
-
-
-def make(chosen, process=0, processes=1):
-    prepare_folder(chosen)
-    return list(generate_samples(chosen, process, processes))
-
-
-def differences(first, second):
-    """Largest difference of any pixel between the files of two folders."""
-    names = sorted(file.name for file in first.glob("*.png"))
-    assert names == sorted(file.name for file in second.glob("*.png"))
-    pairs = [[Image.open(folder / name) for folder in (first, second)] for name in names]
-    return [max(high for _, high in ImageChops.difference(*pair).getextrema()) for pair in pairs]
-
-
-def test_samples_do_not_depend_on_batch_size_and_processes(tmp_path):
-    assert make(config(tmp_path / "one")) == [0, 1, 2, 3, 4, 5]
-    assert make(config(tmp_path / "batched", batch_size=3)) == [0, 3, 5]
-    assert make(config(tmp_path / "shared", batch_size=2), 0, 2) == [0, 2, 3]
-    assert make(config(tmp_path / "shared", batch_size=2), 1, 2) == [0, 2]
-    # a batched matrix product may round differently in the last bit
-    assert max(differences(tmp_path / "one", tmp_path / "batched")) <= 1
-    assert max(differences(tmp_path / "one", tmp_path / "shared")) <= 1
-    make(config(tmp_path / "other", seed=1))
-    assert min(differences(tmp_path / "one", tmp_path / "other")) > 10
-
-
-def test_a_stopped_run_goes_on_and_a_longer_one_too(tmp_path):
-    make(config(tmp_path))
-    kept = (tmp_path / "000000.png").stat().st_mtime_ns
-    (tmp_path / "000003.png").unlink()
-    assert make(config(tmp_path)) == [4, 5]
-    assert make(config(tmp_path, count=6)) == [5, 6]
-    assert (tmp_path / "000000.png").stat().st_mtime_ns == kept
-    assert json.loads((tmp_path / "samples.json").read_text())[5] == {"file": "000005.png", "text": "5"}
-
-
-def test_a_folder_of_other_samples_is_refused(tmp_path):
-    make(config(tmp_path, count=2))
-    for changes, message in (
-        ({"seed": 1}, "seed=0, now 1"),
-        ({"settings": {}}, "num_inference_steps"),
-        ({"samples": class_samples(4, 3, "random", 7)}, "holds another set: 00000"),
-        ({"samples": class_samples(1, 10)}, "holds another set: 000001.png shows '1', but this one has 'no such file'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            prepare_folder(config(tmp_path, **changes))
-    with pytest.raises(ValueError, match="unknown origin, such as 0000.png"):
-        prepare_folder(config(write_pictures(tmp_path / "foreign", 1)))
-
-
-def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
-    for changes in (
-        {"settings": {"num_inference_step": 2}},
-        {"patch": "nope"},
-        {"weights": str(tmp_path / "nowhere")},
-        {"seed": 3, "samples": [Sample("000000.png", "7"), Sample("000001.png", "5000")]},
-    ):
-        with pytest.raises((ValueError, OSError)):
-            make(config(tmp_path, **changes))
-    assert not list(tmp_path.iterdir())
-    assert make(config(tmp_path, count=1)) == [0, 1]
+def samples(kind, *arguments):
+    return mhla("eval", "samples", kind, *arguments)
 
 
 def test_classes_are_balanced_or_drawn_and_prompts_numbered():
@@ -101,21 +36,113 @@ def test_classes_are_balanced_or_drawn_and_prompts_numbered():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("listed", "error", "message"),
     [
-        ({"family": "flux"}, "family='flux'"),
-        ({"device": "tpu9"}, "device='tpu9'"),
-        ({"samples": []}, "no samples"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"samples": [Sample("a.mp4", "1")]}, "dit generates .png files, but the samples are such as 'a.mp4'"),
+        (None, FileNotFoundError, "has no samples.json"),
+        ([Sample("0000.png", "a"), Sample("0001.png", "a")], FileNotFoundError, "lacks 1 of 2 .* 0001.png"),
+        ([], ValueError, "lists no samples"),
     ],
 )
-def test_bad_settings_are_refused(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        config(tmp_path, **changes)
+def test_sets_that_are_not_whole_are_refused(tmp_path, listed, error, message):
+    folder = write_pictures(tmp_path, 1)
+    if listed is not None:
+        write_sample_list(listed, folder)
+    with pytest.raises(error, match=message):
+        require_samples(folder)
+    (folder / "samples.json").write_text('[{"name": 3}]')
+    with pytest.raises(ValueError, match="no list of samples"):
+        require_samples(folder)
 
 
-def test_videos_are_written(tmp_path):
-    samples = prompt_samples(["a seven moving left"], 1, ".mp4")
-    assert make(config(tmp_path, family="wan", samples=samples)) == [0, 1]
-    assert (tmp_path / "00000-0.mp4").stat().st_size > 500
+def test_each_kind_of_set_takes_its_own_options_and_those_of_all():
+    own = {"classes": "--label-order", "prompts": "--per-prompt", "geneval": "METADATA", "vbench": "--all-flickering"}
+    for kind, option in own.items():
+        shown = samples(kind, "--help")
+        assert shown.exit_code == 0, shown.output
+        assert option.lower() in shown.output.lower()
+        assert {name for name in own.values() if name.startswith("--") and name in shown.output} <= {option}
+        for shared in ("--family", "--model", "--weights", "--seed", "--batch-size", "--device", "--set"):
+            assert shared in shown.output
+
+
+def test_classes_are_those_of_the_model_and_go_into_adm_s_npz(tmp_path):
+    """The tiny DiT has room for a thousand, and names for ten."""
+    asked = (tmp_path / "out", "--family", "dit", *FAST, "--batch-size", "12")
+    made = samples("classes", *asked, "--count", "2")
+    assert made.exit_code == 0, made.output
+    kept = (tmp_path / "out" / "000000.png").stat().st_mtime_ns
+    more = samples("classes", *asked, "--count", "12", "--npz", tmp_path / "out.npz")
+    assert "holds 12 samples" in more.output
+    assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
+    assert len(Images(tmp_path / "out.npz")) == 12
+    listed = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert [entry["text"] for entry in listed] == [*map(str, range(10)), "0", "1"]
+    assert "seed=0, now 1" in str(samples("classes", *asked, "--count", "3", "--seed", "1").exception)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        ("dit", ("--labels", 5000, "--label-order", "random"), r"'\d+' is no class of this DiT.* 0 to 9"),
+        ("sana", (), "sana takes text, not classes"),
+        ("kandinsky", (), "family='kandinsky' is unknown"),
+    ],
+)
+def test_classes_that_the_model_does_not_have_are_refused(tmp_path, family, arguments, message):
+    refused = samples("classes", tmp_path, "--family", family, "--count", 4, *arguments)
+    assert re.search(message, str(refused.exception))
+
+
+def test_prompts_come_from_a_file(tmp_path):
+    (tmp_path / "prompts.txt").write_text("seven\n3\n")
+    asked = (tmp_path / "prompts.txt", "--per-prompt", "2")
+    made = samples("prompts", tmp_path / "out", *asked, "--family", "dit", *FAST, "--batch-size", "4")
+    assert made.exit_code == 0, made.output
+    listed = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert listed[2] == {"file": "00001-0.png", "text": "3"}
+    assert len(list((tmp_path / "out").glob("*.png"))) == 4
+    refused = samples("prompts", tmp_path / "videos", *asked, "--family", "wan", "--npz", tmp_path / "x.npz")
+    assert "is for images, but wan makes videos" in str(refused.exception)
+    assert not (tmp_path / "videos").exists()
+
+
+def test_geneval_s_evaluator_finds_what_it_reads(tmp_path):
+    (tmp_path / "metadata.jsonl").write_text('{"tag": "counting", "prompt": "a seven"}\n')
+    made = samples(
+        *("geneval", tmp_path / "out", tmp_path / "metadata.jsonl", "--family", "dit", *FAST, "--batch-size", "4")
+    )
+    assert made.exit_code == 0, made.output
+    assert json.loads((tmp_path / "out" / "00000" / "metadata.jsonl").read_text())["tag"] == "counting"
+    assert len(list((tmp_path / "out" / "00000" / "samples").glob("000?.png"))) == 4
+
+
+def test_vbench_s_videos_are_named_after_its_prompts(tmp_path):
+    suite = tmp_path / "VBench_full_info.json"
+    suite.write_text(json.dumps([{"prompt_en": "a seven", "dimension": ["color"]}]))
+    (tmp_path / "augmented.txt").write_text("a seven moving left")
+    asked = (tmp_path / "out", suite, "--augmented", tmp_path / "augmented.txt", *FAST, "--batch-size", "5")
+    made = samples("vbench", *asked, "--family", "wan")
+    assert made.exit_code == 0, made.output
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.mp4")) == [f"a seven-{n}.mp4" for n in range(5)]
+    listed = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert listed[4] == {"file": "a seven-4.mp4", "text": "a seven moving left"}
+    refused = samples("vbench", *asked, "--family", "sana")
+    assert "sana generates .png files, but the samples are such as 'a seven-0.mp4'" in str(refused.exception)
+
+
+@pytest.mark.slow
+def test_processes_of_accelerate_share_the_work_and_go_on(tmp_path):
+    script = tmp_path / "command.py"
+    script.write_text("from mhla_diffusers.cli import run\nrun()\n")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    asked = ("classes", tmp_path / "out", "--family", "dit", *FAST, "--count")
+    command = [*launch, script, "eval", "samples", *asked, "3", "--npz", tmp_path / "out.npz"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    assert samples(*asked, 1).exit_code == 0
+    kept = (tmp_path / "out" / "000000.png").stat().st_mtime_ns
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("holds 3 samples") == 1
+    assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
+    assert len(Images(tmp_path / "out.npz")) == 3

@@ -1,14 +1,13 @@
 """VBench's suite, totals, and driving it; a small stand-in package plays VBench."""
 
-import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from mhla_diffusers.evaluation.vbench import (
     DIMENSIONS,
-    VBenchConfig,
     VBenchError,
     read_augmented,
     read_results,
@@ -150,7 +149,8 @@ class VBench:
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def given(tmp_path, monkeypatch):
+    """Arguments of a run over three dimensions, with a stand-in for VBench."""
     site = tmp_path / "site"
     for package, content in (("vbench", STAND_IN), ("torch", "device = str")):
         (site / package).mkdir(parents=True)
@@ -163,61 +163,57 @@ def config(tmp_path, monkeypatch):
     for video in suite_videos(entries):
         (videos / video.file).touch()
     (videos / "samples.json").write_text("[]")
-    return VBenchConfig(
-        *map(type(tmp_path), (sys.executable, tmp_path / "suite.json", videos, tmp_path / "out")),
-        dimensions=("scene", "color", "human_action"),
-        device="cpu",
-    )
+    paths = {"suite": tmp_path / "suite.json", "videos": videos, "output": tmp_path / "out"}
+    return {"python": Path(sys.executable), **paths, "dimensions": ("scene", "color", "human_action"), "device": "cpu"}
 
 
-def test_dimensions_run_one_by_one_and_go_on_after_a_failure(config, monkeypatch):
+def test_dimensions_run_one_by_one_and_go_on_after_a_failure(given, monkeypatch):
     monkeypatch.setenv("FAIL_IN", "color")
-    run = run_vbench(config)
+    run = run_vbench(**given)
     assert next(run) == ("scene", 1.0, True)
     with pytest.raises(VBenchError, match="failed in color.*\n.*\n(.*\n)*RuntimeError: no such checkpoint"):
         next(run)
     monkeypatch.delenv("FAIL_IN")
-    assert list(run_vbench(config)) == [("scene", 1.0, False), ("color", 1.0, True), ("human_action", 1.0, True)]
-    log = (config.output / "vbench.log").read_text()
+    assert list(run_vbench(**given)) == [("scene", 1.0, False), ("color", 1.0, True), ("human_action", 1.0, True)]
+    log = (given["output"] / "vbench.log").read_text()
     assert log.count("evaluated") == 3
     assert log.count("=== color") == 2
 
 
-def test_missing_videos_are_named_before_any_work(config):
-    (config.videos / "scene prompt-3.mp4").unlink()
+def test_missing_videos_are_named_before_any_work(given):
+    (given["videos"] / "scene prompt-3.mp4").unlink()
     with pytest.raises(ValueError, match="lacks 1 videos of scene, color, for example 'scene prompt-3.mp4'"):
-        next(run_vbench(config))
-    assert not config.output.exists()
+        next(run_vbench(**given))
+    assert not given["output"].exists()
 
 
-def test_results_of_other_videos_are_not_mixed(config):
-    list(run_vbench(config))
-    other = config.videos.rename(config.videos.with_name("other"))
+def test_results_of_other_videos_are_not_mixed(given):
+    list(run_vbench(**given))
+    other = given["videos"].rename(given["videos"].with_name("other"))
     with pytest.raises(ValueError, match="holds results of .*videos, not of .*other"):
-        next(run_vbench(VBenchConfig(config.python, config.suite, other, config.output, config.dimensions)))
+        next(run_vbench(**{**given, "videos": other}))
 
 
-def test_flickering_is_evaluated_on_what_the_static_filter_has_left(config, tmp_path):
-    entries = [*read_suite(config.suite), {"prompt_en": "a still frame", "dimension": ["temporal_flickering"]}]
-    config.suite.write_text(json.dumps(entries))
+def test_flickering_is_evaluated_on_what_the_static_filter_has_left(given, tmp_path):
+    entries = [*read_suite(given["suite"]), {"prompt_en": "a still frame", "dimension": ["temporal_flickering"]}]
+    given["suite"].write_text(json.dumps(entries))
     filtered = tmp_path / "filtered_videos"
     filtered.mkdir()
-    chosen = dataclasses.replace(config, dimensions=("scene", "temporal_flickering"), flickering_videos=filtered)
+    chosen = {**given, "dimensions": ("scene", "temporal_flickering"), "flickering": filtered}
     with pytest.raises(ValueError, match="holds no videos of temporal_flickering; give the folder filtered_videos"):
-        next(run_vbench(chosen))
+        next(run_vbench(**chosen))
     for number in range(3):
         (filtered / f"a still frame-{number}.mp4").touch()
-    assert list(run_vbench(chosen)) == [("scene", 1.0, True), ("temporal_flickering", 0.6, True)]
+    assert list(run_vbench(**chosen)) == [("scene", 1.0, True), ("temporal_flickering", 0.6, True)]
     with pytest.raises(ValueError, match="holds results of .*videos, .*filtered_videos, not of"):
-        next(run_vbench(config))
+        next(run_vbench(**given))
 
 
-def test_environment_without_vbench_is_said(config, monkeypatch):
+def test_environment_without_vbench_is_said(given, monkeypatch):
     monkeypatch.delenv("PYTHONPATH")
     with pytest.raises(VBenchError, match="cannot be imported.*No module named 'vbench'"):
-        next(run_vbench(config))
-    absent = VBenchConfig(config.python.with_name("no-python"), config.suite, config.videos, config.output)
+        next(run_vbench(**given))
     with pytest.raises(FileNotFoundError, match="no Python at"):
-        next(run_vbench(absent))
+        next(run_vbench(**{**given, "python": Path("no-python")}))
     with pytest.raises(ValueError, match="colour is no dimension"):
-        VBenchConfig(config.python, config.suite, config.videos, config.output, ("colour",))
+        next(run_vbench(**{**given, "dimensions": ("colour",)}))

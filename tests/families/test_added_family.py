@@ -110,7 +110,7 @@ def test_latents_are_those_that_the_autoencoder_gets(family):
 def test_folder_of_the_pipeline_can_be_chosen_as_a_model(tmp_path):
     choice = PipelineChoice("cogview3plus", model=str(save_cogview3plus(tmp_path)), settings=CALL)
     choice.check()
-    (image,) = choice.generate(choice.load(), ["the red dog"], [torch.Generator().manual_seed(3)])
+    (image,) = choice.call(choice.load(), ["the red dog"], [torch.Generator().manual_seed(3)])
     assert image.size == (64, 64)
 
 

@@ -9,27 +9,90 @@ import pytest
 import torch
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
-from PIL import Image
+from PIL import Image, ImageChops
 
 from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
 from mhla_diffusers.families.dit import DiTFamily, class_label
 from mhla_diffusers.files import check_writable, written_aside
 from mhla_diffusers.generation import PipelineChoice
-from mhla_diffusers.generation.generate import GenerationConfig, generate, name_of_prompt, plan_tasks, read_picture
+from mhla_diffusers.generation.generate import SampleSet, generate, name_of_prompt, plan_samples, read_picture
+from mhla_diffusers.generation.record import Sample
 from mhla_diffusers.patching import is_patched
 from mhla_diffusers.tiny import load_tiny, loading
 
 from ..evaluation.pictures import mhla as in_process
+from ..evaluation.pictures import write_pictures
 
 FAST = {"num_inference_steps": 2}
 FAST_SET = ("--set", "num_inference_steps=1")
 DIT = str(loading.pipeline_folder("dit"))
 
 
+def prompted(output, *prompts, seeds=(0,), family="dit", **choices):
+    """As mhla generate makes it."""
+    suffix = ".mp4" if family == "wan" else ".png"
+    choices = {"settings": FAST, **choices}
+    return SampleSet(family, plan_samples(prompts, suffix, seeds), output, seed=None, **choices)
+
+
+def numbered(output, count=5, **choices):
+    """As mhla eval samples makes it."""
+    samples = [Sample(f"{number:06d}.png", str(number % 10)) for number in range(count)]
+    return SampleSet("dit", **{"samples": samples, "output": output, "settings": FAST, **choices})
+
+
+def made(config, *process):
+    return [new for _, new in generate(config, *process)]
+
+
+def differences(first, second):
+    """Largest difference of any pixel between the files of two folders."""
+    names = sorted(file.name for file in first.glob("*.png"))
+    assert names == sorted(file.name for file in second.glob("*.png"))
+    pairs = [[Image.open(folder / name) for folder in (first, second)] for name in names]
+    return [max(high for _, high in ImageChops.difference(*pair).getextrema()) for pair in pairs]
+
+
+def test_samples_do_not_depend_on_batch_size_and_processes(tmp_path):
+    assert made(numbered(tmp_path / "one")) == [True] * 5
+    assert made(numbered(tmp_path / "batched", batch_size=3)) == [True] * 5
+    assert made(numbered(tmp_path / "shared", batch_size=2), 0, 2) == [True] * 3
+    assert made(numbered(tmp_path / "shared", batch_size=2), 1, 2) == [True] * 2
+    # a batched matrix product may round differently in the last bit
+    assert max(differences(tmp_path / "one", tmp_path / "batched")) <= 1
+    assert max(differences(tmp_path / "one", tmp_path / "shared")) <= 1
+    made(numbered(tmp_path / "other", seed=1))
+    assert min(differences(tmp_path / "one", tmp_path / "other")) > 10
+
+
+def test_a_stopped_run_goes_on_and_a_longer_one_too(tmp_path):
+    made(numbered(tmp_path))
+    kept = (tmp_path / "000000.png").stat().st_mtime_ns
+    (tmp_path / "000003.png").unlink()
+    assert made(numbered(tmp_path)) == [False] * 4 + [True]
+    assert made(numbered(tmp_path, count=6)) == [False] * 5 + [True]
+    assert (tmp_path / "000000.png").stat().st_mtime_ns == kept
+    assert json.loads((tmp_path / "samples.json").read_text())[5] == {"file": "000005.png", "text": "5"}
+
+
+def test_a_folder_of_other_samples_is_refused(tmp_path):
+    made(numbered(tmp_path, count=2))
+    for changes, message in (
+        ({"seed": 1}, "seed=0, now 1"),
+        ({"seed": None}, "seed=0, now None"),
+        ({"settings": {}}, "num_inference_steps"),
+        ({"samples": [Sample("000000.png", "7")]}, "holds another set: 000000.png shows '0'"),
+        ({"count": 1}, "holds another set: 000001.png shows '1', but this one has 'no such file'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(numbered(tmp_path, **changes))
+    with pytest.raises(ValueError, match="unknown origin, such as 0000.png"):
+        made(numbered(write_pictures(tmp_path / "foreign", 1)))
+
+
 def test_images_are_written_once_and_kept(tmp_path):
-    config = GenerationConfig("dit", ("a seven", "3"), tmp_path / "out", seeds=(0, 5), settings=FAST)
-    made = list(generate(config))
-    assert [done for _, done in made] == [True] * 4
+    config = prompted(tmp_path / "out", "a seven", "3", seeds=(0, 5))
+    assert made(config) == [True] * 4
     assert sorted(p.name for p in config.output.iterdir()) == [
         "0000-0-a-seven.png",
         "0000-5-a-seven.png",
@@ -39,12 +102,12 @@ def test_images_are_written_once_and_kept(tmp_path):
         "samples.json",
     ]
     first = (config.output / "0000-0-a-seven.png").read_bytes()
-    assert [done for _, done in generate(config)] == [False] * 4
+    assert made(config) == [False] * 4
     (config.output / "0000-0-a-seven.png").unlink()
-    assert [done for _, done in generate(config)] == [True, False, False, False]
+    assert made(config) == [False, False, False, True]
     assert (config.output / "0000-0-a-seven.png").read_bytes() == first
     # a run for fewer of them lists what earlier ones have made as well
-    assert [done for _, done in generate(replace(config, prompts=("a seven",)))] == [False] * 2
+    assert made(prompted(config.output, "a seven", seeds=(0, 5))) == [False] * 2
     listed = json.loads((config.output / "samples.json").read_text())
     assert [one["text"] for one in listed] == ["a seven", "a seven", "3", "3"]
 
@@ -100,10 +163,9 @@ def test_modular_pipeline_is_named_as_what_it_is(tmp_path):
 
 def test_video_has_its_frame_rate_and_length(tmp_path):
     av = pytest.importorskip("av")
-    config = GenerationConfig("wan", ("a seven moving left",), tmp_path, frames_per_second=6, settings=FAST)
-    ((task, done),) = generate(config)
-    assert done
-    with av.open(str(task.file)) as container:
+    config = prompted(tmp_path, "a seven moving left", family="wan", frames_per_second=6)
+    ((sample, _),) = generate(config)
+    with av.open(str(tmp_path / sample.file)) as container:
         stream = container.streams.video[0]
         assert stream.average_rate == 6
         assert sum(1 for _ in container.decode(stream)) == 9
@@ -112,14 +174,14 @@ def test_video_has_its_frame_rate_and_length(tmp_path):
 def test_patch_is_applied(tmp_path):
     patch = tmp_path / "tiny.yaml"
     patch.write_text("family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n")
-    assert is_patched(GenerationConfig("dit", ("1",), tmp_path, patch=str(patch)).load())
+    assert is_patched(PipelineChoice("dit", patch=str(patch)).load())
 
 
 def test_tiny_pipelines_take_the_dtype_too(tmp_path):
-    config = GenerationConfig("dit", ("1",), tmp_path, dtype="bf16", settings=FAST)
-    assert config == GenerationConfig("dit", ("1",), tmp_path, dtype="bfloat16", settings=FAST)
+    config = prompted(tmp_path, "1", dtype="bf16")
+    assert config == prompted(tmp_path, "1", dtype="bfloat16")
     assert config.load().transformer.dtype == torch.bfloat16
-    assert [made for _, made in generate(config)] == [True]
+    assert made(config) == [True]
 
 
 def test_classes_are_given_by_number_name_or_phrase():
@@ -143,22 +205,24 @@ def test_a_run_that_failed_does_not_bind_the_folder_and_one_that_did_not_does(tm
         {"settings": {"num_inference_step": 2}},
         {"settings": {"num_inference_steps": 0}},
         {"patch": "nope"},
+        {"weights": str(tmp_path / "nowhere")},
     ):
-        with pytest.raises(ValueError, match="num_inference_step|nope"):
-            list(generate(GenerationConfig("dit", ("3",), tmp_path, **changes)))
+        with pytest.raises((ValueError, OSError), match="num_inference_step|nope|nowhere"):
+            made(prompted(tmp_path, "3", **changes))
+    with pytest.raises(ValueError, match="'5000' is no class"):
+        made(prompted(tmp_path, "3", "5000"))
+    assert not list(tmp_path.iterdir())
     # what a run that was stopped while it wrote has left is no sample
     (tmp_path / ".0000-0-3.png").write_text("")
-    ((_, made),) = generate(GenerationConfig("dit", ("3",), tmp_path, settings=FAST))
-    assert made
+    assert made(prompted(tmp_path, "3")) == [True]
     with pytest.raises(ValueError, match="num_inference_steps': 2}, now {}.*another output folder"):
-        next(generate(GenerationConfig("dit", ("3",), tmp_path)))
+        made(prompted(tmp_path, "3", settings={}))
 
 
 def test_folder_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
-    config = GenerationConfig("dit", ("1",), tmp_path / "file" / "out", model="does/not-exist")
     with pytest.raises(OSError, match="Cannot write to the output folder"):
-        next(generate(config))
+        made(prompted(tmp_path / "file" / "out", "1", model="does/not-exist"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -183,30 +247,45 @@ def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
     ("change", "message"),
     [
         ({"family": "stable-cascade"}, "family='stable-cascade'"),
-        ({"prompts": ()}, "no prompts"),
-        ({"seeds": ()}, "no seeds"),
+        ({"samples": ()}, "no samples"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 2, "samples": [Sample("a.png", "1", image="b.png")]}, "batch_size=2"),
+        ({"samples": [Sample("a.mp4", "1")]}, "dit generates .png files, but the samples are such as 'a.mp4'"),
         ({"patch": "a", "weights": "b"}, "either patch"),
         ({"dtype": "float99"}, "dtype='float99'"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"frames_per_second": 0}, "frames_per_second=0"),
         ({"device": "tpu9"}, "device='tpu9'.*cpu"),
-        ({"seeds": (0, -1)}, "seed -1 .*0 to 9223372036854775807"),
-        ({"seeds": (2**63,)}, "seed 9223372036854775808 "),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
-        GenerationConfig(**{"family": "dit", "prompts": ("1",), "output": tmp_path, **change})
+        SampleSet(**{"family": "dit", "samples": [Sample("a.png", "1")], "output": tmp_path, **change})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "message"),
+    [
+        ((), (0,), "no prompts"),
+        (("1",), (), "no seeds"),
+        (("1",), (0, -1), "seed -1 .*0 to 9223372036854775807"),
+        (("1",), (2**63,), "seed 9223372036854775808 "),
+    ],
+)
+def test_prompts_and_seeds_that_are_none_are_refused(prompts, seeds, message):
+    with pytest.raises(ValueError, match=message):
+        plan_samples(prompts, ".png", seeds)
 
 
 @pytest.mark.parametrize("text", ["../A cat/✨ " + "x" * 200, "猫" * 300, "🦭" * 300, "𠮷" * 300, "\0", "."])
 def test_file_names_are_safe(tmp_path, text):
-    (task,) = plan_tasks(GenerationConfig("wan", (text,), tmp_path, seeds=(2**63 - 1,)))
-    assert task.file.parent == tmp_path
-    assert len(task.file.name.encode()) < 220
-    with written_aside(task.file) as aside:
+    (sample,) = plan_samples([text], ".mp4", seeds=[2**63 - 1])
+    file = tmp_path / sample.file
+    assert file.parent == tmp_path
+    assert len(file.name.encode()) < 220
+    with written_aside(file) as aside:
         aside.touch()
-    assert task.file.exists()
+    assert file.exists()
 
 
 def test_file_names_keep_letters_of_every_script():
@@ -230,25 +309,25 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     patch = tmp_path / "tiny.yaml"
     head = "family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n"
     patch.write_text(head)
-    config = GenerationConfig("dit", ("3",), tmp_path / "patched", patch=str(patch), settings=FAST)
-    assert [made for _, made in generate(config)] == [True]
+    config = prompted(tmp_path / "patched", "3", patch=str(patch))
+    assert made(config) == [True]
     patch.write_text(f"# {head}\n{head}")
-    assert [made for _, made in generate(config)] == [False]
+    assert made(config) == [False]
     patch.write_text(head + "  mixing_init: uniform\n")
     with pytest.raises(
         ValueError, match=r"patch_settings={'mixing_init': 'locality'}, now {'mixing_init': 'uniform'}\)"
     ):
-        next(generate(config))
+        made(config)
     pipe = apply_mhla(load_tiny("dit"), str(patch))
     save_mhla(pipe, tmp_path / "weights")
     config = replace(config, patch=None, weights=str(tmp_path / "weights"), output=tmp_path / "trained")
-    assert [made for _, made in generate(config)] == [True]
-    assert [made for _, made in generate(config)] == [False]
+    assert made(config) == [True]
+    assert made(config) == [False]
     with torch.no_grad():
         next(iter(mhla_layers(pipe).values())).mixing.mul_(0.5)
     save_mhla(pipe, tmp_path / "weights")
     with pytest.raises(ValueError, match="weights_hash='.*', now '.*another output folder"):
-        next(generate(config))
+        made(config)
 
 
 def _shown(tmp_path: Path) -> str:
