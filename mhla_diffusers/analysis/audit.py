@@ -19,10 +19,10 @@ from ..patching.calibrate import (
     record_calls,
     spread_calls,
 )
+from ..patching.context import call_context, current
 from ..patching.handle import require_diffusion, require_layers, require_patched
 from ..patching.layer import layer_of
 from ..patching.processor import adapter_of, attention_inputs, tokens_of_grid
-from ..patching.runtime import call_context, current
 from ..patching.steps import Step
 from ..reporting import require_matplotlib, text_table
 

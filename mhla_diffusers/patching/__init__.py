@@ -1,6 +1,7 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
 from .calibrate import TransformerCall, calibrate_output_norm, calibrate_sparse, layer_sensitivity, record_calls
+from .context import call_context
 from .describe import describe, suggest_blocks
 from .handle import (
     Patched,
@@ -16,7 +17,6 @@ from .layer import MHLALayer
 from .loading import load_mhla, read_record
 from .patch import apply_mhla, attn_processors, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor
 from .processor import MHLAProcessor, attention_inputs
-from .runtime import call_context
 from .saving import CONFIG_NAME, Weights, push_mhla, save_mhla
 from .stream import VideoStream
 

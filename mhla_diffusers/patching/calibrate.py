@@ -16,10 +16,10 @@ from ..attention import with_lists
 from ..attention.calibrate import Candidates, candidate_errors, in_float32
 from ..attention.precision import without_autocast
 from ..families import get_family
+from .context import call_context
 from .handle import Patched, mhla_disabled, refuse_causal, refuse_language, require_layers, require_patched
 from .layer import MHLALayer
 from .processor import adapter_of, attention_inputs, tokens_of_grid
-from .runtime import call_context
 from .steps import refuse_step_cache
 
 Item = TypeVar("Item")

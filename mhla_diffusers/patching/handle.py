@@ -14,6 +14,7 @@ from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
 from ..families import Family, find_family, get_family, unwrapped
 from .compiling import allow_graphs, give_back_graphs
+from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter
 from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
 from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
 from .processor import (
@@ -23,7 +24,6 @@ from .processor import (
     holds_weights,
     with_backend_of,
 )
-from .runtime import CarryingCheckpoint, Grid, call_context, current
 from .steps import DenoisingLoop, Step
 from .weights import base_weights, check_writable, has_lora, remove_lora
 
@@ -42,7 +42,7 @@ class Patched:
     """One patched transformer: all that a patch has put into it, and all that is known of the two.
 
     :func:`apply_mhla` and :func:`load_mhla` make it, :func:`find_patched` finds it, and whatever works on a patch takes
-    it. Its hooks give every forward its :class:`~mhla_diffusers.patching.runtime.CallContext`. A transformer that was
+    it. Its hooks give every forward its :class:`~mhla_diffusers.patching.context.CallContext`. A transformer that was
     patched by diffusers' own ``set_attn_processor``, which passes no model, gets a handle without hooks on demand.
 
     Args:
@@ -342,9 +342,8 @@ class Patched:
 
     def _begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward: look at the processors and set the context of the call."""
-        context = current()
-        # of a forward that this one runs in, such as a student's that asks a patched teacher
-        context.outer = context.grid, context.parallel, context.disabled, context.outer
+        outer = current()
+        enter(CallContext(outer=outer))  # for _end, which takes it back after a refusal too
         arguments = self.family.named_arguments(args, kwargs)
         if self.family.is_diffusion and not self.is_paused:
             self._check_processors()
@@ -364,17 +363,28 @@ class Patched:
             self._warn_if_nothing_is_gained(grid)
             if self.few_steps is not None:
                 self.few_steps.warn_of_call(self.transformer, self.loop.pipe)
-        context.grid, context.parallel = grid, self._parallel
-        context.disabled = self.family.is_diffusion and self._is_disabled(trunk, args, kwargs)
+        disabled = self.family.is_diffusion and self._is_disabled(outer, trunk, args, kwargs)
         for module in self._checkpointing():
             CarryingCheckpoint.put_on(module)
+        enter(
+            CallContext(
+                grid,
+                self._parallel,
+                disabled,
+                outer.stream,
+                outer.step,
+                outer.step_disabled,
+                outer.in_every_step,
+                outer,
+            )
+        )
 
     def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """After a forward, also one that failed, whose result is None."""
         context = current()
         if result is not None:
             self.latest_grid = context.grid
-        context.grid, context.parallel, context.disabled, context.outer = context.outer or (None, None, False, None)
+        enter(CallContext() if context.outer is None else context.outer)
 
     @contextmanager
     def cache_context(self, name: str, **fields: Any) -> Iterator[None]:
@@ -392,9 +402,11 @@ class Patched:
         step = current().step
         return step if step is not None else self.loop.step_by_timestep(self.transformer, args, kwargs)
 
-    def _is_disabled(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_disabled(
+        self, context: CallContext, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Whether the patch is disabled in the denoising step of a forward; in training mode it never is."""
-        steps, context = self.config.softmax_steps, current()
+        steps = self.config.softmax_steps
         if not steps or transformer.training or context.in_every_step:
             return False
         if isinstance(steps, float) and steps == 1:  # whichever step it is

@@ -12,9 +12,9 @@ from ..attention.layout import check_blocks
 from ..config import MHLAConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs, named_arguments
+from .context import CallContext, current
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
 from .parallel import parallel_of
-from .runtime import CallContext, current
 
 _BACKEND = "_attention_backend"
 """Attribute that diffusers' set_attention_backend writes into processors."""

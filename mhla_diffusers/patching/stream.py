@@ -14,10 +14,10 @@ from torch import nn
 from ..attention import MHLAState
 from ..attention.rope import Rotary
 from ..families import get_family, unwrapped
+from .context import Grid, call_context
 from .handle import find_transformers
 from .layer import MHLALayer, layer_of
 from .parallel import parallel_of
-from .runtime import Grid, call_context
 
 
 class VideoStream:

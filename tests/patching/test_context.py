@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching.runtime import call_context, current
+from mhla_diffusers.patching.context import call_context, current
 from mhla_diffusers.patching.steps import Step
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched

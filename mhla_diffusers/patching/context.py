@@ -1,15 +1,15 @@
 """The context of a call: what the attentions of a forward need to know of it.
 
-The handle of a patched transformer fills it in before a forward, for its own thread, and a recomputation knows it
-again. It belongs to the call and not to the layers, which two threads share and which PEFT, ``deepcopy`` and
-checkpointing copy or run again.
+One immutable object per call. The hooks of a patched transformer set it before a forward, per thread, and take it back
+after it; it is restored while gradient checkpointing runs a block again. It belongs to the call and not to the layers,
+which two threads share and which PEFT, ``deepcopy`` and checkpointing copy or run again.
 """
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 
@@ -28,13 +28,13 @@ class InStream(Protocol):
     """Whether its tokens belong to the past of the next step."""
 
     def state_of(self, attn: Any, grid: Grid) -> MHLAState:
-        """What the frame blocks before have left behind in an attention."""
+        """Return what the frame blocks before have left behind in an attention."""
 
     def rotary(self, rotary: Rotary | None, grid: Grid) -> Rotary | None:
-        """RoPE of the step's place in the video, from what the model hands to its attentions."""
+        """Return RoPE of the step's place in the video, from what the model hands to its attentions."""
 
 
-class CallContext:
+class CallContext(NamedTuple):
     """What a thread's transformer is working on."""
 
     grid: Grid | None = None
@@ -43,49 +43,61 @@ class CallContext:
     """The processes between which its tokens are split."""
     disabled: bool = False
     """Whether patched attentions run what they ran before the patch."""
-    outer: Any = None
-    """Grid, processes, whether disabled, and ``outer`` of the forward in which this one runs; None if it is alone."""
     stream: InStream | None = None
     """The step of a video that the call is; None of one that stands by itself."""
     step: Step | None = None
     """The denoising step, where the pipeline passes it to ``cache_context``."""
     step_disabled: bool = False
-    """Whether the patch is disabled in that step. Worked out outside of the transformer: a compiled one that
-    compared numbers of steps would be compiled anew for each.
-    """
+    """Whether the patch is disabled in that step. Worked out outside of the transformer: a compiled one that compared
+    numbers of steps would be compiled anew for each."""
     in_every_step: bool = False
     """Whether patches run in every step, for forwards that are no part of a denoising loop."""
+    outer: Optional["CallContext"] = None
+    """Context in which the forward began, such as that of a student that asks a patched teacher."""
+
+
+class _Held:
+    """Holds a thread's context: an object of its own, because torch.compile follows no context variables."""
+
+    context = CallContext()
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.context = CallContext()  # an object of its own, since torch.compile follows no context variables
+        self.held = _Held()
 
 
 _THREAD = _Thread()
 
 
 def current() -> CallContext:
-    """The context of this thread."""
-    return _THREAD.context
+    """Return the context of this thread."""
+    return _THREAD.held.context
+
+
+def enter(context: CallContext) -> None:
+    """Set the context of this thread; :func:`within` is for whatever can leave it by itself."""
+    _THREAD.held.context = context
 
 
 @contextmanager
-def call_context(**fields: Any) -> Iterator[None]:
-    """Within it, fields of this thread's :class:`CallContext` have other values.
-
-    Raises:
-        AttributeError: an unknown field.
-    """
-    context = _THREAD.context
-    before = {name: getattr(context, name) for name in fields}
-    for name, value in fields.items():
-        setattr(context, name, value)
+def within(context: CallContext) -> Iterator[None]:
+    """Give this thread another context, and at the end the one of before."""
+    before = current()
+    enter(context)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(context, name, value)
+        enter(before)
+
+
+def call_context(**fields: Any) -> AbstractContextManager[None]:
+    """Change fields of this thread's :class:`CallContext` within the context.
+
+    Raises:
+        ValueError: an unknown field.
+    """
+    return within(current()._replace(**fields))
 
 
 class CarryingCheckpoint:
@@ -95,9 +107,7 @@ class CarryingCheckpoint:
     """
 
     ATTRIBUTE = "_gradient_checkpointing_func"
-    """In which gradient checkpointing is switched on: of diffusers' transformer, or of every block of transformers'
-    models.
-    """
+    """Switches gradient checkpointing on: of diffusers' transformer, or of every block of transformers' models."""
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
@@ -106,9 +116,7 @@ class CarryingCheckpoint:
         """Run a block; when it runs again, it has the context of now."""
         if torch.compiler.is_compiling():  # recomputes its graph, of which the grid is a part
             return self.checkpoint(block, *args)
-        context = _THREAD.context
-        run = partial(_run_within, context.grid, context.parallel, context.disabled, block)
-        return self.checkpoint(run, *args)
+        return self.checkpoint(partial(_run_within, current(), block), *args)
 
     @classmethod
     def put_on(cls, module: Any) -> None:
@@ -125,6 +133,6 @@ class CarryingCheckpoint:
             setattr(module, cls.ATTRIBUTE, carrying.checkpoint)
 
 
-def _run_within(grid: Grid | None, parallel: Parallel | None, disabled: bool, block: Any, *args: Any) -> Any:
-    with call_context(grid=grid, parallel=parallel, disabled=disabled):
+def _run_within(context: CallContext, block: Any, *args: Any) -> Any:
+    with within(context):
         return block(*args)
