@@ -1,9 +1,19 @@
 """Names of devices, as users write them."""
 
+import os
+
 import pytest
 import torch
 
-from mhla_diffusers.devices import available_devices, choose_device, dtype_name, launched_on_cpus, precision_name
+from mhla_diffusers.devices import (
+    available_devices,
+    choose_device,
+    dtype_name,
+    free_threads,
+    launched_on_cpus,
+    precision_name,
+    threads,
+)
 
 
 def test_devices_that_are_here():
@@ -57,3 +67,11 @@ def test_a_type_that_is_unknown_is_refused_with_the_spellings_that_there_are(nam
         ValueError, match=r"dtype=.* is unknown; allowed: .*bfloat16 \(or bf16\), float16 \(or fp16\)\."
     ):
         dtype_name(name)
+
+
+def test_threads_are_given_back():
+    before = torch.get_num_threads()
+    with threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+    assert 1 <= free_threads() <= (os.cpu_count() or 1)

@@ -10,20 +10,20 @@ import shutil
 import time
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 
-from mhla_diffusers.config import patch_folder
+from mhla_diffusers.config import MHLAConfig, patch_folder
 from mhla_diffusers.demo.adaptation import (
     ADAPTED_CONTROL,
     ADAPTED_RECORD,
+    DIFFUSION,
+    END_TO_END_STEPS,
+    TRANSFER_STEPS,
     Adaptation,
     Variant,
-    digit_latents,
     held_out_curve,
-    recipe_of,
-    streamed_variant,
+    stages_of,
     variants,
 )
 from mhla_diffusers.files import write_json, write_tensors
@@ -31,66 +31,71 @@ from mhla_diffusers.generation import load_result
 from mhla_diffusers.patching import save_mhla
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 from mhla_diffusers.tiny.loading import control_file, load_control, record_checksums
+from mhla_diffusers.training import StageConfig
 
-HELD_OUT = 64
+SAMPLES, HELD_OUT = 512, 64
 
 
-class Adapting:
-    """Adapts and saves the variants of one tiny pipeline.
+def variants_that_ship(tiny: TinyPipeline) -> dict[str, tuple[Variant, tuple[StageConfig, ...]]]:
+    """Return the variants of the demo and, for clips, the causal patch, by their short names, with their stages.
 
-    Args:
-        tiny: which.
-        output: folder for the runs and the finished ``patches``.
-        seed: of data and training.
-        samples: scenes to adapt on.
+    The causal patch generates a few frames after others. It has two rows of blocks: the own frames, and all that came
+    before, which ``beyond="relative"`` makes one. So a clip of the usual length, which has three frame blocks, shows it
+    what a longer one is made of. It learns from the data alone: the teacher sees later frames, and was never trained on
+    frames with separate times.
     """
+    found = {variant.short: (variant, stages_of(variant, tiny)) for variant in variants(tiny)}
+    if tiny.is_video:
+        patch = MHLAConfig(
+            (2, *tiny.blocks[1:]),
+            mixing_per_head=True,
+            sparse="own",
+            causal="block",
+            block_length=3,
+            beyond="relative",
+        )
+        steps = TRANSFER_STEPS + END_TO_END_STEPS
+        stage = StageConfig(steps, 5e-4, "attention", DIFFUSION, mixing_learning_rate=5e-3, scheduler="cosine")
+        found["causal"] = Variant("MHLA, causal", "causal", patch), (stage,)
+    return found
 
-    def __init__(self, tiny: TinyPipeline, output: Path, seed: int = 1, samples: int = 512) -> None:
-        self.tiny, self.output = tiny, output
-        data = digit_latents(load_tiny(tiny.family), tiny, samples, HELD_OUT, seed)
-        self.adaptation = Adaptation(tiny, data, HELD_OUT, seed, validate_every=50, batch_size=tiny.batch_size)
 
-    def make(self, variant: Variant) -> Path:
-        """Adapt one variant, or go on with it, and save it.
+def adapt(adaptation: Adaptation, variant: Variant, stages: tuple[StageConfig, ...], output: Path) -> Path:
+    """Adapt one variant, or go on with it, and save it.
 
-        Returns:
-            The folder that holds what ships.
-        """
-        run = self.output / f"run-{variant.short}"
-        if not (run / "result").is_dir():
-            self.adaptation.adapt(self.adaptation.patched(variant.patch), recipe_of(variant, self.tiny), run)
-        folder = self.output / "patches" / f"tiny-{self.tiny.family}-{variant.short}"
-        if not (folder / ADAPTED_RECORD).is_file():
-            self._save(variant, run, folder)
+    Returns:
+        The folder that holds what ships.
+    """
+    run, family = output / f"run-{variant.short}", adaptation.tiny.family
+    if not (run / "result").is_dir():
+        adaptation.adapt(adaptation.patched(variant.patch), stages, run)
+    folder = output / "patches" / f"tiny-{family}-{variant.short}"
+    if (folder / ADAPTED_RECORD).is_file():
         return folder
-
-    def _save(self, variant: Variant, run: Path, folder: Path) -> None:
-        trained, base, saved = (load_tiny(self.tiny.family) for _ in range(3))
-        load_result(trained, run / "result")
-        if variant.patch is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            state, before = trained.transformer.state_dict(), base.transformer.state_dict()
-            changed = {name: x.half() for name, x in state.items() if not torch.equal(x, before[name])}
-            write_tensors(changed, folder / ADAPTED_CONTROL)
-            load_control(saved.transformer, folder / ADAPTED_CONTROL)
-        else:
-            name = f"tiny-{self.tiny.family}"
-            save_mhla(trained, folder, weights="changed", base=base, base_model=name, dtype=torch.float16)
-            load_result(saved, folder)
-        write_json(self._record(variant, run, trained, saved), folder / ADAPTED_RECORD)
-
-    def _record(self, variant: Variant, run: Path, trained: Any, saved: Any) -> dict[str, Any]:
-        recipe = recipe_of(variant, self.tiny)
-        return {
-            "command": f"python tools/adapt_tiny.py {self.tiny.family} --seed {self.adaptation.seed}",
-            "date": time.strftime("%Y-%m-%d"),
-            "torch": torch.__version__,
-            "updates of attention transfer": recipe.transfer_steps,
-            "updates end to end": recipe.steps,
-            "held-out loss": fmean(self.adaptation.held_out_losses(trained)),
-            "held-out loss in half precision, as it ships": fmean(self.adaptation.held_out_losses(saved)),
-            "held-out loss by update": held_out_curve(run),
-        }
+    trained, base, saved = (load_tiny(family) for _ in range(3))
+    load_result(trained, run / "result")
+    if variant.patch is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        state, before = trained.transformer.state_dict(), base.transformer.state_dict()
+        changed = {name: x.half() for name, x in state.items() if not torch.equal(x, before[name])}
+        write_tensors(changed, folder / ADAPTED_CONTROL)
+        load_control(saved.transformer, folder / ADAPTED_CONTROL)
+    else:
+        save_mhla(trained, folder, weights="changed", base=base, base_model=f"tiny-{family}", dtype=torch.float16)
+        load_result(saved, folder)
+    *transfer, end_to_end = stages
+    record = {
+        "command": f"python tools/adapt_tiny.py {family} --seed {adaptation.seed}",
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "updates of attention transfer": sum(stage.steps for stage in transfer),
+        "updates end to end": end_to_end.steps,
+        "held-out loss": fmean(adaptation.held_out_losses(trained)),
+        "held-out loss in half precision, as it ships": fmean(adaptation.held_out_losses(saved)),
+        "held-out loss by update": held_out_curve(run),
+    }
+    write_json(record, folder / ADAPTED_RECORD)
+    return folder
 
 
 def install(family: str, output: Path) -> None:
@@ -106,7 +111,7 @@ def install(family: str, output: Path) -> None:
 
 
 def main() -> None:
-    """Command line of this module."""
+    """Adapt, and install if asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=list(TINY))
     parser.add_argument("--output", type=Path, help="outputs/adapted-<family> if left out")
@@ -116,13 +121,13 @@ def main() -> None:
     arguments = parser.parse_args()
     output: Path = arguments.output or Path("outputs") / f"adapted-{arguments.family}"
     tiny = TINY[arguments.family]
-    known = {variant.short: variant for variant in (*variants(tiny), streamed_variant(tiny)) if variant is not None}
+    known = variants_that_ship(tiny)
     unknown = sorted(set(arguments.only or ()) - set(known))
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: allowed: {', '.join(known)}")
-    adapting = Adapting(tiny, output, arguments.seed)
+    adaptation = Adaptation(tiny, SAMPLES, HELD_OUT, arguments.seed, validate_every=50)
     for short in arguments.only or known:
-        adapting.make(known[short])
+        adapt(adaptation, *known[short], output)
     if arguments.install:
         install(arguments.family, output)
 

@@ -1,21 +1,20 @@
-"""The attentions that are compared on a tiny pipeline, and how each is adapted and its held-out loss measured.
+"""The attentions that are compared on a tiny pipeline, how each adapts, and its held-out loss.
 
 Every variant starts from the same trained weights, sees the same data and noise, and is measured on the same held-out
-scenes: the same for the demo, for the patches that ship (``tools/adapt_tiny.py``) and for the scripts in
-``studies/``.
+scenes: in the demo, in ``tools/adapt_tiny.py``, which makes the patches that ship, and in ``studies/``.
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ..config import MHLAConfig, is_automatic
-from ..families import DiffusionProcess, NoisedBatch, Sample, get_family
+from ..families import NoisedBatch, Sample, get_family
 from ..generation.pipelines import family_named
 from ..patching import apply_mhla, load_mhla, mhla_layers
 from ..tiny import TinyPipeline, load_tiny
@@ -30,18 +29,16 @@ from ..training import (
     read_metrics,
     train,
 )
-from ..training.config import Trainable
 from ..training.latents.data import NoisedBatches, stack_samples
 from ..training.validation import Sampler, validation_loss
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
-"""The loss that the model was trained with, alone."""
-TRANSFER_STEPS = 100
-END_TO_END_STEPS = 300
+"""The loss that the tiny pipelines were trained with, alone."""
+TRANSFER_STEPS, END_TO_END_STEPS = 100, 300
 ADAPTED_CONTROL, ADAPTED_RECORD = "control.safetensors", "adaptation.json"
 """Files of ``tools/adapt_tiny.py``: the control's weights that differ, and how a patch was made."""
 _FLOW_SHIFT = 3.0
-"""As the tiny pipelines were trained; DiT has none."""
+"""The shift that the tiny pipelines were trained with; DiT has none."""
 _BATCH = 16
 """Scenes that are encoded at a time."""
 
@@ -51,47 +48,15 @@ class Variant:
     """One attention."""
 
     name: str
-    """As tables have it."""
+    """Name in tables."""
     short: str
-    """What comes after ``tiny-<family>-`` in the name that it ships under."""
+    """End of the name ``tiny-<family>-<short>`` that it ships under."""
     patch: MHLAConfig | None
     """None for the control: the pipeline's own attention."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How long a variant adapts, and with which losses. All but ``transfer_steps`` is of the updates end to end."""
-
-    steps: int
-    transfer_steps: int = 0
-    """Cheap updates of attention transfer that come first."""
-    objectives: ObjectiveWeights = ObjectiveWeights(diffusion=1.0, distillation=1.0)
-    learning_rate: float = 5e-4
-    mixing_learning_rate: float = 5e-3
-    scheduler: Literal["constant", "cosine"] = "cosine"
-    trainable: Trainable = "all"
-
-    @property
-    def stages(self) -> tuple[StageConfig, ...]:
-        """Stages of the training loop."""
-        mixing = self.mixing_learning_rate
-        end_to_end = StageConfig(
-            self.steps,
-            self.learning_rate,
-            self.trainable,
-            self.objectives,
-            mixing_learning_rate=mixing,
-            scheduler=self.scheduler,
-        )
-        if not self.transfer_steps:
-            return (end_to_end,)
-        transfer = ObjectiveWeights(transfer=1.0)
-        first = StageConfig(self.transfer_steps, 2e-3, "attention", transfer, mixing_learning_rate=mixing)
-        return first, end_to_end
-
-
 def variants(tiny: TinyPipeline) -> list[Variant]:
-    """The control first: the pipeline's own attention, trained on for as long as the others are adapted.
+    """Return the control, trained on for as long as the others are adapted, and then the patches.
 
     SANA's own attention is plain linear already, which leaves MHLA to be compared with it.
     """
@@ -110,43 +75,24 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
     ]
 
 
-def streamed_variant(tiny: TinyPipeline) -> Variant | None:
-    """The attention that generates a few frames after others, which no row of the table can be compared with.
-
-    Two rows of blocks: the own frames, and all that came before, which ``beyond="relative"`` makes one. So a clip of
-    the usual length, which has three frame blocks, shows it what a longer one is made of. None of pictures.
-    """
-    if not tiny.is_video:
-        return None
-    causal = MHLAConfig(
-        (2, *tiny.blocks[1:]),
-        mixing_per_head=True,
-        sparse="own",
-        causal="block",
-        block_length=3,
-        beyond="relative",
-    )
-    return Variant("MHLA, causal", "causal", causal)
-
-
-def recipe_of(variant: Variant, tiny: TinyPipeline) -> Recipe:
-    """The recipe of ``finetune/configs/tiny-*.yaml``: attention transfer, then distillation, of the attention alone.
+def stages_of(variant: Variant, tiny: TinyPipeline) -> tuple[StageConfig, ...]:
+    """Return the stages of ``finetune/configs/tiny-*.yaml``: transfer, then distillation, of the attention alone.
 
     A control has nothing to learn from itself, so it is trained on with the loss that it was trained with; so is MHLA
-    in place of linear attention, which is to become better than what it replaces. A causal patch learns from the data
-    as well: the teacher sees later frames, and was never trained on frames with separate times.
+    in place of linear attention, which is to become better than what it replaces.
     """
-    if variant.patch is not None and variant.patch.causal is not None:
-        return Recipe(TRANSFER_STEPS + END_TO_END_STEPS, objectives=DIFFUSION, trainable="attention")
-    if variant.patch is None or family_named(tiny.family).own_attention != "softmax":
-        steps = TRANSFER_STEPS + END_TO_END_STEPS
-        return Recipe(steps, objectives=DIFFUSION, learning_rate=2e-4, trainable="attention")
+    transfer = StageConfig(TRANSFER_STEPS, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=5e-3)
     distillation = ObjectiveWeights(distillation=1.0)
-    return Recipe(END_TO_END_STEPS, TRANSFER_STEPS, objectives=distillation, trainable="attention")
+    end_to_end = StageConfig(
+        END_TO_END_STEPS, 5e-4, "attention", distillation, mixing_learning_rate=5e-3, scheduler="cosine"
+    )
+    if variant.patch is None or family_named(tiny.family).own_attention != "softmax":
+        return (replace(end_to_end, steps=TRANSFER_STEPS + END_TO_END_STEPS, learning_rate=2e-4, objectives=DIFFUSION),)
+    return transfer, end_to_end
 
 
-def load_variant(tiny: TinyPipeline, variant: Variant, device: str) -> Any:
-    """The pipeline with an adapted patch that ships, or the control."""
+def load_variant(tiny: TinyPipeline, variant: Variant, device: str = "cpu") -> Any:
+    """Load the pipeline with an adapted patch that ships, or as the control."""
     pipe = load_tiny(tiny.family, device, control=variant.patch is None)
     if variant.patch is not None:
         load_mhla(pipe, f"tiny-{tiny.family}-{variant.short}")
@@ -155,7 +101,7 @@ def load_variant(tiny: TinyPipeline, variant: Variant, device: str) -> Any:
 
 @torch.no_grad()
 def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, seed: int = 0) -> InMemoryData:
-    """Random scenes as the transformer sees them: latents and conditioning, for :func:`mhla_diffusers.training.train`.
+    """Encode random scenes as latents and conditioning, for :func:`mhla_diffusers.training.train`.
 
     Args:
         pipe: the tiny pipeline, or one that is still to be trained, whose autoencoder and text encoder encode.
@@ -187,30 +133,36 @@ def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, se
     return InMemoryData(encoded, empty=encode(""))
 
 
-@dataclass(frozen=True)
 class Adaptation:
-    """What the variants of a comparison have in common."""
+    """What the variants of a comparison have in common: data, held-out data, and settings of the training loop.
 
-    tiny: TinyPipeline
-    data: InMemoryData
-    held_out: int
-    """Samples at the end of the data that are not trained on."""
-    seed: int
-    """Of training."""
-    validate_every: int
-    """Updates between two looks at the held-out loss."""
-    batch_size: int
-    """Samples per update."""
-    device: str = "cpu"
-    """Where variants are measured; the training loop chooses its own device."""
+    Args:
+        tiny: which pipeline.
+        samples: scenes to adapt on.
+        held_out: scenes of the held-out loss.
+        seed: seed of data and training.
+        validate_every: updates between two measurements of the held-out loss.
+        device: where variants are measured; the training loop chooses its own device.
+    """
+
+    def __init__(
+        self,
+        tiny: TinyPipeline,
+        samples: int,
+        held_out: int,
+        seed: int = 1,
+        validate_every: int = 1,
+        device: str = "cpu",
+    ) -> None:
+        self.tiny, self.held_out, self.seed, self.device = tiny, held_out, seed, device
+        self.validate_every = validate_every
+        self.data = digit_latents(load_tiny(tiny.family, device), tiny, samples, held_out, seed)
 
     def patched(self, patch: MHLAConfig | None, calibration: Callable[[Any], object] | None = None) -> Any:
-        """A fresh pipeline, patched.
+        """Return a fresh pipeline, patched; unpatched for None.
 
-        Args:
-            patch: settings; None for the pipeline as it ships.
-            calibration: for a patch that chooses layers or has a sparse branch: runs the pipeline on typical inputs, on
-                which λ and β are fitted. Without it the training loop fits those that are learned.
+        ``calibration`` runs the pipeline on typical inputs, for a patch that chooses layers or has a sparse branch.
+        Without it the training loop fits those λ and β that are learned.
         """
         pipe = load_tiny(self.tiny.family, self.device)
         if patch is not None:
@@ -218,56 +170,56 @@ class Adaptation:
             apply_mhla(pipe, patch, calibration=partial(calibration, pipe) if calibration and is_open else None)
         return pipe
 
-    def config(self, recipe: Recipe, patch: MHLAConfig | None, output: Path) -> TrainingConfig:
-        """Settings of the training loop."""
-        return TrainingConfig(
-            output=str(output),
-            patch=patch,
-            stages=recipe.stages,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            flow_shift=_FLOW_SHIFT,
-            prompt_dropout=0.1,
-            checkpoint_every=100,
-            keep_checkpoints=1,
-            validation=ValidationConfig(self.held_out, every=self.validate_every),
-        )
+    def config(
+        self, stages: tuple[StageConfig, ...], patch: MHLAConfig | None, output: Path, **changes: Any
+    ) -> TrainingConfig:
+        """Return the settings of a run of the training loop; the changes replace some."""
+        settings: dict[str, Any] = {
+            "seed": self.seed,
+            "batch_size": self.tiny.batch_size,
+            "flow_shift": _FLOW_SHIFT,
+            "prompt_dropout": 0.1,
+            "checkpoint_every": 100,
+            "keep_checkpoints": 1,
+            "validation": ValidationConfig(self.held_out, every=self.validate_every),
+        }
+        return TrainingConfig(str(output), stages, patch=patch, **{**settings, **changes})
 
-    def adapt(self, pipe: Any, recipe: Recipe, output: Path, sampler: Sampler | None = None) -> None:
-        """Train a pipeline's transformer in place, from the last checkpoint where a run was interrupted.
+    def adapt(
+        self,
+        pipe: Any,
+        stages: tuple[StageConfig, ...],
+        output: Path,
+        sampler: Sampler | None = None,
+        **changes: Any,
+    ) -> None:
+        """Train the transformer of a pipeline of :meth:`patched` in place, from its last checkpoint if interrupted.
 
-        Args:
-            pipe: what :meth:`patched` gave.
-            recipe: how.
-            output: folder of the run.
-            sampler: called whenever the held-out loss was measured, with the transformer and a folder.
+        ``sampler`` is called whenever the held-out loss was measured, with the transformer and a folder; the changes
+        are those of :meth:`config`.
         """
         # automatically chosen layers are recorded in the layers' own configuration
         patch = next((layer.config for layer in mhla_layers(pipe).values()), None)
-        train_or_go_on(pipe.transformer, self.data, self.config(recipe, patch, output), sampler)
+        train_or_go_on(pipe.transformer, self.data, self.config(stages, patch, output, **changes), sampler)
         pipe.transformer.to(self.device).eval()
 
     def held_out_losses(self, pipe: Any) -> list[float]:
-        """The training loss of every held-out sample."""
-        # any configuration without a patch will do: only the data's split, the seed and the timesteps are read
-        settings = self.config(Recipe(1, objectives=DIFFUSION), None, Path())
-        process, device, count = _process(pipe.transformer), torch.device(self.device), self.held_out
+        """Return the training loss of every held-out sample."""
+        transformer, device, count = pipe.transformer, torch.device(self.device), self.held_out
+        process = get_family(transformer).process(transformer, _FLOW_SHIFT)
+        # only the data's split, the seed and the timesteps of the settings are read
+        settings = self.config((StageConfig(1, 1e-4, "all", DIFFUSION),), None, Path())
         parts = [NoisedBatches(self.data, process, settings, device, index, count) for index in range(count)]
-        return [float(validation_loss(pipe.transformer, part)) for part in parts]
+        return [float(validation_loss(transformer, part)) for part in parts]
 
     def batch(self, transformer: Any, samples: Sequence[int], quantiles: torch.Tensor) -> NoisedBatch:
-        """Some samples of the data with always the same noise, at (B,) quantiles of the distribution of timesteps."""
-        conditioning = {
-            name: tensor.to(self.device)
-            for name, tensor in stack_samples([self.data[index] for index in samples]).items()
-        }
+        """Return some samples of the data with always the same noise, at (B,) quantiles of the timesteps."""
+        stacked = stack_samples([self.data[index] for index in samples])
+        conditioning = {name: tensor.to(self.device) for name, tensor in stacked.items()}
         latents = conditioning.pop("latents")
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0)).to(self.device)
-        return _process(transformer).make_batch(latents, noise, quantiles.to(self.device), conditioning)
-
-
-def _process(transformer: Any) -> DiffusionProcess:
-    return get_family(transformer).process(transformer, _FLOW_SHIFT)
+        process = get_family(transformer).process(transformer, _FLOW_SHIFT)
+        return process.make_batch(latents, noise, quantiles.to(self.device), conditioning)
 
 
 def train_or_go_on(
@@ -279,6 +231,6 @@ def train_or_go_on(
 
 
 def held_out_curve(run: Path) -> list[tuple[int, float]]:
-    """(updates done, held-out loss) of a run of the training loop, read from its folder."""
+    """Return (updates done, held-out loss) of a run of the training loop, read from its folder."""
     records = read_metrics(run / "metrics.jsonl")
     return [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]

@@ -1,13 +1,12 @@
 """Run the demo: generate with each attention that ships adapted, measure, time, stream, adapt two live: one page."""
 
-import logging
 import platform
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -20,35 +19,29 @@ from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import draw_mixing_matrices
 from ..attention import initial_mixing
 from ..benchmark.timing import Budget, time_interleaved
+from ..config import adapted_patch_names
 from ..devices import free_threads, threads
 from ..families import arguments_of, predict
-from ..files import check_writable, write_json
-from ..patching import TransformerCall, mhla_layers
-from ..reporting import html_media, html_table, require_matplotlib, text_table
-from ..tiny import load_tiny, tiny_pipeline
-from . import speed, streaming
-from .adaptation import (
-    Adaptation,
-    Variant,
-    digit_latents,
-    held_out_curve,
-    load_variant,
-    recipe_of,
-    streamed_variant,
-    variants,
-)
-from .few_steps import FewStepClips, judge_few_steps
-from .judging import Yardstick, digit_accuracy
-from .page import draw_clips, draw_loss_curves, draw_pictures, file_name, write_page
+from ..files import check_writable, write_json, write_text
+from ..generation.streaming import decode_latents, stream_latents
+from ..patching import TransformerCall, load_mhla, mhla_layers, require_layers
+from ..reporting import html_media, html_page, html_table, require_matplotlib, text_table
+from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
+from ..tiny.digits import FRAMES, Scene
+from . import speed
+from .adaptation import Adaptation, held_out_curve, load_variant, stages_of, variants
+from .judging import Yardstick
+from .page import draw_losses, draw_samples
 
-_STREAMED = 3
-"""Scenes that are generated as a longer clip."""
-_LIVE = ("exact", "linear")
-"""Which variants are adapted live; SANA has MHLA instead."""
+LONGER = 4
+"""Length of a streamed clip, in those that were trained on."""
+STREAM_HEADER = ("attention", "frames", "digits right", "first quarter", "second", "third", "fourth")
+_FEW = 3
+"""Scenes that are generated as a longer clip, or shown of the clips in four steps."""
+_LIVE = ("linear", "exact")
+"""Which variants are adapted live, by ``Variant.short``; SANA has MHLA instead."""
 _TRANSFER = 0.4
 """Updates of attention transfer before them, as a part of the updates, where the recipe has any."""
-_STEADY = 0.25
-"""Spread of repeated times, (80th − 20th percentile) / median, beyond which the machine was busy."""
 _HEADER = (
     "attention",
     "held-out loss ↓",
@@ -59,20 +52,21 @@ _HEADER = (
     "ms per transformer step ↓",
 )
 
-Curves = dict[str, list[tuple[int, float]]]
-"""Name of the attention → (updates, held-out loss)."""
-
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo does."""
+    """What the demo does.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
 
     output: Path = Path("outputs/demo")
     family: str = "wan"
     device: str = "cpu"
     seed: int = 0
     updates: int = 60
-    """Of each attention that is adapted live, end to end, after attention transfer; 0 for none."""
+    """Updates end to end, after attention transfer, of each attention that is adapted live; 0 for none."""
     scenes: int = 12
     """Scenes that every variant generates."""
     samples: int = 256
@@ -100,7 +94,7 @@ class Row:
     rank: float
     entropy: float
     seconds_per_step: float | None = None
-    """Of the transformer with two samples; None in all rows where the machine was too busy to measure."""
+    """Seconds of the transformer with two samples; None in all rows where the machine was too busy to measure."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -116,17 +110,6 @@ class Row:
         )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One variant: its row, what it generated, and what it learned to mix."""
-
-    row: Row
-    pictures: list[torch.Tensor]
-    """For every scene (F, 64, 64) in [0, 1]."""
-    mixing: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The first layer's mixing matrix before and after, by the title of its picture; empty where it is not learned."""
-
-
 def run_demo(config: DemoConfig) -> list[Row]:
     """Compare the attentions that ship adapted, adapt two live, and write all of it into ``config.output``.
 
@@ -140,219 +123,258 @@ def run_demo(config: DemoConfig) -> list[Row]:
     """
     check_writable(config.output)
     require_matplotlib()
-    started, tiny = time.perf_counter(), tiny_pipeline(config.family)
-    shown, streams = variants(tiny), []
-    with _quiet(), threads(free_threads()):
-        _say(
-            f"tiny-{config.family}: {len(shown)} attentions, {config.scenes} scenes, {torch.get_num_threads()} threads"
-        )
-        adaptation = Adaptation(
-            tiny,
-            digit_latents(load_tiny(config.family, config.device), tiny, config.samples, config.held_out, config.seed),
-            held_out=config.held_out,
-            seed=config.seed,
-            validate_every=max(1, config.updates // 5),
-            batch_size=tiny.batch_size,
-            device=config.device,
-        )
-        yardstick = Yardstick.of(tiny, config.scenes, config.seed)
-        pipes, outcomes = [load_variant(tiny, variant, config.device) for variant in shown], []
-        for variant, pipe in zip(shown, pipes, strict=True):
-            outcomes.append(examine(variant, pipe, adaptation, yardstick))
-            _say(f"  {variant.name}: {outcomes[-1].row.digit_accuracy:.0%} of the digits recognised")
-        outcomes = time_all(pipes, outcomes, adaptation)
-        rows = [outcome.row for outcome in outcomes]
-        _say(f"\n{text_table(_header_of(rows), (row.cells for row in rows), right=True)}\n")
-        growth = _grow(config)
-        if streamed_variant(tiny) is not None:
-            streams = streaming.judge_streams(tiny, yardstick.scenes[:_STREAMED], config.seed, config.device)
-            _say(f"{text_table(streaming.HEADER, (one.cells for one in streams), right=True)}\n")
-        few = judge_few_steps(tiny, yardstick, config.device)
-        curves = _adapt_live(config, shown, adaptation, rows[0].held_out_loss)
+    started = time.perf_counter()
+    with _without_bars(), threads(free_threads()):
+        demo = Demo(config)
+        rows = demo.compare()
+        if config.speed_seconds:
+            demo.show_speed()
+        if demo.tiny.is_video:
+            demo.show_longer_clip()
+        if f"tiny-{config.family}-4-steps" in adapted_patch_names():
+            demo.show_few_steps()
+        if config.updates:
+            demo.adapt_live(goal=rows[0].held_out_loss)
+        demo.show_mixing()
     circumstances = {
         "machine": f"{platform.processor() or platform.machine()}, {config.device}",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "minutes": f"{(time.perf_counter() - started) / 60:.1f}",
     }
-    _write_folder(config, yardstick, outcomes, growth, streams, few, curves, circumstances)
-    _say(f"{config.output / 'index.html'} shows all of it.")
+    demo.write(circumstances)
     return rows
 
 
-def examine(variant: Variant, pipe: Any, adaptation: Adaptation, yardstick: Yardstick) -> Outcome:
-    """Generate and measure with a pipeline of :func:`load_variant`, all but the time."""
-    pictures = yardstick.generate(pipe)
-    matrices = attention_matrices(
-        pipe.transformer, TransformerCall((), arguments_of(pipe.transformer, _last_samples(pipe, adaptation, 1)))
-    )
-    row = Row(
-        name=variant.name,
-        held_out_loss=fmean(adaptation.held_out_losses(pipe)),
-        digit_accuracy=digit_accuracy(pictures, yardstick.scenes, yardstick.tiny, yardstick.classifier),
-        frechet_distance=yardstick.distance(pictures),
-        rank=mean_rank(matrices),
-        entropy=mean_entropy(matrices),
-    )
-    if variant.patch is None or not variant.patch.mixing_learnable:
-        return Outcome(row, pictures)
-    name, layer = next(iter(mhla_layers(pipe).items()))
-    before = initial_mixing(variant.patch.blocks, variant.patch.mixing_init)
-    return Outcome(row, pictures, {f"{name}, before": before, f"{name}, after": layer.mixing})
+class Demo:
+    """The parts of the demo, each of which adds a section to the page."""
 
-
-def _last_samples(pipe: Any, adaptation: Adaptation, samples: int) -> Any:
-    """The last samples of the data, half noised."""
-    count = len(adaptation.data)
-    return adaptation.batch(pipe.transformer, range(count - samples, count), torch.full((samples,), 0.5))
-
-
-@torch.no_grad()
-def time_all(pipes: Sequence[Any], outcomes: Sequence[Outcome], adaptation: Adaptation) -> list[Outcome]:
-    """The outcomes with the median time of a forward with two samples: all in turns, on one thread of a CPU.
-
-    Several threads that wait for each other would measure what else the machine does. The times stay out where their
-    spread says that it was busy all the same.
-    """
-    # two samples, as classifier-free guidance has them
-    runs = {
-        outcome.row.name: partial(predict, pipe.transformer, _last_samples(pipe, adaptation, 2))
-        for outcome, pipe in zip(outcomes, pipes, strict=True)
-    }
-    with threads(1):
-        timed = time_interleaved(runs, torch.device(adaptation.device), Budget(seconds=2.0, least=7))
-    timings = [timed[outcome.row.name].timing for outcome in outcomes]
-    if any(timing is None or timing.p80 - timing.p20 > _STEADY * timing.median for timing in timings):
-        return list(outcomes)
-    return [
-        replace(outcome, row=replace(outcome.row, seconds_per_step=timing.median if timing else None))
-        for outcome, timing in zip(outcomes, timings, strict=True)
-    ]
-
-
-def _grow(config: DemoConfig) -> speed.Growth | None:
-    """Time attention over growing N, unless there is to be none; ``speed.json`` and ``speed.png`` have the times."""
-    if not config.speed_seconds:
-        return None
-    _say(f"Timing attention over growing N, for {config.speed_seconds:g} s at most")
-    growth = speed.measure_growth(torch.device(config.device), config.speed_seconds)
-    write_json(asdict(growth), config.output / "speed.json")
-    speed.draw_growth(growth, speed.shipped_growth(), config.output / "speed.png")
-    _say(f"  {speed.tell_growth(growth)}\n")
-    return growth
-
-
-def _adapt_live(config: DemoConfig, shown: Sequence[Variant], adaptation: Adaptation, goal: float) -> Curves:
-    """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as the loss is measured."""
-    if not config.updates:
-        return {}
-    live = [variant for variant in shown if variant.short in _LIVE][::-1] or [shown[-1]]
-    names, picture = " and ".join(variant.name for variant in live[::-1]), config.output / "loss.png"
-    _say(f"Live: {names}, {config.updates} updates each; {picture} is drawn anew as they go on")
-    curves: Curves = {}
-    shutil.rmtree(config.output / "live", ignore_errors=True)  # from an earlier demo, perhaps with another length
-    for variant in live:
-        run = config.output / "live" / variant.short
-
-        def redraw(_: torch.nn.Module, __: Path, name: str = variant.name, run: Path = run) -> None:
-            draw_loss_curves({**curves, name: held_out_curve(run)}, goal, picture)
-
-        recipe = recipe_of(variant, adaptation.tiny)
-        transfer = round(_TRANSFER * config.updates) if recipe.transfer_steps else 0
-        short = replace(recipe, steps=config.updates, transfer_steps=transfer)
-        adaptation.adapt(adaptation.patched(variant.patch), short, run, redraw)
-        curves[variant.name] = held_out_curve(run)
-    return curves
-
-
-def _write_folder(
-    config: DemoConfig,
-    yardstick: Yardstick,
-    outcomes: Sequence[Outcome],
-    growth: speed.Growth | None,
-    streams: Sequence[streaming.Judged],
-    few: FewStepClips | None,
-    curves: Curves,
-    circumstances: dict[str, str],
-) -> None:
-    """The record, the pictures that are not there yet, and last the page."""
-    rows, output = [outcome.row for outcome in outcomes], config.output
-    results = {
-        "config": {**asdict(config), "output": str(output)},
-        "circumstances": circumstances,
-        "rows": [asdict(row) for row in rows],
-        "live": curves,
-        "streamed": {one.name: one.right for one in streams},
-    }
-    write_json(results, output / "results.json")
-    pictures = {outcome.row.name: outcome.pictures for outcome in outcomes}
-    samples = draw_pictures(pictures, yardstick.scenes, output)
-    sections = {
-        "Is it good?": _judgement(rows) + html_media(samples, "What each attention generates, by the same noise")
-    }
-    if growth is not None:
-        picture = html_media(output / "speed.png", "Milliseconds of an attention over N")
-        sections["Is it fast?"] = speed.html_speed(growth, speed.shipped_growth(), picture)
-    if streams:
-        long = streams[-1]
-        clips = draw_clips(long.name, long.pictures, yardstick.scenes[:_STREAMED], output / "stream.gif")
-        remark = (
-            f"A few frames after others, {streaming.LONGER} times as many as were trained on, each seeing what is kept "
-            "of the frames before it, which takes the same memory however many there are."
+    def __init__(self, config: DemoConfig) -> None:
+        self.config, self.tiny, self.output = config, tiny_pipeline(config.family), config.output
+        self.adaptation = Adaptation(
+            self.tiny, config.samples, config.held_out, config.seed, max(1, config.updates // 5), config.device
         )
-        table = html_table(streaming.HEADER, (one.cells for one in streams))
-        sections["A longer clip"] = f"<p>{remark}</p>{table}{html_media(clips, long.name)}"
-    if few is not None:
-        clips = draw_clips(few.name, few.pictures[:_STREAMED], yardstick.scenes[:_STREAMED], output / "few-steps.gif")
-        sections["In four steps"] = f"<p>{few.remark}</p>{html_media(clips, few.name)}"
-    if curves:
+        self.yardstick = Yardstick(self.tiny, self.tiny.random_scenes(config.scenes, config.seed), config.seed)
+        self.variants = variants(self.tiny)
+        self.pipes = {variant.name: load_variant(self.tiny, variant, config.device) for variant in self.variants}
+        self.sections: dict[str, str] = {}
+        """Heading → HTML."""
+        self.results: dict[str, Any] = {"config": {**asdict(config), "output": str(config.output)}}
+        say(f"tiny-{config.family}: {len(self.pipes)} attentions, {config.scenes} scenes")
+
+    def compare(self) -> list[Row]:
+        """Generate and measure with every variant: the table, and the same noise side by side."""
+        pictures, rows = {}, []
+        for name, pipe in self.pipes.items():
+            pictures[name] = self.yardstick.generate(pipe)
+            matrices = attention_matrices(
+                pipe.transformer, TransformerCall((), arguments_of(pipe.transformer, self._last_samples(pipe, 1)))
+            )
+            row = Row(
+                name=name,
+                held_out_loss=fmean(self.adaptation.held_out_losses(pipe)),
+                digit_accuracy=self.yardstick.accuracy(pictures[name]),
+                frechet_distance=self.yardstick.distance(pictures[name]),
+                rank=mean_rank(matrices),
+                entropy=mean_entropy(matrices),
+            )
+            rows.append(row)
+            say(f"  {name}: {row.digit_accuracy:.0%} of the digits recognised")
+        seconds = self._seconds_per_step()
+        rows = [replace(row, seconds_per_step=seconds.get(row.name)) for row in rows]
+        self.results["rows"] = [asdict(row) for row in rows]
+        header, cells = _HEADER[: len(rows[0].cells)], [row.cells for row in rows]
+        say(f"\n{text_table(header, cells, right=True)}\n")
+
+        control, *others = rows
+        seen = ", ".join(f"{row.name} {row.digit_accuracy:.0%}" for row in others[::-1])
+        remarks = [
+            f"Digits that the classifier recognises: {seen}; {control.name} {control.digit_accuracy:.0%}.",
+            f"Every row but the first is a patch that ships adapted; {control.name} was trained on for as long.",
+        ]
+        if not seconds:
+            remarks.append("There are no times, since the machine was busy: they spread too much to be reliable.")
+        said = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
+        samples = draw_samples(pictures, self.yardstick.scenes, self.output / "samples")
+        media = html_media(samples, "What each attention generates, by the same noise")
+        self.sections["Is it good?"] = said + html_table(header, cells) + media
+        return rows
+
+    def _last_samples(self, pipe: Any, count: int) -> Any:
+        """The last samples of the data, half noised."""
+        total = len(self.adaptation.data)
+        return self.adaptation.batch(pipe.transformer, range(total - count, total), torch.full((count,), 0.5))
+
+    @torch.no_grad()
+    def _seconds_per_step(self) -> dict[str, float]:
+        """Return the median seconds of a forward with two samples, as guidance has them; {} on a busy machine.
+
+        All take turns, on one thread of a CPU: several that wait for each other would measure what else the machine
+        does.
+        """
+        runs = {name: partial(predict, p.transformer, self._last_samples(p, 2)) for name, p in self.pipes.items()}
+        with threads(1):
+            timed = time_interleaved(runs, torch.device(self.config.device), Budget(seconds=2.0, least=7))
+        timings = {name: outcome.timing for name, outcome in timed.items() if outcome.timing is not None}
+        is_steady = all(one.p80 - one.p20 <= speed.STEADY * one.median for one in timings.values())
+        return {name: one.median for name, one in timings.items()} if is_steady and len(timings) == len(runs) else {}
+
+    def show_speed(self) -> None:
+        """Time attention over growing N: ``speed.json`` and ``speed.png``."""
+        seconds = self.config.speed_seconds
+        say(f"Timing attention over growing N, for {seconds:g} s at most")
+        here, shipped = speed.measure_growth(torch.device(self.config.device), seconds), speed.shipped_growth()
+        say(f"  {here}\n")
+        write_json(asdict(here), self.output / "speed.json")
+        speed.draw_growth(here, shipped, self.output / "speed.png")
+        picture = html_media(self.output / "speed.png", "Milliseconds of an attention over N")
+        self.sections["Is it fast?"] = speed.html_speed(here, shipped, picture)
+
+    def show_longer_clip(self) -> None:
+        """Stream clips longer than those that were trained on: ``stream.gif``."""
+        scenes = self.yardstick.scenes[:_FEW]
+        streams = stream_longer(self.tiny, scenes, self.config.seed, self.config.device)
+        self.results["streamed"] = {name: by_frame(clips, self.yardstick) for name, clips in streams.items()}
+        rows = [stream_cells(name, right) for name, right in self.results["streamed"].items()]
+        say(f"{text_table(STREAM_HEADER, rows, right=True)}\n")
+        name = rows[-1][0]
+        clips = html_media(draw_samples({name: streams[name]}, scenes, self.output / "stream"), name)
+        remark = (
+            f"A few frames after others, {LONGER} times as many as were trained on, each seeing what is kept of the "
+            "frames before it, which takes the same memory however many there are."
+        )
+        self.sections["A longer clip"] = f"<p>{remark}</p>{html_table(STREAM_HEADER, rows)}{clips}"
+
+    def show_few_steps(self) -> None:
+        """Generate the scenes with the patch that was distilled to four steps: ``few-steps.gif``."""
+        name = f"tiny-{self.tiny.family}-4-steps"
+        pipe = load_mhla(load_tiny(self.tiny.family, self.config.device), name)
+        pictures = self.yardstick.generate(pipe)
+        remark = (
+            f"{name} {pipe.scheduler.few_steps}; {self.yardstick.accuracy(pictures):.0%} of its digits are recognised. "
+            "The attentions above run twice in each of their steps, for guidance."
+        )
+        shown = draw_samples({name: pictures[:_FEW]}, self.yardstick.scenes, self.output / "few-steps")
+        self.sections["In four steps"] = f"<p>{remark}</p>{html_media(shown, name)}"
+
+    def adapt_live(self, goal: float) -> None:
+        """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as they go on."""
+        live = [variant for variant in self.variants if variant.short in _LIVE] or self.variants[-1:]
+        updates, file = self.config.updates, self.output / "loss.png"
+        names = " and ".join(variant.name for variant in live)
+        say(f"Live: {names}, {updates} updates each; {file} is drawn anew as they go on")
+        shutil.rmtree(self.output / "live", ignore_errors=True)  # from an earlier demo, perhaps with another length
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for variant in live[::-1]:
+            run = self.output / "live" / variant.short
+
+            def redraw(_: torch.nn.Module, __: Path, name: str = variant.name, run: Path = run) -> None:
+                curves[name] = held_out_curve(run)
+                draw_losses(curves, goal, file)
+
+            *transfer, end_to_end = stages_of(variant, self.tiny)
+            first = [replace(stage, steps=max(1, round(_TRANSFER * updates))) for stage in transfer]
+            stages = *first, replace(end_to_end, steps=updates)
+            self.adaptation.adapt(self.adaptation.patched(variant.patch), stages, run, redraw)
+            curves[variant.name] = held_out_curve(run)
+        self.results["live"] = curves
         heading = "Held-out loss while two of them adapt"
-        sections[heading] = html_media(output / "loss.png", heading)
-    for name, mixing in ((outcome.row.name, outcome.mixing) for outcome in outcomes if outcome.mixing):
-        heading = f"Mixing matrices of {name}"
-        file = draw_mixing_matrices(mixing, yardstick.tiny.blocks, output / f"mixing-{file_name(name)}.png")
-        sections[heading] = html_media(file, heading)
-    write_page(output / "index.html", f"MHLA on tiny-{config.family}", circumstances, sections)
+        self.sections[heading] = html_media(file, heading)
+
+    def show_mixing(self) -> None:
+        """Draw the first layer's mixing matrix of every variant that learns it, before and after."""
+        for variant in self.variants:
+            if variant.patch is None or not variant.patch.mixing_learnable:
+                continue
+            layer_name, layer = next(iter(mhla_layers(self.pipes[variant.name]).items()))
+            before = initial_mixing(variant.patch.blocks, variant.patch.mixing_init)
+            matrices = {f"{layer_name}, before": before, f"{layer_name}, after": layer.mixing}
+            file = self.output / f"mixing-{variant.name.replace(',', '').replace(' ', '-').replace('/', '-')}.png"
+            heading = f"Mixing matrices of {variant.name}"
+            self.sections[heading] = html_media(draw_mixing_matrices(matrices, self.tiny.blocks, file), heading)
+
+    def write(self, circumstances: dict[str, str]) -> None:
+        """Write the record and last the page, whose images are inside it, so that the file can be sent alone."""
+        write_json({**self.results, "circumstances": circumstances}, self.output / "results.json")
+        facts = escape(", ".join(f"{name}: {value}" for name, value in circumstances.items()))
+        said = "Everything on this page was computed in one run, but for the times of the card that is not here"
+        sections = "".join(f"<h2>{escape(heading)}</h2>{part}" for heading, part in self.sections.items())
+        page = html_page(f"MHLA on tiny-{self.tiny.family}", f"<p>{said} ({facts}).</p>{sections}")
+        write_text(page, self.output / "index.html")
+        say(f"{self.output / 'index.html'} shows all of it.")
 
 
-def _judgement(rows: Sequence[Row]) -> str:
-    """What was measured of the variants, in sentences and as a table."""
-    control, *others = rows
-    seen = ", ".join(f"{row.name} {row.digit_accuracy:.0%}" for row in others[::-1])
-    remarks = [
-        f"Digits that the classifier recognises: {seen}; {control.name} {control.digit_accuracy:.0%}.",
-        f"Every row but the first is a patch that ships adapted; {control.name} was trained on for as long.",
-    ]
-    if control.seconds_per_step is None:
-        remarks.append("There are no times, since the machine was busy: they spread too much to be reliable.")
-    said = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
-    return said + html_table(_header_of(rows), (row.cells for row in rows))
+# ---- clips longer than those that were trained on --------------------------------------------------------------------
 
 
-def _header_of(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Names of the columns that the rows have."""
-    return _HEADER[: len(rows[0].cells)]
+def stream_longer(
+    tiny: TinyPipeline, scenes: Sequence[Scene], seed: int, device: str = "cpu"
+) -> dict[str, list[torch.Tensor]]:
+    """Generate clips with softmax at the length that was trained on, its maximum, and ``LONGER`` ones causally.
+
+    Args:
+        tiny: a pipeline of clips.
+        scenes: what to generate.
+        seed: of the noise of the first scene; the next one has the next seed.
+        device: where.
+
+    Returns:
+        Attention → for every scene (F, 64, 64) in [0, 1]; the causal patch with its first frames alone, and with all.
+    """
+    usual = Yardstick(tiny, scenes, seed).generate(load_tiny(tiny.family, device, control=True))
+    pipe = load_mhla(load_tiny(tiny.family, device), f"tiny-{tiny.family}-causal")
+    long = stream_scenes(pipe, tiny, scenes, LONGER * FRAMES, seed)
+    same = [clip[:FRAMES] for clip in long]
+    return {"softmax": usual, "MHLA, causal, the same frames": same, "MHLA, causal, streamed": long}
+
+
+def stream_scenes(pipe: Any, tiny: TinyPipeline, scenes: Sequence[Scene], frames: int, seed: int) -> list[torch.Tensor]:
+    """Generate clips (frames, 64, 64) of scenes, whole frame blocks one after the other, with a causal patch."""
+    settings = tiny.call_settings
+    length = next(iter(require_layers(pipe.transformer).values())).config.block_length or 1
+    latents = stream_latents(
+        pipe,
+        [tiny.prompt(scene) for scene in scenes],
+        frames // length,
+        height=settings["height"],
+        width=settings["width"],
+        steps=settings["num_inference_steps"],
+        guidance=settings["guidance_scale"],
+        generator=[torch.Generator().manual_seed(seed + place) for place in range(len(scenes))],
+        max_sequence_length=settings["max_sequence_length"],
+    )
+    return list(decode_latents(pipe, torch.cat(list(latents), dim=2)).mean(dim=-1).unbind())
+
+
+def by_frame(clips: Sequence[torch.Tensor], yardstick: Yardstick) -> list[float]:
+    """Return for every frame the part of the digits, over the first scenes, that is recognised."""
+    return torch.cat(yardstick.recognised(clips)).float().mean(dim=0).tolist()
+
+
+def stream_cells(name: str, right: Sequence[float]) -> list[str]:
+    """Return a row of ``STREAM_HEADER``: the digits recognised in all frames, and of a long clip in its quarters."""
+    by_frame = torch.tensor(right)
+    parts = [by_frame, *(by_frame.chunk(LONGER) if len(right) > FRAMES else [])]
+    cells = [name, str(len(right)), *(f"{part.mean():.1%}" for part in parts)]
+    return cells + [""] * (len(STREAM_HEADER) - len(cells))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without diffusers' and transformers' bars of loading, and warnings that are about the size of the models."""
-    import diffusers.utils.logging as of_diffusers
-    import transformers.utils.logging as of_transformers
+def _without_bars() -> Iterator[None]:
+    """Silence diffusers' and transformers' bars of loading."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
 
-    both, verbosity = (of_diffusers, of_transformers), of_diffusers.get_verbosity()
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
     try:
-        for library in both:
-            library.disable_progress_bar()
-        of_diffusers.set_verbosity(logging.ERROR)
         yield
     finally:
-        of_diffusers.set_verbosity(verbosity)
-        for library in both:
-            library.enable_progress_bar()
+        for library in (diffusers, transformers):
+            library.utils.logging.enable_progress_bar()
 
 
-def _say(text: str) -> None:
-    """Log one line."""
+def say(text: str) -> None:
+    """Write one line at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -6,56 +6,36 @@ The attention is that of Wan2.1-1.3B by itself, whose times on an H100 ship with
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..attention import initial_mixing
-from ..benchmark.correctness import branch_weights, make_inputs, rule_of
+from ..attention import ContentRule, initial_mixing, mhla_attention
 from ..benchmark.models import models
-from ..benchmark.operation import SOFTMAX, fastest_backend, linear_attention
-from ..benchmark.report import COLOURS, logarithmic
-from ..benchmark.results import CONTENT, EARLIER, gather_conditions
-from ..benchmark.shapes import Shape, Work, cost_of, shape_of
+from ..benchmark.results import gather_conditions
 from ..benchmark.speeds import find_card, read_card
-from ..benchmark.timing import Budget, Variant, time_interleaved
-from ..config import DEFAULT_DENSITY
-from ..devices import FLOAT_TYPES
+from ..benchmark.timing import Budget, time_interleaved
+from ..config import DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY
 from ..files import written_aside
 from ..reporting import html_table, require_matplotlib, times
 
-MHLA, SPARSE = "MHLA", "MHLA, block-sparse"
+SOFTMAX, SPARSE, MHLA = "softmax", "MHLA, block-sparse", "MHLA"
 """As the demo's table names them."""
-NAMES = (SOFTMAX, SPARSE, MHLA)
+_MARKS = {SOFTMAX: ("o", "#555555"), SPARSE: ("s", "#cc79a7"), MHLA: ("^", "#0072b2")}
 MODEL = "wan2.1-1.3b"
 GRIDS = (
-    (8, 12, 10),
-    (8, 12, 20),
-    (16, 12, 20),
-    (16, 24, 20),
-    (16, 24, 40),
-    (32, 24, 40),
-    (32, 48, 40),
-    (32, 48, 80),
-)
+    (8, 12, 10), (8, 12, 20), (16, 12, 20), (16, 24, 20), (16, 24, 40), (32, 24, 40), (32, 48, 40), (32, 48, 80)
+)  # fmt: skip
 """Token grids (F, Hg, Wg), from 960 tokens to 122,880, each of twice as many as the one before."""
 _HEADS_ON_CPU = 4
 _BUDGET = Budget(seconds=0.3, least=3, most=20)
-"""Of each attention at each N."""
-_WORK: dict[str, Work] = {SOFTMAX: "softmax", SPARSE: "sparse", MHLA: "linear"}
-"""What each computes, by whose FLOPs the time of the next N is guessed."""
-_STEADY = 0.25
+"""For each attention at each N."""
+STEADY = 0.25
 """Spread of repeated times, (80th − 20th percentile) / median, beyond which the machine was busy."""
-_MARKS = {SOFTMAX: ("o", COLOURS[SOFTMAX]), SPARSE: ("s", COLOURS[CONTENT]), MHLA: ("^", COLOURS[MHLA])}
-
-Curve = list[tuple[int, float]]
-"""(N, seconds), by growing N."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +46,56 @@ class Growth:
     dtype: str
     date: str
     heads: int
-    curves: dict[str, Curve]
-    """Attention, of ``NAMES`` → its times, all at the same N."""
+    curves: dict[str, list[tuple[int, float]]]
+    """Attention → (N, seconds) by growing N, the same N for all."""
     spread: float | None = None
     """The largest (80th − 20th percentile) / median; None where nobody noted it."""
     ended: str = ""
     """Why no larger N was measured."""
 
+    def speedups(self, name: str) -> list[tuple[int, float]]:
+        """Return (N, how many times as fast as softmax an attention is)."""
+        pairs = zip(self.curves[SOFTMAX], self.curves[name], strict=True)
+        return [(n, softmax / own) for (n, softmax), (_, own) in pairs]
 
-# ---- measure --------------------------------------------------------------------------------------------------------
+    def crossing(self, name: str) -> float | None:
+        """Return N from which an attention takes less time than softmax, at every larger N that was measured.
+
+        Between two N both times are taken to be straight lines in logarithms. The smallest N if it takes less at all
+        of them, None if not even at the largest.
+        """
+        points = [(math.log(n), math.log(factor)) for n, factor in self.speedups(name)]
+        if points[-1][1] <= 0:
+            return None
+        for (x0, y0), (x1, y1) in reversed(list(pairwise(points))):
+            if y0 <= 0:
+                return math.exp(x0 + (x1 - x0) * y0 / (y0 - y1))
+        return float(self.curves[SOFTMAX][0][0])
+
+    def __str__(self) -> str:
+        """Say where each attention overtakes softmax and by how much."""
+        clauses = []
+        for name in (MHLA, SPARSE):
+            at, speedups = self.crossing(name), self.speedups(name)
+            (first, slowest), (last, fastest) = speedups[0], speedups[-1]
+            if at is None:
+                clause = f"is not faster than softmax up to {last:,} tokens ({fastest:.2g} times as fast)"
+            elif at > first:
+                faster = f"is {fastest:.2g} times as fast at {last:,} tokens"
+                clause = f"overtakes softmax at about {about(at)} tokens and {faster}"
+            else:
+                begin = f", {slowest:.2g} times as fast at {first:,} tokens" if last > first else ""
+                clause = f"is faster than softmax at every N measured{begin} and {fastest:.2g} times at {last:,} tokens"
+            clauses.append(f"{name} {clause}")
+        return f"{'; '.join(clauses)}."
 
 
+def about(tokens: float) -> str:
+    """Write N with two digits, such as ``"2,300"``."""
+    return f"{int(float(f'{tokens:.2g}')):,}"
+
+
+@torch.no_grad()
 def measure_growth(device: torch.device, seconds: float) -> Growth:
     """Time the attentions at one N after the other, at each in turns, until the next N would exceed the budget.
 
@@ -90,205 +109,111 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
     Raises:
         RuntimeError: an attention cannot run here, even at the smallest N.
     """
-    started = time.perf_counter()
-    dtype = "float32" if device.type == "cpu" else "bfloat16"
-    curves: dict[str, Curve] = {name: [] for name in NAMES}
-    spread, ended = 0.0, "no larger one is tried"
-    medians: dict[str, float] = {}
-    heads = _HEADS_ON_CPU if device.type == "cpu" else models()[MODEL].heads
-    model = replace(models()[MODEL], heads=heads)
-    shapes = [shape_of(model, grid, f"{math.prod(grid):,} tokens") for grid in GRIDS]
-    for before, shape in zip((None, *shapes), shapes, strict=False):
-        if before and time.perf_counter() - started + _guess(medians, before, shape) > seconds:
+    started, model, on_cpu = time.perf_counter(), models()[MODEL], device.type == "cpu"
+    heads, dtype = (_HEADS_ON_CPU, torch.float32) if on_cpu else (model.heads, torch.bfloat16)
+    curves: dict[str, list[tuple[int, float]]] = {name: [] for name in _MARKS}
+    spread, ended, expected = 0.0, "no larger one is tried", 0.0
+    for grid in GRIDS:
+        if time.perf_counter() - started + expected > seconds and expected:
             ended = f"the next would have exceeded the budget of {seconds:g} s"
             break
-        variants: dict[str, Variant] = {**_attentions(shape, device, FLOAT_TYPES[dtype])}
-        outcomes = time_interleaved(variants, device, _BUDGET)
-        timings = {name: outcome.timing for name, outcome in outcomes.items() if outcome.timing is not None}
-        if len(timings) < len(outcomes):
-            missing = {name: one.reason or one.status for name, one in outcomes.items() if name not in timings}
-            ended = f"at {shape.name}: {'; '.join(f'{name}: {why}' for name, why in missing.items())}"
+        tokens, blocks = math.prod(grid), tuple(map(min, model.blocks, grid))
+        query, key, value = (torch.randn(1, tokens, heads, model.head_dim, device=device).to(dtype) for _ in range(3))
+        mixing = initial_mixing(blocks).to(device).repeat(heads, 1, 1)
+        linear = partial(mhla_attention, query, key, value, mixing, grid, blocks)
+        rule = ContentRule(DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY, fit_pooled_bias=True)
+        softmax = torch.nn.functional.scaled_dot_product_attention
+        runs = {
+            SOFTMAX: partial(softmax, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
+            SPARSE: partial(linear, sparse=rule, linear_weight=torch.ones(heads, device=device)),
+            MHLA: linear,
+        }
+        outcomes = time_interleaved(runs, device, _BUDGET)
+        timings = {name: one.timing for name, one in outcomes.items() if one.timing is not None}
+        if len(timings) < len(runs):
+            missing = [f"{name}: {one.reason or one.status}" for name, one in outcomes.items() if one.timing is None]
+            ended = f"at {tokens:,} tokens: {'; '.join(missing)}"
             break
+        expected = 0.0
         for name, timing in timings.items():
-            curves[name].append((shape.tokens, timing.median))
+            curves[name].append((tokens, timing.median))
             spread = max(spread, (timing.p80 - timing.p20) / timing.median)
-        medians = {name: timing.median for name, timing in timings.items()}
-    if not medians:
+            # twice the tokens take four times as long where pairs of them are weighed; each run is warmed up once
+            expected += (_BUDGET.least + 1) * timing.median * (2 if name == MHLA else 4)
+    if not curves[MHLA]:
         raise RuntimeError(f"Attention cannot be timed on {device} {ended}. Leave it out: --speed-seconds 0.")
     conditions = gather_conditions(device)
-    return Growth(conditions.device, dtype, conditions.date, heads, curves, spread, ended)
-
-
-def _guess(medians: Mapping[str, float], before: Shape, shape: Shape) -> float:
-    """Seconds that a shape takes if time grows as FLOPs do; what is slow is warmed up once."""
-
-    def growth(name: str) -> float:
-        one, other = (cost_of(x, _WORK[name], itemsize=4, backward=False).flops for x in (before, shape))
-        return other / one
-
-    return (_BUDGET.least + 1) * sum(growth(name) * median for name, median in medians.items())
-
-
-def _attentions(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
-    """Attention → its call, all of the same query, key and value."""
-    inputs, backend = make_inputs(shape, device, dtype), fastest_backend(shape, device, dtype)
-    mixing = initial_mixing(shape.blocks).to(device).repeat(shape.heads, 1, 1)
-    linear_weight = branch_weights(shape.heads, device)["linear_weight"]
-    rule = rule_of(shape, fit_pooled_bias=True)
-    sparse = linear_attention(shape, inputs, backend, mixing, sparse=rule, linear_weight=linear_weight)
-    query, key, value = (x.transpose(1, 2) for x in inputs)
-    softmax = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value)
-    linear = linear_attention(shape, inputs, backend, mixing)
-    found: dict[str, Callable[[], torch.Tensor]] = {SOFTMAX: softmax, SPARSE: sparse, MHLA: linear}
-    return {name: torch.no_grad()(found[name]) for name in NAMES}
+    return Growth(conditions.device, str(dtype).removeprefix("torch."), conditions.date, heads, curves, spread, ended)
 
 
 def shipped_growth() -> Growth:
-    """The same attentions on an H100, at Wan2.1-1.3B's own sizes, from the measurements that ship.
+    """Return times of the same attentions on an H100, at Wan2.1-1.3B's own sizes, from the measurements that ship.
 
     Softmax by FlashAttention-3, the fastest there; the sparse branch is the version before this one, which alone was
     measured there.
     """
-    kept = {SOFTMAX: f"{SOFTMAX} FlashAttention-3", SPARSE: f"{EARLIER[0]} triton", MHLA: f"{MHLA} triton"}
-    alone = next(run for run in read_card(find_card("h100")) if run.command == "op")
-    rows = [row for row in alone.rows if row.case.startswith(f"{MODEL}-") and row.stage == "forward"]
-    curves: dict[str, Curve] = {
+    kept = {SOFTMAX: "softmax FlashAttention-3", SPARSE: "MHLA, exact tiles by content triton", MHLA: "MHLA triton"}
+    run = next(run for run in read_card(find_card("h100")) if run.command == "op")
+    rows = [row for row in run.rows if row.case.startswith(f"{MODEL}-") and row.stage == "forward"]
+    curves = {
         name: sorted((row.tokens, row.median) for row in rows if row.variant == variant and row.tokens and row.median)
         for name, variant in kept.items()
     }
-    return Growth(alone.conditions.device, rows[0].dtype, alone.conditions.date, models()[MODEL].heads, curves)
-
-
-# ---- tell -----------------------------------------------------------------------------------------------------------
-
-
-def crossing(growth: Growth, name: str) -> float | None:
-    """N from which an attention takes less time than softmax, at every larger N that was measured.
-
-    Between two N both times are taken to be straight lines in logarithms.
-
-    Returns:
-        N; the smallest that was measured if it takes less at all of them, None if not even at the largest.
-    """
-    ratios = [
-        (math.log(n), math.log(own / softmax))
-        for (n, softmax), (_, own) in zip(growth.curves[SOFTMAX], growth.curves[name], strict=True)
-    ]
-    if ratios[-1][1] >= 0:
-        return None
-    for (x0, y0), (x1, y1) in reversed(list(pairwise(ratios))):
-        if y0 >= 0:
-            return math.exp(x0 + (x1 - x0) * y0 / (y0 - y1))
-    return float(growth.curves[SOFTMAX][0][0])
-
-
-def about(tokens: float) -> str:
-    """N with two digits, such as ``"2,300"``."""
-    return f"{int(float(f'{tokens:.2g}')):,}"
-
-
-def tell_growth(growth: Growth) -> str:
-    """Where each attention overtakes softmax and by how much, in sentences."""
-    tokens = [n for n, _ in growth.curves[SOFTMAX]]
-    clauses = []
-    for name in (MHLA, SPARSE):
-        at, factor = crossing(growth, name), growth.curves[SOFTMAX][-1][1] / growth.curves[name][-1][1]
-        end = f"at {tokens[-1]:,} tokens"
-        if at is None:
-            clauses.append(
-                f"{name} is not faster than softmax up to {tokens[-1]:,} tokens ({factor:.2g} times as fast)"
-            )
-        elif at == tokens[0]:
-            first = growth.curves[SOFTMAX][0][1] / growth.curves[name][0][1]
-            many = f", {first:.2g} times as fast at {tokens[0]:,} tokens" if len(tokens) > 1 else ""
-            clauses.append(f"{name} is faster than softmax at every N measured{many} and {factor:.2g} times {end}")
-        else:
-            clauses.append(
-                f"{name} overtakes softmax at about {about(at)} tokens and is {factor:.2g} times as fast {end}"
-            )
-    return f"{'; '.join(clauses)}."
+    return Growth(run.conditions.device, rows[0].dtype, run.conditions.date, models()[MODEL].heads, curves)
 
 
 def html_speed(here: Growth, shipped: Growth, picture: str) -> str:
-    """The part of the page: sentences, the picture, which is HTML, and the times of this machine."""
-    model = models()[MODEL]
-    own = f"On this machine ({here.device}, {here.dtype}, {here.heads} heads), {tell_growth(here)}"
+    """Write the part of the page: sentences, the picture, which is HTML, and the times of this machine."""
+    own = f"On this machine ({here.device}, {here.dtype}, {here.heads} heads), {here}"
     if here.ended:
         own += f" N ends there: {here.ended}."
-    if here.spread is not None and here.spread > _STEADY:
+    if here.spread is not None and here.spread > STEADY:
         own += f" The machine was busy: repeated times spread by up to {here.spread:.0%}, so the crossings are coarse."
     sizes = " and ".join(f"{n:,}" for n, _ in shipped.curves[SOFTMAX])
     card = (
         f"On one {shipped.device} ({shipped.dtype}, {shipped.heads} heads, {shipped.date}, measured at {sizes} tokens "
-        f"only; softmax by FlashAttention-3, the sparse branch in the version before this one), {tell_growth(shipped)}"
+        f"only; softmax by FlashAttention-3, the sparse branch in the version before this one), {shipped}"
     )
     remark = (
-        f"One self-attention of {MODEL}, forward: as many of its heads of {model.head_dim} as are said, MHLA blocks "
-        f"{times(model.blocks)}, density {DEFAULT_DENSITY:.0%}, blocks chosen at every call. At small N the "
-        "states of all these blocks, made and mixed whatever N is, take most of MHLA's time. Crossings lie on straight "
-        "lines between the N measured, in logarithms."
+        f"One self-attention of {MODEL}, forward: as many of its heads of {models()[MODEL].head_dim} as are said, MHLA "
+        f"blocks {times(models()[MODEL].blocks)}, density {DEFAULT_DENSITY:.0%}, blocks chosen at every call. At small "
+        "N the states of all these blocks, made and mixed whatever N is, take most of MHLA's time. Crossings lie on "
+        "straight lines between the N measured, in logarithms."
     )
-    said = "".join(f"<p>{escape(text)}</p>" for text in (own, card, remark))
-    header = ("tokens N", *(f"{name}, ms" for name in NAMES))
-    rows = zip(*(here.curves[name] for name in NAMES), strict=True)
-    table = html_table(
-        header, ((f"{row[0][0]:,}", *(f"{_milliseconds(seconds)}" for _, seconds in row)) for row in rows)
-    )
-    return f"{said}{picture}{table}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
+    rows = [
+        (f"{row[0][0]:,}", *(f"{1000 * one:.3g}" if one < 1 else f"{1000 * one:,.0f}" for _, one in row))
+        for row in zip(*(here.curves[name] for name in _MARKS), strict=True)
+    ]
+    sentences = "".join(f"<p>{escape(text)}</p>" for text in (own, card, remark))
+    return f"{sentences}{picture}{html_table(('tokens N', *(f'{name}, ms' for name in _MARKS)), rows)}"
 
 
 def draw_growth(here: Growth, shipped: Growth, file: Path) -> None:
-    """Milliseconds over N, this machine beside the card whose times ship; where a curve crosses softmax's is marked."""
-    plt: Any = require_matplotlib()
+    """Draw milliseconds over N, this machine beside the card whose times ship; a line marks where a curve crosses."""
+    plt = require_matplotlib()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), width_ratios=(3, 2), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12)
     remarks = "this machine", "block-sparse: version before"
     for axis, growth, remark in zip(axes, (here, shipped), remarks, strict=True):
-        for name in NAMES:
-            marker, colour = _MARKS[name]
+        tokens = [n for n, _ in growth.curves[SOFTMAX]]
+        for name, (marker, colour) in _MARKS.items():
             points = [(n, 1000 * seconds) for n, seconds in growth.curves[name]]
             axis.plot(*zip(*points, strict=True), marker=marker, color=colour, label=name)
-        logarithmic(axis)
-        tokens = [n for n, _ in growth.curves[SOFTMAX]]
-        axis.set_xscale("log")
-        axis.set_xlim(tokens[0] / 1.3, tokens[-1] * 1.3)
+            at = None if name == SOFTMAX else growth.crossing(name)
+            if at is not None and at > tokens[0]:
+                axis.axvline(at, linestyle=":", color=colour, linewidth=1)
+                place = {"xytext": (3, 3), "textcoords": "offset points", "xycoords": axis.get_xaxis_transform()}
+                axis.annotate(about(at), (at, 0), color=colour, fontweight="bold", **place)
+        axis.set(xscale="log", yscale="log", xlim=(tokens[0] / 1.3, tokens[-1] * 1.3), xlabel="tokens N")
         axis.set_xticks(tokens, [f"{n:,}" for n in tokens])
         axis.minorticks_off()
-        axis.set_xlabel("tokens N")
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.set_ylabel("ms per attention")
         axis.set_title(f"{growth.device}, {growth.dtype}\n{growth.heads} heads; {remark}", fontsize=10, loc="left")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        _mark_crossings(axis, growth)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     with written_aside(file) as aside:
         figure.savefig(aside, dpi=130)
     plt.close(figure)
-
-
-def _mark_crossings(axis: Any, growth: Growth) -> None:
-    """A ring around each crossing between two N, and a line down to its N."""
-    softmax = growth.curves[SOFTMAX]
-    for name in (SPARSE, MHLA):
-        at = crossing(growth, name)
-        if at is None or at == softmax[0][0]:
-            continue
-        (x0, y0), (x1, y1) = next((one, other) for one, other in pairwise(softmax) if one[0] <= at <= other[0])
-        height = 1000 * y0 * (y1 / y0) ** (math.log(at / x0) / math.log(x1 / x0))
-        colour = _MARKS[name][1]
-        axis.plot(at, height, marker="o", markersize=13, fillstyle="none", color=colour)
-        axis.axvline(at, linestyle=":", color=colour, linewidth=1)
-        axis.annotate(
-            about(at),
-            (at, 0.02),
-            xycoords=axis.get_xaxis_transform(),
-            xytext=(3, 0),
-            textcoords="offset points",
-            color=colour,
-            fontweight="bold",
-        )

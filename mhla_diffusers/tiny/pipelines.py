@@ -54,6 +54,11 @@ class TinyPipeline:
         labels = tuple(chance.randrange(10) for _ in range(count))
         return Scene(labels, chance.choice(self.motions) if self.is_video else None)
 
+    def random_scenes(self, count: int, seed: int | str) -> list[Scene]:
+        """Draw scenes; the same seed gives the same ones."""
+        chance = random.Random(seed)
+        return [self.random_scene(chance) for _ in range(count)]
+
     def prompt(self, scene: Scene) -> str:
         """What the pipeline is asked for, to get a scene."""
         return str(scene.labels[0]) if self.prompts_are_classes else scene.caption

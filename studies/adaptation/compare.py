@@ -13,18 +13,18 @@ are kept, so a command goes on where it was stopped.
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.benchmark.timing import Budget, Variant, time_interleaved
-from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, Recipe, digit_latents, held_out_curve
+from mhla_diffusers.benchmark.timing import Budget, time_interleaved
+from mhla_diffusers.demo.adaptation import DIFFUSION, TRANSFER_STEPS, Adaptation, held_out_curve
 from mhla_diffusers.families import predict
 from mhla_diffusers.reporting import mean_and_spread, write_table
-from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.tiny import TINY
+from mhla_diffusers.training import ObjectiveWeights, StageConfig
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""
@@ -51,19 +51,15 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "sparse, 2.5 %": _SPARSE.replace(density=0.025),
     "sparse, 10 %": _SPARSE.replace(density=0.1),
 }
-
-
-TRANSFER = {"transfer_steps": 100}
-"""Steps of attention transfer, which come before those end to end, unless the command line says otherwise."""
 RECIPES: dict[str, dict[str, Any]] = {
     "diffusion": {"objectives": DIFFUSION},
     "distillation": {},
-    "transfer first": TRANSFER,
-    "transfer first, gentle": {**TRANSFER, "scheduler": "cosine", "learning_rate": 2e-4},
-    "mixing learns slowly": {"mixing_learning_rate": 5e-4},
-    "mixing learns fast": {"mixing_learning_rate": 2e-2},
+    "transfer first": {"transfer": True},
+    "transfer first, gentle": {"transfer": True, "scheduler": "cosine", "learning_rate": 2e-4},
+    "mixing learns slowly": {"mixing": 5e-4},
+    "mixing learns fast": {"mixing": 2e-2},
 }
-"""What differs from the diffusion loss with distillation, see :class:`Recipe`."""
+"""Arguments of :func:`stages_of`."""
 SETTINGS = (
     "MHLA",
     "MHLA, blocks of 4",
@@ -92,65 +88,39 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("mixing learns fast", "MHLA"),
     ],
 }
+_BOTH = ObjectiveWeights(diffusion=1.0, distillation=1.0)
 COLUMNS = (0, 25, 50, 100, 200, 300)
 """Updates end to end after which the held-out loss is shown; 0 is after attention transfer, if there is any."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What all variants have in common."""
+def stages_of(
+    steps: int,
+    transfer_steps: int,
+    transfer: bool = False,
+    objectives: ObjectiveWeights = _BOTH,
+    learning_rate: float = 5e-4,
+    mixing: float = 5e-3,
+    scheduler: Literal["constant", "cosine"] = "constant",
+) -> tuple[StageConfig, ...]:
+    """Return the updates end to end, of the whole transformer, after those of attention transfer where asked for."""
+    end_to_end = StageConfig(steps, learning_rate, "all", objectives, mixing_learning_rate=mixing, scheduler=scheduler)
+    if not transfer:
+        return (end_to_end,)
+    weights = ObjectiveWeights(transfer=1.0)
+    return StageConfig(transfer_steps, 2e-3, "attention", weights, mixing_learning_rate=mixing), end_to_end
 
-    adaptation: Adaptation
-    steps: int
-    """End to end."""
-    transfer_steps: int
-    """Of the recipes that have any."""
-    seeds: tuple[int, ...]
-    """Of training."""
-    timing_seconds: float
-    output: Path
 
-    def adapt(self, name: str, attention: str) -> list[dict[int, float]]:
-        """Held-out loss by steps end to end, for every seed."""
-        settings = {"scheduler": "constant", **RECIPES[name]}
-        if "transfer_steps" in settings:
-            settings["transfer_steps"] = self.transfer_steps
-        recipe = Recipe(self.steps, **settings)
-        curves = []
-        for seed in self.seeds:
-            folder = self.folder(name, attention, seed)
-            if not (folder / "result").is_dir():
-                replace(self.adaptation, seed=seed).adapt(self.patched(attention), recipe, folder)
-            curves.append({step - recipe.transfer_steps: loss for step, loss in held_out_curve(folder)})
-        return curves
+def patched(adaptation: Adaptation, attention: str) -> Any:
+    """Return a fresh pipeline; automatic hybrids are chosen, and λ and β fitted, on a fixed batch."""
+    return adaptation.patched(
+        ATTENTIONS[attention], lambda pipe: predict(pipe.transformer, first_samples(adaptation, pipe, 16))
+    )
 
-    def folder(self, name: str, attention: str, seed: int) -> Path:
-        """Of one run."""
-        words = f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-", ord("%"): None})
-        return self.output / f"{words}-{seed}"
 
-    def patched(self, attention: str) -> Any:
-        """A fresh pipeline; automatic hybrids are chosen, and λ and β fitted, on a fixed batch."""
-        return self.adaptation.patched(
-            ATTENTIONS[attention], lambda pipe: predict(pipe.transformer, self.batch(pipe.transformer, 16))
-        )
-
-    def batch(self, transformer: Any, samples: int) -> Any:
-        """The first samples, noised to equally spaced timesteps."""
-        samples = min(samples, len(self.adaptation.data) - self.adaptation.held_out)
-        return self.adaptation.batch(transformer, range(samples), (torch.arange(samples) + 0.5) / samples)
-
-    def seconds(self, attentions: list[str]) -> dict[str, float]:
-        """Median time of a forward and backward pass, all variants in turns."""
-
-        def update(name: str) -> Callable[[], object]:
-            transformer = self.patched(name).transformer
-            batch = self.batch(transformer, self.adaptation.batch_size)
-            return lambda: predict(transformer, batch).square().mean().backward()
-
-        variants: dict[str, Variant] = {name: update(name) for name in attentions}
-        outcomes = time_interleaved(variants, torch.device("cpu"), Budget(seconds=self.timing_seconds))
-        return {name: outcome.timing.median for name, outcome in outcomes.items() if outcome.timing}
+def first_samples(adaptation: Adaptation, pipe: Any, samples: int) -> Any:
+    """Return the first samples of the data, noised to equally spaced timesteps."""
+    samples = min(samples, len(adaptation.data) - adaptation.held_out)
+    return adaptation.batch(pipe.transformer, range(samples), (torch.arange(samples) + 0.5) / samples)
 
 
 def main() -> None:
@@ -161,40 +131,40 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--held-out", type=int, default=32)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--transfer-steps", type=int, default=TRANSFER["transfer_steps"])
+    parser.add_argument("--transfer-steps", type=int, default=TRANSFER_STEPS)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of training; the data are always the same")
     parser.add_argument("--timing-seconds", type=float, default=5.0, help="per attention, once all have adapted")
     arguments = parser.parse_args()
-    tiny = TINY["wan"]
-    adaptation = Adaptation(
-        tiny,
-        digit_latents(load_tiny(tiny.family), tiny, arguments.samples, arguments.held_out, seed=1),
-        held_out=arguments.held_out,
-        seed=1,
-        validate_every=25,
-        batch_size=arguments.batch_size,
-    )
-    comparison = Comparison(
-        adaptation,
-        arguments.steps,
-        arguments.transfer_steps,
-        tuple(arguments.seeds),
-        arguments.timing_seconds,
-        arguments.output,
-    )
-    columns = [column for column in COLUMNS if column <= arguments.steps]
-    runs = TABLES[arguments.table]
-    losses = {run: comparison.adapt(*run) for run in runs}
-    seconds = comparison.seconds(sorted({attention for _, attention in runs}))
-    rows = []
-    for recipe, attention in runs:
-        curves = losses[recipe, attention]
-        cells = [mean_and_spread([curve[min(curve)] for curve in curves], ".4f")]
+    adaptation = Adaptation(TINY["wan"], arguments.samples, arguments.held_out, validate_every=25)
+    runs, curves = TABLES[arguments.table], {}
+    for name, attention in runs:
+        stages = stages_of(arguments.steps, arguments.transfer_steps, **RECIPES[name])
+        words = f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-", ord("%"): None})
+        before = sum(stage.steps for stage in stages[:-1])
+        curves[name, attention] = []
+        for seed in arguments.seeds:
+            folder = arguments.output / f"{words}-{seed}"
+            if not (folder / "result").is_dir():
+                pipe, changes = patched(adaptation, attention), {"seed": seed, "batch_size": arguments.batch_size}
+                adaptation.adapt(pipe, stages, folder, **changes)
+            curves[name, attention].append({step - before: loss for step, loss in held_out_curve(folder)})
+
+    def update(attention: str) -> Callable[[], object]:
+        pipe = patched(adaptation, attention)
+        batch = first_samples(adaptation, pipe, arguments.batch_size)
+        return lambda: predict(pipe.transformer, batch).square().mean().backward()
+
+    updates = {attention: update(attention) for attention in sorted({attention for _, attention in runs})}
+    timed = time_interleaved(updates, torch.device("cpu"), Budget(seconds=arguments.timing_seconds))
+    columns, rows = [column for column in COLUMNS if column <= arguments.steps], []
+    for (name, attention), found in curves.items():
+        cells = [mean_and_spread([curve[min(curve)] for curve in found], ".4f")]
         for step in columns:
-            reached = step in curves[0]
-            cells.append(mean_and_spread([curve[step] for curve in curves], ".4f") if reached else "–")
-        rows.append([recipe, attention, *cells, f"{1000 * seconds[attention]:.0f}"])
+            reached = step in found[0]
+            cells.append(mean_and_spread([curve[step] for curve in found], ".4f") if reached else "–")
+        timing = timed[attention].timing
+        rows.append([name, attention, *cells, f"{1000 * timing.median:.0f}" if timing else "–"])
     header = ["losses", "attention", "untrained", *map(str, columns), "ms forward+backward"]
     sys.stdout.write(write_table(header, rows, arguments.output, arguments.table))
 

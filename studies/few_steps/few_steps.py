@@ -22,7 +22,7 @@ import torch
 
 from mhla_diffusers.config import MHLAConfig, patch_folder
 from mhla_diffusers.demo.adaptation import ADAPTED_RECORD, digit_latents, train_or_go_on
-from mhla_diffusers.demo.judging import Yardstick, digit_features, generate_scenes
+from mhla_diffusers.demo.judging import Yardstick, generate_scenes
 from mhla_diffusers.devices import threads
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.files import write_json, write_text
@@ -142,21 +142,18 @@ def judge(name: str, pipe: Any, yardstick: Yardstick, seed: int | None = None, *
     if few_steps_of(pipe) is not None:
         settings = {"num_inference_steps": len(TIMES), "guidance_scale": 1.0}
     call = {**TINY_WAN.call_settings, **settings}
-    pictures = generate_scenes(pipe, TINY_WAN, yardstick.scenes, yardstick.seed, **settings)
-    features = [
-        digit_features([picture], [scene], TINY_WAN, yardstick.classifier)
-        for picture, scene in zip(pictures, yardstick.scenes, strict=True)
-    ]
+    pictures = yardstick.generate(pipe, **settings)
+    features, real = yardstick.features(pictures), torch.cat(yardstick.features(yardstick.real))
     generator, distances = torch.Generator().manual_seed(0), []
     for _ in range(BOOTSTRAPS):
         drawn = torch.randint(len(features), (len(features),), generator=generator).tolist()
-        distances.append(frechet_distance(yardstick.real, torch.cat([features[place] for place in drawn])))
+        distances.append(frechet_distance(real, torch.cat([features[place] for place in drawn])))
     return Row(
         name,
         seed,
         call["num_inference_steps"],
         call["guidance_scale"],
-        fmean(yardstick.accuracy(pictures)),
+        fmean(float(one.double().mean()) for one in yardstick.recognised(pictures)),
         yardstick.distance(pictures),
         stdev(distances),
     )
@@ -236,7 +233,7 @@ def install(student: str, seed: int, output: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     save_mhla(trained, folder, weights="changed", base=base, base_model="tiny-wan", dtype=torch.float16)
     load_mhla(saved, folder)
-    row = judge(STUDENTS[student].name, saved, Yardstick.of(TINY_WAN, CLIPS, 0), seed)
+    row = judge(STUDENTS[student].name, saved, Yardstick(TINY_WAN, TINY_WAN.random_scenes(CLIPS, 0), 0), seed)
     record = {
         "command": f"python studies/few_steps/few_steps.py --only {student} --seeds {seed} --install",
         "date": time.strftime("%Y-%m-%d"),
@@ -267,7 +264,7 @@ def main() -> None:
     arguments = parser.parse_args()
     output: Path = arguments.output
     with threads(1):
-        yardstick = Yardstick.of(TINY_WAN, CLIPS, 0)
+        yardstick = Yardstick(TINY_WAN, TINY_WAN.random_scenes(CLIPS, 0), 0)
 
         def record(key: str, row: Row) -> None:
             write_json(asdict(row), output / "rows" / f"{key}.json")

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import MHLAConfig, calibrate_sparse, change_mhla, load_mhla, mhla_layers
-from mhla_diffusers.demo.adaptation import Adaptation, digit_latents
+from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import predict
 from mhla_diffusers.files import read_json, write_json, written_aside
@@ -148,9 +148,8 @@ def percent(row: Row, setting: str) -> str:
 
 def measure(tiny: TinyPipeline, rows: Iterable[Row], scenes: int, held_out: int, output: Path) -> Iterator[Fidelity]:
     """The unpatched pipeline, then every row; what was measured before is taken from its file."""
-    data = digit_latents(load_tiny(tiny.family), tiny, CALIBRATION_SAMPLES, held_out, seed=1)
-    adaptation = Adaptation(tiny, data, held_out, seed=1, validate_every=1, batch_size=tiny.batch_size)
-    yardstick = Yardstick.of(tiny, scenes, seed=1)
+    adaptation = Adaptation(tiny, CALIBRATION_SAMPLES, held_out)
+    yardstick = Yardstick(tiny, tiny.random_scenes(scenes, seed=1), seed=1)
     folder = output / f"{tiny.family}-{scenes}-{held_out}"
     unpatched: list[torch.Tensor] = []
     for row in (None, *rows):
@@ -169,7 +168,7 @@ def measure(tiny: TinyPipeline, rows: Iterable[Row], scenes: int, held_out: int,
             generated = yardstick.generate(pipe)
             found = Fidelity(
                 losses=adaptation.held_out_losses(pipe),
-                right=yardstick.accuracy(generated),
+                right=[float(one.double().mean()) for one in yardstick.recognised(generated)],
                 distances=[float((one - o).norm() / o.norm()) for one, o in zip(generated, unpatched, strict=False)],
                 frechet_distance=yardstick.distance(generated),
             )

@@ -8,7 +8,6 @@ The one of the first steps is drawn from the table that fidelity.py steps has wr
 
 import argparse
 import csv
-import random
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ from mhla_diffusers import apply_mhla, audit
 from mhla_diffusers.analysis import draw_audit
 from mhla_diffusers.benchmark.forecast import Question, make_forecast
 from mhla_diffusers.benchmark.models import choose_sizes, family_of_model, find_models
-from mhla_diffusers.demo.adaptation import Adaptation, digit_latents
+from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import generate_scenes
 from mhla_diffusers.files import written_aside
 from mhla_diffusers.reporting import require_matplotlib
@@ -42,15 +41,13 @@ _SPARSE = {"sparse": "content", "density": 0.05}
 
 def adaptation_of(family: str) -> Adaptation:
     """The samples that calibration looks at."""
-    tiny = TINY[family]
-    data = digit_latents(load_tiny(family), tiny, CALIBRATION_SAMPLES, 1, seed=1)
-    return Adaptation(tiny, data, 1, seed=1, validate_every=1, batch_size=tiny.batch_size)
+    return Adaptation(TINY[family], CALIBRATION_SAMPLES, held_out=1)
 
 
 def scenes_of(family: str, count: int, seed: int = 5) -> Callable[[Any], list[torch.Tensor]]:
     """What generates some scenes with a pipeline."""
-    tiny, chance = TINY[family], random.Random(seed)
-    scenes = [tiny.random_scene(chance) for _ in range(count)]
+    tiny = TINY[family]
+    scenes = tiny.random_scenes(count, seed)
     return lambda pipe: generate_scenes(pipe, tiny, scenes, seed)
 
 

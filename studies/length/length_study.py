@@ -37,7 +37,7 @@ from safetensors.torch import load_file, safe_open
 from mhla_diffusers import apply_mhla, mhla_layers
 from mhla_diffusers.attention import layout
 from mhla_diffusers.benchmark.timing import Budget, time_interleaved
-from mhla_diffusers.demo.adaptation import DIFFUSION, Recipe
+from mhla_diffusers.demo.adaptation import DIFFUSION
 from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.families import NoisedBatch, get_family, predict
@@ -338,7 +338,10 @@ def adapt(study: Study, row: Row, model: Any, file: Path) -> float:
     rate = LEARNING_RATES["softmax, trained on" if softmax else "distillation"]
     steps = size.adapted_steps + size.transfer_steps if softmax else size.adapted_steps
     transfer_steps = 0 if softmax else size.transfer_steps
-    recipe = Recipe(steps, transfer_steps, weights, rate, trainable="attention")
+    rates: dict[str, Any] = {"trainable": "attention", "mixing_learning_rate": 5e-3}
+    stages = [StageConfig(steps, rate, objectives=weights, scheduler="cosine", **rates)]
+    if transfer_steps:
+        stages.insert(0, StageConfig(transfer_steps, 2e-3, objectives=ObjectiveWeights(transfer=1.0), **rates))
     teacher = None if softmax else Teacher(model, trainable_names(model, "attention"))
 
     def of_stage(settings: StageConfig) -> Stage:
@@ -369,7 +372,7 @@ def adapt(study: Study, row: Row, model: Any, file: Path) -> float:
 
         return Stage(settings, backward, lambda _: None if is_transfer else (row.name, "adapted"))
 
-    stages = recipe.stages if study.with_clips else recipe.stages[:1]
+    stages = stages if study.with_clips else stages[:1]
     return train(study, study.compiled(model), [of_stage(settings) for settings in stages], file)
 
 

@@ -10,7 +10,6 @@ of that difference, bootstrapped over the scenes. What is generated is kept, so 
 """
 
 import argparse
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,13 +21,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import load_mhla
-from mhla_diffusers.demo.adaptation import ADAPTED_CONTROL, Adaptation, Variant, digit_latents, load_variant, variants
-from mhla_diffusers.demo.judging import digit_accuracy, digit_features, generate_scenes, load_classifier, real_scenes
+from mhla_diffusers.demo.adaptation import ADAPTED_CONTROL, Adaptation, Variant, load_variant, variants
+from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.evaluation.compare import bootstrap
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.files import write_json, write_text, written_aside
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
-from mhla_diffusers.tiny.digits import load_digits
 from mhla_diffusers.tiny.loading import load_control
 
 HELD_OUT = 64
@@ -46,7 +44,7 @@ Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> Any:
     """The pipeline with a patch that ships, or with one that ``tools/adapt_tiny.py`` made."""
     if adapted is None:
-        return load_variant(tiny, variant, "cpu")
+        return load_variant(tiny, variant)
     pipe, folder = load_tiny(tiny.family), adapted / "patches" / f"tiny-{tiny.family}-{variant.short}"
     if variant.patch is None:
         load_control(pipe.transformer, folder / ADAPTED_CONTROL)
@@ -76,29 +74,21 @@ def judge(tiny: TinyPipeline, pipelines: dict[str, Callable[[], Any]], count: in
     Returns:
         Name → scores, and the intervals of their differences from the control.
     """
-    chance, classifier = random.Random("scenes"), load_classifier()
-    scenes = [tiny.random_scene(chance) for _ in range(count)]
-    data = digit_latents(load_tiny(tiny.family), tiny, 1, HELD_OUT, seed=1)
-    adaptation = Adaptation(tiny, data, HELD_OUT, seed=1, validate_every=1, batch_size=tiny.batch_size)
+    adaptation, yardstick = Adaptation(tiny, 1, HELD_OUT), Yardstick(tiny, tiny.random_scenes(count, "scenes"), 0)
 
     def features_of(pictures: list[torch.Tensor]) -> torch.Tensor:
         # as many of every scene, so that scenes can be drawn anew: of a scene with one digit the digit twice
-        return torch.stack(
-            [
-                digit_features([picture], [scene], tiny, classifier).repeat(tiny.most_digits // len(scene.labels), 1)
-                for picture, scene in zip(pictures, scenes, strict=True)
-            ]
-        )
+        found = zip(yardstick.features(pictures), yardstick.scenes, strict=True)
+        return torch.stack([one.repeat(tiny.most_digits // len(scene.labels), 1) for one, scene in found])
 
     def measure(name: str, pipe: Any) -> Samples:
         file = output / f"{name.replace(' ', '-').replace('/', '-')}.safetensors"
-        pictures = kept_pictures(file, count, lambda: generate_scenes(pipe, tiny, scenes, seed=0))
-        pairs = zip(pictures, scenes, strict=True)
-        right = torch.tensor([digit_accuracy([one], [scene], tiny, classifier) for one, scene in pairs]).double()
+        pictures = kept_pictures(file, count, lambda: yardstick.generate(pipe))
+        right = torch.stack([found.double().mean() for found in yardstick.recognised(pictures)])
         sys.stdout.write(f"{name}: {right.mean():.1%} of the digits\n")
         return torch.tensor(adaptation.held_out_losses(pipe), dtype=torch.float64), right, features_of(pictures)
 
-    real = features_of(real_scenes(scenes, tiny, load_digits("held-out"), seed=0))
+    real = features_of(yardstick.real)
     scores: list[Callable[[Samples, torch.Tensor], float]] = [
         lambda one, chosen: float(one[0][chosen].mean()),
         lambda one, chosen: float(one[1][chosen].mean()),

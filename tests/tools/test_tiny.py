@@ -3,8 +3,8 @@
 import json
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from mhla_diffusers.demo import adaptation
 from mhla_diffusers.demo.judging import generate_scenes, load_classifier
 from mhla_diffusers.tiny import TINY, load_tiny, loading
 from mhla_diffusers.tiny.digits import load_digits
+from mhla_diffusers.training import TrainingConfig
 
-from ..scripts import load_script, run_script
+from ..scripts import CONFIGS, load_script, run_script
 
 
 @pytest.fixture
@@ -122,28 +123,27 @@ def test_the_classifier_that_ships_reaches_its_target(making):
 
 def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, assets):
     script = load_script("tools/adapt_tiny.py", monkeypatch)
-    for module, name, fewer in ((adaptation, "TRANSFER_STEPS", 1), (adaptation, "END_TO_END_STEPS", 1)):
-        monkeypatch.setattr(module, name, fewer)
     monkeypatch.setattr(script, "HELD_OUT", 2)
+    monkeypatch.setattr(script, "SAMPLES", 16)
+    for name in ("TRANSFER_STEPS", "END_TO_END_STEPS"):
+        monkeypatch.setattr(adaptation, name, 1)
+    shipped = tmp_path / "patches"
+    shipped.mkdir()
+    monkeypatch.setattr(script, "patch_folder", lambda: shipped)
+    monkeypatch.setattr(config, "patch_folder", lambda: shipped)
     shutil.copytree(Path(loading.__file__).parent / "assets" / "tiny-dit", assets / "tiny-dit")
     loading.record_checksums()
-    adapting = script.Adapting(TINY["dit"], tmp_path / "run", seed=3, samples=16)
-    control, *_, exact = adaptation.variants(TINY["dit"])
-    made = {variant.short: adapting.make(variant) for variant in (control, exact)}
-    record = json.loads((made["exact"] / adaptation.ADAPTED_RECORD).read_text())
+    asked = ("dit", "--seed", 3, "--only", "control", "exact", "--output", tmp_path / "run")
+    run_script(script, monkeypatch, *asked)
+    folder = tmp_path / "run" / "patches" / "tiny-dit-exact"
+    record = json.loads((folder / adaptation.ADAPTED_RECORD).read_text())
     assert [step for step, _ in record["held-out loss by update"]] == [0, 2]
     assert record["held-out loss"] == pytest.approx(record["held-out loss by update"][-1][1], rel=1e-5)
     assert record["held-out loss in half precision, as it ships"] == pytest.approx(record["held-out loss"], rel=1e-2)
     assert "--seed 3" in record["command"]
     # what is finished is taken from the folder
-    monkeypatch.setattr(adapting.adaptation.__class__, "adapt", None)
-    assert adapting.make(exact) == made["exact"]
-
-    shipped = tmp_path / "patches"
-    shipped.mkdir()
-    monkeypatch.setattr(script, "patch_folder", lambda: shipped)
-    monkeypatch.setattr(config, "patch_folder", lambda: shipped)
-    script.install("dit", tmp_path / "run")
+    monkeypatch.setattr(script.Adaptation, "adapt", None)
+    run_script(script, monkeypatch, *asked, "--install")
     assert config.adapted_patch_names() == ["tiny-dit-exact"]
     assert len(mhla_layers(load_mhla(load_tiny("dit"), "tiny-dit-exact"))) == 4
     trained, before = (load_tiny("dit", control=wanted).transformer.state_dict() for wanted in (True, False))
@@ -152,6 +152,17 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
     (assets / "tiny-dit-control.safetensors").write_bytes(b"x")
     with pytest.raises(loading.DamagedAssetError, match=r"tiny-dit-control.safetensors \(damaged\)"):
         load_tiny("dit", control=True)
+
+
+def test_the_causal_patch_ships_adapted_by_the_configuration_that_ships(monkeypatch):
+    script, tiny = load_script("tools/adapt_tiny.py", monkeypatch), TINY["wan"]
+    variant, stages = script.variants_that_ship(tiny)["causal"]
+    shipped = TrainingConfig.from_yaml(CONFIGS / "tiny-wan-causal.yaml")
+    assert (variant.patch, stages) == (shipped.patch, shipped.stages)
+    held_out = adaptation.Adaptation(tiny, 1, 4, seed=3)
+    pipes = adaptation.load_variant(tiny, variant), held_out.patched(variant.patch)
+    adapted, fresh = (fmean(held_out.held_out_losses(pipe)) for pipe in pipes)
+    assert adapted < fresh
 
 
 def test_unknown_variants_are_named(monkeypatch, capsys, tmp_path):
@@ -164,8 +175,7 @@ def test_unknown_variants_are_named(monkeypatch, capsys, tmp_path):
 @pytest.mark.slow
 def test_longer_clips_are_judged_and_drawn(tmp_path, monkeypatch, capsys):
     script = load_script("tools/stream_tiny.py", monkeypatch)
-    wan = TINY["wan"]
-    monkeypatch.setitem(script.TINY, "wan", replace(wan, call_settings={**wan.call_settings, "num_inference_steps": 1}))
+    monkeypatch.setitem(TINY["wan"].call_settings, "num_inference_steps", 1)
     run_script(script, monkeypatch, "--output", tmp_path, "--scenes", 1)
     found = json.loads((tmp_path / "stream.json").read_text())["digits right, by frame"]
     assert [len(right) for right in found.values()] == [9, 9, 36]
