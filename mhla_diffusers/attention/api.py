@@ -340,7 +340,7 @@ def _check_sparse(call: Call) -> None:
         raise ValueError(f"sparse is on {lists.keys.device}, but query is on {call.query.device}.")
     if call.linear_weight is not None or call.pooled_bias is not None or any(call.extra):
         return
-    if _is_free_to_read(lists.offsets) and not bool(lists.offsets.diff().all()):
+    if _is_free_to_read(lists.keys) and not bool((lists.keys >= 0).any(dim=-1).all()):
         raise ValueError(
             "Some query blocks have an empty list, so they would attend to nothing; give linear_weight, pooled_bias, "
             "or every query block at least one key block."

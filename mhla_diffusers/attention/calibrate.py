@@ -5,7 +5,7 @@ are seen through the head's part of the output projection, so that those of diff
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,60 +17,7 @@ from .sparse import linear_branch, with_lists
 
 _CPU_NUMBERS = 2**23
 _DEVICE_NUMBERS = 2**26
-"""Of one kind that are formed at once."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Softmax attention of some queries of one head: s of S queries, K keys."""
-
-    queries: slice
-    """Which of the S."""
-    weights: torch.Tensor
-    """p: (B, s, K)."""
-    outputs: torch.Tensor
-    """W o: (B, s, D)."""
-    log_sums: torch.Tensor
-    """Log of the sum of weights: (B, s, 1)."""
-
-
-@dataclass(frozen=True)
-class SampledQueries:
-    """Some queries of a call beside all its keys, float32: S of the grid, and K keys, those of extra tokens last."""
-
-    query: torch.Tensor
-    """(B, S, H, D) after RoPE, scaled with 1 / √D."""
-    key: torch.Tensor
-    """(B, K, H, D) after RoPE."""
-    value: torch.Tensor
-    """(B, K, H, D)."""
-    weight: torch.Tensor
-    """(1 or B, K): of a key, 0 of one that is masked."""
-
-    @classmethod
-    def of(cls, call: Call, tokens: torch.Tensor) -> "SampledQueries":
-        """Of a call, and tokens of its grid in raster order, int64 (S,)."""
-        query, key = (call.extra_last(rotated(x.float(), call.rotary)) for x in (call.query, call.key))
-        mask = torch.ones(1, key.shape[1], device=key.device) if call.key_mask is None else call.key_mask.float()
-        scaled = query[:, tokens] * query.shape[-1] ** -0.5
-        return cls(scaled, key, call.extra_last(call.value.float()), call.extra_last(mask))
-
-    def rows(self, head: int, projection: torch.Tensor) -> Iterator[Rows]:
-        """Softmax attention of one head, for some queries at a time.
-
-        Args:
-            head: which.
-            projection: (D, D), with which ‖W v‖ = ‖v @ projection‖ for the head's part W of the output projection.
-        """
-        key, value, log_weight = self.key[:, :, head], self.value[:, :, head] @ projection, self.weight.log()
-        numbers = _CPU_NUMBERS if key.device.type == "cpu" else _DEVICE_NUMBERS
-        at_once = max(1, numbers // (key.shape[0] * key.shape[1]))
-        for start in range(0, self.query.shape[1], at_once):
-            here = slice(start, start + at_once)
-            logits = self.query[:, here, head] @ key.mT + log_weight[:, None]
-            log_sums = logits.logsumexp(dim=-1, keepdim=True)
-            weights = (logits - log_sums).exp()
-            yield Rows(here, weights, weights @ value, log_sums)
+"""Weights that are formed at once."""
 
 
 def in_float32(call: Call) -> Call:
@@ -79,9 +26,10 @@ def in_float32(call: Call) -> Call:
 
 
 def tokens_along(call: Call, block_size: int, count: int, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of the grid, evenly along the curve of uniform blocks, and their blocks: both int64 (at most count,).
+    """Choose tokens of the grid, evenly along the curve of uniform blocks: both int64 (at most count,).
 
-    Another ``shift`` gives others.
+    Returns:
+        The tokens, which another ``shift`` chooses anew, and their blocks.
     """
     order = layout_of(call.grid, block_size).order.long()
     order = order[order >= 0]
@@ -90,9 +38,36 @@ def tokens_along(call: Call, block_size: int, count: int, shift: int) -> tuple[t
     return order[places].to(call.query.device), (places // block_size).to(call.query.device)
 
 
-def block_of_keys(call: Call, block_size: int) -> torch.Tensor:
-    """Uniform block of every token of the grid: int64 (N,)."""
-    return layout_of(call.grid, block_size).rows.long().to(call.query.device) // block_size
+class SampledQueries:
+    """Softmax attention of S queries of the grid to all N keys, those of extra tokens last, in float32."""
+
+    def __init__(self, call: Call, tokens: torch.Tensor) -> None:
+        query, key = (call.extra_last(rotated(x.float(), call.rotary)) for x in (call.query, call.key))
+        mask = torch.ones(1, key.shape[1], device=key.device) if call.key_mask is None else call.key_mask.float()
+        self.query = query[:, tokens] * query.shape[-1] ** -0.5
+        self.key, self.value, self.weight = key, call.extra_last(call.value.float()), call.extra_last(mask)
+
+    def rows(
+        self, head: int, projection: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Attend with one head, for some queries at a time.
+
+        Args:
+            head: which.
+            projection: (D, D), with which ‖W v‖ = ‖v @ projection‖ for the head's part W of the output projection.
+
+        Yields:
+            Which s of the S queries, their weights p (B, s, N), outputs W o (B, s, D), and LSE (B, s, 1).
+        """
+        key, value, log_weight = self.key[:, :, head], self.value[:, :, head] @ projection, self.weight.log()
+        numbers = _CPU_NUMBERS if key.device.type == "cpu" else _DEVICE_NUMBERS
+        at_once = max(1, numbers // (key.shape[0] * key.shape[1]))
+        for start in range(0, self.query.shape[1], at_once):
+            here = slice(start, start + at_once)
+            logits = self.query[:, here, head] @ key.mT + log_weight[:, None]
+            lse = logits.logsumexp(dim=-1, keepdim=True)
+            weights = (logits - lse).exp()
+            yield here, weights, weights @ value, lse
 
 
 def weight_held(call: Call, block_size: int, densities: Sequence[float], count: int, shift: int) -> torch.Tensor:
@@ -102,7 +77,8 @@ def weight_held(call: Call, block_size: int, densities: Sequence[float], count: 
         float64 (densities,), mean over samples, heads and ``count`` queries, which another ``shift`` chooses anew.
     """
     tokens, block = tokens_along(call, block_size, count, shift)
-    sampled, member = SampledQueries.of(call, tokens), block_of_keys(call, block_size)
+    sampled = SampledQueries(call, tokens)
+    member = layout_of(call.grid, block_size).rows.long().to(tokens.device) // block_size
     listed = []
     for density in densities:
         lists = with_lists(replace(call, sparse=ContentRule(block_size, density), pooled_bias=None)).sparse
@@ -112,23 +88,13 @@ def weight_held(call: Call, block_size: int, densities: Sequence[float], count: 
     found = torch.zeros(len(densities), dtype=torch.float64, device=tokens.device)
     nothing = torch.eye(head_dim, device=tokens.device)
     for head in range(heads):
-        for rows in sampled.rows(head, nothing):
-            of_grid, of_extra = rows.weights[..., : len(member)], rows.weights[..., len(member) :]
-            blocks = of_grid.new_zeros(*of_grid.shape[:2], block_count(call.grid, block_size))
-            blocks.index_add_(2, member, of_grid)
+        for here, weights, _, _ in sampled.rows(head, nothing):
+            blocks = weights.new_zeros(*weights.shape[:2], block_count(call.grid, block_size))
+            blocks.index_add_(2, member, weights[..., : len(member)])
+            of_extra = weights[..., len(member) :].sum().double()
             for place, mask in enumerate(listed):
-                found[place] += (blocks * mask[:, head, rows.queries]).sum().double() + of_extra.sum().double()
+                found[place] += (blocks * mask[:, head, here]).sum().double() + of_extra
     return found / (batch * heads * queries)
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Values of β and log λ among which the best pair is found by trying."""
-
-    pooled_bias: torch.Tensor
-    """(candidates,), or (H, candidates) where each head has its own; -∞ stands for no pooled keys."""
-    linear_log_weight: torch.Tensor
-    """(candidates,)."""
 
 
 def candidate_errors(
@@ -137,56 +103,57 @@ def candidate_errors(
     count: int,
     shift: int,
     projections: torch.Tensor,
-    candidates: Candidates,
+    pooled_bias: torch.Tensor,
+    linear_log_weight: torch.Tensor,
 ) -> torch.Tensor:
-    """Mean squared error of the merged output for every pair of candidates: (H, candidates of β, candidates of log λ).
+    """Mean squared error of the merged output for every pair of a β and a λ.
 
-    Looks at ``count`` queries of every head, which another ``shift`` chooses anew, through ``projections`` (H, D, D),
-    see :meth:`SampledQueries.rows`. A call without lists has no block listed.
+    Args:
+        call: without lists, no block is listed.
+        block_size: of uniform blocks.
+        count: queries of every head that are looked at.
+        shift: another one chooses others.
+        projections: (H, D, D), see :meth:`SampledQueries.rows`.
+        pooled_bias: β to try, (candidates,), or (H, candidates) where each head has its own; -∞ for no pooled keys.
+        linear_log_weight: log λ to try, (candidates,).
+
+    Returns:
+        (H, candidates of β, candidates of λ).
     """
     device, heads, head_dim = call.query.device, call.query.shape[2], call.query.shape[3]
     tokens, block = tokens_along(call, block_size, count, shift)
-    sampled, member = SampledQueries.of(call, tokens), block_of_keys(call, block_size)
+    sampled, blocks = SampledQueries(call, tokens), block_count(call.grid, block_size)
+    member = layout_of(call.grid, block_size).rows.long().to(device) // block_size
     others = sampled.key.shape[1] - len(member)
-    blocks = block_count(call.grid, block_size)
     none = torch.zeros(1, heads, len(tokens), blocks, dtype=torch.bool, device=device)
     mask = call.sparse.mask()[:, :, block] if isinstance(call.sparse, BlockLists) else none
-    alone = linear_branch(call)
+    alone, tiny = linear_branch(call), torch.finfo(torch.float32).tiny
     linear, normaliser = (x[:, tokens].float() for x in read(alone, states(alone)))
     weight = sampled.weight[:, : len(member)]
     sums = weight.new_zeros(len(weight), blocks).index_add_(1, member, weight)
-    shares = (weight / sums.clamp_min(torch.finfo(torch.float32).tiny)[:, member])[..., None]
-    biases = candidates.pooled_bias.to(device).exp().expand(heads, -1)[..., None]
-    factors_of_linear, found = candidates.linear_log_weight.to(device).exp(), []
-    for head, beta in enumerate(biases):
+    shares = (weight / sums.clamp_min(tiny)[:, member])[..., None]
+    biases, factors, found = pooled_bias.to(device).exp().expand(heads, -1), linear_log_weight.to(device).exp(), []
+    for head, beta in enumerate(biases[..., None]):
         value = sampled.value[:, :, head] @ projections[head]
         zeros = value.new_zeros(len(value), blocks, head_dim)
         pooled_key = zeros.index_add(1, member, shares * sampled.key[:, : len(member), head])
         pooled_value = zeros.index_add(1, member, shares * value[:, : len(member)])
-        total = torch.zeros(len(beta), len(factors_of_linear), device=device)
-        for rows in sampled.rows(head, projections[head]):
-            here = mask[:, head, rows.queries]
-            listed = rows.weights * torch.nn.functional.pad(here[..., member], (0, others), value=True)
-            of_pooled = sampled.query[:, rows.queries, head] @ pooled_key.mT + sums.log()[:, None] - rows.log_sums
+        pairs = torch.stack(torch.broadcast_tensors(torch.ones_like(beta * factors), beta, factors), dim=-1)
+        total = torch.zeros(len(beta), len(factors), device=device)
+        for rows, weights, outputs, lse in sampled.rows(head, projections[head]):
+            here = mask[:, head, rows]
+            listed = weights * torch.nn.functional.pad(here[..., member], (0, others), value=True)
+            of_pooled = sampled.query[:, rows, head] @ pooled_key.mT + sums.log()[:, None] - lse
             of_pooled = of_pooled.exp() * ~here
             # beyond e^60 times the softmax weights a linear branch is all there is
-            of_linear = (normaliser[:, rows.queries, head].log() - rows.log_sums).clamp_max(60).exp()
+            of_linear = (normaliser[:, rows, head].log() - lse).clamp_max(60).exp()
+            through = of_linear * (linear[:, rows, head] @ projections[head])
             parts = torch.stack([listed.sum(dim=-1), of_pooled.sum(dim=-1), of_linear[..., 0]], dim=-1)
-            outputs = torch.stack(
-                [
-                    listed @ value,
-                    of_pooled @ pooled_value,
-                    of_linear * (linear[:, rows.queries, head] @ projections[head]),
-                ],
-                dim=-2,
-            )
             # how far each part pulls the output away from softmax attention's
-            pulls = outputs - parts[..., None] * rows.outputs[..., None, :]
-            factors = torch.stack(
-                torch.broadcast_tensors(torch.ones_like(beta * factors_of_linear), beta, factors_of_linear), dim=-1
-            )
-            squares = torch.einsum("xyi,bqij,xyj->xybq", factors, pulls @ pulls.mT, factors)
-            weights = torch.einsum("xyi,bqi->xybq", factors, parts).clamp_min(torch.finfo(torch.float32).tiny)
-            total += (squares / weights.square()).mean(dim=2).sum(dim=-1) / len(tokens)
+            pulls = torch.stack([listed @ value, of_pooled @ pooled_value, through], dim=-2)
+            pulls = pulls - parts[..., None] * outputs[..., None, :]
+            squares = torch.einsum("xyi,bqij,xyj->xybq", pairs, pulls @ pulls.mT, pairs)
+            sums_of_weights = torch.einsum("xyi,bqi->xybq", pairs, parts).clamp_min(tiny)
+            total += (squares / sums_of_weights.square()).mean(dim=2).sum(dim=-1) / len(tokens)
         found.append(total)
     return torch.stack(found)

@@ -49,94 +49,73 @@ class ContentRule:
 
 @dataclass(frozen=True)
 class BlockLists:
-    """A list of key blocks for every head and query block, of differing lengths: compressed rows.
+    """A list of key blocks for every head and query block.
 
     Lists hold for all samples of a batch (S = 1) or for each its own (S = B).
 
     Raises:
-        ValueError: the lists do not fit each other or name a block that is not there; on a device, where looking would
-            wait for it, only shapes are checked.
+        ValueError: the lists have another shape or name a block that is not there; on a device, where looking would
+            wait for it, the shape alone is checked.
     """
 
     block_size: int
     """Tokens of a block."""
-    heads: int
-    """H."""
-    offsets: torch.Tensor
-    """int64 (S H T + 1,): the list of sample s, head h and query block a begins at ``offsets[(s H + h) T + a]``."""
     keys: torch.Tensor
-    """int64 (pairs,): key blocks, ascending within a list."""
-    blocks: int
-    """T."""
-    longest: int = -1
-    """Length of the longest list; left out, it is looked up, for which a device is waited for."""
+    """int64 (S, H, T, n): key blocks, ascending, and -1 behind shorter lists."""
+    pairs: int = -1
+    """Entries that are not -1; left out, they are counted, for which a device is waited for."""
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
-        rows = len(self.offsets) - 1
-        if self.blocks < 1 or rows < 1 or rows % (self.blocks * self.heads):
-            raise ValueError(
-                f"{rows} lists do not fit {self.heads} heads with {self.blocks} query blocks each; "
-                "BlockLists.from_mask() makes them."
-            )
-        if self.keys.device.type == "cpu" and not torch.compiler.is_compiling():
-            begin, end = int(self.offsets[0]), int(self.offsets[-1])
-            if begin or end != len(self.keys) or bool((self.offsets.diff() < 0).any()):
-                raise ValueError(
-                    f"offsets must ascend from 0 to {len(self.keys)}, the number of pairs; they go from {begin} to "
-                    f"{end}. BlockLists.from_mask() makes them."
-                )
-            if end and not 0 <= int(self.keys.min()) <= int(self.keys.max()) < self.blocks:
-                raise ValueError(f"keys must be from 0 to {self.blocks - 1}, the blocks of the grid.")
-        if self.longest < 0:
-            object.__setattr__(self, "longest", int(self.offsets.diff().max()))
+        if self.keys.ndim != 4 or not self.keys.shape[2]:
+            raise ValueError(f"keys must be (S, H, T, n) for T blocks, got {tuple(self.keys.shape)}.")
+        is_seen = self.keys.device.type == "cpu" and not torch.compiler.is_compiling() and self.keys.numel()
+        if is_seen and not -1 <= int(self.keys.min()) <= int(self.keys.max()) < self.blocks:
+            raise ValueError(f"keys must be from 0 to {self.blocks - 1}, the blocks of the grid, or -1.")
+        if self.pairs < 0:
+            object.__setattr__(self, "pairs", int((self.keys >= 0).sum()))
 
     @classmethod
     def from_mask(cls, block_size: int, mask: torch.Tensor) -> "BlockLists":
-        """From bool (H, T, T) or (B, H, T, T): whether a head's query block (row) attends to a key block.
+        """Make lists of bool (H, T, T) or (B, H, T, T): whether a head's query block (row) attends to a key block.
+
+        Waits for a device.
 
         Raises:
             ValueError: the mask has another shape.
         """
         if mask.ndim not in (3, 4) or mask.shape[-2] != mask.shape[-1]:
             raise ValueError(f"mask must be (H, T, T) or (B, H, T, T) for T blocks, got {tuple(mask.shape)}.")
-        rows = mask.bool().flatten(0, -2)
-        offsets = torch.cat([rows.new_zeros(1, dtype=torch.int64), rows.sum(dim=1).cumsum(dim=0)])
-        return cls(block_size, mask.shape[-3], offsets, rows.nonzero()[:, 1], mask.shape[-1])
-
-    @classmethod
-    def from_choice(cls, block_size: int, keys: torch.Tensor) -> "BlockLists":
-        """From int64 (S, H, T, n), lists that are all equally long; nothing is waited for."""
-        _, heads, blocks, length = keys.shape
-        offsets = torch.arange(keys.numel() // length + 1, device=keys.device) * length
-        return cls(block_size, heads, offsets, keys.flatten(), blocks, length)
-
-    @classmethod
-    def empty(cls, block_size: int, heads: int, blocks: int, device: torch.device) -> "BlockLists":
-        """Lists without an entry."""
-        offsets = torch.zeros(heads * blocks + 1, dtype=torch.int64, device=device)
-        return cls(block_size, heads, offsets, offsets[:0], blocks, 0)
+        mask = mask.bool() if mask.ndim == 4 else mask.bool()[None]
+        blocks = mask.shape[-1]
+        # blocks that are not listed are put behind all others, and cut off
+        keys = torch.where(mask, torch.arange(blocks, device=mask.device), blocks).sort(dim=-1).values
+        keys = keys[..., : int(mask.sum(dim=-1).max())]
+        return cls(block_size, keys.where(keys < blocks, -1))
 
     @property
     def samples(self) -> int:
         """S, 1 or B."""
-        return (len(self.offsets) - 1) // (self.heads * self.blocks)
+        return self.keys.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.keys.shape[1]
+
+    @property
+    def blocks(self) -> int:
+        """T."""
+        return self.keys.shape[2]
 
     @property
     def density(self) -> float:
         """Part of all pairs of blocks that is listed."""
-        return len(self.keys) / ((len(self.offsets) - 1) * self.blocks)
-
-    def padded(self) -> torch.Tensor:
-        """All lists filled up with -1 to the longest: int64 (S, H, T, n). Nothing is waited for."""
-        place = torch.arange(self.longest, device=self.keys.device)
-        entries = self.keys[(self.offsets[:-1, None] + place).clamp_max(len(self.keys) - 1)]
-        entries = entries.where(place < self.offsets.diff()[:, None], -1)
-        return entries.view(self.samples, self.heads, self.blocks, self.longest)
+        return self.pairs / (self.samples * self.heads * self.blocks**2)
 
     def mask(self) -> torch.Tensor:
-        """The inverse of :meth:`from_mask`: bool (S, H, T, T)."""
-        return mask_of_lists(self.padded(), self.blocks)
+        """Undo :meth:`from_mask`: bool (S, H, T, T)."""
+        return mask_of_lists(self.keys, self.blocks)
 
 
 def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:

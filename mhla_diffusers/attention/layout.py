@@ -13,7 +13,6 @@ the last one lacks are padding. Extra tokens (text) follow in blocks of their ow
 """
 
 import math
-import operator
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
     """Return ``blocks`` as a tuple; a ValueError with ``name`` unless they are 1 to 3 positive integers."""
     if not isinstance(blocks, Sequence) or isinstance(blocks, str):
         raise ValueError(f"{name}={blocks!r} must be a list of counts, one per axis, for example (4, 4) or (7, 3, 5).")
-    counts = tuple(map(_as_integer, blocks))
+    # an integer of any kind, such as NumPy's, as Python's own; anything else as it is
+    counts = tuple(int(x) if hasattr(x, "__index__") and not isinstance(x, bool) else x for x in blocks)
     if len(counts) not in _AXIS_NAMES:
         raise ValueError(
             f"{name}={counts} has {len(counts)} axes; allowed are 1 (length), "
@@ -48,14 +48,6 @@ def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{name}={counts} must hold positive integers, got {count!r}.")
     return counts
-
-
-def _as_integer(count: Any) -> Any:
-    # an integer of any kind, such as NumPy's, as Python's own; anything else as it is
-    try:
-        return count if isinstance(count, bool) else operator.index(count)
-    except TypeError:
-        return count
 
 
 def check_layout(
@@ -257,98 +249,57 @@ def _back(edge: _Edge) -> _Edge:
     return edge[0], -edge[1]
 
 
-@dataclass(frozen=True)
-class BlockTable:
-    """Tokens of a sequence block by block, or a share of them as a process holds: Q of all blocks, L rows each."""
-
-    count: int
-    """All blocks."""
-    blocks: torch.Tensor
-    """int64 (Q,): which blocks these are, ascending."""
-    tokens: torch.Tensor
-    """int64 (Q, L): the token in every row, counted from the first of the share; any where there is none."""
-    exists: torch.Tensor
-    """Bool (Q, L): whether a row holds a token."""
-    rows: torch.Tensor
-    """int64 (tokens,): the row of every token, of Q L."""
-    padding: torch.Tensor
-    """int64, the rows without a token."""
-
-    def in_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, N, H, C) block by block: (B, H, Q, L, C); rows without a token hold any."""
-        return x.index_select(1, self.tokens.flatten()).unflatten(1, self.tokens.shape).permute(0, 3, 1, 2, 4)
-
-    def in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse, (B, H, Q, L, C) in the order of the sequence: (B, N, H, C)."""
-        return x.flatten(2, 3).index_select(2, self.rows).transpose(1, 2)
-
-    def weights(self, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """(1 or B, Q, L): of every row, given those of the tokens (B, N); 0 where there is none."""
-        weights = self.exists.to(dtype)[None]
-        return weights if mask is None else weights * mask.to(dtype)[:, self.tokens]
-
-
 @lru_cache(maxsize=128)
 def block_table(
-    grid: Shape, blocks: Shape, block_size: int, device: torch.device, first: int = 0, count: int = -1
-) -> BlockTable:
-    """The table of a run of tokens; kept, since copying it to a device at every call would wait for it.
+    grid: Shape, blocks: Shape, block_size: int, device: torch.device, first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tables of a run of tokens block by block; kept, since copying them to a device at every call would wait for it.
 
     Args:
         grid: token grid.
-        blocks: MHLA blocks per axis, of which those of :func:`blocks_of_range` are in the table; () for uniform ones,
-            of which those that hold a token are.
+        blocks: MHLA blocks per axis, of which those of :func:`blocks_of_range` are in the table; () for uniform ones.
         block_size: rows of a uniform block; 0 for MHLA blocks, which have as many as the longest here.
-        device: that holds the table.
-        first: place of the first token.
-        count: how many they are, all if left out. Uniform blocks may hold extra tokens too, which are those beyond the
-            grid.
+        device: that holds the tables.
+        first: place of the first token; 0 for uniform blocks.
+        count: how many they are; in uniform blocks those beyond the grid are extra tokens.
+
+    Returns:
+        The token in every row, counted from the first, int64 (blocks, rows), any where there is none; the row of every
+        token, int64 (count,); and the rows without a token, int64.
     """
     # kept for calls that take gradients, and made on the CPU whatever the default device is
     with torch.inference_mode(False), torch.device("cpu"):
-        count = math.prod(grid) - first if count < 0 else count
         if block_size:
-            extra = max(0, first + count - math.prod(grid))
-            order = layout_of(grid, block_size, extra).order.long().view(-1, block_size)
-            exists, everyone = (order >= first) & (order < first + count), len(order)
-            own = exists.any(dim=1).nonzero().flatten()
-            exists, tokens = exists[own], (order[own] - first).where(exists[own], 0)
+            order = layout_of(grid, block_size, count - math.prod(grid)).order.long().view(-1, block_size)
+            exists, tokens = order >= 0, order.clamp_min(0)
         else:
-            run, everyone = blocks_of_range(grid, blocks, first, count), math.prod(blocks)
-            own, (members, starts) = torch.arange(run.start, run.stop), tokens_by_block(grid, blocks, first, count)
+            run = blocks_of_range(grid, blocks, first, count)
+            members, starts = tokens_by_block(grid, blocks, first, count)
             starts = starts[run.start : run.stop + 1]
             sizes, starts = starts.diff()[:, None], starts[:-1, None]
-            within = torch.arange(int(sizes.max())).expand(len(own), -1)
+            within = torch.arange(int(sizes.max())).expand(len(sizes), -1)
             exists = within < sizes
             # shorter blocks are filled up with one of their own tokens, or any
             tokens = members[(starts + within.minimum(sizes - 1).clamp_min(0)).clamp_max(count - 1)]
         rows = torch.empty(count, dtype=torch.int64)
         rows[tokens[exists]] = exists.flatten().nonzero().flatten()
-        padding = (~exists).flatten().nonzero().flatten()
-        return BlockTable(everyone, *(x.to(device) for x in (own, tokens, exists, rows, padding)))
-
-
-@lru_cache(maxsize=256)
-def _counted_longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
-    """Most tokens of a run that lie in one block, counted in Python, as shapes are known where no tensor is."""
-    row, ends = grid[-1], list(accumulate(block_lengths(grid[-1], blocks[-1])))
-    sizes: dict[tuple[int, ...], int] = {}
-    for line in range(first // row, -(-(first + count) // row)):
-        block: tuple[int, ...] = ()
-        rest = line
-        for size, number in zip(reversed(grid[:-1]), reversed(blocks[:-1]), strict=True):
-            rest, place = divmod(rest, size)
-            block = (*block, bisect(list(accumulate(block_lengths(size, number))), place))
-        start, stop = max(first - line * row, 0), min(first + count - line * row, row)
-        for last, (begin, end) in enumerate(pairwise([0, *ends])):
-            inside = min(end, stop) - max(begin, start)
-            if inside > 0:
-                sizes[*block, last] = sizes.get((*block, last), 0) + inside
-    return max(sizes.values(), default=0)
+        return tokens.to(device), rows.to(device), (~exists).flatten().nonzero().flatten().to(device)
 
 
 def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
-    return _counted_longest(grid, blocks, first, count)
+    """Most tokens of a run that lie in one block, counted in Python, as shapes are known where no tensor is."""
+    ends = [list(accumulate(block_lengths(size, number))) for size, number in zip(grid, blocks, strict=True)]
+    sizes: dict[tuple[int, ...], int] = {}
+    for line in range(first // grid[-1], -(-(first + count) // grid[-1])):
+        rest, block = line, list[int]()
+        for size, axis_ends in zip(reversed(grid[:-1]), reversed(ends[:-1]), strict=True):
+            rest, place = divmod(rest, size)
+            block.append(bisect(axis_ends, place))
+        start, stop = max(first - line * grid[-1], 0), min(first + count - line * grid[-1], grid[-1])
+        for last, (begin, end) in enumerate(pairwise([0, *ends[-1]])):
+            inside = max(0, min(end, stop) - max(begin, start))
+            sizes[*block, last] = sizes.get((*block, last), 0) + inside
+    return max(sizes.values(), default=0)
 
 
 # torch.compile runs it while it traces a graph, and does not trace it
@@ -385,11 +336,11 @@ def to_blocks(
     Returns:
         (B, b, L, ...): the b blocks of the table, L tokens long as the longest.
     """
-    table = block_table(tuple(grid), tuple(blocks), block_size, x.device, first, x.shape[1])
-    rows = x.index_select(1, table.tokens.flatten())
-    if zeros and len(table.padding):
-        rows.index_fill_(1, table.padding, 0)
-    return rows.unflatten(1, table.tokens.shape)
+    tokens, _, padding = block_table(tuple(grid), tuple(blocks), block_size, x.device, first, x.shape[1])
+    rows = x.index_select(1, tokens.flatten())
+    if zeros and len(padding):
+        rows.index_fill_(1, padding, 0)
+    return rows.unflatten(1, tokens.shape)
 
 
 @torch.library.custom_op(
@@ -399,8 +350,8 @@ def from_blocks(
     rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int
 ) -> torch.Tensor:
     """The inverse of :func:`to_blocks`: (B, b, L, ...) to (B, N, ...) for N = ``count``."""
-    table = block_table(tuple(grid), tuple(blocks), block_size, rows.device, first, count)
-    return rows.flatten(1, 2).index_select(1, table.rows)
+    _, places, _ = block_table(tuple(grid), tuple(blocks), block_size, rows.device, first, count)
+    return rows.flatten(1, 2).index_select(1, places)
 
 
 @to_blocks.register_fake

@@ -12,7 +12,7 @@ import torch
 
 from .call import Call
 from .feature_maps import get_feature_map
-from .layout import block_rows, from_blocks, to_blocks
+from .layout import from_blocks, to_blocks
 from .parallel.collectives import summed
 from .precision import OUTPUT_NORM_EPS, sum_dtype, without_autocast
 from .rope import apply_rotary, rotary_table
@@ -111,7 +111,8 @@ def _weights(call: Call) -> torch.Tensor | None:
     """What every row of :func:`_in_blocks` counts: (1 or B, b, L, 1, 1), 0 of filling; None where all count 1."""
     mask = None if call.key_mask is None else call.on_grid(call.key_mask)
     if mask is None:
-        if math.prod(block_rows(call.grid, call.blocks, 0, call.first, call.tokens)) == call.tokens:
+        is_even = all(size % count == 0 for size, count in zip(call.grid, call.blocks, strict=True))
+        if is_even and call.tokens == math.prod(call.grid):
             return None
         mask = torch.ones(1, call.tokens, device=call.query.device)
     weights = to_blocks(mask.to(sum_dtype(call.query.dtype)), call.grid, call.blocks, 0, call.first, True)

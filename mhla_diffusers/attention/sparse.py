@@ -61,14 +61,14 @@ def with_lists(call: Call) -> Call:
     if rule is None:
         heads, device = call.query.shape[2], call.query.device
         weight = call.linear_weight if call.linear_weight is not None else torch.ones(heads, device=device)
-        lists = BlockLists.empty(ROWS, heads, block_count(call.grid, ROWS), device)
-        return replace(call, sparse=lists, linear_weight=weight)
+        none = torch.empty(1, heads, block_count(call.grid, ROWS), 0, dtype=torch.int64, device=device)
+        return replace(call, sparse=BlockLists(ROWS, none, 0), linear_weight=weight)
     if isinstance(rule, BlockLists):
         return call
     with torch.no_grad(), without_autocast(call.query.device):
         keys = choose_by_content(call, rule)
         bias = fit_pooled_bias(call, rule, keys) if rule.fit_pooled_bias else call.pooled_bias
-    return replace(call, sparse=BlockLists.from_choice(rule.block_size, keys), pooled_bias=bias)
+    return replace(call, sparse=BlockLists(rule.block_size, keys, keys.numel()), pooled_bias=bias)
 
 
 def linear_branch(call: Call) -> Call:
@@ -132,7 +132,7 @@ def sparse_branch(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
             on_grid = weights[:, : lists.blocks], key_blocks[:, :, : lists.blocks], value_blocks[:, :, : lists.blocks]
             pooled = pooled_keys(*on_grid, call.pooled_bias)
         scaled = in_blocks(query[:, :tokens] * query.shape[-1] ** -0.5, *place)
-        output, lse = attend_to_lists(scaled, key_blocks, value_blocks, weights.log(), pooled, lists.padded())
+        output, lse = attend_to_lists(scaled, key_blocks, value_blocks, weights.log(), pooled, lists.keys)
         output, lse = (in_order(x, *place) for x in (output, lse[..., None]))
         if any(call.extra):
             output = torch.cat([output, _attend_to_all(query[:, tokens:], key, value, mask)], dim=1)

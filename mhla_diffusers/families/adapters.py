@@ -75,11 +75,11 @@ class AttentionAdapter:
     has_extra: bool = False
     """Whether there are extra tokens."""
     rope_by_head: ClassVar[bool] = False
-    """Whether RoPE rotates each head by different angles; :meth:`project` then applies it, before the feature map."""
+    """Whether RoPE rotates each head by different angles; :meth:`read` then applies it, before the feature map."""
     pairs_halves: ClassVar[bool] = False
     """Whether RoPE pairs channel i with channel i + n / 2 of the n that it rotates, as Llama's does.
 
-    MHLA pairs neighbours, so :meth:`project` then puts the channels of query and key in that order.
+    MHLA pairs neighbours, so :meth:`read` then puts the channels of query and key in that order.
     """
     rotary_second: ClassVar[bool] = False
     """Whether RoPE is the second argument, in place of a context."""
@@ -113,20 +113,12 @@ class AttentionAdapter:
         return [module for module in (*found, self.output_projection(attn)) if module is not None]
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """Name the arguments of the attention's forward, as a hook gets them."""
-        named = named_arguments(args, kwargs)
-        return self.received(named) if self.rotary_second else named
-
-    def received(self, arguments: Arguments) -> Arguments:
-        """Rename arguments of the attention's processor, which some attentions pass in another order."""
-        if not self.rotary_second or "encoder_hidden_states" not in arguments:
-            return arguments
-        rotary = {"rotary_emb": arguments["encoder_hidden_states"]}
-        return {**without(arguments, "encoder_hidden_states"), **rotary}
-
-    def is_cross_attention(self, arguments: Arguments) -> bool:
-        """Whether this call is cross-attention, which is never patched."""
-        return "encoder_hidden_states" in arguments
+        """Name the arguments of an attention's forward, or of its processor's call without the attention."""
+        given = [*zip(_PLACES, args, strict=False), *((_NAMES.get(name), value) for name, value in kwargs.items())]
+        named = {name: value for name, value in given if name is not None and value is not None}
+        if self.rotary_second and "encoder_hidden_states" in named:
+            named["rotary_emb"] = named.pop("encoder_hidden_states")
+        return named
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
         """Interpret the arguments of a call, and project to query, key and value.
@@ -162,13 +154,9 @@ class AttentionAdapter:
             extra,
             rotary,
             self.key_mask(arguments),
-            self.context(arguments),
+            arguments.get("encoder_hidden_states"),
             arguments.get("perturbation_mask"),
         )
-
-    def context(self, arguments: Arguments) -> torch.Tensor | None:
-        """Extra tokens that are passed on their own."""
-        return None
 
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """(B, N) of all tokens; by default ``attention_mask`` covers them all.
@@ -240,10 +228,6 @@ class AttentionAdapter:
 
     def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """Return value of the attention, from the output of its heads for all tokens (B, N, H, D)."""
-        if inputs.attended is not None:
-            output = torch.lerp(inputs.value.to(output), output, inputs.attended.to(output)[..., None])
-        if (gate := self.gate(attn, inputs)) is not None:
-            output = output * gate[..., None]
         output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
         if getattr(attn, "residual_connection", False):
             output = output + inputs.hidden_states
@@ -251,10 +235,6 @@ class AttentionAdapter:
         if factor != 1:
             output = output / factor
         return finite(output)
-
-    def gate(self, attn: Any, inputs: AttentionInputs) -> torch.Tensor | None:
-        """(B, N, H), which multiplies the output of each head; None for no gates."""
-        return None
 
     def run(self, processor: Callable[..., Any], attn: Any, arguments: Arguments) -> Any:
         """Return value of the model's own processors."""
@@ -287,14 +267,6 @@ class JointAdapter(AttentionAdapter):
         super().__init__(rotary_argument)
         self.context_first = context_first
 
-    def is_cross_attention(self, arguments: Arguments) -> bool:
-        """Never."""
-        return False
-
-    def context(self, arguments: Arguments) -> torch.Tensor | None:
-        """The context, if it is passed as its own argument."""
-        return arguments.get("encoder_hidden_states")
-
     def mask_of_context(self, arguments: Arguments, mask: torch.Tensor | None) -> torch.Tensor | None:
         """(B, N), bool, from a mask (B, n) of the context alone: all tokens of the grid take part."""
         if mask is None:
@@ -320,7 +292,7 @@ class JointAdapter(AttentionAdapter):
         Raises:
             ValueError: fewer tokens than the grid has, or more beside a context.
         """
-        count, context = arguments["hidden_states"].shape[1], self.context(arguments)
+        count, context = arguments["hidden_states"].shape[1], arguments.get("encoder_hidden_states")
         if count < tokens or (context is not None and count != tokens):
             super().extra(arguments, tokens)
         others = count - tokens + (context.shape[1] if context is not None else 0)
@@ -328,7 +300,7 @@ class JointAdapter(AttentionAdapter):
 
     def project(self, attn: Any, arguments: Arguments) -> Projected:
         """Query, key and value of all tokens, before RoPE."""
-        own, context = project_tokens(attn, arguments["hidden_states"]), self.context(arguments)
+        own, context = project_tokens(attn, arguments["hidden_states"]), arguments.get("encoder_hidden_states")
         if context is None:
             return own
         others = (project_context if _has_added(attn) else project_tokens)(attn, context)
@@ -369,11 +341,13 @@ class ParallelAdapter(JointAdapter):
         """Both."""
         return [attn.to_qkv_mlp_proj, attn.to_out]
 
-    def received(self, arguments: Arguments) -> Arguments:
-        """Mask and RoPE one place earlier than others pass them, for want of a context of its own."""
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """Its processor gets mask and RoPE one place earlier than others, for want of a context of its own."""
+        named = super().arguments(args, kwargs)
+        if "rotary_emb" in named:
+            return named
         moved = {"encoder_hidden_states": "attention_mask", "attention_mask": "rotary_emb"}
-        kept = {"hidden_states": arguments["hidden_states"]}
-        return kept | {moved[name]: value for name, value in arguments.items() if name in moved}
+        return {moved.get(name, name): value for name, value in named.items()}
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
         """Run the first layer, and keep the feed-forward's channels for the second."""
@@ -388,12 +362,6 @@ class ParallelAdapter(JointAdapter):
     def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
         """By the second layer."""
         return finite(attn.to_out(torch.cat([output.flatten(2), attn.mlp_act_fn(inputs.feed_forward)], dim=-1)))
-
-
-def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name arguments as :data:`Arguments` has them."""
-    given = [*zip(_PLACES, args, strict=False), *((_NAMES.get(name), value) for name, value in kwargs.items())]
-    return {name: value for name, value in given if name is not None and value is not None}
 
 
 def without(arguments: Arguments, name: str) -> dict[str, Any]:

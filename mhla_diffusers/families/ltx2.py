@@ -52,9 +52,13 @@ class LTX2Adapter(LTXAdapter):
         """All tokens after the grid, which comes first."""
         return super().extra(arguments, tokens)[::-1]
 
-    def gate(self, attn: Any, inputs: AttentionInputs) -> torch.Tensor | None:
-        """Of every head from its input, if the model has gates."""
-        return None if attn.to_gate_logits is None else 2 * attn.to_gate_logits(inputs.hidden_states).sigmoid()
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
+        """Tokens of samples that guidance skips get their own value; then come gates of the heads."""
+        if inputs.attended is not None:
+            output = torch.lerp(inputs.value.to(output), output, inputs.attended.to(output)[..., None])
+        if attn.to_gate_logits is not None:
+            output = output * (2 * attn.to_gate_logits(inputs.hidden_states).sigmoid())[..., None]
+        return super().project_output(attn, output, inputs)
 
 
 class LTX2Family(PackedVideoFamily):

@@ -28,10 +28,13 @@ _TINY["axes_dim_rope"] = (4, 4, 4)
 class Lumina2Adapter(JointAdapter):
     """Moves the padding of shorter samples to the front, so that every image is at the end, and its output back."""
 
-    def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """``encoder_hidden_states`` are the same tokens again."""
-        arguments, mask = without(arguments, "encoder_hidden_states"), self.key_mask(arguments)
-        if mask is not None:
+        return without(super().arguments(args, kwargs), "encoder_hidden_states")
+
+    def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
+        """Move the padding."""
+        if (mask := self.key_mask(arguments)) is not None:
             padding = _padding(mask)
             rotary = self.rotary(attn, arguments)
             raw = arguments["attention_mask"].reshape(mask.shape)
@@ -43,14 +46,6 @@ class Lumina2Adapter(JointAdapter):
                 rolled["rotary_emb"] = _rolled(rotary[0], padding), _rolled(rotary[1], padding)
             arguments = {**arguments, **rolled}
         return super().read(attn, arguments, grid, tokens)
-
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
-        """That of ``hidden_states``."""
-        return super().key_mask(without(arguments, "encoder_hidden_states"))
-
-    def context(self, arguments: Arguments) -> torch.Tensor | None:
-        """None."""
-        return None
 
     def run(self, processor: Any, attn: Any, arguments: Arguments) -> Any:
         """The model's processor takes keys and values from ``encoder_hidden_states``."""

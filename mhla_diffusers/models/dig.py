@@ -38,17 +38,14 @@ def turned(tokens: torch.Tensor, direction: int) -> torch.Tensor:
 
 
 class GatedLinearAttnProcessor:
-    """Gated linear attention of a :class:`DiGAttention`; for backends see :func:`.gated_linear.gated_linear`."""
-
-    def __init__(self, backend: str = "auto") -> None:
-        self.backend = backend
+    """Gated linear attention of a :class:`DiGAttention`."""
 
     def __call__(self, attn: "DiGAttention", hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, N, hidden size) in raster order to the same, read in the direction of the attention."""
         read = turned(hidden_states, attn.direction)
         query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in attn.project(read))
         decay = log_decay(attn.to_decay(read)).unflatten(-1, (attn.heads, -1))
-        output = gated_linear(query, key, value, decay, self.backend).flatten(2)
+        output = gated_linear(query, key, value, decay).flatten(2)
         return attn.project_output(turned(output, attn.direction).unflatten(-1, (attn.heads, -1)), hidden_states)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..attention import with_lists
-from ..attention.calibrate import Candidates, candidate_errors, in_float32
+from ..attention.calibrate import candidate_errors, in_float32
 from ..attention.precision import without_autocast
 from ..families import get_family
 from .context import call_context
@@ -260,14 +260,9 @@ def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
                     biases = _POOLED_BIASES
                 elif call.pooled_bias is not None:  # λ is fitted beside the β of this call
                     biases = call.pooled_bias.mean(dim=0)[:, None]
-                candidates = Candidates(biases, _LINEAR_LOG_WEIGHTS)
                 # other queries in every call: what fits some places within the blocks need not fit the others
-                shift = len(errors[name])
-                errors[name].append(
-                    candidate_errors(
-                        call, layer.config.block_size, _QUERIES, shift, _head_projections(attn), candidates
-                    )
-                )
+                looked_at = layer.config.block_size, _QUERIES, len(errors[name]), _head_projections(attn)
+                errors[name].append(candidate_errors(call, *looked_at, biases, _LINEAR_LOG_WEIGHTS))
 
         return note
 

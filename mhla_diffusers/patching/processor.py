@@ -11,8 +11,8 @@ from ..attention import MHLAState, check_backend
 from ..attention.layout import check_blocks
 from ..config import MHLAConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
-from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs, named_arguments
-from .context import CallContext, current
+from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
+from .context import current
 from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
 from .parallel import parallel_of
 
@@ -136,17 +136,17 @@ class MHLAProcessor:
         Raises:
             ValueError: the token grid is unknown or does not fit, or the mask is no key-padding mask.
         """
-        rotary = next((one for one in (rotary_emb, image_rotary_emb, freqs_cis) if one is not None), None)
-        masks = {
+        layer = layer_of(attn)
+        family = family_of_attention(attn) if layer is None else None
+        adapter = layer.adapter if layer is not None else adapter_of(attn, family)
+        by_name = {
+            "image_rotary_emb": image_rotary_emb,
+            "freqs_cis": freqs_cis,
             "encoder_hidden_states_mask": encoder_hidden_states_mask,
             "perturbation_mask": perturbation_mask,
         }
-        layer = layer_of(attn)
-        family = family_of_attention(attn) if layer is None else None
-        adapter = adapter_of(attn, family)
-        by_place = hidden_states, encoder_hidden_states, attention_mask, rotary
-        arguments = adapter.received(named_arguments(by_place, masks))
-        if adapter.is_cross_attention(arguments):
+        arguments = adapter.arguments((hidden_states, encoder_hidden_states, attention_mask, rotary_emb), by_name)
+        if "encoder_hidden_states" in arguments and not adapter.has_extra:  # cross-attention
             if layer is None and family is None and getattr(attn, "is_cross_attention", True) is False:
                 raise _unknown_model(attn)
             processor = default_cross_attention_processor(attn)
@@ -156,14 +156,16 @@ class MHLAProcessor:
             if key_rotary_emb is not None:
                 rotated = {"query_rotary_emb": rotary_emb, "key_rotary_emb": key_rotary_emb}
             return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **rotated)
-        self._check_layer(layer)
+        # identity first: under torch.compile(dynamic=True) numbers inside an equality would become symbols
+        if layer is None or (layer.config is not self.config and layer.config != self.config):
+            self._check_layer(layer)
         context, skips_scores = current(), _skips_scores(attn)
         if context.disabled and not skips_scores:
             return adapter.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
         adapter.check_order(arguments, self.config)
-        grid, parallel = self.grid, context.parallel
+        grid, parallel = self.grid or context.grid, context.parallel
         if grid is None:
-            grid = _grid_of_call(context, attn, adapter, arguments)
+            grid = _grid_of_rotary(attn, adapter, arguments)
         if context.grid is None and parallel_of(self._parallel_config) is not None:
             raise ValueError(
                 "Under context parallelism a MHLAProcessor that diffusers' own set_attn_processor has put in place "
@@ -241,8 +243,7 @@ class MHLAProcessor:
                 f"softmax_steps={self.config.softmax_steps!r} cannot be honoured when diffusers' own "
                 "set_attn_processor drops the original processors; use apply_mhla(pipe, ...), which keeps them."
             )
-        # identity first: under torch.compile(dynamic=True) numbers inside an equality would become symbols
-        if layer is not None and layer.config is not self.config and layer.config != self.config:
+        if layer is not None:
             raise ValueError(
                 f"This attention was patched with {layer.config}, but its processor was made for {self.config}. "
                 "Call remove_mhla() before patching with other settings."
@@ -440,7 +441,7 @@ def attention_inputs(
     adapter = adapter if adapter is not None else adapter_of(attn)
     arguments, layer = adapter.arguments(args, kwargs), layer_of(attn)
     adapter.check_order(arguments, None if layer is None else layer.config)
-    grid = grid if grid is not None else _grid_of_call(current(), attn, adapter, arguments)
+    grid = grid or current().grid or _grid_of_rotary(attn, adapter, arguments)
     return adapter.read(attn, arguments, grid, math.prod(grid))
 
 
@@ -448,18 +449,17 @@ def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: 
     """Those of the grid, of what a patched self-attention computes (B, N, ...) for these arguments of its forward."""
     adapter = adapter_of(attn)
     arguments = adapter.arguments(args, kwargs)
-    tokens = math.prod(_grid_of_call(current(), attn, adapter, arguments))
+    tokens = math.prod(current().grid or _grid_of_rotary(attn, adapter, arguments))
     before, x = adapter.extra(arguments, tokens)[0], adapter.ordered(arguments, x)
     return x[:, before : before + tokens] if x.shape[1] > tokens else x
 
 
-def _grid_of_call(context: CallContext, attn: Any, adapter: AttentionAdapter, arguments: Arguments) -> tuple[int, ...]:
-    """The token grid of the call that an attention is in: from the context, or else from the tables of RoPE."""
-    grid = context.grid
-    if grid is None and not torch.compiler.is_compiling():  # a compiled graph reads no values
+def _grid_of_rotary(attn: Any, adapter: AttentionAdapter, arguments: Arguments) -> tuple[int, ...]:
+    """Read the token grid of a call off the tables of RoPE, outside of a patched transformer's forward."""
+    if not torch.compiler.is_compiling():  # a compiled graph reads no values
         grid = grid_of_attention(attn, adapter.rotary(attn, arguments))
-    if grid is not None:
-        return grid
+        if grid is not None:
+            return grid
     layer = layer_of(attn)
     if layer is not None and layer.original_processor is not None:
         raise ValueError(

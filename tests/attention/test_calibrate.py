@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import BlockLists, Call, ContentRule, initial_mixing, mhla_attention
-from mhla_diffusers.attention.calibrate import Candidates, candidate_errors, tokens_along, weight_held
+from mhla_diffusers.attention.calibrate import candidate_errors, tokens_along, weight_held
 from mhla_diffusers.attention.layout import block_count, layout_of
 from mhla_diffusers.attention.sparse import with_lists
 
@@ -45,13 +45,13 @@ def test_the_error_of_a_candidate_is_that_of_the_attention(grid, extra, mask):
     blocks = block_count(grid, BLOCK)
     listed = torch.rand(HEADS, blocks, blocks, generator=torch.Generator().manual_seed(3)) < 0.3
     lists = BlockLists.from_mask(BLOCK, listed)
-    candidates = Candidates(torch.tensor([-0.5, 0.7]), torch.tensor([-2.0, 0.0, 1.0]))
+    biases, log_weights = torch.tensor([-0.5, 0.7]), torch.tensor([-2.0, 0.0, 1.0])
     unit = torch.eye(DIM).expand(HEADS, -1, -1)
-    found = candidate_errors(replace(call, sparse=lists), BLOCK, 20, 1, unit, candidates)
+    found = candidate_errors(replace(call, sparse=lists), BLOCK, 20, 1, unit, biases, log_weights)
     tokens, _ = tokens_along(call, BLOCK, 20, 1)
     expected_output = (softmax_of(whole, key_mask) @ whole[2].transpose(1, 2)).transpose(1, 2)
-    for row, beta in enumerate(candidates.pooled_bias):
-        for column, log_weight in enumerate(candidates.linear_log_weight):
+    for row, beta in enumerate(biases):
+        for column, log_weight in enumerate(log_weights):
             merged = mhla_attention(
                 *whole,
                 call.mixing,
@@ -72,10 +72,10 @@ def test_candidates_of_a_linear_branch_beside_extra_tokens_alone():
     grid, extra = (8, 6), (2, 3)
     call, whole, _ = call_of(grid, extra=extra)
     projections = torch.randn(HEADS, DIM, DIM, generator=torch.Generator().manual_seed(1))
-    candidates = Candidates(torch.tensor([-torch.inf]), torch.tensor([-1.0, 0.5]))
-    found = candidate_errors(call, BLOCK, 48, 0, projections, candidates)
+    log_weights = torch.tensor([-1.0, 0.5])
+    found = candidate_errors(call, BLOCK, 48, 0, projections, torch.tensor([-torch.inf]), log_weights)
     softmax = (softmax_of(whole, None) @ whole[2].transpose(1, 2)).transpose(1, 2)
-    for column, log_weight in enumerate(candidates.linear_log_weight):
+    for column, log_weight in enumerate(log_weights):
         weight = log_weight.exp().expand(HEADS)
         merged = mhla_attention(*whole, call.mixing, grid, (2, 2), linear_weight=weight, extra=extra)
         error = torch.einsum("bnhd,hde->bnhe", of_grid(merged - softmax, extra), projections)

@@ -19,7 +19,7 @@ def counted(extra, sparse, **options):
     query, key, value = torch.empty(3, 1, 256 + extra, HEADS, DIM, device="meta")
     mixing = initial_mixing(BLOCKS).to("meta")
     if sparse is not None:  # on the meta device, since PyTorch does not count its attention on a CPU
-        sparse = replace(sparse, offsets=sparse.offsets.to("meta"), keys=sparse.keys.to("meta"))
+        sparse = replace(sparse, keys=sparse.keys.to("meta"))
     given = {"sparse": sparse, "extra": (0, extra), **options}
     with FlopCounterMode(display=False) as counter:
         mhla_attention(query, key, value, mixing, GRID, BLOCKS, **given)

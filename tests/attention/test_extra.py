@@ -150,14 +150,14 @@ def test_compile_in_one_graph(parts):
     """For one length of text, and for another, which makes a graph for all."""
 
     def attend_to(tensors, lists, options):
-        sparse = BlockLists(4, 2, *lists) if lists else None
+        sparse = BlockLists(4, *lists) if lists else None
         return mhla_attention(**tensors, grid=(4, 6), blocks=(2, 2), sparse=sparse, **options) * 2
 
     compiled = torch.compile(attend_to, fullgraph=True, backend="aot_eager")
     for after in (3, 5, 6):
         problem = make((4, 6), 4, (0, after), parts, mask=True)
         lists, options = problem.options.pop("sparse", None), problem.options
-        given = problem.tensors, (lists.offsets, lists.keys, 6, lists.longest) if lists else (), options
+        given = problem.tensors, (lists.keys, lists.pairs) if lists else (), options
         torch.testing.assert_close(compiled(*given), attend_to(*given))
 
 

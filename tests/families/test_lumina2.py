@@ -40,8 +40,7 @@ def test_text_is_an_extra_token_where_it_is_seen():
     found = {}
 
     def note(attn, args, kwargs, name):
-        given = FAMILY.adapter.read(attn, FAMILY.adapter.arguments(args, kwargs))
-        found[name] = FAMILY.adapter.extra(given, 64)
+        found[name] = FAMILY.adapter.read(attn, FAMILY.adapter.arguments(args, kwargs), lumina2.grid, 64).extra
 
     for name, attn in FAMILY.self_attentions(model).items():
         attn.register_forward_pre_hook(

@@ -9,7 +9,7 @@ import torch
 
 from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
 from mhla_diffusers.attention.layout import block_count
-from mhla_diffusers.attention.parallel.place import Parallel, parts
+from mhla_diffusers.attention.parallel.place import Group, Parallel, parts
 from mhla_diffusers.benchmark.parallel import Layout, make_world
 
 from .processes import Processes
@@ -187,7 +187,8 @@ def test_shares_may_differ(four: Processes, ring: int, ulysses: int, grid: Any, 
 
 @pytest.mark.parametrize("more", [{"sparse": ContentRule(4, 0.5)}, {"extra": (0, 6)}], ids=["sparse", "text"])
 def test_a_ring_refuses_what_softmax_attends_to(more: dict[str, Any]) -> None:
-    place = parallel(2, 1)
+    ring, alone = Group("ring", 2, 0), Group("", 1, 0)
+    place = Parallel(ring, alone, ring)
     x = torch.randn(1, 12 + sum(more.get("extra", (0, 0))), HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match="ring_degree=2.*ulysses_degree"):
         mhla_attention(x, x, x, torch.ones(1, 1), (2, 3, 4), (1, 1, 1), parallel=place, **more)

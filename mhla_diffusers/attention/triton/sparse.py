@@ -97,14 +97,14 @@ def given_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Tens
         batch: B.
         blocks: of the grid and of extra tokens.
     """
-    entries, of_grid = lists.padded().expand(batch, -1, -1, -1), lists.blocks
+    entries, of_grid = lists.keys.expand(batch, -1, -1, -1), lists.blocks
     counts = (entries >= 0).sum(dim=-1)
     extra = torch.arange(of_grid, blocks, device=entries.device)
-    width = max(1, lists.longest + len(extra))
+    width = max(1, entries.shape[-1] + len(extra))
     place = torch.arange(width, device=entries.device)
     # the grid's blocks come first, then the extra ones; what is behind them is not read
     behind = (of_grid + place - counts[..., None]).clamp(of_grid, max(of_grid, blocks - 1))
-    padded = torch.nn.functional.pad(entries, (0, width - lists.longest))
+    padded = torch.nn.functional.pad(entries, (0, width - entries.shape[-1]))
     indices = torch.where(place < counts[..., None], padded, behind)
     group = torch.arange(batch * lists.heads, device=entries.device).view(batch, -1, 1, 1)
     indices = (indices.clamp_max(blocks - 1) + group * blocks).flatten(0, 2)

@@ -306,6 +306,6 @@ def test_given_lists_are_those_that_the_kernel_chooses():
     indices, counts, bits = choose.choose(query, key, key.square(), weight, 0.3, 0.25, *place)
     length, base = round(0.3 * blocks), torch.arange(groups, device=DEVICE)[:, None, None] * (blocks + 2)
     keys = indices.view(groups, blocks, -1)[..., :length].long() - base
-    lists = BlockLists.from_choice(16, keys.view(2, 3, blocks, length))
+    lists = BlockLists(16, keys.view(2, 3, blocks, length))
     for found, expected in zip(sparse.given_blocks(lists, 2, blocks + 2), (indices, counts, bits), strict=True):
         assert torch.equal(found, expected)
