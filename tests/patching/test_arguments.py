@@ -5,19 +5,17 @@ import logging
 import numpy as np
 import pytest
 import torch
-from diffusers.loaders import FluxTransformer2DLoadersMixin
 from transformers import ViTConfig, ViTForImageClassification
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import MHLAState, register_feature_map
-from mhla_diffusers.families import Family, find_family, get_family, register_family
+from mhla_diffusers.families import Family, get_family, register_family
 from mhla_diffusers.families.wan import WanFamily
 from mhla_diffusers.models import VLTConfig, VLTForImageClassification
 from mhla_diffusers.patching import (
     attn_processors,
     calibrate_output_norm,
     call_context,
-    find_transformers,
     layer_sensitivity,
 )
 from mhla_diffusers.tiny import pipeline_folder
@@ -131,29 +129,6 @@ def test_what_cannot_be_is_named(case):
 def test_sizes_may_be_numpys():
     pipe = dit_pipeline()
     assert mhla.suggest_blocks(pipe, np.int64(256), np.int32(256)) == mhla.suggest_blocks(pipe, 256, 256)
-
-
-@pytest.mark.parametrize("find", [find_family, get_family])
-def test_a_family_is_found_by_model_class_and_name(find):
-    model = FAMILIES["wan"].build()
-    for given in (model, type(model), "WanTransformer3DModel", "wan"):
-        assert find(given).name == "wan"
-    assert find_family("wam") is None and find_family(None) is None
-
-
-def test_the_nearest_family_is_that_of_the_bases():
-    """No name but its bases' may say so; where nothing is near, none is named."""
-    kin = type("NoiseTransformer2DModel", (FluxTransformer2DLoadersMixin, torch.nn.Module), {})
-    pages = r"docs/models.md.*docs/add-a-model.md"
-    with pytest.raises(ValueError, match=rf"nearest family is 'flux' \(FluxTransformer2DModel\).*{pages}"):
-        get_family(kin)
-    for other in ("AllegroTransformer3DModel", "OvisImageTransformer2DModel"):
-        with pytest.raises(ValueError, match="is not supported; the page") as error:
-            get_family(other)
-        assert "nearest" not in str(error.value) and len(str(error.value)) < 300
-    with pytest.raises(ValueError, match="docs/models.md") as error:
-        find_transformers("wan")
-    assert len(str(error.value)) < 250
 
 
 def test_a_stream_takes_a_pipeline():

@@ -34,7 +34,6 @@ from ..families.cases import ROUNDING, case_of, output
 from ..models import assert_changed, relative_change, wan
 from ..pipelines import PIPELINES, wan_pipeline
 
-FAMILIES = ("wan", "flux", "hunyuan_video")
 STEPS = 4
 CPU = torch.device("cpu")
 
@@ -219,11 +218,14 @@ def chosen(names: Sequence[str]) -> list[Way]:
     return ways
 
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+PAIRS = [("wan", name) for name in WAYS] + [
+    *(("flux", name) for name in ("LoRA", "fused int8", "First Block Cache", "layerwise casting")),
+    *(("hunyuan_video", name) for name in ("fused LoRA", "TaylorSeer", "cache-dit", "offload")),
+]
+"""Every way on one family, and the ways that meet joint attention and fused projections on others."""
 
 
-@every_family
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_pairs(family: str, name: str) -> None:
     """Patched before and after."""
     ways, make, exact, real = chosen([name]), *of_family(family)
@@ -246,18 +248,16 @@ def test_pairs(family: str, name: str) -> None:
 
 
 TRIPLES = [
-    ("int8", "LoRA"),
-    ("LoRA", "First Block Cache"),
-    ("LoRA", "offload"),
-    ("int8", "First Block Cache"),
-    ("int8", "MagCache"),
-    ("int8", "offload"),
-    ("LoRA", "int8", "First Block Cache"),
+    ("wan", ("LoRA", "First Block Cache")),
+    ("hunyuan_video", ("LoRA", "offload")),
+    ("flux", ("int8", "LoRA")),
+    ("wan", ("int8", "offload")),
+    ("hunyuan_video", ("int8", "MagCache")),
+    ("flux", ("LoRA", "int8", "First Block Cache")),
 ]
 
 
-@every_family
-@pytest.mark.parametrize("names", TRIPLES, ids=" + ".join)
+@pytest.mark.parametrize(("family", "names"), TRIPLES, ids=str)
 def test_triples(family: str, names: tuple[str, ...]) -> None:
     """Patched between the two."""
     ways, make, exact, real = chosen(names), *of_family(family)
@@ -271,7 +271,7 @@ def test_triples(family: str, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["LoRA", "int8", "First Block Cache", "TaylorSeer", "MagCache"])
+@pytest.mark.parametrize("name", ["LoRA", "int8", "First Block Cache", "TaylorSeer"])
 def test_triples_with_compilation(name: str) -> None:
     """The compiled block draws what it draws uncompiled, which is what no unpatched pipeline draws."""
     ways, (_, _, real) = chosen([name]), of_family("wan")
@@ -307,21 +307,15 @@ STEP_CACHES = {
 }
 
 
-@pytest.mark.parametrize("name", STEP_CACHES)
+@pytest.mark.parametrize("name", [*STEP_CACHES, "cache-dit"])
 def test_every_step_cache_is_known(name: str) -> None:
     pipe = wan_pipeline()
     assert step_cache(pipe.transformer) is None
-    STEP_CACHES[name](pipe)
-    found = step_cache(pipe.transformer)
-    assert found is not None and found.name == name
-
-
-def test_cache_dit_is_known() -> None:
-    (way,), pipe = chosen(["cache-dit"]), wan_pipeline()
+    way = chosen([name])[0] if name == "cache-dit" else Way(STEP_CACHES[name])
     way.enable(pipe)
     found = step_cache(pipe.transformer)
     way.disable(pipe)
-    assert found is not None and found.name == "cache-dit" and step_cache(pipe.transformer) is None
+    assert found is not None and found[0] == name
 
 
 MEASUREMENTS: dict[str, tuple[Settings, Callable[..., Any]]] = {

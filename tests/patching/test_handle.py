@@ -1,17 +1,15 @@
 """The handle of a patched transformer: one, found in one place, and switched off for a while."""
 
-import copy
-
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import MHLALayer, attn_processors, find_patched, layer_sensitivity, register_mixing_clip
+from mhla_diffusers.patching import MHLALayer, find_patched, layer_sensitivity, register_mixing_clip
 
 from ..models import FAMILIES, inputs, output, patched
-from ..pipelines import PIPELINES, wan22_pipeline
-from .shared import MODELS, OWN_METHODS, assert_same_footprint, footprint
+from ..pipelines import PIPELINES
+from .shared import ONE_PER_CLASS, assert_same_footprint, footprint
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -35,32 +33,7 @@ def test_a_pipeline_and_its_transformers_give_the_same_handles(name):
     assert not any(find_patched(getattr(pipe, component)) for component in handles)
 
 
-def test_one_of_two_transformers_is_found_alone():
-    pipe = wan22_pipeline()
-    mhla.apply_mhla(pipe, blocks=(1, 1, 1), sparse="none")
-    mhla.remove_mhla(pipe.transformer)
-    assert list(find_patched(pipe)) == ["transformer_2"] and mhla.is_patched(pipe)
-
-
-@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
-def test_a_deep_copy_has_a_handle_of_its_own(name):
-    model = patched(name)
-    clone = copy.deepcopy(model)
-    (own,), (other,) = find_patched(model).values(), find_patched(clone).values()
-    assert own.transformer is model and other.transformer is clone
-    assert set(other.attentions.values()) <= set(clone.modules())
-    assert not set(other.layers.values()) & set(own.layers.values())
-    mhla.remove_mhla(clone)
-    assert not find_patched(clone) and find_patched(model)["transformer"] is own
-
-
-@pytest.mark.parametrize("name", OWN_METHODS)
-def test_attn_processors_is_the_property_of_diffusers(name):
-    for model in (FAMILIES[name].build(), patched(name)):
-        assert attn_processors(model) == model.attn_processors
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_mhla_layers_are_modules_of_the_model(name):
     assert mhla.mhla_layers(FAMILIES[name].build()) == {}
     model = patched(name)
@@ -69,7 +42,7 @@ def test_mhla_layers_are_modules_of_the_model(name):
     assert all(modules[path] is layer and isinstance(layer, MHLALayer) for path, layer in layers.items())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_disabled_within_the_context_only(name):
     """With the same weights, and also when an exception leaves the context."""
     expected = output(FAMILIES[name].build(), inputs(name))

@@ -15,15 +15,18 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import get_peft_model
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching import attn_processors
+from mhla_diffusers.patching import attn_processors, find_patched
+from mhla_diffusers.patching.patch import choose_layers
 
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
-from ..pipelines import PIPELINES, generate, wan22_pipeline, wan_pipeline
+from ..pipelines import PIPELINES, generate, wan22_pipeline
 from .shared import EVERYTHING, MODELS, ONE_PER_CLASS, assert_same_footprint, footprint, lora, unet
 
 ROUNDING = 2e-5
@@ -83,56 +86,7 @@ def test_every_weight_appears_once_in_the_state_dict_and_the_dtype_stays(name):
     assert model.dtype == base.dtype
 
 
-def test_defaults_of_a_family_need_no_settings():
-    """``apply_mhla(model)`` alone; the family's blocks fit its usual resolutions."""
-    for name, blocks in (("wan", (7, 3, 5)), ("sana", (4, 4)), ("dit", (4, 4))):
-        model = mhla.apply_mhla(FAMILIES[name].build())
-        assert {layer.config.blocks for layer in mhla.mhla_layers(model).values()} == {blocks}
-
-
-def test_a_patch_by_name_from_yaml_and_as_a_config_are_the_same(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("family: dit\nbase_model: none\ndescription: mine\nmhla: {blocks: [4, 4]}\n")
-    found = [
-        output(mhla.apply_mhla(FAMILIES["dit"].build(), patch), inputs("dit"))
-        for patch in ("dit-xl-2-256", mhla.MHLAConfig(blocks=(4, 4)), path)
-    ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-@pytest.mark.parametrize(
-    ("settings", "shape", "trainable"),
-    [
-        ({}, (8, 8), True),
-        ({"mixing_per_head": True}, (2, 8, 8), True),
-        ({"mixing_learnable": False}, (8, 8), False),
-    ],
-)
-def test_mixing_matrix_follows_the_settings(settings, shape, trainable):
-    for layer in mhla.mhla_layers(patched("sana", **settings)).values():
-        assert tuple(layer.mixing.shape) == shape
-        assert layer.mixing.requires_grad is trainable
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_our_set_attn_processor_with_mhla_is_apply(name):
-    """For every family, DiT too; it reads the grid of every input, and keeps the record that removal needs."""
-    model = FAMILIES[name].build()
-    before = footprint(model)
-    mhla.set_attn_processor(model, mhla.MHLAProcessor(blocks=FAMILIES[name].blocks))
-    for ragged in (False, True):
-        arguments = inputs(name, ragged=ragged)
-        assert torch.equal(output(model, arguments), output(patched(name), arguments))
-    assert_same_footprint(mhla.remove_mhla(model), before)
-
-
-def test_our_set_attn_processor_honours_the_choice_of_layers():
-    model = FAMILIES["dit"].build()
-    mhla.set_attn_processor(model, mhla.MHLAProcessor(blocks=(4, 2), layers=[1]))
-    assert list(mhla.mhla_layers(model)) == ["transformer_blocks.1.attn1.mhla"]
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_a_dict_of_processors_is_set_and_not_consumed(name):
     model = FAMILIES[name].build()
     processors = {path: copy.copy(processor) for path, processor in attn_processors(model).items()}
@@ -169,7 +123,7 @@ def test_a_dit_has_the_two_methods_while_it_is_patched():
     assert not hasattr(model, "attn_processors")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_a_deep_copy_is_patched_and_independent(name):
     """Weights, token grid and removal of the copy do not touch the original, nor the reverse; nor do sizes mix."""
     model = patched(name)
@@ -178,6 +132,7 @@ def test_a_deep_copy_is_patched_and_independent(name):
     ragged = output(clone, inputs(name, ragged=True))
     assert torch.equal(output(clone, inputs(name)), expected)
     assert mhla.describe(model)[-1].grid == FAMILIES[name].grid
+    assert find_patched(clone)["transformer"] is not find_patched(model)["transformer"]
     with torch.no_grad():
         for layer in mhla.mhla_layers(clone).values():
             layer.mixing.fill_(0.5)
@@ -188,15 +143,6 @@ def test_a_deep_copy_is_patched_and_independent(name):
     assert mhla.is_patched(model)
     assert torch.equal(output(model, inputs(name, ragged=True)), ragged)
     assert torch.equal(output(model, inputs(name)), expected)
-
-
-def test_a_model_with_quantised_projections_can_be_patched():
-    model = FAMILIES["wan"].build()
-    for block in model.blocks[1:]:
-        torch.ao.quantization.quantize_dynamic(block.attn1, {torch.nn.Linear}, inplace=True)
-    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
-    # eight bits: half a percent per projection
-    assert 0 < relative_change(output(model, inputs("wan")), output(patched("wan"), inputs("wan"))) < 0.05
 
 
 CAUSAL = {"causal": "block", "block_length": 2}
@@ -238,20 +184,8 @@ def test_what_is_refused_is_named_and_changes_nothing(case):
     assert_same_footprint(model, before)
 
 
-def test_a_patch_file_that_cannot_be_read_is_named_and_changes_nothing(tmp_path):
-    path, model = tmp_path / "bad.yaml", FAMILIES["sana"].build()
-    before = footprint(model)
-    with pytest.raises(FileNotFoundError, match=r"bad\.yaml"):
-        mhla.apply_mhla(model, path)
-    path.write_text("family: sana\nbase_model: a\ndescription: b\nmhla: {block: [2, 2]}\n")
-    with pytest.raises(ValueError, match=r"(?s)bad\.yaml.*'block'; did you mean 'blocks'"):
-        mhla.apply_mhla(model, path)
-    assert_same_footprint(model, before)
-
-
-@pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_applying_twice_is_refused_with_the_way_out(name):
-    model = patched(name)
+def test_applying_twice_is_refused_with_the_way_out():
+    model = patched("wan")
     before = footprint(model)
     for apply in (mhla.apply_mhla, lambda model: mhla.set_attn_processor(model, mhla.MHLAProcessor(blocks=(2, 2)))):
         with pytest.raises(ValueError, match=r"already patched.*remove_mhla\(\)"):
@@ -315,9 +249,9 @@ def test_a_dict_of_other_names_and_what_is_no_processor_change_nothing():
     refused = [(renamed, r"transformer_blocks\.0\.attn1.*transformer_blocks\.9\.attn1")]
     for wrong, value in (("x", "'x'"), (None, "None"), (mhla.MHLAProcessor, "MHLAProcessor'>"), (3, "=3 ")):
         refused += [(one, f"{value}.*allowed: MHLAProcessor") for one in (wrong, dict.fromkeys(processors, wrong))]
-    for given, value in refused:
+    for wrong, value in refused:
         with pytest.raises(ValueError, match=value):
-            mhla.set_attn_processor(model, given)
+            mhla.set_attn_processor(model, wrong)
         assert_same_footprint(model, before)
 
 
@@ -362,37 +296,6 @@ def test_more_text_than_a_model_was_trained_with_is_taken_as_by_the_model(name):
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
-def _texts(pipe, prompt, **call):
-    """What a pipeline hands to its transformer as the text of a prompt."""
-    given = []
-    hook = pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: given.append(kwargs), with_kwargs=True)
-    call = {**call, "num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
-    try:
-        pipe(prompt, **call, generator=torch.Generator().manual_seed(3))
-    finally:
-        hook.remove()
-    return given[0]["encoder_hidden_states"]
-
-
-@pytest.mark.parametrize("name", ["wan", "flux", "sd3"])
-@torch.no_grad()
-def test_a_prompt_longer_than_the_pipeline_takes_is_cut_as_by_the_pipeline(name):
-    """Patched or not, and as training data is encoded; where the pipeline refuses a length, so it does when patched."""
-    if name == "wan":
-        pipe, call = wan_pipeline(), {"height": 64, "width": 96, "num_frames": 5, "max_sequence_length": 12}
-    else:
-        pipe, call = case_of(name).pipeline(), {"height": 32, "width": 32, "max_sequence_length": 12}
-    family, prompt = get_family(pipe.transformer), "a cat surfing " * 8
-    expected = _texts(pipe, prompt, **call)
-    encoded = family.encode_prompt(pipe, prompt, {"max_sequence_length": 12})["encoder_hidden_states"]
-    assert torch.equal(encoded[None], expected)
-    mhla.apply_mhla(pipe, sparse="none", blocks=(1,) * family.axes)
-    assert torch.equal(_texts(pipe, prompt, **call), expected)
-    if name != "wan":  # whose pipeline has no limit
-        with pytest.raises(ValueError, match="`max_sequence_length` cannot be greater than"):
-            _texts(pipe, prompt, **{**call, "max_sequence_length": LONG_TEXT})
-
-
 @pytest.mark.parametrize("component", ["transformer", "transformer_2"])
 def test_a_transformer_wrapped_by_peft_is_refused_with_the_way_out(component):
     pipe = wan22_pipeline()
@@ -419,3 +322,40 @@ def test_a_failure_half_way_leaves_the_model_as_it_was():
     assert_same_footprint(model, before)
     odd.to_q = linear
     mhla.apply_mhla(model, sparse="none", blocks=(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("layers", "indices"), [("all", [0, 1, 2, 3]), ("2/3", [1, 2]), (0.5, [1, 3]), ([2, 0], [0, 2]), ([1, -4], [0, 1])]
+)
+def test_layers_choose_what_is_replaced(layers, indices):
+    """The others keep their processor and get no weights; also through our ``set_attn_processor``."""
+    model = FAMILIES["dit"].build()
+    before, footprint_before = attn_processors(model), footprint(model)
+    mhla.set_attn_processor(model, mhla.MHLAProcessor(layers=layers, blocks=(4, 2)))
+    chosen = [f"transformer_blocks.{index}.attn1" for index in indices]
+    assert list(mhla.mhla_layers(model)) == [f"{path}.mhla" for path in chosen]
+    for path, processor in attn_processors(model).items():
+        is_chosen = path.removesuffix(".processor") in chosen
+        assert isinstance(processor, mhla.MHLAProcessor) if is_chosen else processor is before[path]
+    assert_same_footprint(mhla.remove_mhla(model), footprint_before)
+
+
+@pytest.mark.parametrize("count", [28, 30, 40])
+def test_two_thirds_is_the_hybrid_of_the_paper(count):
+    """Every third layer is kept, beginning with layer 0."""
+    for layers in ("2/3", 2 / 3):
+        assert choose_layers(layers, count) == [index for index in range(count) if index % 3]
+
+
+def test_other_choices():
+    assert choose_layers("all", 4) == [0, 1, 2, 3]
+    assert choose_layers("1/2", 6) == [1, 3, 5]
+    assert choose_layers([0, -1, 2], 5) == [0, 2, 4]
+    with pytest.raises(ValueError, match="Layer 5 .*-5 to 4"):
+        choose_layers([1, 5], 5)
+
+
+@given(st.fractions(min_value="1/10", max_value=1, max_denominator=20), st.integers(1, 60))
+def test_a_fraction_replaces_about_that_many_layers(fraction, count):
+    replaced = choose_layers(str(fraction), count)
+    assert abs(len(replaced) - fraction * count) <= 1

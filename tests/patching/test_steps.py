@@ -15,7 +15,6 @@ from PIL import Image
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import call_context, layer_sensitivity
 from mhla_diffusers.patching.steps import Step
 
@@ -106,7 +105,7 @@ def in_bfloat16(name):
     return pipe, case
 
 
-@pytest.mark.parametrize("name", ["flux", "qwenimage", "hunyuan_video"])
+@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
 def test_timesteps_that_are_told_in_bfloat16(name):
     """These pipelines round them to the type of their latents, and scale them then."""
     pipe, case = in_bfloat16(name)
@@ -117,11 +116,10 @@ def test_timesteps_that_are_told_in_bfloat16(name):
         assert [not count for count in counts] == [True] * resting + [False] * (20 - resting)
 
 
-@pytest.mark.parametrize("shift", [4.0, 100.0])
-def test_steps_that_bfloat16_rounds_to_one_timestep(shift):
+def test_steps_that_bfloat16_rounds_to_one_timestep():
     """As large pictures shift them: dozens of steps are then told as 1000, and the scheduler counts them."""
     pipe, case = in_bfloat16("flux")
-    pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=100.0)
     mhla.change_mhla(pipe, softmax_steps=3)
     for _ in range(2):  # another call begins anew
         found = forwards_at_rest(pipe, lambda: pipe(**case.call | {"num_inference_steps": 30}, generator=seeded()))
@@ -217,14 +215,6 @@ def test_a_call_that_begins_in_the_middle_of_the_schedule(strength, steps):
         assert counts == [0] + [8] * (steps - 1)
 
 
-def test_timesteps_of_sana_sprint():
-    """It gives the transformer sin t / (sin t + cos t)."""
-    family, transformer = get_family(sana_pipeline().transformer), FAMILIES["sana_qk_norm"].build()
-    angle = torch.linspace(0, 1.5708, 9)
-    found = family.scheduler_timestep(transformer, angle.sin() / (angle.sin() + angle.cos()))
-    torch.testing.assert_close(found, angle, rtol=1e-5, atol=1e-6)
-
-
 def test_timesteps_that_are_scaled_on_their_way():
     """As SANA-Sprint's are."""
     pipe = sana_pipeline()
@@ -286,18 +276,6 @@ def test_training_and_measuring_are_no_steps(caplog):
     pipe.transformer.eval()
     assert_changed(found, output(pipe.transformer, arguments))
     assert not caplog.records
-
-
-def test_saved_and_loaded(tmp_path):
-    pipe = PIPELINES["sana"].build()
-    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=0.5)
-    expected = pictures("sana", pipe)
-    mhla.save_mhla(pipe, tmp_path)
-    mhla.remove_mhla(pipe)
-    mhla.load_mhla(pipe, tmp_path)
-    assert torch.equal(pictures("sana", pipe), expected)
-    assert {layer.config.softmax_steps for layer in mhla.describe(pipe)} == {0.5}
-    assert "as before the patch in the first 50% of the denoising steps" in str(mhla.describe(pipe))
 
 
 def test_copies_belong_to_no_pipeline(caplog):

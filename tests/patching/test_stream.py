@@ -178,19 +178,6 @@ def test_gradients_reach_what_was_kept():
     assert first["hidden_states"].grad is not None and first["hidden_states"].grad.abs().sum() > 0
 
 
-@torch.no_grad()
-def test_the_past_is_mixed_once_for_all_denoising_steps():
-    model = _patched()
-    arguments, stream = _arguments(model, 4), VideoStream(model)
-    stream(**_some(arguments, 0, 2))
-    stream(**_some(arguments, 2, 4), keep=False)
-    mixtures = [state._earlier for state in stream._states.values()]
-    found = stream(**_some(arguments, 2, 4), keep=False, return_dict=False)[0]
-    assert all(state._earlier is one for state, one in zip(stream._states.values(), mixtures, strict=True))
-    assert None not in mixtures and stream.frames == 2
-    assert relative_change(found, output(model, arguments)[:, :, 2:]) < _ROUNDING
-
-
 def test_after_an_error_a_stream_goes_on_where_it_was():
     model = _patched()
     arguments, stream = _arguments(model, 8), VideoStream(model)

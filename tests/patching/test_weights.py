@@ -7,7 +7,6 @@ import torch
 from peft import LoraConfig
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import Patched
 
 from ..models import FAMILIES, assert_changed, inputs, output
 from ..pipelines import wan22_pipeline
@@ -63,16 +62,6 @@ def test_fused_projections_are_saved_and_loaded_by_their_parts(name, weights, tm
         mhla.remove_mhla(other)
         assert all(torch.equal(tensor, before.pop(key)) for key, tensor in other.state_dict().items())
         assert not before
-
-
-def test_what_was_trained_while_fused_is_saved(tmp_path):
-    model = adapted("wan")
-    model.fuse_qkv_projections()
-    with torch.no_grad():
-        model.blocks[0].attn1.to_qkv.weight.mul_(1.5)
-    mhla.save_mhla(model, tmp_path, weights="all")
-    other = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path)
-    torch.testing.assert_close(output(other, inputs("wan")), output(model, inputs("wan")), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", ["changed", "all"])
@@ -189,20 +178,6 @@ def test_quantised_parameters_are_refused_by_their_class(tmp_path):
     with pytest.raises(ValueError, match=r"blocks.0.ffn.net.2.weight is no plain tensor but a Int8Params"):
         mhla.load_mhla(model, folder)
     assert not mhla.mhla_layers(model)
-
-
-def test_what_fails_before_anything_was_replaced_is_undone_without_keeping_too(tmp_path, monkeypatch):
-    folder, _ = saved("wan", tmp_path)
-    model = FAMILIES["wan"].build()
-    before = footprint(model)
-
-    def full(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(Patched, "replace_weights", full)
-    with pytest.raises(MemoryError):
-        mhla.load_mhla(model, folder, keep_replaced=False)
-    assert_same_footprint(model, before)
 
 
 def test_saving_without_the_weights_that_a_patch_brought_warns(tmp_path, caplog):

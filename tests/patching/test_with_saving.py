@@ -12,10 +12,10 @@ import mhla_diffusers as mhla
 
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import dit_pipeline
-from .shared import MODELS, ONE_PER_CLASS, PROJECTIONS, with_lora
+from .shared import ONE_PER_CLASS, PROJECTIONS, with_lora
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_save_pretrained_writes_the_weights_and_from_pretrained_opens_the_unpatched_model(name, tmp_path):
     """diffusers knows nothing of the patch: it reports the MHLA tensors as unexpected and ignores them.
     ``save_mhla`` and ``load_mhla`` keep them.

@@ -6,7 +6,7 @@ import torch
 import mhla_diffusers as mhla
 
 from ..models import FAMILIES, inputs, output, patched, relative_change
-from .shared import EVERYTHING, MODELS, ONE_PER_CLASS, mixings
+from .shared import EVERYTHING, ONE_PER_CLASS, mixings
 
 
 def cast(arguments, dtype):
@@ -95,7 +95,7 @@ def test_a_model_under_layerwise_casting_is_patched(name, settings):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_half_precision(name, dtype, tolerance):
     """Cast before or after the patch: close to float32. A patch on a cast model keeps its matrix in float32.
 
