@@ -82,7 +82,9 @@ def test_projections_have_one_type_under_autocast():
     seen = []
     model = patched("sana_qk_norm")
     for layer in mhla.mhla_layers(model).values():
-        layer.register_forward_pre_hook(lambda _, args: seen.append([x.dtype for x in args[0][:3]]))
+        layer.register_forward_pre_hook(
+            lambda _, args: seen.append([args[0].query.dtype, args[0].key.dtype, args[0].value.dtype])
+        )
     with torch.autocast("cpu", torch.bfloat16), CudasFloat32Operations():
         model(**inputs("sana_qk_norm"))
     assert seen and all(types == [torch.bfloat16] * 3 for types in seen)
