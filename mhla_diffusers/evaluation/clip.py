@@ -14,10 +14,6 @@ class ClipScorer:
     Args:
         model: Hub id or folder of a CLIP model with its processor.
         device: where it runs; "auto" for a GPU if there is one.
-
-    Raises:
-        OSError: there is no such model.
-        ValueError: no such device here.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
@@ -29,15 +25,7 @@ class ClipScorer:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
-        """Score each pair of image and text: float32 (B,).
-
-        Args:
-            images: uint8, each (3, H, W).
-            texts: B prompts, truncated to CLIP's 77 tokens.
-
-        Raises:
-            ValueError: videos.
-        """
+        """Score images, each uint8 (3, H, W), with their texts, truncated to CLIP's 77 tokens: float32 (B,)."""
         if any(image.ndim != 3 for image in images):
             raise ValueError("CLIP scores images; for videos use VBench.")
         inputs: Any = self._processor(

@@ -1,6 +1,5 @@
 """``mhla eval``."""
 
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +35,7 @@ _DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
 @app.command()
 def fid(
     samples: Annotated[Path, typer.Argument(help="Folder of images or videos, or npz with arr_0.")],
-    reference: Annotated[Path, typer.Argument(help="The same, or statistics: .safetensors or npz with mu, sigma.")],
+    reference: Annotated[Path, typer.Argument(help="The same, or an npz with mu and sigma.")],
     extractor: _EXTRACTOR = "adm",
     weights: _WEIGHTS = None,
     device: _DEVICE = "cpu",
@@ -45,19 +44,10 @@ def fid(
 ) -> None:
     """FID and, if the extractor supports them, sFID, Inception score, precision, recall and KID."""
     from .extractors import load_extractor
-    from .fid import FewSamplesWarning, measure_images
+    from .fid import measure_images
 
     chosen = load_extractor(extractor, weights, device)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", FewSamplesWarning)
-        scores = measure_images(
-            samples, reference, chosen, name=extractor, batch_size=batch_size, progress=show_progress
-        )
-    for warning in said:
-        if issubclass(warning.category, FewSamplesWarning):
-            typer.secho(f"Warning: {warning.message}", err=True, fg=typer.colors.YELLOW)
-        else:
-            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+    scores = measure_images(samples, reference, chosen, name=extractor, batch_size=batch_size)
     _report({"extractor": extractor, **scores}, output)
 
 
@@ -113,7 +103,7 @@ def clip(
     from .samples import require_samples
 
     found = Variant(samples.name, samples, require_samples(samples), {})  # before a model is asked of the Hub
-    scores = score_samples(found, "clip_score", ClipScorer(model, device), show_progress, batch_size)
+    scores = score_samples(found, "clip_score", ClipScorer(model, device), batch_size)
     _report({"model": model, "samples": len(scores), "clip_score": float(scores.mean())}, output)
 
 
@@ -165,7 +155,6 @@ def compare_variants(
         extractor_name=extractor,
         sample_scores=scores,
         similarities=similarities,
-        progress=show_progress,
     )
     typer.echo(text_table(*score_table(variants)))
     for remark in (*missing, *remarks):

@@ -11,8 +11,9 @@ import torch
 from ..files import read_json
 from ..generation.record import RECORD_NAME, Sample
 from ..generation.similarity import Similarity
+from ..reporting import show_progress
 from .extractors import FeatureExtractor
-from .fid import Progress, check_one_each, extract_features, reference_statistics, score, too_few
+from .fid import check_one_each, extract_features, reference_statistics, score, too_few
 from .images import Images, read_sample
 from .metrics import frechet_distance
 from .samples import require_samples
@@ -48,14 +49,7 @@ class Interval(NamedTuple):
 
 
 def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples: int = 1000, seed: int = 0) -> Interval:
-    """Return a statistic of paired samples with its bootstrap percentile interval.
-
-    Args:
-        statistic: function of sample indices (count,), int64, with repetitions.
-        count: number of samples, at least 2.
-        resamples: number of bootstrap sets, at least 2.
-        seed: of the bootstrap.
-    """
+    """Return a function of the indices of ``count`` samples, int64 (count,), with its bootstrap percentile interval."""
     if count < 2 or resamples < 2:
         raise ValueError(f"A bootstrap needs at least 2 samples and resamples, got {count} and {resamples}.")
     generator = torch.Generator().manual_seed(seed)
@@ -82,12 +76,7 @@ class Variant:
 
 
 def read_variants(folders: Sequence[Path]) -> list[Variant]:
-    """Read sample sets that can be compared sample by sample.
-
-    Raises:
-        FileNotFoundError: an incomplete set.
-        ValueError: fewer than two sets, two of one name, or sets with other samples, seeds or settings.
-    """
+    """Read sample sets; ValueError unless they hold the same samples, made with the same settings and seeds."""
     if len(folders) < 2:
         raise ValueError(f"A comparison needs at least two sample sets, got {len(folders)}.")
     variants = [
@@ -120,7 +109,6 @@ def compare_sets(
     extractor_name: str = "",
     sample_scores: Mapping[str, SampleScore] | None = None,
     similarities: Mapping[str, Similarity] | None = None,
-    progress: Progress | None = None,
 ) -> tuple[list[Variant], list[str]]:
     """Measure every variant, and its differences from the first one over the same samples.
 
@@ -130,17 +118,15 @@ def compare_sets(
         folders: sample sets, the one to compare with first.
         reference: images or statistics to measure distances from, see :func:`reference_statistics`.
         extractor: image to features, for the reference.
-        extractor_name: see :func:`mhla_diffusers.evaluation.fid.measure_images`.
+        extractor_name: recorded with the reference's statistics.
         sample_scores: name → function that scores every sample.
         similarities: name → measure between every sample and the first variant's from the same noise, averaged over the
-            frames of a video; see :func:`mhla_diffusers.generation.similarity.load_similarities`.
-        progress: called with the number of images done and their total, for every set.
+            frames of a video; see :func:`load_similarities`.
 
     Returns:
         The measured variants, and remarks on the scores.
 
     Raises:
-        FileNotFoundError: a missing set or reference.
         ValueError: sets that cannot be compared, nothing to compare by, damaged files, or a score that is not one
             number per sample.
     """
@@ -158,20 +144,16 @@ def compare_sets(
         )
     remarks: list[str] = []
     if reference is not None and extractor is not None:
-        remarks += _add_distances(variants, reference, extractor, extractor_name, progress)
+        remarks += _add_distances(variants, reference, extractor, extractor_name)
     for name, sample_score in (sample_scores or {}).items():
-        _add_scores(variants, name, [score_samples(one, name, sample_score, progress) for one in variants])
+        _add_scores(variants, name, [score_samples(one, name, sample_score) for one in variants])
     if similarities:
-        remarks += _add_similarities(variants, similarities, progress)
+        remarks += _add_similarities(variants, similarities)
     return variants, remarks
 
 
 def known_scores(folder: Path) -> dict[str, torch.Tensor]:
-    """Read every score of :data:`SCORE_FILES`: name → float64 (n,), with n = 1 for a single number.
-
-    Raises:
-        ValueError: a damaged file, or one that does not map names to numbers.
-    """
+    """Read every score of :data:`SCORE_FILES`: name → float64 (n,), with n = 1 for a single number."""
     scores: dict[str, torch.Tensor] = {}
     for file in (folder / name for name in SCORE_FILES if (folder / name).is_file()):
         content = read_json(file)
@@ -187,14 +169,8 @@ def known_scores(folder: Path) -> dict[str, torch.Tensor]:
     return scores
 
 
-def score_samples(
-    variant: Variant, name: str, sample_score: SampleScore, progress: Progress | None = None, batch_size: int = _BATCH
-) -> torch.Tensor:
-    """Score every sample: float64 (n,).
-
-    Raises:
-        ValueError: damaged files, or a score that is not one number per sample.
-    """
+def score_samples(variant: Variant, name: str, sample_score: SampleScore, batch_size: int = _BATCH) -> torch.Tensor:
+    """Score every sample: float64 (n,); ValueError for a score that is not one number per sample."""
     parts: list[torch.Tensor] = []
     for start in range(0, len(variant.samples), batch_size):
         batch = variant.samples[start : start + batch_size]
@@ -202,8 +178,7 @@ def score_samples(
         values = sample_score(images, [sample.text for sample in batch])
         check_one_each(f"The score {name}", values, len(batch))
         parts.append(values.double().cpu().view(len(batch)))
-        if progress is not None:
-            progress(start + len(batch), len(variant.samples))
+        show_progress(start + len(batch), len(variant.samples))
     return torch.cat(parts)
 
 
@@ -228,17 +203,15 @@ def _mean(values: torch.Tensor) -> Interval:
     return bootstrap(lambda chosen: float(values[chosen].mean()), len(values))
 
 
-def _add_distances(
-    variants: Sequence[Variant], reference: Path, extractor: FeatureExtractor, name: str, progress: Progress | None
-) -> list[str]:
+def _add_distances(variants: Sequence[Variant], reference: Path, extractor: FeatureExtractor, name: str) -> list[str]:
     """Add distances from the reference, and differences of the Fréchet distances; return remarks."""
-    expected = reference_statistics(reference, extractor, name, _BATCH, progress)
+    expected = reference_statistics(reference, extractor, name, _BATCH)
     channels = len(expected["mu"])
     sizes = {f"The reference {reference.name}": int(expected["count"])} if "count" in expected else {}
     remarks = [too_few(*size, channels) for size in (*sizes.items(), ("Every set", len(variants[0].samples)))]
     found = []
     for variant in variants:
-        found.append(extract_features(Images(variant.folder), extractor, _BATCH, progress))
+        found.append(extract_features(Images(variant.folder), extractor, _BATCH))
         variant.scores.update(score(found[-1], expected))
     if channels > _FRECHET_CHANNELS:
         remarks.append(
@@ -257,9 +230,7 @@ def _add_distances(
 
 
 @torch.no_grad()
-def _add_similarities(
-    variants: Sequence[Variant], similarities: Mapping[str, Similarity], progress: Progress | None
-) -> list[str]:
+def _add_similarities(variants: Sequence[Variant], similarities: Mapping[str, Similarity]) -> list[str]:
     """Add similarities of every variant but the first; return remarks."""
     base, *others = variants
     values = {(variant.name, name): torch.empty(0, dtype=torch.float64) for variant in others for name in similarities}
@@ -277,8 +248,7 @@ def _add_similarities(
                 pairs = zip(frames.split(_FRAMES), reference.split(_FRAMES), strict=True)
                 mean = torch.cat([similarity(*pair).double() for pair in pairs]).mean()
                 values[variant.name, name] = torch.cat([values[variant.name, name], mean[None]])
-        if progress is not None:
-            progress(done, len(base.samples))
+        show_progress(done, len(base.samples))
     remarks = {}
     for variant in others:
         for name in similarities:

@@ -1,7 +1,6 @@
 """Feature extractors: Inception as in clean-fid or the ADM suite, or any callable."""
 
 import importlib
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +39,6 @@ class CleanInception:
     Raises:
         ImportError: clean-fid is missing.
         FileNotFoundError: no weights there; the message says where to get them.
-        ValueError: no such device here.
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
@@ -68,7 +66,9 @@ class AdmInception:
     pool3 (2048 channels); the first 7 channels of TensorFlow's ``mixed_6/conv``, channels last, 17 x 17 x 7 = 2023
     values; and the softmax of pool3 times the classifier's weights without its bias.
 
-    Raises as :class:`CleanInception`, for torch-fidelity.
+    Raises:
+        ImportError: torch-fidelity is missing.
+        FileNotFoundError: no weights there; the message says where to get them.
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
@@ -108,13 +108,7 @@ def _require_weights(file: Path | None, source: str) -> Path:
 
 
 def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> FeatureExtractor:
-    """Load an extractor: "adm" or "clean", which need Inception's weights, or ``package.module:name`` of a callable.
-
-    Raises:
-        ValueError: unknown name, or weights given to a callable.
-        ImportError: a missing library or module.
-        FileNotFoundError: missing weights.
-    """
+    """Load an extractor: "adm" or "clean", which need Inception's weights, or ``package.module:name`` of a callable."""
     if choice in ("adm", "clean"):
         return (AdmInception if choice == "adm" else CleanInception)(weights, device)
     if ":" not in choice:
@@ -125,26 +119,11 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
 
 
 def load_callable(place: str) -> Callable[..., Any]:
-    """Load a callable given as ``package.module:name``; its exceptions become a ValueError that names it.
-
-    Raises:
-        ValueError: a text of another form, or no such callable.
-        ImportError: no such module.
-    """
+    """Load a callable given as ``package.module:name``."""
     module, separator, name = place.partition(":")
     if not separator:
         raise ValueError(f"{place!r} must look like package.module:callable.")
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
         raise ValueError(f"{module} has no callable named {name!r}.")
-
-    def call(*arguments: Any) -> Any:
-        try:
-            return found(*arguments)
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            raise ValueError(
-                f"{place} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})."
-            ) from error
-
-    return call
+    return found

@@ -6,13 +6,14 @@ statistics can be read.
 
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
+from safetensors import safe_open
 
 from ..files import write_tensors
+from ..reporting import show_progress
 from .extractors import FeatureExtractor, ImageFeatures
 from .images import Images
 from .metrics import frechet_distance, inception_score, kernel_distance, moments, precision_recall
@@ -23,17 +24,11 @@ _STABLE = 5
 """Samples per channel for a stable Fréchet distance: 10 240 for the 2048 channels of Inception."""
 _NEIGHBOURS = 3
 
-Progress = Callable[[int, int], None]
-"""Called with the number of images done and their total."""
 Statistics = dict[str, torch.Tensor]
 """A reference: ``mu`` (D,), ``sigma`` (D, D) of pooled features; ``mu_s``, ``sigma_s`` of spatial ones, as in ADM's
 files; ``features`` (n, D), an even selection of pooled ones; and ``count``, the number of images. All but the first two
 may be missing.
 """
-
-
-class FewSamplesWarning(UserWarning):
-    """Too few samples for a stable Fréchet distance."""
 
 
 def measure_images(
@@ -43,9 +38,8 @@ def measure_images(
     *,
     name: str,
     batch_size: int = 50,
-    progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Compare generated images with a reference.
+    """Compare generated images with a reference, and warn if either are too few.
 
     Args:
         samples: folder of images, or npz with ``arr_0``.
@@ -53,7 +47,6 @@ def measure_images(
         extractor: image to features.
         name: of the extractor, recorded with its statistics.
         batch_size: images per call of the extractor.
-        progress: see :data:`Progress`.
 
     Returns:
         Numbers of images as ``samples`` and ``reference``, and the scores that extractor and reference have features
@@ -64,18 +57,15 @@ def measure_images(
         ValueError: damaged images, or a reference that was made with another extractor.
         OSError: statistics cannot be written beside the reference.
         ImportError: torchmetrics is missing, which computes KID.
-
-    Warns:
-        FewSamplesWarning: with the number of samples or reference images, and how many each score needs.
     """
     images = Images(samples)
-    expected = reference_statistics(Path(reference), extractor, name, batch_size, progress)
-    found = extract_features(images, extractor, batch_size, progress)
+    expected = reference_statistics(Path(reference), extractor, name, batch_size)
+    found = extract_features(images, extractor, batch_size)
     counts = {"samples": len(images)} | ({"reference": int(expected["count"])} if "count" in expected else {})
     for path, count in zip((samples, reference), counts.values(), strict=False):
         remark = too_few(path, count, len(expected["mu"]))
         if remark is not None:
-            warnings.warn(remark, FewSamplesWarning, stacklevel=2)
+            warnings.warn(remark, stacklevel=2)
     return {**counts, **score(found, expected)}
 
 
@@ -104,14 +94,8 @@ def too_few(name: object, count: int, channels: int) -> str | None:
     )
 
 
-def extract_features(
-    images: Images, extractor: FeatureExtractor, batch_size: int = 50, progress: Progress | None = None
-) -> ImageFeatures:
-    """Run the extractor over a set of images: float32 features of all, in temporary files that take no memory.
-
-    Raises:
-        ValueError: damaged images, or an extractor that does not return features (B, D) of one width.
-    """
+def extract_features(images: Images, extractor: FeatureExtractor, batch_size: int = 50) -> ImageFeatures:
+    """Run the extractor over a set of images: float32 features of all, in temporary files that take no memory."""
     kept: dict[str, torch.Tensor] = {}
     done = 0
     for batch in images.batches(batch_size):
@@ -130,8 +114,7 @@ def extract_features(
                 kept[name] = flat.view(shape)
             kept[name][done : done + len(batch)] = values.detach().float().cpu()
         done += len(batch)
-        if progress is not None:
-            progress(done, len(images))
+        show_progress(done, len(images))
     return ImageFeatures(**kept)
 
 
@@ -149,39 +132,36 @@ def statistics_file(reference: Path, name: str) -> Path:
     return path.with_name(f"{path.name}.statistics-{plain}.safetensors")
 
 
-def reference_statistics(
-    reference: Path,
-    extractor: FeatureExtractor,
-    name: str,
-    batch_size: int = 50,
-    progress: Progress | None = None,
-) -> Statistics:
-    """Describe a reference by an extractor, or read its statistics, which are stored beside it.
+def reference_statistics(reference: Path, extractor: FeatureExtractor, name: str, batch_size: int = 50) -> Statistics:
+    """Describe a reference by an extractor; the statistics of images are stored beside them and read again.
 
-    A reference is images (folder or npz), a statistics file, or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``,
-    ``sigma_s`` and some images too.
+    A reference is images (folder or npz), or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``, ``sigma_s`` and some
+    images too.
 
     Raises:
         FileNotFoundError: no such reference.
-        ValueError: damaged images, or statistics of another extractor.
+        ValueError: damaged images.
         OSError: statistics cannot be written beside the reference.
     """
-    if reference.suffix == ".safetensors":
-        return _load_statistics(reference, name)[0]
     published, holds_images = _read_published(reference)
     if published and not holds_images:
         return published
     images, file = Images(reference), statistics_file(reference, name)
-    found, fingerprint = _load_statistics(file, name) if file.is_file() else ({}, "")
-    if fingerprint != images.fingerprint():
-        features = extract_features(images, extractor, batch_size, progress)
+    made_of = {"extractor": name, "fingerprint": images.fingerprint()}
+    found: Statistics = {}
+    if file.is_file():
+        with safe_open(file, "pt") as opened:
+            if opened.metadata() == made_of:
+                found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+    if not found:
+        features = extract_features(images, extractor, batch_size)
         chosen = torch.linspace(0, len(images) - 1, min(len(images), _KEPT_FEATURES), dtype=torch.float64).long()
         found = {"features": features.pooled[chosen], "count": torch.tensor(len(images))}
         found["mu"], found["sigma"] = moments(features.pooled)
         if features.spatial is not None:
             found["mu_s"], found["sigma_s"] = moments(features.spatial)
         try:
-            write_tensors(found, file, {"extractor": name, "fingerprint": images.fingerprint()})
+            write_tensors(found, file, made_of)
         except OSError as error:
             raise OSError(
                 f"The statistics of the reference cannot be written to {file}: {error}. Link the reference into a "
@@ -200,22 +180,3 @@ def _read_published(file: Path) -> tuple[Statistics, bool]:
         pairs = [pair for pair in (("mu", "sigma"), ("mu_s", "sigma_s")) if {*pair} <= set(content.files)]
         found = {name: torch.from_numpy(content[name]) for pair in pairs for name in pair}
         return found if "mu" in found else {}, "arr_0" in content.files
-
-
-def _load_statistics(file: Path, name: str) -> tuple[Statistics, str]:
-    """Read stored statistics, and the fingerprint of their images."""
-    from safetensors import SafetensorError, safe_open
-
-    if not file.is_file():
-        raise FileNotFoundError(f"There are no reference statistics at {file}.")
-    try:
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read ({error}); remove it to recompute the statistics.") from error
-    if not {"extractor", "fingerprint"} <= metadata.keys() or not {"mu", "sigma", "count"} <= tensors.keys():
-        raise ValueError(f"{file} holds no statistics of images; remove it to compute them.")
-    if metadata["extractor"] != name:
-        raise ValueError(f"{file} was made with the extractor {metadata['extractor']!r}, not with {name!r}.")
-    return tensors, metadata["fingerprint"]

@@ -15,11 +15,7 @@ TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_
 
 
 def read_geneval_metadata(file: str | Path) -> list[dict[str, Any]]:
-    """GenEval's ``evaluation_metadata.jsonl``: 553 prompts with what must be in the picture.
-
-    Raises:
-        ValueError: a line without a prompt and a tag.
-    """
+    """Read GenEval's ``evaluation_metadata.jsonl``: 553 prompts with what must be in the picture."""
     entries = read_json_lines(Path(file))
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not {"prompt", "tag"} <= entry.keys():
@@ -28,7 +24,7 @@ def read_geneval_metadata(file: str | Path) -> list[dict[str, Any]]:
 
 
 def geneval_samples(entries: Sequence[Mapping[str, Any]]) -> list[Sample]:
-    """Four pictures per prompt, ``{prompt number}/samples/{sample number}.png``, as GenEval reads them."""
+    """List four pictures per prompt, ``{prompt number}/samples/{sample number}.png``, as GenEval reads them."""
     return [
         Sample(f"{place:05d}/samples/{number:04d}.png", entry["prompt"])
         for place, entry in enumerate(entries)
@@ -45,13 +41,10 @@ def write_geneval_metadata(entries: Sequence[Mapping[str, Any]], folder: Path) -
 
 
 def geneval_score(results: str | Path) -> dict[str, float]:
-    """Score of a ``results.jsonl`` of GenEval's ``evaluate_images.py``: one line per picture with tag and correct.
+    """Score a ``results.jsonl`` of GenEval's ``evaluate_images.py``: one line per picture with tag and correct.
 
     Returns:
-        Fraction of correct pictures per tag, and as ``overall`` the unweighted mean of the six.
-
-    Raises:
-        ValueError: a line without tag and correct, an unknown tag, or a tag without pictures.
+        Fraction of correct pictures per tag, and as ``overall`` the mean of the six, which must all be there.
     """
     right: dict[str, list[bool]] = {tag: [] for tag in TAGS}
     for number, entry in enumerate(read_json_lines(Path(results))):

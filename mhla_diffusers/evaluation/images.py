@@ -13,8 +13,6 @@ from ..files import IMAGE_SUFFIXES, written_aside
 
 VIDEO_SUFFIX = ".mp4"
 _ARRAY = "arr_0.npy"
-_BATCH = 100
-"""Images read at a time when writing an npz."""
 
 
 class UnreadableImageError(ValueError):
@@ -25,11 +23,6 @@ class Images:
     """A set of images or videos in a fixed order, from a folder or from ``arr_0`` of an npz, uint8 (n, H, W, 3).
 
     From a folder it takes the image files, including subfolders, or if there are none the MP4 files, sorted by path.
-    Names that begin with a dot are skipped.
-
-    Raises:
-        FileNotFoundError: no such path, or a folder with neither.
-        ValueError: another kind of file, or an npz without such an array.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -56,7 +49,7 @@ class Images:
         return self._count
 
     def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """Batches of at most ``size`` images of one resolution: uint8 (B, 3, H, W), or (B, F, 3, H, W) of videos."""
+        """Yield at most ``size`` images of one resolution at a time: uint8 (B, 3, H, W), or (B, F, 3, H, W)."""
         if not self._files:
             yield from self._batches_of_array(size)
             return
@@ -79,7 +72,7 @@ class Images:
                 yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, *shape).permute(0, 3, 1, 2)
 
     def fingerprint(self) -> str:
-        """Changes when a file is added, removed, resized or written again."""
+        """Return a hash that changes when a file is added, removed, resized or written again."""
         digest = hashlib.sha256()
         root = self.path if self._files else self.path.parent
         for file in self._files or [self.path]:
@@ -89,13 +82,18 @@ class Images:
 
 
 def read_sample(file: Path) -> torch.Tensor:
-    """An image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W).
-
-    Raises:
-        ImportError: a video, and PyAV is missing.
-    """
+    """Read an image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W); ImportError for a video without PyAV."""
+    advice = "Remove it or generate it again."
     if file.suffix.lower() != VIDEO_SUFFIX:
-        return read_image(file)
+        from PIL import Image
+
+        try:
+            with Image.open(file) as image:
+                rgb = image.convert("RGB")
+        except (OSError, ValueError, SyntaxError) as error:
+            raise UnreadableImageError(f"{file} is no readable image: {error}. {advice}") from error
+        pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+        return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
     try:
         import av
     except ImportError as error:
@@ -104,28 +102,15 @@ def read_sample(file: Path) -> torch.Tensor:
         with av.open(str(file)) as container:
             frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
     except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-        raise UnreadableImageError(f"{file} is no readable video: {error}. Remove it or generate it again.") from error
+        raise UnreadableImageError(f"{file} is no readable video: {error}. {advice}") from error
     if not frames:
-        raise UnreadableImageError(f"{file} is a video without frames. Remove it or generate it again.")
+        raise UnreadableImageError(f"{file} is a video without frames. {advice}")
     return torch.stack(frames).permute(0, 3, 1, 2)
-
-
-def read_image(file: Path) -> torch.Tensor:
-    """One image: uint8 (3, H, W)."""
-    from PIL import Image
-
-    try:
-        with Image.open(file) as image:
-            rgb = image.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise UnreadableImageError(f"{file} is no readable image: {error}. Remove it or generate it again.") from error
-    pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
-    return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
 
 
 @contextmanager
 def _open_array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
-    """The stream of ``arr_0``, positioned after its header, and its shape."""
+    """Yield the stream of ``arr_0``, positioned after its header, and its shape."""
     from numpy.lib import format as npy
 
     try:
@@ -144,11 +129,7 @@ def _open_array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
 
 
 def write_npz(images: Images, path: Path) -> None:
-    """Write images of one resolution as ``arr_0`` of an npz, uint8 (n, H, W, 3), which OpenAI's evaluator reads.
-
-    Raises:
-        ValueError: videos, or images of several resolutions.
-    """
+    """Write images of one resolution as ``arr_0`` of an npz, uint8 (n, H, W, 3), which OpenAI's evaluator reads."""
     from numpy.lib import format as npy
 
     shape: tuple[int, ...] | None = None
@@ -157,7 +138,7 @@ def write_npz(images: Images, path: Path) -> None:
         zipfile.ZipFile(aside, "w") as archive,
         archive.open(_ARRAY, "w", force_zip64=True) as stream,
     ):
-        for batch in images.batches(_BATCH):
+        for batch in images.batches(100):
             if batch.ndim != 4:
                 raise ValueError(f"An npz holds images, but {images.path} holds videos.")
             pixels = batch.permute(0, 2, 3, 1).contiguous()

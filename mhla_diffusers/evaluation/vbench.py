@@ -37,7 +37,6 @@ SEMANTIC: dict[str, tuple[float, float, float]] = {
 """Dimensions of the semantic score."""
 DIMENSIONS = (*QUALITY, *SEMANTIC)
 """Names of all dimensions, as VBench's code has them, in the order of its tables."""
-_QUALITY_SHARE = 4 / 5
 _VIDEOS, _FLICKERING_VIDEOS = 5, 25
 """Videos per prompt, and per prompt of the flickering dimension, from which the static filter chooses."""
 LOG_NAME = "vbench.log"
@@ -53,7 +52,7 @@ _LAST_LINES = 5
 
 
 def read_suite(file: str | Path) -> list[dict[str, Any]]:
-    """Read the entries of ``VBench_full_info.json``, which comes with VBench; ValueError if it is no suite."""
+    """Read the entries of ``VBench_full_info.json``, which comes with VBench."""
     entries = read_json(Path(file))
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and {"prompt_en", "dimension"} <= entry.keys() for entry in entries
@@ -63,22 +62,19 @@ def read_suite(file: str | Path) -> list[dict[str, Any]]:
 
 
 def read_augmented(file: str | Path, entries: list[dict[str, Any]]) -> dict[str, str]:
-    """Read augmented prompts from a text file with one line per entry of the suite, in its order.
+    """Read augmented prompts: one line per entry, or per distinct prompt, of the suite, in its order.
 
     VBench's repository has such a file for Wan. For a prompt that occurs twice the first line counts.
-
-    Raises:
-        ValueError: another number of lines than of entries or of distinct prompts.
     """
     lines = [line.strip() for line in read_text(Path(file)).splitlines() if line.strip()]
     prompts = [entry["prompt_en"] for entry in entries]
     distinct = list(dict.fromkeys(prompts))
-    matching = next((some for some in (prompts, distinct) if len(some) == len(lines)), None)
-    if matching is None:
+    if len(lines) not in (len(prompts), len(distinct)):
         raise ValueError(
             f"{file} holds {len(lines)} lines, but the suite has {len(prompts)} entries with {len(distinct)} distinct "
             "prompts; there must be one line for each, in the suite's order."
         )
+    matching = prompts if len(lines) == len(prompts) else distinct
     return dict(reversed(list(zip(matching, lines, strict=True))))
 
 
@@ -87,13 +83,9 @@ def suite_videos(
 ) -> list[Sample]:
     """List every video of the suite, ``{prompt}-{number}.mp4``: 4 720, or 6 220 with all of the flickering dimension.
 
-    Two prompts of VBench occur twice and share their videos. Files are named after VBench's own prompts, even if the
-    model gets augmented ones, because VBench finds them by name in one flat folder.
-
-    Args:
-        entries: see :func:`read_suite`.
-        augmented: prompt → its replacement for the model.
-        all_flickering: 25 instead of 5 videos of the flickering prompts, for VBench's static filter.
+    Files are named after VBench's own prompts, even if the model gets augmented ones, because VBench finds them by name
+    in one flat folder; two prompts occur twice and share their videos. ``all_flickering`` asks for 25 instead of 5
+    videos of the flickering prompts, for VBench's static filter.
     """
     counts: dict[str, int] = {}
     for entry in entries:
@@ -109,10 +101,7 @@ def suite_videos(
 
 
 def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
-    """Compute VBench's totals in percent: quality, semantic and total.
-
-    Args:
-        scores: of every dimension, from 0 to 1.
+    """Compute VBench's totals in percent, quality, semantic and total, from the scores of all dimensions, 0 to 1.
 
     Raises:
         ValueError: a dimension is missing or unknown, or a score lies outside 0 to 1.
@@ -124,14 +113,12 @@ def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
             "exist only over all of them; evaluate these as well."
         )
     _check_scores(scores)
-
-    def weighted_mean(dimensions: Mapping[str, tuple[float, float, float]]) -> float:
+    means = []
+    for dimensions in (QUALITY, SEMANTIC):
         values = [w * (scores[name] - low) / (high - low) for name, (low, high, w) in dimensions.items()]
-        return 100 * sum(values) / sum(weight for _, _, weight in dimensions.values())
-
-    quality, semantic = weighted_mean(QUALITY), weighted_mean(SEMANTIC)
-    total = _QUALITY_SHARE * quality + (1 - _QUALITY_SHARE) * semantic
-    return {"quality": quality, "semantic": semantic, "total": total}
+        means.append(100 * sum(values) / sum(weight for _, _, weight in dimensions.values()))
+    quality, semantic = means
+    return {"quality": quality, "semantic": semantic, "total": (4 * quality + semantic) / 5}
 
 
 def _check_scores(scores: Mapping[str, float]) -> None:
@@ -139,20 +126,18 @@ def _check_scores(scores: Mapping[str, float]) -> None:
     for name, score in scores.items():
         if name not in DIMENSIONS:
             raise ValueError(f"{name!r} is no dimension of VBench; allowed: {', '.join(DIMENSIONS)}.")
-        if not 0 <= score <= 1:
-            raise ValueError(
-                f"{name}={score} must lie between 0 and 1; VBench's tables show percent, its files do not."
-            )
+        if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
+            raise ValueError(f"{name}={score!r} must lie between 0 and 1; VBench's tables show percent, its files not.")
 
 
 def read_results(files: Iterable[Path]) -> dict[str, float]:
-    """Read scores from VBench's ``*_eval_results.json`` files: {dimension: [score, details of every video]}.
+    """Read scores from VBench's ``*_eval_results.json``: {dimension: [score, details of every video]}.
 
     Args:
         files: such files, or folders of them.
 
     Raises:
-        FileNotFoundError: no such file, or a folder without results.
+        FileNotFoundError: a folder without results.
         ValueError: damaged files, unknown dimensions, or a dimension that two files score differently.
     """
     scores: dict[str, float] = {}
@@ -166,9 +151,7 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
                 raise ValueError(f"{part} holds no results of VBench: it must map dimensions to scores.")
             for key, value in content.items():
                 name, score = key.replace(" ", "_"), value[0] if isinstance(value, list) and value else value
-                if isinstance(score, bool) or not isinstance(score, int | float):
-                    raise ValueError(f"{part} holds no score of {key!r}, but {score!r}.")
-                if scores.setdefault(name, float(score)) != score:
+                if scores.setdefault(name, score) != score:
                     raise ValueError(
                         f"{part} scores {name} {score}, another file {scores[name]}; give the files of one run."
                     )
@@ -208,8 +191,8 @@ def run_vbench(
         Dimension, its score from 0 to 1, and whether it was evaluated now (True) or before.
 
     Raises:
-        FileNotFoundError: no such interpreter, suite or folder; raised before any work.
-        ValueError: unknown dimensions, missing videos, which are named, or an output folder with results of others.
+        FileNotFoundError, ValueError: a path, dimension or video that is not there, before any work; or an output
+            folder with results of other videos.
         VBenchError: VBench is not installed there, or failed in a dimension; run again to resume with that dimension.
     """
     unknown = [name for name in dimensions if name not in DIMENSIONS]
@@ -225,7 +208,13 @@ def run_vbench(
         if not folder.is_dir():
             raise FileNotFoundError(f"There is no folder of videos at {folder}.")
     _check_videos(read_suite(suite), videos, dimensions, flickering)
-    _record_videos(output, folders)
+    output.mkdir(parents=True, exist_ok=True)
+    record, now = output / _RECORD_NAME, {name: str(folder.resolve()) for name, folder in folders.items()}
+    before = read_json(record) if record.is_file() else now
+    if before != now:
+        was, wanted = (", ".join(places.values()) for places in (before, now))
+        raise ValueError(f"{output} holds results of {was}, not of {wanted}. Choose another output folder.")
+    write_json(now, record)
     tried = subprocess.run([python, "-c", "import vbench"], capture_output=True, text=True, check=False)
     if tried.returncode:
         reason = (tried.stderr.strip().splitlines() or ["no message"])[-1]
@@ -260,37 +249,23 @@ def _check_videos(
     entries: list[dict[str, Any]], videos: Path, dimensions: Sequence[str], flickering: Path | None
 ) -> None:
     """Raise ValueError unless all videos of the dimensions are there; VBench itself only warns about missing ones."""
-    if flickering is not None:
-        # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
-        wanted = suite_videos([entry for entry in entries if FLICKERING in entry["dimension"]])
-        if not any((flickering / video.file).is_file() for video in wanted):
-            raise ValueError(
-                f"{flickering} holds no videos of {FLICKERING}; give the folder filtered_videos that VBench's "
-                "static_filter.py has written."
-            )
-    absent: dict[str, list[str]] = {}
-    present = {file.name for file in videos.iterdir()}
-    for name in dimensions:
-        if name == FLICKERING and flickering is not None:
-            continue
-        wanted = suite_videos([entry for entry in entries if name in entry["dimension"]])
-        for video in wanted:
-            if video.file not in present:
-                absent.setdefault(video.file, []).append(name)
-    if absent:
-        names = ", ".join(name for name in dimensions if any(name in lacking for lacking in absent.values()))
+
+    def wanted(dimension: str) -> list[str]:
+        return [video.file for video in suite_videos([entry for entry in entries if dimension in entry["dimension"]])]
+
+    # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
+    if flickering is not None and not any((flickering / file).is_file() for file in wanted(FLICKERING)):
         raise ValueError(
-            f"{videos} lacks {len(absent)} videos of {names}, for example {next(iter(absent))!r}. Generate them with "
-            "mhla eval samples, or choose other dimensions."
+            f"{flickering} holds no videos of {FLICKERING}; give the folder filtered_videos that VBench's "
+            "static_filter.py has written."
         )
-
-
-def _record_videos(output: Path, folders: Mapping[str, Path]) -> None:
-    """Record in the output folder which videos its results are of, so that others are not mixed in."""
-    output.mkdir(parents=True, exist_ok=True)
-    record, now = output / _RECORD_NAME, {name: str(folder.resolve()) for name, folder in folders.items()}
-    before = read_json(record) if record.is_file() else now
-    if before != now:
-        was, wanted = (", ".join(places.values()) for places in (before, now))
-        raise ValueError(f"{output} holds results of {was}, not of {wanted}. Choose another output folder.")
-    write_json(now, record)
+    present = {file.name for file in videos.iterdir()}
+    unfiltered = [name for name in dimensions if name != FLICKERING or flickering is None]
+    missing = {name: [file for file in wanted(name) if file not in present] for name in unfiltered}
+    absent = list(dict.fromkeys(file for files in missing.values() for file in files))
+    if absent:
+        names = ", ".join(name for name, files in missing.items() if files)
+        raise ValueError(
+            f"{videos} lacks {len(absent)} videos of {names}, for example {absent[0]!r}. Generate them with mhla eval "
+            "samples, or choose other dimensions."
+        )

@@ -9,7 +9,7 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from mhla_diffusers.evaluation.clip import ClipScorer
 from mhla_diffusers.evaluation.compare import Variant, score_samples
-from mhla_diffusers.evaluation.images import read_image
+from mhla_diffusers.evaluation.images import read_sample
 from mhla_diffusers.generation.record import Sample, write_sample_list
 
 from .pictures import mhla, write_pictures
@@ -65,7 +65,7 @@ def test_scores_are_cosines_of_image_and_prompt(clip_folder, tmp_path):
     found = Variant("set", folder, samples, {})
     scores = score_samples(found, "clip_score", ClipScorer(str(clip_folder)), batch_size=2)
     with torch.no_grad():
-        expected = [expected_score(clip_folder, read_image(folder / one.file), one.text) for one in samples]
+        expected = [expected_score(clip_folder, read_sample(folder / one.file), one.text) for one in samples]
     assert scores.tolist() == pytest.approx(expected, abs=1e-3)
     assert len({round(score, 2) for score in expected}) > 2
     shown = mhla("eval", "clip", folder, "--model", clip_folder, "--output", tmp_path / "clip.json")
