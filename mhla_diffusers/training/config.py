@@ -180,9 +180,6 @@ class ValidationConfig:
     inference_steps: int = 20
     """Sampler steps for ``prompts``."""
 
-    def __post_init__(self) -> None:
-        _check_numbers(self, ("every", "inference_steps", "timesteps"), ("samples",), "validation.")
-
 
 @dataclass(frozen=True)
 class ContextParallel:
@@ -192,9 +189,6 @@ class ContextParallel:
     """Processes that keep their tokens and exchange KV states, or keys and values for softmax attention."""
     ulysses: int = 1
     """Processes that exchange tokens for heads."""
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, ("ring", "ulysses"), path="context_parallel.")
 
     @property
     def processes(self) -> int:
@@ -257,6 +251,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         positive = ("batch_size", "gradient_accumulation", "max_gradient_norm", "flow_shift", "checkpoint_every")
         _check_numbers(self, (*positive, "keep_checkpoints", "max_skipped"), ("weight_decay", "workers", "seed"))
+        _check_numbers(self.validation, ("every", "inference_steps", "timesteps"), ("samples",), "validation.")
+        _check_numbers(self.context_parallel, ("ring", "ulysses"), path="context_parallel.")
         check_choice("optimizer", self.optimizer, get_args(OptimizerName))
         object.__setattr__(self, "precision", precision_name(self.precision, ("float32", "bfloat16")))
         check_choice("tracker", self.tracker, ("tensorboard", "wandb", None))

@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ class NamedRun:
                 f"{config.model} belongs to {family.name!r}.",
             )
         self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
+        self._dtype = FLOAT_TYPES[dtype_name(config.precision)]
         self.clip = config.clip or family.default_clip
         self.is_encoded = (self.data / INDEX_NAME).is_file()
         if self.is_encoded:
@@ -120,23 +122,15 @@ class NamedRun:
     def transformer(self, with_weights: bool) -> Any:
         """Make the transformer, patched, on the CPU, or without weights on the meta device."""
         cls: Any = self.family.transformer_class(self._settings["_class_name"])
-        if not with_weights:
-            with torch.device("meta"):
-                return self._patched(cls.from_config(self._settings))
-        return self._patched(cls.from_pretrained(self.model, subfolder=self.config.component, dtype=self._dtype))
-
-    def _patched(self, transformer: Any) -> Any:
         patch = self.config.patch
-        if patch is None:
-            return transformer
-        if isinstance(patch, str) and Path(patch).is_dir():
-            return load_mhla(transformer, patch)
-        return apply_mhla(transformer, patch)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Type of the frozen weights."""
-        return FLOAT_TYPES[dtype_name(self.config.precision)]
+        with nullcontext() if with_weights else torch.device("meta"):
+            if with_weights:
+                model = cls.from_pretrained(self.model, subfolder=self.config.component, dtype=self._dtype)
+            else:
+                model = cls.from_config(self._settings)
+            if isinstance(patch, str) and Path(patch).is_dir():
+                return load_mhla(model, patch)
+            return model if patch is None else apply_mhla(model, patch)
 
     def open_data(self) -> LatentCache:
         """Open the latents; videos or images are encoded into the output folder first.
@@ -152,7 +146,7 @@ class NamedRun:
             raise FileNotFoundError(f"{error} {self._ways_to_data()}") from error
         folder = Path(self.config.output) / "latents"
         logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
-        with _processes().main_process_first():
+        with _process_state().main_process_first():
             pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype)
             encode_folder(pipe, self.model, self.data, folder, self.clip, self.config.workers)
         return LatentCache(folder)
@@ -175,14 +169,14 @@ class NamedRun:
     def sampler(self) -> PromptSampler:
         """Make what generates at every validation."""
         validation, few_steps = self.config.validation, self.config.few_steps
-        pipe = load_pipeline(self.model, self.family.name, str(_processes().device), self._dtype)
+        pipe = load_pipeline(self.model, self.family.name, str(_process_state().device), self._dtype)
         sampling = None if few_steps is None else few_steps.sampling
         steps = validation.inference_steps
         return PromptSampler(pipe, validation.prompts, self.clip, steps, self.config.component, sampling)
 
 
-def _processes() -> Any:
-    """State of this process in accelerate, which the training's accelerator reuses."""
+def _process_state() -> Any:
+    """Return the state of this process in accelerate, which the training's accelerator reuses."""
     from accelerate import PartialState
 
     return PartialState(cpu=launched_on_cpus())

@@ -8,13 +8,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import MHLAConfig, apply_mhla
-from mhla_diffusers.training import (
-    InMemoryData,
-    TrainingDivergedError,
-    ValidationConfig,
-    read_metrics,
-    train,
-)
+from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import BatchOrder
 
 from .models import dit_data, one_stage, poisoned_wan_data, tiny_dit, tiny_wan, wan_data
@@ -23,45 +17,40 @@ from .processes import finish, start_distributed_training
 PATCH = MHLAConfig(blocks=(2, 2, 2))
 
 
+def _patched() -> Any:
+    return apply_mhla(tiny_wan(), PATCH)
+
+
 def test_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     transformer = tiny_wan()
-    result = train(transformer, poisoned_wan_data(3), one_stage(tmp_path, steps=8))
-    assert result.finished
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert sum(record["skipped"] for record in records) == 1
+    assert train(transformer, poisoned_wan_data(3), one_stage(tmp_path, steps=8)).finished
+    assert sum(record["skipped"] for record in read_metrics(tmp_path / "metrics.jsonl")) == 1
     assert all(parameter.isfinite().all() for parameter in transformer.parameters())
 
 
-def test_too_many_skipped_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    data = poisoned_wan_data(*range(16), value=float("inf"))
-    with pytest.raises(TrainingDivergedError, match="4 updates in a row, up to step 4, were skipped"):
-        train(tiny_wan(), data, one_stage(tmp_path, steps=50, max_skipped=3))
-
-
 def _diverges(output: Path, message: str, data: InMemoryData | None = None, **settings: Any) -> None:
+    """However often the run is resumed, and without a result."""
     config = one_stage(output, **{"steps": 6, "learning_rate": 1e9, **settings})
     for resume in (None, "latest"):
-        if resume and not (output / "checkpoints").exists():
-            break
-        with pytest.raises(TrainingDivergedError, match=message):
-            train(tiny_wan(), data or wan_data(), config, resume=resume)
-        assert not (output / "result").exists()
+        if resume is None or (output / "checkpoints").exists():
+            with pytest.raises(TrainingDivergedError, match=message):
+                train(tiny_wan(), data or wan_data(), config, resume=resume)
+            assert not (output / "result").exists()
 
 
 def test_a_run_that_diverged_ends_with_an_error_and_without_a_result(tmp_path: Path) -> None:
-    """However it shows, and however often the run is resumed."""
-    advice = "Lower the learning rate .* in another output folder.* holds no good checkpoint"
-    _diverges(tmp_path / "a", f"all updates after step 1 were skipped.*{advice}")
-    validation = ValidationConfig(samples=2)
-    _diverges(tmp_path / "b", f"the validation loss after step 1 is nan.*{advice}", steps=1, validation=validation)
-    _diverges(tmp_path / "c", f"all updates after step 1 were skipped.*{advice}", checkpoint_every=1)
+    _diverges(tmp_path / "a", "after step 1 .* no good checkpoint")
+    _diverges(tmp_path / "b", "after step 1 is nan", steps=1, validation=ValidationConfig(samples=2))
+    _diverges(tmp_path / "c", "after step 1 .* no good checkpoint", checkpoint_every=1)
+    endless = poisoned_wan_data(*range(16), value=float("inf"))
+    _diverges(tmp_path / "d", "4 updates in a row, up to step 4", endless, steps=50, max_skipped=3)
 
 
 def test_weights_that_no_loss_depends_on_are_looked_at_too(tmp_path: Path) -> None:
     transformer = tiny_dit()
     with torch.no_grad():
         transformer.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight[9] = float("inf")
-    with pytest.raises(TrainingDivergedError, match="weights after step 4 are not finite"):
+    with pytest.raises(TrainingDivergedError, match="weights after step 4"):
         train(transformer, dit_data(8), one_stage(tmp_path))
     assert not (tmp_path / "result").exists()
 
@@ -70,8 +59,7 @@ def test_the_last_checkpoint_before_the_divergence_is_named_and_resumes(tmp_path
     """A sample that is not finite in the last update: mended, the run goes on to the end as if nothing had been."""
     settings: dict[str, Any] = {"steps": 8, "learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
     last = BatchOrder([(4, 2, 8, 8)] * 16, batch_size=2, seed=0)[7][0]
-    words = "all updates after step 7 were skipped.*--resume .*/step-00000006"
-    _diverges(tmp_path / "run", words, poisoned_wan_data(last), **settings)
+    _diverges(tmp_path / "run", "after step 7 .*--resume .*/step-00000006", poisoned_wan_data(last), **settings)
     train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", **settings), resume="latest")
     train(tiny_wan(), wan_data(), one_stage(tmp_path / "alone", **settings))
     resumed, alone = (next((tmp_path / name / "result").glob("*.safetensors")) for name in ("run", "alone"))
@@ -83,18 +71,19 @@ def test_from_scratch_and_reload(tmp_path: Path) -> None:
     validation = ValidationConfig(samples=4, every=10)
     result = train(transformer, wan_data(), one_stage(tmp_path, steps=20, validation=validation, learning_rate=5e-3))
     losses = [record["validation_loss"] for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" not in record]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
+    assert len(losses) == 3 and losses[-1] < losses[0]
     loaded = WanTransformer3DModel.from_pretrained(result.result)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, transformer.get_parameter(name))
 
 
-def test_validation_and_result_use_the_moving_average(tmp_path: Path) -> None:
+def test_result_has_the_moving_average_and_old_checkpoints_are_removed(tmp_path: Path) -> None:
     transformer = tiny_wan()
-    result = train(transformer, wan_data(), one_stage(tmp_path, ema_decay=0.99))
-    loaded = WanTransformer3DModel.from_pretrained(result.result)
+    config = one_stage(tmp_path, steps=5, ema_decay=0.99, checkpoint_every=1, keep_checkpoints=2)
+    loaded = WanTransformer3DModel.from_pretrained(train(transformer, wan_data(), config).result)
     assert not torch.equal(loaded.proj_out.weight, transformer.proj_out.weight)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000005"]
 
 
 def test_order_of_samples_covers_every_epoch_and_keeps_shapes_apart() -> None:
@@ -118,22 +107,21 @@ def test_order_of_samples_covers_every_epoch_and_keeps_shapes_apart() -> None:
 def test_two_processes_are_one_with_twice_the_batch(
     settings: dict[str, Any], told_of_cpus: str, tmp_path: Path
 ) -> None:
-    common = {"steps": 6, "prompt_dropout": 0.3, "gradient_accumulation": 2, "learning_rate": 1e-3, **settings}
-    validation = ValidationConfig(samples=3, every=3)
-    config = one_stage(tmp_path / "two", batch_size=1, validation=validation, **common)
+    common = {"prompt_dropout": 0.3, "gradient_accumulation": 2, "validation": ValidationConfig(3, every=2), **settings}
+    config = one_stage(tmp_path / "two", batch_size=1, **common)
     two = start_distributed_training(config, processes=2, ACCELERATE_USE_CPU=told_of_cpus)
     transformer = _patched() if "patch" in settings else tiny_wan()
-    train(transformer, wan_data(), one_stage(tmp_path / "one", batch_size=2, validation=validation, **common))
+    train(transformer, wan_data(), one_stage(tmp_path / "one", batch_size=2, **common))
     finish(two, timeout=120)
     records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
-    assert len(records[0]) == len(records[1]) == 9
+    assert len(records[0]) == len(records[1]) == 7
     for one, other in zip(*records, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
 
 
 def test_processes_that_accelerate_does_not_join_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 processes were launched, but accelerate has joined 1.*unset WORLD_SIZE"):
+    with pytest.raises(ValueError, match="WORLD_SIZE"):
         train(tiny_wan(), wan_data(), one_stage(tmp_path))
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -154,63 +142,54 @@ def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_dit_labels_are_dropped_by_prompt_dropout_alone(tmp_path: Path) -> None:
-    data = dit_data()
-    train(tiny_dit(), data, one_stage(tmp_path / "a", steps=2))
+    train(tiny_dit(), dit_data(), one_stage(tmp_path / "a", steps=2))
     torch.manual_seed(123)
-    train(tiny_dit(), data, one_stage(tmp_path / "b", steps=2))
+    train(tiny_dit(), dit_data(), one_stage(tmp_path / "b", steps=2))
     assert read_metrics(tmp_path / "a" / "metrics.jsonl") == read_metrics(tmp_path / "b" / "metrics.jsonl")
 
 
-def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path) -> None:
+def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     validation = ValidationConfig(samples=2, every=3, timesteps=1)
-    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=3, tracker="tensorboard", validation=validation))
+    config = one_stage(tmp_path / "run", steps=3, tracker="tensorboard", validation=validation)
+    with monkeypatch.context() as missing:
+        missing.setattr("accelerate.utils.is_tensorboard_available", lambda: False)
+        with pytest.raises(ValueError, match="tracker=tensorboard"):
+            train(tiny_wan(), wan_data(), config)
+        assert not (tmp_path / "run").exists()
+    train(tiny_wan(), wan_data(), config)
     (events,) = tmp_path.rglob("events.out.tfevents*")
     shown = EventAccumulator(str(events))
     shown.Reload()
-    records = read_metrics(tmp_path / "metrics.jsonl")
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     for name in ("loss", "learning_rate", "gradient_norm", "validation_loss"):
         written = {record["step"]: record[name] for record in records if name in record}
         assert {event.step: event.value for event in shown.Scalars(name)} == pytest.approx(written)
     assert all(event.value > 0 for event in shown.Scalars("tokens_per_second"))
 
 
-def test_tracker_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.utils.is_tensorboard_available", lambda: False)
-    with pytest.raises(ValueError, match="tracker=tensorboard is not installed: pip install tensorboard, or set"):
-        train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", tracker="tensorboard"))
-    assert not (tmp_path / "run").exists()
-
-
-def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
-    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=5, checkpoint_every=1, keep_checkpoints=2))
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step-00000004", "step-00000005"]
-
-
-def _patched() -> Any:
-    return apply_mhla(tiny_wan(), PATCH)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two updates with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(tiny_wan(), wan_data(), one_stage(folder / "run", steps=2, checkpoint_every=1, ema_decay=0.9))
+    return folder
 
 
 @pytest.mark.parametrize(
     ("settings", "resume", "error", "words"),
     [
-        ({}, None, ValueError, "already holds a run, up to step-00000002"),
-        ({"output": "other"}, "latest", FileNotFoundError, "no checkpoint to resume from"),
+        ({}, None, ValueError, "step-00000002"),
+        ({"output": "other"}, "latest", FileNotFoundError, "no checkpoint"),
         ({"seed": 7}, "latest", ValueError, "seed is 7 here and 0 there"),
         ({"batch_size": 6}, "latest", ValueError, "samples per update is 6 here and 2 there"),
         ({"validation": ValidationConfig(4)}, "latest", ValueError, "training samples is 12 here and 16 there"),
-        ({"output": "x", "patch": PATCH}, None, ValueError, "the transformer is not patched"),
+        ({"output": "x", "patch": PATCH}, None, ValueError, "not patched"),
         ({"output": "x", "make": _patched}, None, ValueError, "patch: null"),
-        ({"output": "x", "validation": ValidationConfig(16)}, None, ValueError, "validation.samples=16 .* held out"),
-        ({"output": "x", "prompt_dropout": 0.1, "empty": None}, None, ValueError, "needs the empty prompt"),
-        (
-            {"output": "x", "batch_size": 100, "validation": ValidationConfig(10)},
-            None,
-            ValueError,
-            "batch_size=100 .* 6 samples .* batch_size=6 or less",
-        ),
+        ({"output": "x", "validation": ValidationConfig(16)}, None, ValueError, "validation.samples=16"),
+        ({"output": "x", "prompt_dropout": 0.1, "empty": None}, None, ValueError, "prompt_dropout=0.1"),
+        ({"output": "x", "batch_size": 100, "validation": ValidationConfig(10)}, None, ValueError, "batch_size=6"),
     ],
 )
 def test_what_is_refused_before_training(
@@ -220,16 +199,8 @@ def test_what_is_refused_before_training(
     output, transformer = finished / given.pop("output"), given.pop("make")()
     data = InMemoryData([wan_data()[index] for index in range(16)], given.pop("empty"))
     with pytest.raises(error, match=words):
-        train(transformer, data, one_stage(output, **given), resume=resume)
+        train(transformer, data, one_stage(output, ema_decay=0.9, **given), resume=resume)
     assert [path.name for path in finished.iterdir()] == ["run"]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of two updates."""
-    folder = tmp_path_factory.mktemp("finished")
-    train(tiny_wan(), wan_data(), one_stage(folder / "run", steps=2))
-    return folder
 
 
 def _flip(file: Path) -> None:
@@ -238,41 +209,24 @@ def _flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.fixture(scope="module")
-def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run of two updates with a checkpoint after each."""
-    folder = tmp_path_factory.mktemp("checkpointed") / "run"
-    train(tiny_wan(), wan_data(), one_stage(folder, steps=2, checkpoint_every=1, ema_decay=0.9))
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("harm", "error", "words"),
+    ("name", "harm", "error"),
     [
-        (Path.unlink, FileNotFoundError, "lacks {name}"),
-        (_flip, ValueError, "is damaged: .*{name} is damaged or was changed"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), ValueError, "is damaged: .*{name}"),
+        *((f"{name}.safetensors", _flip, ValueError) for name in ("weights", "optimizer", "ema")),
+        *((f"{name}.safetensors", Path.unlink, FileNotFoundError) for name in ("weights", "optimizer", "ema")),
+        ("ema.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1]), ValueError),
+        *(("state.json", lambda file, x=x: file.write_text(x), ValueError) for x in ("{", "[]", "{}")),
     ],
 )
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "ema.safetensors"])
 def test_checkpoint_that_lacks_a_file_or_is_damaged_names_the_file_and_an_earlier_one(
-    name: str, harm: Callable[[Path], object], error: type[Exception], words: str, checkpointed: Path, tmp_path: Path
+    name: str, harm: Callable[[Path], object], error: type[Exception], finished: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(checkpointed, tmp_path / "run")
-    config = one_stage(tmp_path / "run", steps=2, checkpoint_every=1, ema_decay=0.9)
+    shutil.copytree(finished / "run", tmp_path / "run")
+    config = one_stage(tmp_path / "run", steps=2, ema_decay=0.9)
     first, last = (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" for step in (1, 2))
     harm(last / name)
-    with pytest.raises(error, match=rf"Checkpoint {last} {words.format(name=name)}.*--resume {first}$"):
+    with pytest.raises(error, match=rf"Checkpoint {last} .*{name}.*--resume {first}$"):
         train(tiny_wan(), wan_data(), config, resume="latest")
     harm(first / name)
     with pytest.raises(error, match=rf"Checkpoint {first} .*no earlier one"):
         train(tiny_wan(), wan_data(), config, resume=str(first))
-
-
-def test_checkpoint_state_that_is_damaged_is_told(checkpointed: Path, tmp_path: Path) -> None:
-    shutil.copytree(checkpointed, tmp_path / "run")
-    first = tmp_path / "run" / "checkpoints" / "step-00000001"
-    for content in ("{", "[]", "{}"):
-        (first / "state.json").write_text(content)
-        with pytest.raises(ValueError, match=rf"Checkpoint {first} is damaged: .*state.json"):
-            train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", steps=2), resume=str(first))

@@ -8,7 +8,7 @@
       shard-00000.safetensors     tensors "<sample>/latents", "<sample>/encoder_hidden_states", …
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class LatentCache:
         missing = [name for name in self._files if not (self.folder / name).is_file()]
         if missing:
             raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {self._way_out}")
-        self.shapes = [sample.shape for sample in self.index.samples]
+        self.shapes: Sequence[tuple[int, ...]] = [sample.shape for sample in self.index.samples]
         self.empty: Sample | None = self._read(_EMPTY_NAME) if _EMPTY_NAME in self._files else None
 
     def __len__(self) -> int:

@@ -8,10 +8,12 @@ import logging
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
@@ -24,13 +26,10 @@ logger = logging.getLogger(__name__)
 class TrainingData(Protocol):
     """Samples to train on."""
 
-    @property
-    def empty(self) -> Sample | None:
-        """Conditioning of the empty prompt, for prompt dropout; None where there is none."""
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Shape of the latents of every sample; a batch has samples of one shape only."""
+    empty: Sample | None
+    """Conditioning of the empty prompt, for prompt dropout; None where there is none."""
+    shapes: Sequence[tuple[int, ...]]
+    """Shape of the latents of every sample; a batch has samples of one shape only."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -48,7 +47,7 @@ class InMemoryData:
                 raise ValueError(f"Sample {index} has no 'latents', only {', '.join(sample)}.")
         self._samples = samples
         self.empty = empty
-        self.shapes = [tuple(sample["latents"].shape) for sample in samples]
+        self.shapes: Sequence[tuple[int, ...]] = [tuple(sample["latents"].shape) for sample in samples]
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -131,30 +130,29 @@ class NoisedBatches:
             ValueError: damaged data, or samples that do not fit into one batch.
         """
         config, size = self.config, self.config.batch_size
-        shapes, needed = self._data.shapes[: self.training_samples], size * config.gradient_accumulation
-        needed *= self._processes
-        for shape, count in Counter(shapes).items() if self._rank == 0 else ():
-            if count < needed:
+        needed, shapes = (
+            size * config.gradient_accumulation * self._processes,
+            self._data.shapes[: self.training_samples],
+        )
+        for shape, there in Counter(shapes).items() if self._rank == 0 else ():
+            if there < needed:
                 logger.warning(
                     "An update needs %d samples of one shape, but only %d have latents of %s: some are used several "
                     "times, each time with different noise.",
-                    *(needed, count, shape),
+                    *(needed, there, shape),
                 )
         order = BatchOrder(shapes, needed, config.seed)
 
         def indices() -> Iterator[list[int]]:
             """Yield the samples of every forward: forward a starts at (a · processes + rank) · size of the batch."""
-            at = step
-            while True:
-                batch = order[at]
-                for start in range(self._rank * size, len(batch), size * self._processes):
-                    yield batch[start : start + size]
-                at += 1
+            for at in count(step):
+                for start in range(self._rank * size, needed, size * self._processes):
+                    yield order[at][start : start + size]
 
-        loader = DataLoader(
-            _Reading(self._data),
-            sampler=indices(),
-            batch_size=None,  # the sampler yields whole batches
+        loader: DataLoader[Any] = DataLoader(
+            range(len(self._data)),  # type: ignore[arg-type]  # of indices, which the workers read
+            batch_sampler=indices(),
+            collate_fn=partial(_read, self._data),
             num_workers=config.workers,
             worker_init_fn=_ignore_interrupts,
         )
@@ -206,22 +204,17 @@ class NoisedBatches:
         return latents, torch.randn(latents.shape, generator=generator).to(self.device), sample
 
 
-class _Reading(Dataset[dict[str, torch.Tensor] | Exception]):
-    """Yields batches, or the exception: raised in a worker it would arrive as a traceback in text."""
-
-    def __init__(self, data: TrainingData) -> None:
-        self._data = data
-
-    def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor] | Exception:
-        try:
-            return stack_samples([self._data[index] for index in indices])
-        except (ValueError, OSError) as error:
-            return error
-
-
 def _ignore_interrupts(worker: int) -> None:
     """Ignore Ctrl-C in workers, because the training loop needs them until it has stopped."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _read(data: TrainingData, indices: Sequence[int]) -> dict[str, torch.Tensor] | Exception:
+    """Read a batch; return the exception, because one raised in a worker would arrive as a traceback in text."""
+    try:
+        return stack_samples([data[index] for index in indices])
+    except (ValueError, OSError) as error:
+        return error
 
 
 def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

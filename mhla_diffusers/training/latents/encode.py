@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ...config import check
 from ...families import Clip, Family, Sample, get_family
@@ -50,7 +51,9 @@ def encode_folder(
         settings[BEGINS_WITH_PICTURE] = True
     writer, done = _writer(pipe, model, family, output, settings)
     left = [item for item in media if item.name not in done]
-    reading = DataLoader(_Reading(left, clip), batch_size=None, num_workers=workers, collate_fn=_unchanged)
+    # a list is read in the workers by what would else make a batch of it
+    read: Any = partial(_read, clip)
+    reading: DataLoader[Any] = DataLoader(left, batch_size=None, num_workers=workers, collate_fn=read)  # type: ignore[arg-type]
     for item, pixels in _progress(reading, len(media), len(media) - len(left), "encode"):
         if isinstance(pixels, str):
             writer.index.skipped[item.name] = pixels
@@ -172,45 +175,32 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
 def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
     """Mark samples of shards whose caption the model does not take; raise for such files."""
     checked: list[Media] = []
-    wrong: dict[str, str] = {}
+    wrong: list[tuple[str, str]] = []
     for item in media:
         problem = item.problem
-        if problem is None:
-            try:
+        try:
+            if problem is None:
                 family.check_prompt(pipe, item.caption)
-            except ValueError as error:
-                problem = str(error)
-                if item.offset is None:
-                    wrong[item.name] = problem
+        except ValueError as error:
+            problem = str(error)
+            if item.offset is None:
+                wrong.append((item.name, problem))
         checked.append(replace(item, problem=problem))
     if wrong:
-        name, problem = next(iter(wrong.items()))
+        name, problem = wrong[0]
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ValueError(f"The captions of {name}{more} cannot be used: {problem}")
     return checked
 
 
-class _Reading(Dataset[tuple[Media, torch.Tensor | str]]):
-    """Pixels of files, uint8 (3, F, H, W), or the error."""
-
-    def __init__(self, media: Sequence[Media], clip: Clip) -> None:
-        self._media, self._clip = media, clip
-
-    def __len__(self) -> int:
-        return len(self._media)
-
-    def __getitem__(self, index: int) -> tuple[Media, torch.Tensor | str]:
-        item = self._media[index]
-        if item.problem is not None:
-            return item, item.problem
-        try:
-            return item, read_clip(item, self._clip)
-        except UnreadableMediaError as error:
-            return item, str(error)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
+def _read(clip: Clip, item: Media) -> tuple[Media, torch.Tensor | str]:
+    """Read the pixels of a file, uint8 (3, F, H, W); or return why they cannot be."""
+    if item.problem is not None:
+        return item, item.problem
+    try:
+        return item, read_clip(item, clip)
+    except UnreadableMediaError as error:
+        return item, str(error)
 
 
 def _progress(items: Any, total: int, done: int, name: str) -> Any:
