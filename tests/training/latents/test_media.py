@@ -19,7 +19,7 @@ CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
 IMAGE = Clip(1, 1.0, ((32, 32),))
 
 
-def _read(file: Path, clip: Clip) -> torch.Tensor:
+def _read(file: Path, clip: Clip = CLIP) -> torch.Tensor:
     return read_clip(Media(file, file.name), clip)
 
 
@@ -31,17 +31,15 @@ def video(tmp_path: Path) -> bytes:
 
 def test_frames_are_taken_at_the_asked_rate(tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", frames=12, fps=8)
-    levels = _read(tmp_path / "a.mp4", CLIP).float().mean(dim=(0, 2, 3))
-    assert levels.tolist() == pytest.approx([0, 10, 20, 30, 40], abs=3)
-    half_rate = Clip(frames=5, fps=4.0, sizes=((32, 32),))
-    levels = _read(tmp_path / "a.mp4", half_rate).float().mean(dim=(0, 2, 3))
-    assert levels.tolist() == pytest.approx([0, 20, 40, 60, 80], abs=3)
+    for fps, expected in ((8.0, [0, 10, 20, 30, 40]), (4.0, [0, 20, 40, 60, 80])):
+        levels = _read(tmp_path / "a.mp4", Clip(5, fps, ((32, 32),))).float().mean(dim=(0, 2, 3))
+        assert levels.tolist() == pytest.approx(expected, abs=3)
 
 
 @pytest.mark.parametrize("size", [(40, 48), (50, 34), (64, 128), (18, 22)])
 def test_any_size_is_resized_and_cropped(tmp_path: Path, size: tuple[int, int]) -> None:
     write_video(tmp_path / "a.mp4", size=size)
-    assert _read(tmp_path / "a.mp4", CLIP).shape == (3, 5, 32, 32)
+    assert _read(tmp_path / "a.mp4").shape == (3, 5, 32, 32)
     write_image(tmp_path / "a.png", (size[0] + 1, size[1] - 1), level=77)
     image = _read(tmp_path / "a.png", Clip(1, 1.0, ((16, 32),)))
     assert image.shape == (3, 1, 16, 32)
@@ -50,41 +48,28 @@ def test_any_size_is_resized_and_cropped(tmp_path: Path, size: tuple[int, int]) 
 
 def test_nearest_bucket() -> None:
     clip = Clip(1, 1.0, ((480, 832), (832, 480), (640, 640)))
-    assert clip.size_for(720, 1280) == (480, 832)
-    assert clip.size_for(1920, 1080) == (832, 480)
-    assert clip.size_for(500, 512) == (640, 640)
+    for size, bucket in (((720, 1280), (480, 832)), ((1920, 1080), (832, 480)), ((500, 512), (640, 640))):
+        assert clip.size_for(*size) == bucket
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "clip", "reason"),
-    [
-        ("empty.mp4", b"", CLIP, "the file is empty"),
-        ("truncated.mp4", None, CLIP, "no readable video"),
-        ("text.mp4", b"no video at all", CLIP, "no readable video"),
-        ("broken.png", b"no image at all", IMAGE, "no readable image"),
-        ("image.png", b"x", CLIP, "an image has no 5 frames"),
-    ],
-)
-def test_unreadable_files_say_why(
-    name: str, content: bytes | None, clip: Clip, reason: str, tmp_path: Path, video: bytes
-) -> None:
-    (tmp_path / name).write_bytes(video[: len(video) // 3] if content is None else content)
-    with pytest.raises(UnreadableMediaError, match=reason):
-        _read(tmp_path / name, clip)
-
-
-def test_an_image_of_too_many_pixels_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than the end of an encoding of thousands of files."""
+def test_unreadable_files_say_why(tmp_path: Path, video: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also an image of too many pixels, rather than the end of an encoding of thousands of files."""
     write_image(tmp_path / "huge.png")
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UnreadableMediaError, match="no readable image: Image size"):
-        _read(tmp_path / "huge.png", IMAGE)
-
-
-def test_a_video_that_is_too_short_is_told_with_both_lengths(tmp_path: Path) -> None:
     write_video(tmp_path / "short.mp4", frames=3)
-    with pytest.raises(UnreadableMediaError, match="0.25 s of video, but 5 frames at 8 fps span 0.50 s"):
-        _read(tmp_path / "short.mp4", CLIP)
+    for name, content, clip, reason in (
+        ("empty.mp4", b"", CLIP, "empty"),
+        ("truncated.mp4", video[: len(video) // 3], CLIP, "no readable video"),
+        ("text.mp4", b"no video at all", CLIP, "no readable video"),
+        ("broken.png", b"no image at all", IMAGE, "no readable image"),
+        ("image.png", b"x", CLIP, "5 frames"),
+        ("huge.png", None, IMAGE, "no readable image"),
+        ("short.mp4", None, CLIP, "0.25 s .* 0.50 s"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UnreadableMediaError, match=reason):
+            _read(tmp_path / name, clip)
 
 
 def _write_shard(path: Path, members: dict[str, bytes]) -> Path:
@@ -102,7 +87,7 @@ def _places(shard: Path) -> dict[str, int]:
         return {member.name: member.offset_data for member in archive}
 
 
-def _captions(source: object) -> dict[str, str | None]:
+def _captions(source: object) -> dict[str, str]:
     return {media.name: media.problem or media.caption for media in find_media(str(source))}
 
 
@@ -119,9 +104,8 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path, video: bytes) -> Non
     }
     shard = _write_shard(tmp_path / "shards" / "0.tar", members)
     assert _captions(shard) == {"0.tar/a/000.mp4": "a red ball", "0.tar/000.mp4": "a blue ball"}
-    pixels = [read_clip(media, CLIP) for media in find_media(shard)]
-    assert torch.equal(pixels[0], _read(tmp_path / "video.mp4", CLIP))
-    assert torch.equal(pixels[1], pixels[0])
+    for media in find_media(shard):
+        assert torch.equal(read_clip(media, CLIP), _read(tmp_path / "video.mp4"))
 
 
 def test_folder_and_pattern_mean_the_same_shards(tmp_path: Path) -> None:
@@ -130,35 +114,29 @@ def test_folder_and_pattern_mean_the_same_shards(tmp_path: Path) -> None:
     for number in range(3):
         _write_shard(tmp_path / "shards" / f"{number}.tar", {"x.png": image, "x.txt": f"{number}".encode()})
     everything = {f"{number}.tar/x.png": f"{number}" for number in range(3)}
-    assert _captions(tmp_path / "shards") == everything
-    assert _captions(tmp_path / "shards" / "*.tar") == everything
+    assert _captions(tmp_path / "shards") == _captions(tmp_path / "shards" / "*.tar") == everything
     assert list(_captions(tmp_path / "shards" / "[01].tar")) == ["0.tar/x.png", "1.tar/x.png"]
-    assert read_clip(find_media(tmp_path / "shards")[0], Clip(1, 1.0, ((32, 32),))).shape == (3, 1, 32, 32)
+    assert read_clip(find_media(tmp_path / "shards")[0], IMAGE).shape == (3, 1, 32, 32)
 
 
-def test_captions_that_are_missing_empty_or_broken_are_told(tmp_path: Path) -> None:
-    members = {
-        "none.png": b"x",
-        "empty.png": b"x",
-        "empty.txt": b" \n",
-        "list.png": b"x",
-        "list.json": b"[1]",
-        "json.png": b"x",
-        "json.json": b"{",
-        "bytes.png": b"x",
-        "bytes.txt": b"\xff",
-    }
-    captions = _captions(_write_shard(tmp_path / "0.tar", members))
-    for name in ("none", "empty", "list"):
-        assert captions[f"0.tar/{name}.png"] == "it has no caption, neither .txt nor .json, or an empty one"
-    for name in ("json", "bytes"):
-        assert str(captions[f"0.tar/{name}.png"]).startswith("its caption cannot be read: ")
+def test_shards_come_with_their_problems(tmp_path: Path) -> None:
+    captions = {"none.png": None, "empty.txt": b" \n", "list.json": b"[1]", "json.json": b"{", "bytes.txt": b"\xff"}
+    members = {f"{name.split('.')[0]}.png": b"x" for name in captions}
+    members |= {name: content for name, content in captions.items() if content is not None}
+    found = _captions(_write_shard(tmp_path / "0.tar", members))
+    assert [name for name, problem in found.items() if "no caption" in problem] == [
+        f"0.tar/{name}.png" for name in ("none", "empty", "list")
+    ]
+    assert all("cannot be read" in found[f"0.tar/{name}.png"] for name in ("json", "bytes"))
+    _write_shard(tmp_path / "0.tar", {})
+    assert "no videos or images" in _captions(tmp_path)["0.tar"]
+    (tmp_path / "0.tar").write_bytes(b"no archive" * 1000)
+    assert "no complete tar archive" in _captions(tmp_path)["0.tar"]
 
 
 @pytest.mark.parametrize("cut", ["in the second video", "after the second video", "in its caption", "at the end"])
 def test_shard_that_is_cut_off_gives_what_it_holds(cut: str, tmp_path: Path, video: bytes) -> None:
-    members = {"a.mp4": video, "a.txt": b"red", "b.mp4": video, "b.txt": b"blue"}
-    shard = _write_shard(tmp_path / "0.tar", members)
+    shard = _write_shard(tmp_path / "0.tar", {"a.mp4": video, "a.txt": b"red", "b.mp4": video, "b.txt": b"blue"})
     places = _places(shard)
     length = {
         "in the second video": places["b.mp4"] + 100,
@@ -170,7 +148,7 @@ def test_shard_that_is_cut_off_gives_what_it_holds(cut: str, tmp_path: Path, vid
     captions = _captions(shard)
     assert captions["0.tar/a.mp4"] == "red"
     assert (captions["0.tar/b.mp4"] == "blue") == (cut == "at the end")
-    assert "2 samples were found before" in str(captions["0.tar"])
+    assert "2 samples were found before" in captions["0.tar"]
 
 
 def test_shards_are_encoded_and_gone_on_with(tmp_path: Path, video: bytes) -> None:
@@ -184,8 +162,7 @@ def test_shards_are_encoded_and_gone_on_with(tmp_path: Path, video: bytes) -> No
     index = encode_folder(pipe, str(tmp_path / "model"), shards, tmp_path / "cache", CLIP)
     assert [sample.source for sample in index.samples] == ["0.tar/a.mp4", "1.tar/a.mp4"]
     assert sorted(index.skipped) == ["0.tar/b.mp4", "0.tar/c.mp4", "1.tar", "1.tar/b.mp4"]
-    assert index.skipped["0.tar/c.mp4"] == "the file is empty"
-    assert index.skipped["1.tar/b.mp4"] == "1.tar ends in the middle of it"
+    assert "empty" in index.skipped["0.tar/c.mp4"] and "1.tar ends" in index.skipped["1.tar/b.mp4"]
     _write_shard(shards / "2.tar", {"a.mp4": video, "a.json": b'{"text": "a ball"}'})
     encode_folder(pipe, str(tmp_path / "model"), shards, tmp_path / "cache", CLIP, workers=1)
     cache = LatentCache(tmp_path / "cache")
@@ -194,36 +171,31 @@ def test_shards_are_encoded_and_gone_on_with(tmp_path: Path, video: bytes) -> No
 
 
 def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
+    """Unusual line separators stay, and a byte order mark goes."""
     (tmp_path / "deep").mkdir()
     for name in ("a.png", "deep/b.png"):
         write_image(tmp_path / name)
         (tmp_path / name).with_suffix(".txt").write_text(f"caption of {name}\n")
-    expected = {"a.png": "caption of a.png", "deep/b.png": "caption of deep/b.png"}
-    assert {media.name: media.caption for media in find_media(tmp_path)} == expected
-    (tmp_path / "metadata.csv").write_text('file_name,caption\na.png,"from, csv"\n')
-    assert [(media.name, media.caption) for media in find_media(tmp_path)] == [("a.png", "from, csv")]
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "deep/b.png", "text": "from jsonl"}\n\n')
-    assert [(media.name, media.caption) for media in find_media(tmp_path)] == [("deep/b.png", "from jsonl")]
+    assert _captions(tmp_path) == {"a.png": "caption of a.png", "deep/b.png": "caption of deep/b.png"}
+    (tmp_path / "metadata.csv").write_text('file_name,caption\na.png,"from, csv"\n', encoding="utf-8-sig")
+    assert _captions(tmp_path) == {"a.png": "from, csv"}
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "deep/b.png", "text": "from\u2028jsonl"}\n\n', "utf-8")
+    assert _captions(tmp_path) == {"deep/b.png": "from\u2028jsonl"}
 
 
 @pytest.mark.parametrize(
     ("files", "source", "error", "words"),
     [
-        ({}, "*.tar", FileNotFoundError, r"\*.tar .*no .tar file"),
-        ({}, "none.tar", FileNotFoundError, "none.tar is no folder, no .tar file"),
-        ({}, "none", FileNotFoundError, "none is no folder"),
-        ({}, ".", FileNotFoundError, "holds no videos or images"),
-        ({"0.tar": b"", "loose.png": b""}, ".", ValueError, r"tar shards \(0.tar, …\) .* images \(loose.png, …\)"),
+        ({}, "*.tar", FileNotFoundError, r"\*.tar"),
+        ({}, "none.tar", FileNotFoundError, "none.tar"),
+        ({}, "none", FileNotFoundError, "none"),
+        ({}, ".", FileNotFoundError, "no videos or images"),
+        ({"0.tar": b"", "loose.png": b""}, ".", ValueError, "0.tar.*loose.png"),
         ({"b.txt": b" \n", "b.png": b""}, ".", ValueError, "2 of 2 files .* a.png, b.png"),
-        ({"metadata.jsonl": b'{"file_name": "c.png", "text": "x"}\n'}, ".", FileNotFoundError, "names c.png"),
-        ({"metadata.jsonl": b'{"file": "c.png", "text": "x"}\n'}, ".", ValueError, "file_name .* has file, text"),
-        ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n[1]\n'}, ".", ValueError, r"a row has \[1\]"),
-        (
-            {"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n{"f\n'},
-            ".",
-            ValueError,
-            "Line 2 of .*metadata.jsonl",
-        ),
+        ({"metadata.jsonl": b'{"file_name": "c.png", "text": "x"}\n'}, ".", FileNotFoundError, "c.png"),
+        ({"metadata.jsonl": b'{"file": "c.png", "text": "x"}\n'}, ".", ValueError, "file_name .* file, text"),
+        ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n[1]\n'}, ".", ValueError, r"\[1\]"),
+        ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n{"f\n'}, ".", ValueError, "Line 2 of .*jsonl"),
         ({"metadata.jsonl": b"\n"}, ".", ValueError, "metadata.jsonl is empty"),
         ({"metadata.csv": b"file_name,text\na.png,a, b\n"}, ".", ValueError, "Row 1 of .*3 values for 2 columns"),
         ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl is no UTF-8"),
@@ -238,19 +210,3 @@ def test_what_is_refused(
         write_image(tmp_path / "a.png")
     with pytest.raises(error, match=words):
         find_media(tmp_path / source)
-
-
-def test_shards_of_nothing_or_damage_come_with_their_problem(tmp_path: Path) -> None:
-    _write_shard(tmp_path / "0.tar", {})
-    assert _captions(tmp_path) == {"0.tar": "it holds no videos or images"}
-    (tmp_path / "0.tar").write_bytes(b"no archive" * 1000)
-    assert "no complete tar archive" in str(_captions(tmp_path)["0.tar"])
-
-
-def test_captions_keep_unusual_line_separators_and_lose_the_byte_order_mark(tmp_path: Path) -> None:
-    write_image(tmp_path / "a.png")
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "red\u2028blue"}\n', encoding="utf-8")
-    assert find_media(tmp_path)[0].caption == "red\u2028blue"
-    (tmp_path / "metadata.jsonl").unlink()
-    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,red\n", encoding="utf-8-sig")
-    assert find_media(tmp_path)[0].caption == "red"

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import SkyReelsV2Transformer3DModel, WanVACETransformer3DModel
+from diffusers import SkyReelsV2Transformer3DModel, WanTransformer3DModel, WanVACETransformer3DModel
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import arguments_of, get_family, predict
@@ -17,38 +18,28 @@ from mhla_diffusers.training.validation import validation_loss
 
 from ...models import assert_changed, wan
 
-_CAUSAL: dict[str, Any] = {
-    "blocks": (3, 2, 2),
-    "sparse": "own",
-    "causal": "block",
-    "block_length": 2,
-}
-_FRAMES = 6
+CAUSAL: dict[str, Any] = {"blocks": (3, 2, 2), "sparse": "own", "causal": "block", "block_length": 2}
+FRAMES = 6
 
 
-def _config(output: str = "", **settings: Any) -> TrainingConfig:
+def _config(output: object = "", **settings: Any) -> TrainingConfig:
     stage = StageConfig(2, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
-    usual = TrainingConfig(output, (stage,), patch=mhla.MHLAConfig(**_CAUSAL), batch_size=2)
+    usual = TrainingConfig(str(output), (stage,), patch=mhla.MHLAConfig(**CAUSAL), batch_size=2)
     return replace(usual, validation=ValidationConfig(1, timesteps=2), **settings)
 
 
-def _data(count: int = 4) -> InMemoryData:
+def _data() -> InMemoryData:
     generator = torch.Generator().manual_seed(0)
+    shapes = {"latents": (16, FRAMES, 8, 8), "encoder_hidden_states": (6, 32)}
     return InMemoryData(
-        [
-            {
-                "latents": torch.randn(16, _FRAMES, 8, 8, generator=generator),
-                "encoder_hidden_states": torch.randn(6, 32, generator=generator),
-            }
-            for _ in range(count)
-        ]
+        [{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(4)]
     )
 
 
 def test_a_frame_block_shares_its_time_and_half_of_the_videos_have_begun() -> None:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.stack([random_quantiles(_FRAMES, 2, generator) for _ in range(2000)])
-    assert drawn.shape == (2000, _FRAMES) and drawn.dtype == torch.float64
+    drawn = torch.stack([random_quantiles(FRAMES, 2, generator) for _ in range(2000)])
+    assert drawn.shape == (2000, FRAMES) and drawn.dtype == torch.float64
     assert torch.equal(drawn[:, 0], drawn[:, 1]) and torch.equal(drawn[:, 2], drawn[:, 3])
     blocks = drawn[:, ::2]
     # a block that is clean has clean ones before it alone, and the last is never clean
@@ -58,95 +49,81 @@ def test_a_frame_block_shares_its_time_and_half_of_the_videos_have_begun() -> No
     assert clean == pytest.approx([1 / 6, 1 / 6], abs=5 * (5 / 36 / 2000) ** 0.5)
     noised = blocks[blocks > 0]
     assert noised.mean().item() == pytest.approx(0.5, abs=5 * (1 / 12 / len(noised)) ** 0.5)
-
-
-def test_fixed_times_differ_from_block_to_block() -> None:
-    found = even_quantiles(torch.tensor(0.5, dtype=torch.float64), _FRAMES, 2)
-    assert found.shape == (_FRAMES,) and found[0] == found[1] == 0.5
+    # those of a validation are fixed, and differ from block to block
+    found = even_quantiles(torch.tensor(0.5, dtype=torch.float64), FRAMES, 2)
+    assert found.shape == (FRAMES,) and found[0] == found[1] == 0.5
     assert len(set(found.tolist())) == 3 and 0 < found.min() < found.max() < 1
 
 
-@pytest.mark.parametrize("cls", [None, SkyReelsV2Transformer3DModel], ids=["wan", "skyreels_v2"])
-def test_every_frame_is_noised_to_its_time_and_clean_ones_are_not_judged(cls: type | None) -> None:
-    model = mhla.apply_mhla(wan(num_layers=1) if cls is None else wan(cls, num_layers=1), **_CAUSAL)
+@pytest.mark.parametrize("cls", [WanTransformer3DModel, SkyReelsV2Transformer3DModel])
+def test_every_frame_is_noised_to_its_time_and_clean_ones_are_not_judged(cls: type) -> None:
+    model = mhla.apply_mhla(wan(cls, num_layers=1), **CAUSAL)
     process = get_family(model).process(model, 3.0)
     assert frames_together(model) == 2
-    latents, noise = torch.randn(2, 16, _FRAMES, 8, 8), torch.randn(2, 16, _FRAMES, 8, 8)
-    quantile = torch.tensor([[0, 0, 0.5, 0.5, 0.9, 0.9], [0.3] * 6], dtype=torch.float64)
-    batch = process.make_batch(latents, noise, quantile, {"encoder_hidden_states": torch.randn(2, 6, 32)})
+    latents, noise = torch.randn(2, 16, FRAMES, 8, 8), torch.randn(2, 16, FRAMES, 8, 8)
+    quantile, text = torch.tensor([[0, 0, 0.5, 0.5, 0.9, 0.9], [0.3] * 6]).double(), torch.randn(2, 6, 32)
+    batch = process.make_batch(latents, noise, quantile, {"encoder_hidden_states": text})
     assert torch.equal(batch.hidden_states[0, :, :2], latents[0, :, :2])
-    sigma = process.time_at(quantile)
-    assert torch.equal(
-        batch.hidden_states[0, :, 4], (1 - sigma[0, 4]) * latents[0, :, 4] + sigma[0, 4] * noise[0, :, 4]
-    )
+    sigma = process.time_at(quantile)[0, 4]
+    assert torch.equal(batch.hidden_states[0, :, 4], (1 - sigma) * latents[0, :, 4] + sigma * noise[0, :, 4])
     # one time for all frames, as often as there are frames, is that one time
-    alone = process.make_batch(
-        latents[1:],
-        noise[1:],
-        quantile[1:, 0],
-        {"encoder_hidden_states": batch.conditioning["encoder_hidden_states"][1:]},
-    )
+    alone = process.make_batch(latents[1:], noise[1:], quantile[1:, 0], {"encoder_hidden_states": text[1:]})
     with torch.no_grad():
-        prediction = predict(model, batch)
-        one_time = predict(model, alone)
+        prediction, one_time = predict(model, batch), predict(model, alone)
     assert torch.allclose(prediction[1:], one_time, rtol=1e-4, atol=1e-5)  # float32 sums of another batch
     losses = process.loss(prediction, batch)
     assert losses[1].item() == pytest.approx(process.loss(one_time, alone).item(), rel=1e-4)
     other = prediction.clone()
     other[0, :, :2] += 1
     assert torch.equal(process.loss(other, batch), losses)
-    if cls is not None:
+    if cls is SkyReelsV2Transformer3DModel:
         assert arguments_of(model, batch)["enable_diffusion_forcing"]
 
 
 def test_times_are_a_function_of_the_seed_for_any_number_of_processes() -> None:
-    model = mhla.apply_mhla(wan(num_layers=1), **_CAUSAL)
+    model = mhla.apply_mhla(wan(num_layers=1), **CAUSAL)
     process, device = get_family(model).process(model, 3.0), torch.device("cpu")
 
-    def times(batch_size: int, processes: int) -> torch.Tensor:
-        config = _config(batch_size=batch_size)
-        parts = [
-            next(NoisedBatches(_data(), process, config, device, rank, processes, 2).from_step(0)).time
+    def times(size: int, processes: int) -> torch.Tensor:
+        parts = (
+            NoisedBatches(_data(), process, _config(batch_size=size), device, rank, processes, 2)
             for rank in range(processes)
-        ]
-        return torch.cat(parts)
+        )
+        return torch.cat([next(part.from_step(0)).time for part in parts])
 
-    whole = times(2, 1)
-    assert whole.shape == (2, _FRAMES)
-    assert torch.equal(whole, times(1, 2))
+    assert times(2, 1).shape == (2, FRAMES)
+    assert torch.equal(times(2, 1), times(1, 2))
 
 
-def test_a_causal_patch_is_trained_and_validated_with_times_of_its_own(tmp_path: Any) -> None:
+def test_a_causal_patch_is_trained_and_validated_with_times_of_its_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = mhla.apply_mhla(wan(num_layers=1), **_CAUSAL)
+    model = mhla.apply_mhla(wan(num_layers=1), **CAUSAL)
     seen: list[torch.Tensor] = []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["timestep"]), with_kwargs=True)
-    before = next(iter(mhla.mhla_layers(model).values())).mixing.clone()
-    assert train(model, _data(), _config(str(tmp_path))).finished
-    assert all(times.shape[1:] == (_FRAMES * 16,) for times in seen)
-    assert_changed(next(iter(mhla.mhla_layers(model).values())).mixing.detach(), before)
+    (layer,) = mhla.mhla_layers(model).values()
+    before = layer.mixing.detach().clone()
+    assert train(model, _data(), _config(tmp_path)).finished
+    assert all(times.shape[1:] == (FRAMES * 16,) for times in seen)
+    assert_changed(layer.mixing.detach(), before)
 
 
 def test_without_a_causal_patch_there_is_one_time_and_the_same_as_ever() -> None:
     model = mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2), sparse="none")
-    process = get_family(model).process(model, 3.0)
     assert frames_together(model) is None
     config = _config(patch=mhla.MHLAConfig(blocks=(2, 2, 2)))
-    batches = NoisedBatches(_data(), process, config, torch.device("cpu"))
+    batches = NoisedBatches(_data(), get_family(model).process(model, 3.0), config, torch.device("cpu"))
     assert all(batch.time.shape == (2,) for batch in islice(batches.from_step(0), 2))
     assert validation_loss(model, batches).isfinite()
 
 
-def test_a_model_that_takes_one_time_for_all_frames_is_refused_before_training() -> None:
-    model = wan(WanVACETransformer3DModel, num_layers=1, vace_layers=[0], vace_in_channels=12)
-    mhla.apply_mhla(model, **_CAUSAL)
-    with pytest.raises(
-        ValueError, match=r"causal='block'.*WanVACETransformer3DModel takes one for all.*WanTransformer3DModel"
-    ):
-        train(model, _data(), _config("unused"))
-
-
-def test_a_model_of_which_some_layers_see_later_frames_is_refused_before_training(tmp_path: Any) -> None:
-    model = mhla.apply_mhla(wan(num_layers=2), **_CAUSAL, layers=[1])
-    with pytest.raises(ValueError, match=r"causal='block'.*1 of 2 .*blocks\.0\.attn1.*layers='all'"):
-        train(model, _data(), _config(str(tmp_path)))
+@pytest.mark.parametrize(
+    ("make", "layers", "words"),
+    [
+        (lambda: wan(WanVACETransformer3DModel, num_layers=1, vace_layers=[0], vace_in_channels=12), "all", "WanVACE"),
+        (lambda: wan(num_layers=2), [1], r"1 of 2 .*blocks\.0\.attn1"),
+    ],
+)
+def test_models_with_one_time_for_all_frames_are_refused_before_training(make: Any, layers: Any, words: str) -> None:
+    """And those of which some layers see later frames."""
+    with pytest.raises(ValueError, match=f"causal='block'.*{words}"):
+        train(mhla.apply_mhla(make(), **CAUSAL, layers=layers), _data(), _config("unused"))
