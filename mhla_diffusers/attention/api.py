@@ -166,7 +166,7 @@ def attend(call: Call, backend: str = "auto") -> torch.Tensor:
     module = backend_for(call, backend)
     if call.parallel is None or call.parallel.ulysses.size == 1:
         return _attend(call, module)
-    segment = Segment.of(call)
+    segment = Segment(call)
     return segment.of_tokens(call, _attend(segment.of_heads(call), module))
 
 

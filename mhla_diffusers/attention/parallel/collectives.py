@@ -18,49 +18,30 @@ from .place import Group, Parallel, Share
 _OPS = torch.ops._c10d_functional
 
 
-class _StartSum(torch.autograd.Function):
-    """Sum over processes, of which the result must be waited for."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        return _OPS.all_reduce(x.contiguous(), "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return arrived(gradient), None
-
-
-class _FinishSum(torch.autograd.Function):
-    """The counterpart, whose backward pass starts the sum of the gradients."""
-
+class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
-        return arrived(x)
+        return _arrived(_OPS.all_reduce(x.contiguous(), "sum", group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _OPS.all_reduce(gradient.contiguous(), "sum", ctx.group), None
+        return _arrived(_OPS.all_reduce(gradient.contiguous(), "sum", ctx.group)), None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
-        ctx.lengths = sent, received
-        ctx.group = group
-        return _exchange(rows, sent, received, group)
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _arrived(_OPS.all_to_all_single(rows.contiguous(), list(received), list(sent), group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent, received = ctx.lengths
-        return _exchange(gradient, received, sent, ctx.group), None, None, None
+        lengths = list(ctx.sent), list(ctx.received)
+        return _arrived(_OPS.all_to_all_single(gradient.contiguous(), *lengths, ctx.group)), None, None, None
 
 
-def _exchange(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
-    return arrived(_OPS.all_to_all_single(rows.contiguous(), list(received), list(sent), group))
-
-
-def arrived(x: torch.Tensor) -> torch.Tensor:
+def _arrived(x: torch.Tensor) -> torch.Tensor:
     """What a collective was started for, once it is there.
 
     Raises:
@@ -78,33 +59,18 @@ def arrived(x: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
-def _applied(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    found: torch.Tensor = function.apply(*arguments)
-    return found
-
-
-def started_sum(x: torch.Tensor, group: str | None) -> torch.Tensor:
-    """Begin to add a tensor up over processes; :func:`finished_sum` gives the sum.
-
-    Between the two, work that needs no sum takes place while it is on its way, in the backward pass too. A group of
-    None is this process alone.
-    """
-    return x if group is None else _applied(_StartSum, x, group)
-
-
-def finished_sum(started: torch.Tensor, group: str | None) -> torch.Tensor:
-    """The sum that :func:`started_sum` began."""
-    return started if group is None else _applied(_FinishSum, started, group)
-
-
 def summed(x: torch.Tensor, group: str | None) -> torch.Tensor:
-    """A tensor added up over processes, see :func:`started_sum`."""
-    return finished_sum(started_sum(x, group), group)
+    """Add a tensor up over processes; a group of None is this process alone."""
+    if group is None:
+        return x
+    found: torch.Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return found
 
 
 def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str | None) -> torch.Tensor:
     """Rows (Σ sent, ...) to whom they are due, and those received (Σ received, ...), each in the order of processes."""
-    return _applied(_Exchange, rows, tuple(sent), tuple(received), group)
+    found: torch.Tensor = _Exchange.apply(rows, tuple(sent), tuple(received), group)  # type: ignore[no-untyped-call]
+    return found
 
 
 def gathered(rows: torch.Tensor, counts: Sequence[int], group: str | None) -> torch.Tensor:

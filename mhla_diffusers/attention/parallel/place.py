@@ -54,12 +54,6 @@ class Parallel:
             raise ValueError(f"{tokens} {kind} are too few for {size} processes; use at most {tokens}.")
         return parts(tokens, size)
 
-    def segments(self, tokens: int) -> list[Share]:
-        """What the processes of every row of the ring hold between them, of so many tokens."""
-        shares, size = self.shares(tokens), self.ulysses.size
-        rows = [shares[row * size : (row + 1) * size] for row in range(self.ring.size)]
-        return [(row[0][0], sum(count for _, count in row)) for row in rows]
-
     def own_share(self, tokens: int) -> Share:
         """Of this process, of so many tokens."""
         return self.shares(tokens)[self.whole.rank]

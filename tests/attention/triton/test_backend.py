@@ -155,7 +155,7 @@ def test_kernels_that_cannot_be_imported_are_a_reason():
 import torch, triton
 del triton.jit
 from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.attention.triton import why_not
+from mhla_diffusers.attention.triton.backend import why_not
 query = torch.ones(1, 4, 1, 8)
 for _ in range(2):
     assert "cannot be imported" in why_not(query, "relu")
