@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 
 from ..attention.layout import block_count
 from ..config import MHLAConfig
-from ..families import Family, Model, find_family, get_family
+from ..families import Family, Model, find_family, get_family, imported
 from ..patching import apply_mhla
 from .correctness import check_operation, check_patched
 from .models import Size, build_transformer, cast_weights, make_forward_inputs, parse_size, small_size
@@ -291,7 +291,7 @@ class Case:
                 block.forward = _hand_on  # DiT asks its first layer for the time embedding, so the layers must stay
         if choice.kind == "softmax" and family.own_attention != "softmax":
             for attn in family.self_attentions(variant).values():
-                attn.set_processor(family.softmax_processor())
+                attn.set_processor(imported(family.softmax_processor or family.processor)())
         if choice.kind in PATCHES:
             apply_mhla(variant, **patch_settings(choice.kind, self.model.blocks))
         if choice.backend is not None and family.dispatches_attention:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..config import MHLAConfig, is_automatic
-from ..families import NoisedBatch, Sample, get_family
+from ..families import NoisedBatch, Sample, trained_family
 from ..generation.pipelines import family_named
 from ..patching import apply_mhla, load_mhla, mhla_layers
 from ..tiny import TinyPipeline, load_tiny
@@ -110,7 +110,7 @@ def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, se
         held_out: scenes of held-out digits, which come last.
         seed: the same seed gives the same scenes.
     """
-    family = get_family(pipe.transformer)
+    family = trained_family(pipe.transformer)
     prompts: dict[str, Sample] = {}
 
     def encode(prompt: str) -> Sample:
@@ -206,7 +206,7 @@ class Adaptation:
     def held_out_losses(self, pipe: Any) -> list[float]:
         """Return the training loss of every held-out sample."""
         transformer, device, count = pipe.transformer, torch.device(self.device), self.held_out
-        process = get_family(transformer).process(transformer, _FLOW_SHIFT)
+        process = trained_family(transformer).process(transformer, _FLOW_SHIFT)
         # only the data's split, the seed and the timesteps of the settings are read
         settings = self.config((StageConfig(1, 1e-4, "all", DIFFUSION),), None, Path())
         parts = [NoisedBatches(self.data, process, settings, device, index, count) for index in range(count)]
@@ -218,7 +218,7 @@ class Adaptation:
         conditioning = {name: tensor.to(self.device) for name, tensor in stacked.items()}
         latents = conditioning.pop("latents")
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0)).to(self.device)
-        process = get_family(transformer).process(transformer, _FLOW_SHIFT)
+        process = trained_family(transformer).process(transformer, _FLOW_SHIFT)
         return process.make_batch(latents, noise, quantiles.to(self.device), conditioning)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..evaluation.extractors import ImageFeatures
 from ..evaluation.metrics import frechet_distance
-from ..families import get_family
+from ..families import trained_family
 from ..patching.few_step_scheduler import few_steps_of
 from ..tiny import TINY, TinyPipeline
 from ..tiny.digits import PICTURE_SIZE, Scene, compose, crop, load_digits
@@ -83,7 +83,7 @@ def generate_scenes(
     Returns:
         For each scene (1, 64, 64), or (9, 64, 64) of a clip, in [0, 1].
     """
-    family, arguments = get_family(pipe.transformer), {**tiny.call_settings, **settings}
+    family, arguments = trained_family(pipe.transformer), {**tiny.call_settings, **settings}
     if (few_steps := few_steps_of(pipe)) is not None:
         arguments |= {"num_inference_steps": len(few_steps.times), **family.guidance_arguments(1.0)}
     pictures: list[torch.Tensor] = []

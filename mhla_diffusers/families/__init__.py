@@ -1,4 +1,4 @@
-"""The model families that can be patched, one file each."""
+"""The model families that can be patched, one file each, and the table of them."""
 
 import re
 from difflib import get_close_matches
@@ -16,7 +16,7 @@ from .cogvideox import CogVideoXFamily
 from .cogview4 import CogView4Family
 from .dig import DiGFamily
 from .dit import DiTFamily
-from .family import Condition, Family, Sample
+from .family import Condition, Family, Sample, imported
 from .flux import FluxFamily
 from .flux2 import Flux2Family
 from .hunyuan_dit import HunyuanDiTFamily
@@ -38,6 +38,7 @@ from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
 from .skyreels_v2 import SkyReelsV2Family
 from .styles import ImageFamily, JointFamily, PackedFamily, VideoFamily
+from .trained import TrainedFamily
 from .vision import DeiTFamily, Dinov2Family, PooledViTFamily, SiglipFamily, ViTFamily
 from .wan import WanFamily
 from .wan_animate import WanAnimateFamily
@@ -82,8 +83,6 @@ _FAMILIES: dict[str, Family] = {
     )
 }
 
-_NEEDED = ("name", "transformers", "axes", "block_lists", "default_config")
-"""Attributes that every family must set."""
 _KIND_OF_CLASS = re.compile("Transformer|Model|PreTrained|For[A-Z]|Backbone|Loaders|Mixin")
 """Where the name of a class continues with its kind."""
 
@@ -115,7 +114,8 @@ def _check_family(family: Any) -> None:
             f"family={family!r} must be an instance of a subclass of mhla_diffusers.families.Family; see "
             "docs/add-a-model.md for one."
         )
-    missing = [name for name in _NEEDED if not hasattr(family, name)]
+    needed = ("name", "transformers", "axes", "block_lists", "default_config")
+    missing = [name for name in needed if not hasattr(family, name)]
     if missing:
         raise ValueError(f"{type(family).__name__} lacks {', '.join(missing)}; docs/add-a-model.md explains them.")
     for name in ("transformers", "block_lists"):
@@ -148,11 +148,7 @@ def find_family(transformer: Any) -> Family | None:
 
 
 def get_family(transformer: Any) -> Family:
-    """As :func:`find_family`, but raises if there is none.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The family of a transformer, as :func:`find_family`; ValueError if there is none."""
     family = find_family(transformer)
     if family is None and hasattr(transformer, "components"):
         raise ValueError(f"{type(transformer).__name__} is a pipeline; give its transformer, such as pipe.transformer.")
@@ -160,6 +156,14 @@ def get_family(transformer: Any) -> Family:
         kind = transformer if isinstance(transformer, str) else _class_of(transformer)
         name = repr(kind) if isinstance(kind, str) else kind.__name__
         raise ValueError(f"{name} is not supported; {supported_instead(kind)}")
+    return family
+
+
+def trained_family(transformer: Any) -> TrainedFamily:
+    """The family of a transformer that is to be encoded for, trained or called; ValueError if it is none for that."""
+    family = get_family(transformer)
+    if not isinstance(family, TrainedFamily):
+        raise ValueError(f"{family.name!r}: {family.why_not_trained}")
     return family
 
 
@@ -185,21 +189,20 @@ def _nearest(kind: str | type) -> tuple[Family, str] | None:
     """The most similar supported class and its family: by the names of base classes, else by the start of its own."""
     import diffusers
 
+    def stem(name: str) -> str:
+        """The model in a class name: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
+        return _KIND_OF_CLASS.split(name)[0]
+
     found = getattr(diffusers, kind, None) if isinstance(kind, str) else kind
-    name = kind if isinstance(kind, str) else kind.__name__
+    own = stem(kind if isinstance(kind, str) else kind.__name__)
     owners = {transformer: family for family in families() for transformer in family.transformers}
-    stems = {_stem(transformer): transformer for transformer in reversed(owners)}
-    bases = [_stem(cls.__name__) for cls in getattr(found, "__mro__", ())[1:]]
-    near = [stem for stem in bases if stem in stems]
-    near += sorted((stem for stem in stems if _stem(name).startswith(stem)), key=len, reverse=True)
+    stems = {stem(transformer): transformer for transformer in reversed(owners)}
+    bases = [stem(cls.__name__) for cls in getattr(found, "__mro__", ())[1:]]
+    near = [one for one in bases if one in stems]
+    near += sorted((one for one in stems if own.startswith(one)), key=len, reverse=True)
     # alike from the start: all images end in "Image", which says nothing of their model
-    near += get_close_matches(_stem(name), [stem for stem in stems if stem[:3] == name[:3]], n=1)
+    near += get_close_matches(own, [one for one in stems if one[:3] == own[:3]], n=1)
     return (owners[stems[near[0]]], stems[near[0]]) if near else None
-
-
-def _stem(name: str) -> str:
-    """The model in a class name: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
-    return _KIND_OF_CLASS.split(name)[0]
 
 
 def classes_that_are_split() -> list[str]:
@@ -231,18 +234,16 @@ def predict(model: nn.Module, batch: NoisedBatch) -> torch.Tensor:
     """Prediction of a transformer, possibly wrapped for training, for a batch: (B, output channels, ...)."""
     transformer = unwrapped(model)
     output = model(**arguments_of(transformer, batch), return_dict=False)[0]
-    return get_family(transformer).prediction(transformer, output, batch.hidden_states)
+    return trained_family(transformer).prediction(transformer, output, batch.hidden_states)
 
 
-def cross_attention_processor(attn: Any) -> Any:
+def cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
     """A processor equivalent to diffusers' own for a cross-attention of the class ``Attention``.
 
-    The module does not know its model, so every family is asked whether it recognises the module.
+    Without a family, which the module does not know, every family is asked whether it recognises the module.
     """
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    known = next((family for family in families() if family.recognises_cross_attention(attn)), None)
-    return AttnProcessor2_0() if known is None else known.cross_attention_processor()
+    family = family or next((one for one in families() if one.recognises_cross_attention(attn)), None)
+    return imported(Family.cross_processor if family is None else family.cross_processor)()
 
 
 def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | None:
@@ -275,6 +276,7 @@ __all__ = [
     "NoisedBatch",
     "PackedFamily",
     "Sample",
+    "TrainedFamily",
     "VideoFamily",
     "arguments_of",
     "classes_that_are_split",
@@ -284,8 +286,10 @@ __all__ = [
     "find_family",
     "get_family",
     "grid_of_attention",
+    "imported",
     "predict",
     "register_family",
     "supported_instead",
+    "trained_family",
     "unwrapped",
 ]

@@ -1,37 +1,32 @@
 """Chroma: ``ChromaTransformer2DModel``.
 
-Flux's layout without pooled text and embedded guidance. Padded text but for its first token is masked. diffusers'
-pipeline makes this mask of floating-point ones and zeros, which diffusers then adds to the scores: a padded token
-weighs 1/e of another. A patch adds it for every query, diffusers for all but those of padded tokens. A bool mask, which
-training here uses, leaves padding out in both.
+Flux's layout, RoPE and default blocks without pooled text and embedded guidance: text, then image. Padded text but for
+its first token is masked. diffusers' pipeline makes this mask of floating-point ones and zeros, which diffusers then
+adds to the scores: a padded token weighs 1/e of another. A patch adds it for every query, diffusers for all but those
+of padded tokens. A bool mask, which training here uses, leaves padding out in both.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .adapters import Arguments, JointAdapter
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .flux import FluxFamily
 from .models import image_model, tiny_image
 
 _CLASS = "ChromaTransformer2DModel"
 _TEXT_TOKENS = 512
-_TINY = {
-    "axes_dims_rope": (4, 6, 6),
-    "joint_attention_dim": 32,
-    "in_channels": 16,
-    "approximator_num_channels": 16,
-    "approximator_hidden_dim": 16,
-    "approximator_layers": 1,
-}
+_TINY = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "in_channels": 16, "approximator_num_channels": 16}
+_TINY |= {"approximator_hidden_dim": 16, "approximator_layers": 1}
 
 
 class ChromaAdapter(JointAdapter):
     """Blocks make a mask of pairs, (B, 1, N, N), of one of tokens."""
 
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> Tensor | None:
         """(B, N): what the last query sees, which is of the image."""
         if (mask := arguments.get("attention_mask")) is not None:
             arguments = {**arguments, "attention_mask": mask[:, :, -1:]}
@@ -45,7 +40,6 @@ class ChromaFamily(FluxFamily):
     transformers = (_CLASS,)
     adapter = ChromaAdapter(context_first=True)
     attention_class = None
-    forward_names = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "attention_mask")
     # T5's
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
@@ -54,15 +48,11 @@ class ChromaFamily(FluxFamily):
     guidance = None
     models = (
         image_model("chroma1-hd", _CLASS, 24, 128, 19, more_layers={"num_single_layers": 38}),
-        tiny_image("chroma", _CLASS, head_dim=16, layers=2, more_layers={"num_single_layers": 1}, settings=_TINY),
+        tiny_image("chroma", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     )
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Flux's.
-
-        Raises:
-            ValueError: a mask under gradient checkpointing, or more than one picture.
-        """
+        """Read the grid as Flux; ValueError for a mask under gradient checkpointing, or more than one picture."""
         is_checkpointed = transformer.gradient_checkpointing and torch.is_grad_enabled()
         if is_checkpointed and arguments.get("attention_mask") is not None:
             raise ValueError(
@@ -72,10 +62,8 @@ class ChromaFamily(FluxFamily):
             )
         return super().grid_of_arguments(transformer, arguments)
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Texts end where the longest does; with a mask of text and image where one is shorter."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Cut texts where the longest ends, and mask text and image where one is shorter."""
         text, mask = conditioning["encoder_hidden_states"], conditioning["attention_mask"].bool()
         longest = text.shape[1] if mask.is_meta else int(mask.sum(dim=1).max())
         text, mask = text[:, :longest], mask[:, :longest]

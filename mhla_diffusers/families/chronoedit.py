@@ -2,19 +2,23 @@
 
 The edited picture is the last frame of a video that begins with the picture. With temporal reasoning the first steps
 denoise all frames and later steps only the first and the last one, so the token grid changes within one call; without
-it there are two latent frames throughout. RoPE places two frames as far apart as in a longer video. Tokens are in
-raster order as usual.
+it there are two latent frames throughout. Tokens are in raster order; RoPE places two frames as far apart as in a
+longer video. Default blocks are Wan's; with two frames, as usual, they are 2 x 3 x 5 blocks of 240 tokens.
 """
 
 from typing import Any
 
 from ..config import MHLAConfig
+from .family import Kwargs
 from .models import Clip
 from .wan import WanFamily, tiny_wan, wan_model
 
 _FRAMES = 5
 """Frames of a call without temporal reasoning, regardless of the number asked for."""
 _CLASS = "ChronoEditTransformer3DModel"
+_REAL = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+_AT_720P: dict[str, Any] = {"blocks": (2, 3, 5), "sizes": ((720, 1280),), "grids": {"720p": (2, 45, 80)}}
+_TINY = {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24}
 
 
 class ChronoEditFamily(WanFamily):
@@ -24,30 +28,18 @@ class ChronoEditFamily(WanFamily):
     transformers = (_CLASS,)
     attention_class = "transformer_chronoedit.WanAttention"
     processor = cross_processor = "diffusers.models.transformers.transformer_chronoedit.WanAttnProcessor"
-    # Wan's; with two frames, as usual, they are 2 x 3 x 5 blocks of 240 tokens
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content", clamp_blocks=True)
     default_clip = Clip(frames=_FRAMES, fps=16.0, sizes=((720, 1280),))
     measured_unasked = False
     models = (
-        wan_model(
-            "chronoedit-14b",
-            40,
-            13824,
-            40,
-            transformer=_CLASS,
-            settings={"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
-            blocks=(2, 3, 5),
-            sizes=((720, 1280),),
-            frames=_FRAMES,
-            grids={"720p": (2, 45, 80)},
-        ),
-        tiny_wan("chronoedit", _CLASS, {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24}, frames=_FRAMES),
+        wan_model("chronoedit-14b", 40, 13824, 40, transformer=_CLASS, settings=_REAL, frames=_FRAMES, **_AT_720P),
+        tiny_wan("chronoedit", _CLASS, _TINY, frames=_FRAMES),
     )
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
         """Wan's; None where diffusers splits the table between the two channels of a pair."""
         return super().rotary_axes(head_dim) if head_dim // 3 % 2 == 0 else None
 
-    def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
-        """Frames and size; other frames than five need temporal reasoning."""
+    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
+        """Add temporal reasoning, which other frames than five need."""
         return {**super().clip_arguments(pipe, clip), "enable_temporal_reasoning": clip.frames != _FRAMES}

@@ -1,8 +1,9 @@
 """CogVideoX: ``CogVideoXTransformer3DModel`` (2B, 5B and 1.5).
 
-Joint attention with the same projections for all tokens, the text before the video. The transformer takes latents with
-frames before channels, and the RoPE tables as an argument; 2B has no RoPE and adds positions to the tokens once. In 1.5
-a token covers two latent frames, so the number of latent frames is even.
+Joint attention with the same projections for all tokens: text, then video. The transformer takes latents with frames
+before channels, and the RoPE tables as an argument; 2B has no RoPE and adds positions to the tokens once. In 1.5 a
+token covers two latent frames, so the number of latent frames is even. Default blocks cut 13x30x45 tokens, 49 frames at
+480x720, into three latent frames by ten by nine tokens.
 """
 
 import math
@@ -10,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import MHLAConfig
 from .adapters import JointAdapter
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, VelocityDDPM
 from .styles import VideoFamily
@@ -21,7 +23,8 @@ from .styles import VideoFamily
 _CLASS = "CogVideoXTransformer3DModel"
 _ROPE = {"use_rotary_positional_embeddings": True}
 # 300 is what diffusers' conversion script writes: the longest side of the RoPE tables, not a usual size
-_OF_1_5 = {**_ROPE, "patch_size_t": 2, "patch_bias": False, "sample_height": 300, "sample_width": 300}
+_SIDES = {"sample_height": 300, "sample_width": 300}
+_VERSION_1_5 = {"settings": {**_ROPE, **_SIDES, "patch_size_t": 2, "patch_bias": False}, "temporal_patch": 2}
 _TINY = {"in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32, "max_text_seq_length": 8}
 
 
@@ -37,7 +40,6 @@ class CogVideoXFamily(VideoFamily):
     adapter = JointAdapter(context_first=True)
     processor = "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
     extra_tokens = 226
-    # of 13x30x45 tokens, 49 frames at 480x720: blocks of three latent frames by ten by nine tokens
     default_config = MHLAConfig(blocks=(4, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=49, fps=8.0, sizes=((480, 720),))
     conditions = (Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
@@ -45,10 +47,8 @@ class CogVideoXFamily(VideoFamily):
     models = (
         _model("cogvideox-2b", 30, 30, 49, (480, 720), grids={"480p": (13, 30, 45)}),
         _model("cogvideox-5b", 48, 42, 49, (480, 720), grids={"480p": (13, 30, 45)}, settings=_ROPE),
-        _model(
-            "cogvideox1.5-5b", 48, 42, 85, (768, 1360), grids={"768p": (11, 48, 85)}, settings=_OF_1_5, temporal_patch=2
-        ),
-        tiny_video("cogvideox", _CLASS, head_dim=16, settings={**_TINY, **_ROPE}),
+        _model("cogvideox1.5-5b", 48, 42, 85, (768, 1360), grids={"768p": (11, 48, 85)}, **_VERSION_1_5),
+        tiny_video("cogvideox", _CLASS, {**_TINY, **_ROPE}, head_dim=16),
     )
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class CogVideoXFamily(VideoFamily):
         return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Of ``hidden_states`` (B, F, C, H, W)."""
+        """Read the grid from ``hidden_states`` (B, F, C, H, W)."""
         return self.token_grid(transformer, arguments["hidden_states"].transpose(1, 2))
 
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
@@ -64,10 +64,8 @@ class CogVideoXFamily(VideoFamily):
         in_token = int(config.patch_size_t or 1)
         return math.ceil(super().latent_frames(config, frames, stride) / in_token) * in_token
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Frames before channels, and the RoPE tables if the model has RoPE."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Put frames before channels, and add the RoPE tables if the model has RoPE."""
         arguments = super().forward_arguments(transformer, latents.transpose(1, 2), timestep, conditioning)
         if transformer.config.use_rotary_positional_embeddings:
             grid = self.token_grid(transformer, latents)
@@ -76,8 +74,8 @@ class CogVideoXFamily(VideoFamily):
             arguments["ofs"] = latents.new_full((1,), 2.0)  # what image-to-video of 1.5 always gets
         return arguments
 
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Channels before frames."""
+    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
+        """Put channels before frames."""
         return super().prediction(transformer, output, latents).transpose(1, 2)
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
@@ -85,8 +83,8 @@ class CogVideoXFamily(VideoFamily):
         snr_shift = 1.0 if transformer.config.use_rotary_positional_embeddings else 3.0
         return VelocityDDPM(snr_shift, channels=int(transformer.config.out_channels))
 
-    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, F, H, W); the first frame is repeated to fill its token.
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode to (B, 16, F, H, W); the first frame is repeated to fill its token.
 
         In its place the pipeline generates frames that it does not decode. For image-to-video (B, 32, F, H, W), with
         the latents of the first frame; some checkpoints have them on the autoencoder's scale, divided by its factor.
@@ -99,12 +97,12 @@ class CogVideoXFamily(VideoFamily):
         first, scale = super().encode_pixels(pipe, pixels[:, :, :1]), pipe.vae.config.scaling_factor
         return self.beside(pipe, latents, first / scale**2 if pipe.vae.config.invert_scale_latents else first)
 
-    def generate_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Channels before frames."""
+    def generate_latents(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Put channels before frames."""
         return super().generate_latents(*args, **kwargs).transpose(0, 1)
 
 
-def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """(cos, sin), each (N, D), as the pipeline makes them: 1.0 scales them to the training size, 1.5 slices them."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
     from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
@@ -114,7 +112,7 @@ def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> 
     crop, settings = None, {"grid_type": "slice", "max_size": usual}
     if config.patch_size_t is None:
         crop, settings = get_resize_crop_region_for_grid((height, width), usual[1], usual[0]), {}
-    tables: tuple[torch.Tensor, torch.Tensor] = get_3d_rotary_pos_embed(
+    tables: tuple[Tensor, Tensor] = get_3d_rotary_pos_embed(
         config.attention_head_dim, crop, (height, width), frames, device=device, **settings
     )
     return tables

@@ -1,18 +1,19 @@
 """CogView4: ``CogView4Transformer2DModel``.
 
-Joint attention with the same projections for all tokens, the text before the image. RoPE rotates the image alone and
-pairs the halves of a head; its tables are on the CPU. Text is padded on the left with tokens that take part, so there
-is no mask. The model is also told the size of the picture and how it was cropped.
+Joint attention with the same projections for all tokens: text, then image. RoPE rotates the image alone and pairs the
+halves of a head; its tables are on the CPU. Text is padded on the left with tokens that take part, so there is no mask.
+The model also takes the size of the picture and its crop. Default blocks are those of all images.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, JointAdapter
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import image_model, tiny_image
 from .styles import ImageFamily
 
@@ -29,7 +30,7 @@ class CogView4Adapter(JointAdapter):
 
     pairs_halves = True
 
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> Tensor | None:
         """None.
 
         Raises:
@@ -58,33 +59,16 @@ class CogView4Family(ImageFamily):
     adapter = CogView4Adapter(context_first=True)
     processor = "diffusers.models.transformers.transformer_cogview4.CogView4AttnProcessor"
     extra_tokens = _TEXT_TOKENS
-    lacks_processor_methods = True
-    forward_names = (
-        "hidden_states",
-        "encoder_hidden_states",
-        "timestep",
-        "original_size",
-        "target_size",
-        "crop_coords",
-        "attention_kwargs",
-    )
     # GLM's
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
-    models = (
-        image_model("cogview4-6b", _CLASS, 32, 128, 28),
-        tiny_image("cogview4", _CLASS, settings=_TINY),
-    )
+    models = (image_model("cogview4-6b", _CLASS, 32, 128, 28), tiny_image("cogview4", _CLASS, _TINY))
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
         """Half for each axis."""
         return head_dim // 2, head_dim // 2
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Of the latents.
-
-        Raises:
-            ValueError: samples of several sizes in one row, or masks.
-        """
+        """Read the grid from the latents; ValueError for samples of several sizes in one row, or masks."""
         others = sorted((arguments.get("attention_kwargs") or {}).keys() - {"scale"})
         if others or isinstance(arguments.get("image_rotary_emb"), list):
             raise ValueError(
@@ -94,10 +78,8 @@ class CogView4Family(ImageFamily):
             )
         return super().grid_of_arguments(transformer, arguments)
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """With the size of the picture, which is not cropped."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add the size of the picture, which is not cropped."""
         size = latents.new_tensor([[_STRIDE * side for side in latents.shape[2:]]]).expand(len(latents), -1)
         sizes = {"original_size": size, "target_size": size, "crop_coords": torch.zeros_like(size)}
         return {**super().forward_arguments(transformer, latents, timestep, conditioning), **sizes}
@@ -107,7 +89,7 @@ class CogView4Family(ImageFamily):
         return bool(config.in_channels != config.out_channels)
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
-        """Text of one length, as the pipeline pads a prompt among longer ones: on the left, with tokens that count."""
+        """Encode text of one length, padded as the pipeline pads a prompt among longer ones: on the left, unmasked."""
         count, tokenizer = settings["max_sequence_length"], pipe.tokenizer
         ids = tokenizer(prompt, max_length=count, truncation=True, return_tensors="pt").input_ids.long()
         ids = torch.nn.functional.pad(ids.view(1, -1), (count - ids.numel(), 0), value=tokenizer.pad_token_id)

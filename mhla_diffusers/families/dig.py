@@ -1,14 +1,14 @@
 """DiG: ``DiGTransformer2DModel`` of :mod:`mhla_diffusers.models.dig`, DiT with gated linear attention.
 
-MHLA replaces the gated sum over earlier tokens (paper, Sec. 5.2). The rest of DiG's attention stays: projections, the
-norm over each head, and the output gate. Only the gate of the state is unused. DiG's queries and keys are half as wide
-as its values; MHLA's are as wide, so create a model that you want to patch with ``expand_k=1.0``.
+Tokens are the image alone; there is no RoPE. MHLA replaces the gated sum over earlier tokens (paper, Sec. 5.2), with
+the paper's 16 blocks by default. The rest of DiG's attention stays: projections, the norm over each head, and the
+output gate. Only the gate of the state is unused. DiG's queries and keys are half as wide as its values; MHLA's are as
+wide, so create a model that you want to patch with ``expand_k=1.0``.
 """
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import MHLAConfig
 from .adapters import AttentionAdapter, AttentionInputs, finite
@@ -24,7 +24,7 @@ class DiGAdapter(AttentionAdapter):
 
     idle = ("to_decay",)
 
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
+    def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
         """Norm, gate and output projection of the attention."""
         return finite(attn.project_output(output, inputs.hidden_states))
 
@@ -33,10 +33,11 @@ class DiGAdapter(AttentionAdapter):
         return [*super().projections(attn), attn.to_gate, *attn.to_decay]
 
 
-class _SoftmaxProcessor:
+class SoftmaxProcessor:
     """Softmax attention over all tokens instead of gated linear attention, as a baseline for benchmarks."""
 
-    def __call__(self, attn: Any, hidden_states: torch.Tensor) -> Any:
+    def __call__(self, attn: Any, hidden_states: Tensor) -> Any:
+        """Attend: (B, N, hidden size) to the same."""
         tokens = hidden_states.shape[1]
         inputs = DiGFamily.adapter.read(attn, {"hidden_states": hidden_states}, (tokens,), tokens)
         query, key, value = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
@@ -56,23 +57,15 @@ class DiGFamily(DiTFamily):
     transformers = (_CLASS,)
     adapter = DiGAdapter()
     processor = "mhla_diffusers.models.dig.GatedLinearAttnProcessor"
+    softmax_processor = "mhla_diffusers.families.dig.SoftmaxProcessor"
     attention_class = "DiGAttention"
     default_config = MHLAConfig(blocks=(4, 4))
     own_attention = "gated linear"
-    lacks_processor_methods = False
     measured_unasked = False
-    models = (
-        _model("dig-s-2", 6, 12),
-        _model("dig-xl-2", 18, 28),
-        tiny_image("dig", _CLASS, settings=_WIDE),
-    )
-
-    def softmax_processor(self) -> Any:
-        """Softmax with DiG's norm and gate after it."""
-        return _SoftmaxProcessor()
+    models = (_model("dig-s-2", 6, 12), _model("dig-xl-2", 18, 28), tiny_image("dig", _CLASS, _WIDE))
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
-        """Queries and keys are as wide as values."""
+        """Refuse queries and keys that are not as wide as the values."""
         expand = transformer.config.expand_k
         if expand == 1:
             return None

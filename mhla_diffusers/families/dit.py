@@ -1,17 +1,18 @@
 """DiT: ``DiTTransformer2DModel``.
 
-Softmax self-attention only; positions are added to the tokens once, before the first block. It is conditioned on a
-class, by number or by a name of the pipeline's labels.
+Softmax self-attention over the image alone; positions are added to the tokens once, and there is no RoPE. It is
+conditioned on a class, by number or by a name of the pipeline's labels. At 256 px there are 256 tokens, too few uniform
+blocks of 64 to choose among, so they have 16 by default.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import MHLAConfig
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
 from .styles import ImageFamily
@@ -30,10 +31,8 @@ class DiTFamily(ImageFamily):
 
     name = "dit"
     transformers = (_CLASS,)
-    # at 256 px there are 256 tokens, too few uniform blocks of 64 to choose among
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     squares_only = True
-    lacks_processor_methods = True
     process_class = LearnedVarianceDDPM
     conditions = (Condition("class_labels", (), dtype=torch.int64),)
     default_clip = Clip(frames=1, fps=1.0, sizes=((256, 256),))
@@ -42,7 +41,7 @@ class DiTFamily(ImageFamily):
     models = (
         _model("dit-s-2", 6, 64, 12),
         _model("dit-xl-2", 16, 72, 28, grids={f"{16 * side}px": (side, side) for side in (32, 64, 128)}),
-        tiny_image("dit", _CLASS, settings={"out_channels": 8}),
+        tiny_image("dit", _CLASS, {"out_channels": 8}),
     )
 
     def prepare_for_training(self, transformer: nn.Module) -> None:
@@ -70,14 +69,14 @@ class DiTFamily(ImageFamily):
         """Raise ValueError unless the pipeline has the class."""
         class_label(pipe, prompt)
 
-    def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> dict[str, Any]:
-        """``class_labels``."""
+    def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
+        """Give the classes as ``class_labels``."""
         return {"class_labels": [class_label(pipe, prompt) for prompt in prompts]}
 
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
-    ) -> torch.Tensor:
-        """The pipeline's own sampling up to the autoencoder, because the pipeline cannot skip it."""
+    ) -> Tensor:
+        """Sample as the pipeline does up to the autoencoder, which it cannot skip."""
         transformer, device = pipe.transformer, pipe.vae.device
         size, channels = transformer.config.sample_size, transformer.config.in_channels
         latents = torch.randn(1, channels, size, size, generator=generator).to(device, transformer.dtype)

@@ -1,14 +1,15 @@
 """Flux.2: ``Flux2Transformer2DModel``, dev and Klein.
 
-Flux's layout, with RoPE for the text too. In single-stream blocks one layer makes query, key, value and the hidden
-channels of the feed-forward, and another projects heads and feed-forward together. The autoencoder norms its latents
-packed, 2x2 to a token.
+Flux's layout and default blocks, with RoPE for the text too. In single-stream blocks one layer makes query, key, value
+and the hidden channels of the feed-forward, and another projects heads and feed-forward together. The autoencoder norms
+its latents packed, 2x2 to a token.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from .adapters import AttentionAdapter, ParallelAdapter
@@ -18,6 +19,7 @@ from .models import Clip, image_model, tiny_image
 
 _CLASS = "Flux2Transformer2DModel"
 _TEXT_TOKENS = 512
+_KLEIN = {"joint_attention_dim": 7680, "guidance_embeds": False}
 _TINY = {"axes_dims_rope": (4, 4, 4, 4), "joint_attention_dim": 48, "in_channels": 16, "timestep_guidance_channels": 8}
 
 
@@ -30,7 +32,6 @@ class Flux2Family(FluxFamily):
     processor = "diffusers.models.transformers.transformer_flux2.Flux2AttnProcessor"
     attention_class = None
     feed_forwards = ("ff", "ff_context")
-    forward_names = ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids", "guidance")
     # 32 channels for the picture, counted as height, for height, for width, and for the text, counted as width
     rotary_channels = {128: (64, 64)}
     # Mistral's tokens, or Qwen3's for Klein
@@ -39,32 +40,21 @@ class Flux2Family(FluxFamily):
     models = (
         image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}, passes=1),
         image_model(
-            "flux.2-klein-4b",
-            _CLASS,
-            24,
-            128,
-            5,
-            settings={"joint_attention_dim": 7680, "guidance_embeds": False},
-            more_layers={"num_single_layers": 20},
-            passes=1,
+            "flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}, passes=1
         ),
-        tiny_image("flux2", _CLASS, head_dim=16, layers=2, more_layers={"num_single_layers": 1}, settings=_TINY),
+        tiny_image("flux2", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     )
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
-        """By the kind of block."""
+        """The adapter of the kind of block."""
         return self.single_adapter if hasattr(attn, "to_qkv_mlp_proj") else self.adapter
 
     def self_attention_processor(self, attn: Any = None) -> Any:
-        """By the kind of block."""
+        """A processor of the kind of block."""
         return super().self_attention_processor() if attn is None else attn._default_processor_cls()
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Flux's.
-
-        Raises:
-            ValueError: more than one picture, or cached ones.
-        """
+        """Read the grid as Flux; ValueError for more than one picture, or cached ones."""
         if arguments.get("kv_cache_mode") is not None:
             raise ValueError(
                 f"kv_cache_mode={arguments['kv_cache_mode']!r} caches reference pictures, which MHLA does not take. "
@@ -72,27 +62,27 @@ class Flux2Family(FluxFamily):
             )
         return super().grid_of_arguments(transformer, arguments)
 
-    def ids(self, latents: torch.Tensor, grid: tuple[int, ...], text_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of tokens and text, (B, N, 4): picture, row, column, place in the text."""
+    def ids(self, latents: Tensor, grid: tuple[int, ...], text_tokens: int) -> tuple[Tensor, Tensor]:
+        """Picture, row, column and place in the text of tokens and of text, (B, N, 4)."""
         of_grid, of_text = (1, *grid, 1), (1, 1, 1, text_tokens)
         places = (torch.cartesian_prod(*map(torch.arange, sizes)) for sizes in (of_grid, of_text))
         ids, text_ids = (one.to(latents.device).expand(len(latents), -1, -1) for one in places)
         return ids, text_ids
 
-    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Normed, see :func:`_normed`."""
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode, and norm each channel of a token."""
         return _normed(pipe.vae, super().encode_pixels(pipe, pixels))
 
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
-    ) -> torch.Tensor:
-        """Of dev's pipeline as it returns them; Klein's returns what the autoencoder takes."""
+    ) -> Tensor:
+        """Generate latents, and norm Klein's, whose pipeline returns what the autoencoder takes."""
         latents = super().generate_latents(pipe, prompt, clip, steps, guidance, generator)
         return _normed(pipe.vae, latents[None])[0] if "is_distilled" in pipe.config else latents
 
 
-def _normed(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """(B, C, H, W) by the autoencoder's statistics of each channel of a token."""
+def _normed(vae: Any, latents: Tensor) -> Tensor:
+    """Norm latents (B, C, H, W) by the autoencoder's statistics of each channel of a token."""
     packed, norm = functional.pixel_unshuffle(latents.float(), 2), vae.bn
     mean, variance = norm.running_mean.float(), norm.running_var.float()
     return functional.pixel_shuffle(functional.batch_norm(packed, mean, variance, eps=vae.config.batch_norm_eps), 2)

@@ -1,19 +1,19 @@
 """HunyuanDiT: ``HunyuanDiT2DModel``.
 
-Softmax self-attention with LayerNorm of each head's query and key, and 2-D RoPE, whose tables the pipeline passes to
-the transformer. The first half of a head's channels rotates with the width, the second with the height; in
-cross-attention only the query is rotated. Later blocks have skip connections from earlier ones, so the number of blocks
-is even.
+Softmax self-attention over the image alone with LayerNorm of each head's query and key, and 2-D RoPE, whose tables the
+pipeline passes to the transformer. The first half of a head's channels rotates with the width, the second with the
+height; in cross-attention only the query is rotated. Later blocks have skip connections from earlier ones, so the
+number of blocks is even. Default blocks are those of all images.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .adapters import AttentionAdapter
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import image_model, tiny_image
 from .processes import DiffusionProcess, VelocityDDPM
 from .styles import ImageFamily
@@ -27,14 +27,8 @@ _USUAL = 1024
 """Original height and width that the pipeline states for every picture."""
 # of 1.1, as published with its weights; the rest are the class's defaults
 _REAL = {"in_channels": 4, "patch_size": 2, "hidden_size": 16 * 88, "mlp_ratio": 4.3637}
-_TINY = {
-    "in_channels": 4,
-    "patch_size": 2,
-    "hidden_size": 24,
-    "cross_attention_dim": 16,
-    "cross_attention_dim_t5": 32,
-    "pooled_projection_dim": 16,
-}
+_TINY = {"in_channels": 4, "patch_size": 2, "hidden_size": 24, "cross_attention_dim": 16}
+_TINY |= {"cross_attention_dim_t5": 32, "pooled_projection_dim": 16}
 
 
 class HunyuanDiTFamily(ImageFamily):
@@ -45,7 +39,6 @@ class HunyuanDiTFamily(ImageFamily):
     block_lists = ("blocks",)
     adapter = AttentionAdapter("image_rotary_emb")
     processor = cross_processor = "diffusers.models.attention_processor.HunyuanAttnProcessor2_0"
-    forward_names = ("hidden_states", "timestep")
     # HunyuanDiTPAGPipeline's, with and without classifier-free guidance
     perturbed_processors = {"PAGCFGHunyuanAttnProcessor2_0": 3, "PAGHunyuanAttnProcessor2_0": 2}
     # of BERT and of T5
@@ -57,17 +50,15 @@ class HunyuanDiTFamily(ImageFamily):
     )
     models = (
         image_model("hunyuan-dit", _CLASS, 16, 88, 40, settings=_REAL),
-        tiny_image("hunyuan_dit", _CLASS, layers=4, settings=_TINY),
+        tiny_image("hunyuan_dit", _CLASS, _TINY, layers=4),
     )
 
     def recognises_cross_attention(self, attn: Any) -> bool:
-        """One with LayerNorm in every head; its query may be rotated."""
+        """Whether it has LayerNorm in every head; its query may be rotated."""
         return isinstance(getattr(attn, "norm_q", None), nn.LayerNorm)
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """With RoPE's tables, the picture's size and the only style; the timestep as a float."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add RoPE's tables, the picture's size and the only style; the timestep is a float."""
         from diffusers.models.embeddings import get_2d_rotary_pos_embed
         from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
 
@@ -81,9 +72,9 @@ class HunyuanDiTFamily(ImageFamily):
             "image_rotary_emb": get_2d_rotary_pos_embed(config.attention_head_dim, region, grid, device=latents.device),
         }
 
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Without the variance channels, which the pipeline drops too."""
-        predicted: torch.Tensor = output[:, : latents.shape[1]]
+    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
+        """Drop the variance channels, as the pipeline does."""
+        predicted: Tensor = output[:, : latents.shape[1]]
         return predicted
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
@@ -91,8 +82,8 @@ class HunyuanDiTFamily(ImageFamily):
         return VelocityDDPM(last_beta=0.03, ends_in_noise=False)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """Text of BERT (77, channels) and of T5 (256, channels), each with its mask."""
-        sample: dict[str, torch.Tensor] = {}
+        """Encode text by BERT (77, channels) and by T5 (256, channels), each with its mask."""
+        sample: dict[str, Tensor] = {}
         for index, suffix in enumerate(("", "_t5")):
             text, _, mask, _ = self.encode_text(pipe, prompt, {**(settings or {}), "text_encoder_index": index})
             sample |= {f"encoder_hidden_states{suffix}": text[0], f"text_embedding_mask{suffix}": mask[0]}

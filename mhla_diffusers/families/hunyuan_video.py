@@ -1,9 +1,10 @@
 """HunyuanVideo: ``HunyuanVideoTransformer3DModel``.
 
-Joint attention with the text after the video: first dual-stream blocks, each stream with its own projections, then
-single-stream blocks, whose attention has no output projection. Text is padded and masked. The attention that refines
-the text before the blocks is not patched. Image-to-video takes a picture as the first latent frame (``token_replace``)
-or as further channels (``latent_concat``, SkyReels), and encodes the text together with it.
+Joint attention over the video, then 256 tokens of padded and masked text: first dual-stream blocks, each stream with
+its own projections, then single-stream blocks, whose attention has no output projection. RoPE rotates the video alone.
+The attention that refines the text before the blocks is not patched. Image-to-video takes a picture as the first latent
+frame (``token_replace``) or as further channels (``latent_concat``, SkyReels), and encodes the text together with it.
+Default blocks cut 33x45x80 tokens, 129 frames at 720p, into three latent frames by 15 by 16 tokens.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from ..config import MHLAConfig
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .styles import JointFamily, VideoFamily
 
@@ -21,14 +23,10 @@ _CLASS = "HunyuanVideoTransformer3DModel"
 _TEXT_TOKENS = 256
 _SHOWN_TOKENS = {"latent_concat": 252 + 576 // 2, "token_replace": 252 + 576 // 4}
 """Of image-to-video: a text without four tokens of the instruction, and every second or fourth token of the picture."""
-_TINY = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_refiner_layers": 1,
-    "text_embed_dim": 16,
-    "pooled_projection_dim": 12,
-    "rope_axes_dim": (4, 4, 4),
-}
+_TINY: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16}
+_TINY |= {"pooled_projection_dim": 12, "rope_axes_dim": (4, 4, 4)}
+_REAL: dict[str, Any] = {"frames": 129, "temporal_stride": 4, "passes": 1, "more_layers": {"num_single_layers": 40}}
+_REAL["grids"] = {"720p": (33, 45, 80)}
 
 
 class HunyuanVideoFamily(JointFamily, VideoFamily):
@@ -41,7 +39,6 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
     rotary_channels = {128: (16, 56, 56)}
-    # of 33x45x80 tokens, 129 frames at 720p: blocks of three latent frames by 15 by 16 tokens
     default_config = MHLAConfig(blocks=(11, 3, 5), mixing_per_head=True, sparse="content")
     # frames per second as in the authors' scripts
     default_clip = Clip(frames=129, fps=24.0, sizes=((720, 1280),))
@@ -54,41 +51,28 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
     text_settings = {"max_sequence_length": _TEXT_TOKENS}
     guidance = 6000.0  # a thousand times the pipeline's default
     models = (
-        Model(
-            "hunyuan-video",
-            _CLASS,
-            24,
-            128,
-            20,
-            (11, 3, 5),
-            ((720, 1280),),
-            frames=129,
-            temporal_stride=4,
-            more_layers={"num_single_layers": 40},
-            passes=1,
-            grids={"720p": (33, 45, 80)},
-        ),
-        tiny_video("hunyuan_video", _CLASS, layers=2, more_layers={"num_single_layers": 1}, settings=_TINY),
+        Model("hunyuan-video", _CLASS, 24, 128, 20, (11, 3, 5), ((720, 1280),), **_REAL),
+        tiny_video("hunyuan_video", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}),
     )
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
-        """Text that is encoded with a picture has the tokens of both."""
+        """Give text that is encoded with a picture the tokens of both."""
         text, mask, pooled = self.conditions
         tokens = _SHOWN_TOKENS.get(config.image_condition_type, _TEXT_TOKENS)
         return text._replace(shape=(tokens, text.shape[1])), mask._replace(shape=(tokens,)), pooled
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
-        """With a picture if there is one, else a black one, as the pipeline has it for the negative prompt."""
+        """Encode with the picture, or without one with a black one, as the pipeline's negative prompt."""
         every = {"latent_concat": 2, "token_replace": 4}.get(pipe.transformer.config.image_condition_type, 1)
         usual = {"image": Image.new("RGB", (336, 336)), "image_embed_interleave": every}
         return super().encode_text(pipe, prompt, {**usual, **settings})
 
     def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
-        """Of the two image-to-video models the one of this kind."""
+        """Whether it is the image-to-video model of this kind."""
         return bool(config.get("image_condition_type") == "token_replace")
 
-    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, F, H, W); for image-to-video by channels with those of the first frame and a mask (not SkyReels)."""
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode to (B, 16, F, H, W); image-to-video adds channels of the first frame and, but for SkyReels, a mask."""
         latents, config = super().encode_pixels(pipe, pixels), pipe.transformer.config
         if config.in_channels == config.out_channels:
             return latents
@@ -96,10 +80,8 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
         mask = [torch.ones_like(first[:, :1])] if config.image_condition_type == "latent_concat" else []
         return self.beside(pipe, latents, first, *mask)
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Where the first frame is a picture, the transformer knows so by itself; SkyReels' pipeline has guidance 1."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Pass one time: the transformer knows of a picture by itself; SkyReels' pipeline has guidance 1."""
         timestep, config = timestep if timestep.ndim == 1 else timestep[:, -1], transformer.config
         arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
         is_skyreels = config.in_channels != config.out_channels and config.image_condition_type is None

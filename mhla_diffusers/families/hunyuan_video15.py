@@ -1,8 +1,9 @@
 """HunyuanVideo 1.5: ``HunyuanVideo15Transformer3DModel``.
 
-Joint attention in blocks of two streams, the text after the video. The text is three kinds of tokens: of an image, of
-letters to be drawn (glyphs), and of the prompt; masked tokens are sorted last. Beside the noised latents the
-transformer takes the latents of given frames and a mask of where these are; both are 0 for text-to-video.
+Joint attention in blocks of two streams: video, then text, which RoPE does not rotate. The text is three kinds of
+tokens: of an image, of letters to be drawn (glyphs), and of the prompt; masked tokens are sorted last. Beside the
+noised latents the transformer takes the latents of given frames and a mask of where these are; both are 0 for
+text-to-video. Default blocks cut 31x30x53 tokens, 121 frames at 480p, into three latent frames by ten tokens each way.
 """
 
 from collections.abc import Sequence
@@ -10,36 +11,38 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import MHLAConfig
 from .adapters import Arguments, AttentionInputs, JointAdapter
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
-from .styles import JointFamily, VideoFamily, WithoutValues
+from .styles import JointFamily, VideoFamily
+from .values import WithoutValues
 
 _CLASS = "HunyuanVideo15Transformer3DModel"
 _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
 """Lengths that the pipeline pads to; image tokens are masked if there is no image."""
-_TINY = {
+_TINY: dict[str, Any] = {
     "in_channels": 9,
     "out_channels": 4,
     "num_refiner_layers": 1,
     "text_embed_dim": 16,
     "text_embed_2_dim": 32,
-    "image_embed_dim": 8,
-    "rope_axes_dim": (4, 4, 4),
-    "task_type": "t2v",
 }
+_TINY |= {"image_embed_dim": 8, "rope_axes_dim": (4, 4, 4), "task_type": "t2v"}
+_REAL: dict[str, Any] = {"settings": {"task_type": "t2v"}, "stride": 16, "patch": 1, "frames": 121}
+_REAL |= {"temporal_stride": 4, "grids": {"480p": (31, 30, 53), "720p": (31, 45, 80)}}
 
 
 class HunyuanVideo15Adapter(JointAdapter):
     """The mask covers the text alone."""
 
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> Tensor | None:
         """(B, N) of all tokens; all tokens of the video take part."""
         return self.mask_of_context(arguments, arguments.get("attention_mask"))
 
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
+    def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
         """The model masks queries as well: the heads' output is 0 for masked text."""
         if inputs.key_mask is not None:
             output = output * inputs.key_mask[:, :, None, None]
@@ -55,7 +58,6 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
     processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
     rotary_channels = {128: (16, 56, 56)}
-    # of 31x30x53 tokens, 121 frames at 480p: blocks of three latent frames by ten tokens each way
     default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
     # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
@@ -66,32 +68,16 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
         Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
     )
     models = (
-        Model(
-            "hunyuan-video-1.5",
-            _CLASS,
-            16,
-            128,
-            54,
-            (10, 3, 5),
-            ((480, 848), (720, 1280)),
-            {"task_type": "t2v"},
-            stride=16,
-            patch=1,
-            frames=121,
-            temporal_stride=4,
-            grids={"480p": (31, 30, 53), "720p": (31, 45, 80)},
-        ),
-        tiny_video("hunyuan_video15", _CLASS, stride=16, patch=1, settings=_TINY),
+        Model("hunyuan-video-1.5", _CLASS, 16, 128, 54, (10, 3, 5), ((480, 848), (720, 1280)), **_REAL),
+        tiny_video("hunyuan_video15", _CLASS, _TINY, stride=16, patch=1),
     )
 
     def without_values(self) -> AbstractContextManager[Any]:
         """The transformer reads from its inputs whether there is an image and which tokens are masked."""
         return WithoutValues()
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """No given frames beside the latents, and no image."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add empty given frames and no image."""
         config, batch = transformer.config, len(latents)
         nothing = latents.new_zeros(batch, config.in_channels - latents.shape[1], *latents.shape[2:])
         return {
@@ -101,16 +87,16 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
             **conditioning,
         }
 
-    def channels(self, transformer: Any) -> int:
-        """Those of a video."""
-        return int(transformer.out_channels)
+    def channels(self, config: Any) -> int:
+        """Channels of a video."""
+        return int(config.out_channels)
 
     def needs_pictures(self, config: Any) -> bool:
-        """Whether it was made for something else than text-to-video."""
+        """Whether the model is for anything but text-to-video."""
         return bool(config.task_type != "t2v")
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
-        """See :meth:`Family.call`; ``guidance_scale`` is set on the pipeline's guider."""
+        """Call the pipeline with ``guidance_scale`` set on its guider."""
         guider = pipe.guider
         if "guidance_scale" in settings:
             pipe.guider = guider.new(guidance_scale=settings.pop("guidance_scale"))

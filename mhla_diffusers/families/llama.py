@@ -1,8 +1,8 @@
 """Llama and models with its layers: ``LlamaForCausalLM`` and ``LlamaModel`` of transformers.
 
-Causal softmax self-attention over the tokens of a text, which is one axis. RoPE rotates queries and keys before they
-reach transformers' attention interface, where the patch acts, so the feature map comes after RoPE. Grouped queries
-share keys and values, which MHLA repeats.
+Causal softmax self-attention over the tokens of a text, which is one axis without extra tokens. RoPE rotates queries
+and keys before they reach transformers' attention interface, where the patch acts, so the feature map comes after RoPE.
+Grouped queries share keys and values, which MHLA repeats. Default blocks are the paper's, 2,048 tokens in 32.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ class LlamaFamily(TransformersFamily):
     axes = 1
     kind = "language"
     own_attention_is_causal = True
+    latents_name = "input_ids"
     block_lists = ("layers",)
     attentions = ("self_attn",)
     adapter = LlamaAdapter()
-    # the paper's 2 048 tokens in 32 blocks
     default_config = MHLAConfig(blocks=(32,), block_length=64, causal="token", sparse="own", rope="before")
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
@@ -41,12 +41,13 @@ class LlamaFamily(TransformersFamily):
         return {f"model.{name}": block for name, block in super().blocks_of(inside).items()}
 
     def grid_of_arguments(self, transformer: Any, arguments: Any) -> tuple[int, ...]:
-        """As many tokens as the text has."""
+        """The number of tokens of the text."""
         ids = arguments.get("input_ids")
         return (int((ids if ids is not None else arguments["inputs_embeds"]).shape[1]),)
 
-    def why_not_fitting(self, kind: str, config: MHLAConfig) -> str | None:
-        """A patch must be token-causal and use no setting that language models cannot follow."""
+    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+        """Refuse patches that are not token-causal, and settings that language models cannot follow."""
+        kind = type(transformer).__name__
         if config.causal is None:
             return (
                 f"{kind} predicts the next token, and a patch with causal=None would let every token see it. Set "
@@ -63,16 +64,16 @@ class LlamaFamily(TransformersFamily):
                 f"rope={config.rope!r} would need the tables of RoPE, but {kind} rotates queries and keys before its "
                 "attention gets them; set rope='before'."
             )
-        return None
+        return super().why_not_patched(transformer, config)
 
     def prepare(self, transformer: Any) -> None:
         """Route its attentions through the interface."""
-        from .patched_classes import give_interface
+        from .llama_interface import give_interface
 
         give_interface(transformer, self.self_attentions(transformer).values())
 
     def restore(self, transformer: Any) -> None:
         """Restore the original implementation."""
-        from .patched_classes import take_interface
+        from .llama_interface import take_interface
 
         take_interface(transformer, self.self_attentions(transformer).values())

@@ -2,7 +2,9 @@
 
 Softmax self-attention with RMSNorm over all channels of query and key. RoPE rotates these channels before they are
 split into heads and alternates between the three axes of the grid, so no two heads rotate by the same angles. The
-transformer takes packed latents and their grid as numbers, or the coordinates of every token.
+transformer takes packed latents and their grid as numbers, or the coordinates of every token; pictures and keyframes
+stand before the grid as extra tokens. Default blocks have 88 tokens at 161 frames of 512x704 pixels, about as high as
+wide.
 """
 
 import math
@@ -10,18 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
 from .adapters import Arguments, AttentionAdapter
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
-from .packed_videos import SIZE, PackedVideoFamily, grid_of_coordinates
-from .styles import kept_with
+from .packed_videos import PackedVideoFamily, grid_of_coordinates
+from .values import read_once
 
 _CLASS = "LTXVideoTransformer3DModel"
 _TEXT_TOKENS = 128
-_TEXT_AND_TIME = ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask")
 _ROPE_SCALE = (8 / 25, 32, 32)
 """The pipeline's scale at its usual 25 frames per second, with 8 frames and 32x32 pixels per latent."""
 STRIDES: dict[str, Any] = {"stride": 32, "patch": 1, "temporal_stride": 8}
@@ -47,19 +49,9 @@ class LTXAdapter(AttentionAdapter):
 
 
 def _model(name: str, head_dim: int, layers: int) -> Model:
-    return Model(
-        name,
-        _CLASS,
-        32,
-        head_dim,
-        layers,
-        (7, 3, 4),
-        ((512, 704), (704, 1216)),
-        {"cross_attention_dim": 32 * head_dim},
-        frames=161,
-        grids={"512p": (21, 16, 22), "704p": (21, 22, 38)},
-        **STRIDES,
-    )
+    sizes, grids = ((512, 704), (704, 1216)), {"512p": (21, 16, 22), "704p": (21, 22, 38)}
+    settings = {"cross_attention_dim": 32 * head_dim}
+    return Model(name, _CLASS, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, grids=grids, **STRIDES)
 
 
 class LTXFamily(PackedVideoFamily):
@@ -70,10 +62,8 @@ class LTXFamily(PackedVideoFamily):
     adapter = LTXAdapter("image_rotary_emb")
     processor = cross_processor = "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor"
     attention_class = "LTXAttention"
-    # at 161 frames of 512x704 pixels 88 tokens a block, about as high as wide
     default_config = MHLAConfig(blocks=(7, 3, 4), rope="before", mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=161, fps=25.0, sizes=((512, 704),))
-    forward_names = (*_TEXT_AND_TIME, *SIZE, "rope_interpolation_scale", "video_coords")
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
@@ -82,7 +72,7 @@ class LTXFamily(PackedVideoFamily):
     models = (
         _model("ltx-video-2b", 64, 28),
         _model("ltx-video-13b", 128, 48),
-        tiny_video("ltx", _CLASS, head_dim=16, sizes=((128, 192),), settings=_TINY, **STRIDES),
+        tiny_video("ltx", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), **STRIDES),
     )
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
@@ -90,7 +80,7 @@ class LTXFamily(PackedVideoFamily):
         if extra := arguments["hidden_states"].shape[1] - math.prod(grid):
             return f"the {extra} tokens of pictures before the grid would be split together with it"
         mask = arguments.get("encoder_attention_mask")
-        if mask is not None and kept_with(mask, _hides_text):
+        if mask is not None and _hides_text(mask):
             return (
                 "encoder_attention_mask masks text tokens, which diffusers' cross-attention over several processes "
                 "ignores; run LTX-Video in one process, or with text of max_sequence_length tokens and no masked ones"
@@ -98,19 +88,18 @@ class LTXFamily(PackedVideoFamily):
         return None
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """The numbers that the pipeline passes; coordinates take precedence, as in the model."""
+        """Read the numbers that the pipeline passes; coordinates take precedence, as in the model."""
         if (coordinates := arguments.get("video_coords")) is not None:
             return grid_of_coordinates(coordinates)
         return super().grid_of_arguments(transformer, arguments)
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """At the usual frame rate."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add RoPE's scale at the usual frame rate."""
         arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
         return {"rope_interpolation_scale": _ROPE_SCALE, **arguments}
 
 
-def _hides_text(mask: torch.Tensor) -> bool:
+@read_once
+def _hides_text(mask: Tensor) -> bool:
     """Whether a text mask, (B, n) with 1 for kept tokens or (B, 1, n) to add to logits, masks any token."""
     return bool((mask == 0).any() if mask.ndim == 2 else (mask != 0).any())

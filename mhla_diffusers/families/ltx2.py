@@ -2,27 +2,30 @@
 
 The self-attention of the video is as in LTX-Video, and may have a gate for each head. That of the sound, the attention
 between video and sound, and the attention to text keep softmax. RoPE may rotate the halves of a head against each
-other. Pictures, keyframes and references that the pipelines append come after the video's tokens.
-Files for training hold no sound: the video is then predicted as in modality guidance, without attention to sound.
+other. Pictures, keyframes and references that the pipelines append come after the video's tokens. Files for training
+hold no sound: the video is then predicted as in modality guidance, without attention to sound. Default blocks have 128
+tokens at 121 frames of 512x768 pixels, nearly as high as wide.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
 from .adapters import Arguments, AttentionInputs
-from .family import Condition, Sample, of_unit_scale
+from .family import Condition, Kwargs, Sample
 from .ltx import STRIDES, LTXAdapter
 from .models import Clip, Model, tiny_video
 from .packed_videos import PackedVideoFamily
+from .trained import scaled_latents
 
 _CLASS = "LTX2VideoTransformer3DModel"
 _TEXT_TOKENS, _SOUND_TOKENS = 1024, 126
 """Defaults of the pipeline: the length that it pads text to, and five seconds of sound."""
-_OF_2_3: dict[str, Any] = {
+_VERSION_2_3: dict[str, Any] = {
     **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True),
     **{"perturbed_attn": True, "use_prompt_embeddings": False, "rope_type": "split"},
 }
@@ -52,7 +55,7 @@ class LTX2Adapter(LTXAdapter):
         """All tokens after the grid, which comes first."""
         return super().extra(arguments, tokens)[::-1]
 
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
+    def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
         """Tokens of samples that guidance skips get their own value; then come gates of the heads."""
         if inputs.attended is not None:
             output = torch.lerp(inputs.value.to(output), output, inputs.attended.to(output)[..., None])
@@ -70,42 +73,37 @@ class LTX2Family(PackedVideoFamily):
     # does what the other of its two does, where no guidance skips attention
     processor = cross_processor = "diffusers.models.transformers.transformer_ltx2.LTX2PerturbedAttnProcessor"
     attention_class = "LTX2Attention"
-    # at 121 frames of 512x768 pixels 128 tokens a block, nearly as high as wide
     default_config = MHLAConfig(blocks=(4, 3, 4), rope="before", mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((512, 768),))
-    forward_names = ("hidden_states", "audio_hidden_states", "encoder_hidden_states", "audio_encoder_hidden_states")
     why_never_split = "diffusers splits the video of LTX-2 and not the sound that attends to it; run it in one process"
     models = (
         _model("ltx-2", {"rope_type": "split"}),
-        _model("ltx-2.3", _OF_2_3),
-        tiny_video("ltx2", _CLASS, head_dim=16, sizes=((128, 192),), settings={**_OF_2_3, **_TINY}, **STRIDES),
+        _model("ltx-2.3", _VERSION_2_3),
+        tiny_video("ltx2", _CLASS, {**_VERSION_2_3, **_TINY}, head_dim=16, sizes=((128, 192),), **STRIDES),
     )
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
-        """What the connectors make of a prompt for the video."""
+        """Text and mask that the connectors make for the video."""
         width = "caption_channels" if config.use_prompt_embeddings else "cross_attention_dim"
         mask = Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64)
         return Condition("encoder_hidden_states", (_TEXT_TOKENS, width)), mask
 
-    def conditioning_shapes(self, transformer: Any) -> Sample:
-        """With sound and its text, which files lack."""
-        has_own = transformer.use_prompt_embeddings
-        width = transformer.caption_channels if has_own else transformer.audio_cross_attention_dim
-        sound = torch.empty(_SOUND_TOKENS, transformer.audio_in_channels, device="meta")
+    def conditioning_shapes(self, config: Any) -> Sample:
+        """Add sound and its text, which files lack."""
+        width = config.caption_channels if config.use_prompt_embeddings else config.audio_cross_attention_dim
+        sound = torch.empty(_SOUND_TOKENS, config.audio_in_channels, device="meta")
         text = torch.empty(_TEXT_TOKENS, width, device="meta")
-        shapes = super().conditioning_shapes(transformer)
+        shapes = super().conditioning_shapes(config)
         return {**shapes, "audio_hidden_states": sound, "audio_encoder_hidden_states": text}
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
-        """After the connectors."""
+        """Encode text, and run the connectors on it."""
         embeddings, mask, *_ = super().encode_text(pipe, prompt, settings)
         text, _, kept = pipe.connectors(embeddings, mask, padding_side=pipe.tokenizer.padding_side)
         return text, kept
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """At the usual frame rate; without sound the video attends to none."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add sound, at the usual frame rate; without any the video attends to none."""
         shapes = self.conditioning_shapes(transformer.config)
         missing = [name for name in shapes if name.startswith("audio") and name not in conditioning]
         sound = {name: latents.new_zeros(len(latents), 1, shapes[name].shape[1]) for name in missing}
@@ -114,6 +112,6 @@ class LTX2Family(PackedVideoFamily):
         times = {"sigma": sigma, "audio_timestep": sigma}
         return {**own, **times, "audio_num_frames": tokens, "isolate_modalities": bool(missing)}
 
-    def generate_latents(self, pipe: Any, *settings: Any, **named: Any) -> torch.Tensor:
-        """The pipeline returns latents in the scale of its autoencoder."""
-        return of_unit_scale(pipe.vae, super().generate_latents(pipe, *settings, **named)[None])[0]
+    def generate_latents(self, pipe: Any, *settings: Any, **named: Any) -> Tensor:
+        """Scale the latents, which the pipeline returns in the scale of its autoencoder."""
+        return scaled_latents(pipe.vae, super().generate_latents(pipe, *settings, **named)[None])[0]

@@ -1,8 +1,8 @@
 """Lumina 2: ``Lumina2Transformer2DModel`` (Lumina-Image 2.0).
 
 Two blocks refine the image alone, two the text alone, and the others see both in one sequence per sample: its own text,
-the image, padding. So images of a batch begin at different tokens. Keys and values are shared by groups of heads. The
-text's refiners are not patched.
+up to 256 tokens, the image, padding. So images of a batch begin at different tokens. RoPE rotates both. Keys and values
+are shared by groups of heads. The text's refiners are not patched. Default blocks are those of all images.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,20 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..attention.layout import Shape
 from .adapters import Arguments, AttentionInputs, JointAdapter, without
 from .family import Condition
 from .models import image_model, tiny_image
 from .processes import ReversedFlowMatching
-from .styles import ImageFamily, JointFamily, WithoutValues
+from .styles import ImageFamily, JointFamily
+from .values import WithoutValues
 
 _CLASS = "Lumina2Transformer2DModel"
 _TEXT_TOKENS = 256
 """Default of the pipeline's call, which pads text to it; the transformer leaves the padding out."""
+_REAL = {"cap_feat_dim": 2304}
 _TINY: dict[str, Any] = {"in_channels": 4, "hidden_size": 48, "num_kv_heads": 2, "multiple_of": 8, "cap_feat_dim": 8}
 _TINY["axes_dim_rope"] = (4, 4, 4)
 
@@ -51,24 +54,24 @@ class Lumina2Adapter(JointAdapter):
         """The model's processor takes keys and values from ``encoder_hidden_states``."""
         return super().run(processor, attn, {**arguments, "encoder_hidden_states": arguments["hidden_states"]})
 
-    def ordered(self, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
+    def ordered(self, arguments: Arguments, output: Tensor) -> Tensor:
         """With the padding at the front."""
         mask = self.key_mask(arguments)
         return output if mask is None else _rolled(output, _padding(mask))
 
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
+    def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
         """With the padding at the end, as the model has it."""
         if inputs.key_mask is not None:
             output = _rolled(output, -_padding(inputs.key_mask))
         return super().project_output(attn, output, inputs)
 
 
-def _padding(key_mask: torch.Tensor) -> torch.Tensor:
+def _padding(key_mask: Tensor) -> Tensor:
     """Tokens of each sample that take no part: (B,)."""
     return (key_mask == 0).sum(dim=1)
 
 
-def _rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def _rolled(x: Tensor, by: Tensor) -> Tensor:
     """The tokens (B, N, ...) of each sample moved to later places, those at the end to the front."""
     places = torch.arange(x.shape[1], device=x.device) - by[:, None]
     return x[torch.arange(len(by), device=x.device)[:, None], places % x.shape[1]]
@@ -84,7 +87,6 @@ class Lumina2Family(JointFamily, ImageFamily):
     processor = "diffusers.models.transformers.transformer_lumina2.Lumina2AttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("feed_forward",)
-    lacks_processor_methods = True
     dispatches_attention = False
     # 32 channels that rotate with the length of the text, counted as height, then 32 for each axis
     rotary_channels = {96: (64, 32)}
@@ -96,16 +98,8 @@ class Lumina2Family(JointFamily, ImageFamily):
     )
     # the class's defaults, with the width of Gemma 2 2B
     models = (
-        image_model(
-            "lumina-image-2.0",
-            _CLASS,
-            24,
-            96,
-            26,
-            settings={"cap_feat_dim": 2304},
-            more_layers={"num_refiner_layers": 2},
-        ),
-        tiny_image("lumina2", _CLASS, heads=4, more_layers={"num_refiner_layers": 1}, settings=_TINY),
+        image_model("lumina-image-2.0", _CLASS, 24, 96, 26, settings=_REAL, more_layers={"num_refiner_layers": 2}),
+        tiny_image("lumina2", _CLASS, _TINY, heads=4, more_layers={"num_refiner_layers": 1}),
     )
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
@@ -118,10 +112,10 @@ class Lumina2Family(JointFamily, ImageFamily):
         """The transformer reads the lengths of texts."""
         return WithoutValues()
 
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """The velocity towards the noise; the model's is towards the data."""
         return -super().prediction(transformer, output, latents)
 
-    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """A thousand times σ."""
+    def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
+        """1000 σ, from 1 - σ."""
         return 1000 * (1 - timestep)

@@ -2,20 +2,23 @@
 
 One sequence holds text, conditioning pictures or videos, sound, and last the video that is generated; every token
 attends to all. All but the generated video are extra tokens. RoPE pairs the halves of the channels that it rotates. All
-samples of a batch share one layout and one time, which runs from the noise to the data.
+samples of a batch share one layout and one time, which runs from the noise to the data. Default blocks cut 37x24x42
+tokens, 124 frames at 768p, into three latent frames by eight by eight tokens.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import MHLAConfig
 from .adapters import JointAdapter
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
-from .packed_videos import compiled_for, grid_of_places
-from .styles import JointFamily, PackedFamily, VideoFamily, keep_with, read_once
+from .packed_videos import grid_of_places, lies_on
+from .styles import JointFamily, pack
+from .values import compiled_for, keep_with, read_once
 
 _CLASS = "MiniMaxH3Transformer3DModel"
 _TEXT_TOKENS, _SOUND_TOKENS = 256, 414
@@ -31,20 +34,19 @@ class MiniMaxH3Adapter(JointAdapter):
     pairs_halves = rotary_second = True
 
 
-class MiniMaxH3Family(PackedFamily, JointFamily, VideoFamily):
+class MiniMaxH3Family(JointFamily):
     """Video transformers with sound; the (frames, height, width) token grid is that of the generated video."""
 
     name = "minimax_h3"
     transformers = (_CLASS,)
+    axes = 3
+    block_lists = ("transformer_blocks",)
     adapter = MiniMaxH3Adapter(context_first=True, rotary_argument="rotary_emb")
     processor = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3AttnProcessor"
     extra_tokens = _TEXT_TOKENS + _SOUND_TOKENS
     rotary_channels = {128: (32, 32, 64)}  # the last 32, which do not rotate, are counted as width
-    # of 37x24x42 tokens, 124 frames at 768p: blocks of three latent frames by eight by eight tokens
     default_config = MHLAConfig(blocks=(12, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=124, fps=24.0, sizes=((768, 1344),))
-    forward_names: ClassVar[tuple[str, ...]] = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
-    forward_names += ("timestep", "timestep_indices", _LAYOUT[1], _LAYOUT[0], *_LAYOUT[2:])
     why_never_split = (
         "diffusers splits its text, sound and video as one, and MHLA the video alone; run it in one process"
     )
@@ -58,34 +60,35 @@ class MiniMaxH3Family(PackedFamily, JointFamily, VideoFamily):
     )
     models = (
         Model("minimax-h3", _CLASS, 56, 128, 50, (12, 3, 5), ((768, 1344),), stride=16, frames=124, passes=1),
-        tiny_video("minimax_h3", _CLASS, head_dim=16, sizes=((128, 192),), stride=16, frames=21, settings=_TINY),
+        tiny_video("minimax_h3", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), stride=16, frames=21),
     )
 
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
         """Five for every 17 frames, and two for the last five; the pipeline rounds up to that."""
         return -((5 - frames) // 17) * 5 + 2
 
-    def temporal_stride(self, pipe: Any) -> int:
-        """Not used, see :meth:`latent_frames`."""
-        return 1
+    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Take the stride from the modular pipeline, which may lack the autoencoder."""
+        sides = (side // pipe.vae_spatial_compression_ratio for side in clip.sizes[0])
+        latents = torch.empty(1, 1, self.latent_frames(None, clip.frames, 1), *sides, device="meta")
+        return self.token_grid(transformer, latents)
 
     def time_of(self, arguments: Mapping[str, Any]) -> Any:
-        """That of the last row, which is of the video."""
+        """The time of the last row, which is of the video."""
         return arguments["timestep"][arguments["timestep_indices"][-1]]
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Read from the places of the rows, once per tensor.
+        """Read the grid from the places of the rows, once per tensor.
 
         Raises:
             ValueError: the last rows of the sequence are not the tokens of a video in raster order.
         """
         places, *others = (arguments[name] for name in ("position_ids", "video_indices", "timestep_indices"))
-        return compiled_for(_grid_of_rows(places, *others), places.T)
+        grid = _grid_of_rows(places, *others)
+        return compiled_for(grid, lambda: lies_on(grid, places.T))
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """With the layout of a sequence without pictures; sound has the video's time.
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add the layout of a sequence without pictures; sound has the video's time.
 
         Raises:
             ValueError: samples at different times.
@@ -101,12 +104,13 @@ class MiniMaxH3Family(PackedFamily, JointFamily, VideoFamily):
         made = MiniMaxH3PrepareLayoutStep.build_packed_sequence(torch.ones(text), *sizes, 2, 2, 0)
         layout = {name: rows.to(latents.device) for name, rows in zip(_LAYOUT, made, strict=False)}
         keep_with(layout["position_ids"], self.token_grid(transformer, latents))  # known, also on the meta device
-        return {**arguments, **layout, "timestep_indices": torch.zeros_like(layout["token_tags"])}
+        arguments |= {"hidden_states": pack(latents, self.patch(transformer)), **layout}
+        return {**arguments, "timestep_indices": torch.zeros_like(layout["token_tags"])}
 
 
 @read_once
-def _grid_of_rows(places: torch.Tensor, video: torch.Tensor, times: torch.Tensor) -> tuple[int, ...]:
-    """The generated rows come last, without a gap, and have one time; conditioning rows of a video have another."""
+def _grid_of_rows(places: Tensor, video: Tensor, times: Tensor) -> tuple[int, ...]:
+    """Read the grid of the generated rows: last, without a gap, of one time; rows of given videos have another."""
     rows = torch.arange(len(places) - len(video), len(places), device=video.device)
     others = ((video != rows) | (times[video] != times[-1])).nonzero()
     generated = places[int(others[-1]) + 1 - len(video) if len(others) else -len(video) :]

@@ -1,15 +1,16 @@
 """Mochi 1: ``MochiTransformer3DModel``.
 
-Joint attention in blocks of two streams, the text after the video; masked text is cut off, sample by sample. RoPE
-rotates the tokens of the video alone, by frequencies that each head has learned. A token is a patch of one latent
-frame. Time runs from the noise to the data.
+Joint attention in blocks of two streams: video, then 256 tokens of text, of which masked ones are cut off, sample by
+sample. RoPE rotates the tokens of the video alone, by frequencies that each head has learned. A token is a patch of one
+latent frame. Time runs from the noise to the data. Default blocks cut 28x30x53 tokens, 163 frames at 480p, into about
+three latent frames by ten tokens each way.
 """
 
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..attention.rope import Rotary
 from ..config import MHLAConfig
@@ -17,10 +18,12 @@ from .adapters import Arguments, AttentionInputs, JointAdapter
 from .family import Condition
 from .models import Clip, Model, tiny_video
 from .processes import ReversedFlowMatching
-from .styles import JointFamily, VideoFamily, WithoutValues
+from .styles import JointFamily, VideoFamily
+from .values import WithoutValues
 
 _CLASS = "MochiTransformer3DModel"
 _TEXT_TOKENS = 256
+_FRAMES: dict[str, Any] = {"frames": 163, "temporal_stride": 6}
 _TINY = {"pooled_projection_dim": 16, "text_embed_dim": 32, "time_embed_dim": 8}
 
 
@@ -36,11 +39,11 @@ class MochiAdapter(JointAdapter):
             arguments = {**arguments, "rotary_emb": tables}
         return super().rotary(attn, arguments)
 
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> Tensor | None:
         """(B, N) of all tokens; all tokens of the video take part."""
         return self.mask_of_context(arguments, arguments.get("attention_mask"))
 
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
+    def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
         """As the model returns text: tokens that take part come first, and the heads' output is 0 for the others."""
         if inputs.key_mask is not None and inputs.context is not None:
             count = inputs.context.shape[1]
@@ -61,32 +64,18 @@ class MochiFamily(JointFamily, VideoFamily):
     processor = "diffusers.models.attention_processor.MochiAttnProcessor2_0"
     attention_class = "MochiAttention"
     dispatches_attention = False
-    lacks_processor_methods = True
     extra_tokens = _TEXT_TOKENS
     process_class = ReversedFlowMatching
-    # of 28x30x53 tokens, 163 frames at 480p: blocks of about three latent frames by ten tokens each way
     default_config = MHLAConfig(blocks=(9, 3, 5), rope="before", mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=163, fps=30.0, sizes=((480, 848),))
-    forward_names = ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask")
     # T5's
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
     )
     models = (
-        Model(
-            "mochi-1",
-            _CLASS,
-            24,
-            128,
-            48,
-            (9, 3, 5),
-            ((480, 848),),
-            frames=163,
-            temporal_stride=6,
-            grids={"480p": (28, 30, 53)},
-        ),
-        tiny_video("mochi", _CLASS, frames=13, temporal_stride=6, settings=_TINY),
+        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), grids={"480p": (28, 30, 53)}, **_FRAMES),
+        tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6),
     )
 
     def without_values(self) -> AbstractContextManager[Any]:
@@ -94,10 +83,10 @@ class MochiFamily(JointFamily, VideoFamily):
         return WithoutValues(lambda tensor: isinstance(tensor, nn.Parameter) and tensor.ndim == 3)
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
-        """Of one latent frame."""
+        """Patch of one latent frame."""
         size = transformer.config.patch_size
         return 1, size, size
 
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """The velocity towards the noise; the model's is towards the data."""
         return -super().prediction(transformer, output, latents)

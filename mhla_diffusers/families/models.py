@@ -89,25 +89,21 @@ def squares(*sides: int) -> tuple[tuple[int, int], ...]:
 
 def image_model(name: str, transformer: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
     """A text-to-image model of 16 pixels per token at 1024, 2048 and 4096 pixels; arguments override."""
-    sides = (1024, 2048, 4096)
-    usual = {
-        "blocks": (4, 4),
-        "sizes": squares(*sides),
-        "grids": {f"{side}px": (side // 16, side // 16) for side in sides},
-    }
+    grids = {f"{side}px": (side // 16, side // 16) for side in (1024, 2048, 4096)}
+    usual = {"blocks": (4, 4), "sizes": squares(1024, 2048, 4096), "grids": grids}
     return Model(name, transformer, heads, head_dim, layers, **{**usual, **different})
 
 
-def tiny_image(name: str, transformer: str, **different: Any) -> Model:
+def tiny_image(name: str, transformer: str, settings: Mapping[str, Any], **different: Any) -> Model:
     """A tiny image model: 3 layers of 2 heads of 12 channels, at 64 pixels; arguments override."""
     usual = {"heads": 2, "head_dim": 12, "layers": 3, "blocks": (2, 2), "sizes": squares(64)}
-    return Model(f"tiny-{name}", transformer, **{**usual, **different})
+    return Model(f"tiny-{name}", transformer, settings=settings, **{**usual, **different})
 
 
-def tiny_video(name: str, transformer: str, **different: Any) -> Model:
+def tiny_video(name: str, transformer: str, settings: Mapping[str, Any], **different: Any) -> Model:
     """A tiny video model: the same, at 9 frames of 64x96 pixels."""
     usual = {"blocks": (1, 2, 2), "sizes": ((64, 96),), "frames": 9, "temporal_stride": 4}
-    return tiny_image(name, transformer, **{**usual, **different})
+    return tiny_image(name, transformer, settings, **{**usual, **different})
 
 
 def strides_of(vae: Mapping[str, Any], *, of_videos: bool = False) -> tuple[int, int]:
@@ -123,13 +119,13 @@ def strides_of(vae: Mapping[str, Any], *, of_videos: bool = False) -> tuple[int,
     temporal = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio")
     spatial = vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio")
     stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")
-    if "spatio_temporal_scaling" in vae:  # of LTX-Video, which halves patches along all axes
+    if "spatio_temporal_scaling" in vae:  # LTX-Video's halves patches along all axes
         halved = 2 ** sum(vae["spatio_temporal_scaling"])
         temporal, spatial = temporal or vae["patch_size_t"] * halved, spatial or vae["patch_size"] * halved
-    elif "spatial_expansions" in vae:  # of Mochi
+    elif "spatial_expansions" in vae:  # Mochi's
         temporal = temporal or math.prod(vae["temporal_expansions"])
         spatial = spatial or math.prod(vae["spatial_expansions"])
-    elif "dim_mult" in vae:  # of Wan
+    elif "dim_mult" in vae:  # Wan's and Qwen-Image's
         temporal = temporal or 2 ** sum(vae["temperal_downsample"])
         spatial = spatial or 2 ** (len(vae["dim_mult"]) - 1)
     elif stages:
@@ -137,6 +133,6 @@ def strides_of(vae: Mapping[str, Any], *, of_videos: bool = False) -> tuple[int,
     if spatial is None or (of_videos and temporal is None):
         raise ValueError(
             f"The configuration of this autoencoder has no strides{' of frames' if spatial else ''}; implement "
-            "latent_shape(), spatial_stride() and temporal_stride() in the family."
+            "strides() in the family."
         )
     return int(temporal or 1), int(spatial)

@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from .family import Sample
-from .styles import PackedFamily, VideoFamily, read_once, takes_picture
+from .family import Kwargs, Sample
+from .styles import PackedFamily, VideoFamily, takes_picture
+from .values import compiled_for, read_once
 
-SIZE = ("num_frames", "height", "width")
-"""Arguments of a transformer's forward that hold the token grid."""
+_SIZE = ("num_frames", "height", "width")
+"""Kwargs of a transformer's forward that hold the token grid."""
 
 
 class PackedVideoFamily(PackedFamily, VideoFamily):
@@ -19,33 +20,27 @@ class PackedVideoFamily(PackedFamily, VideoFamily):
     dispatches_attention = True
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """The numbers that the pipelines pass.
-
-        Raises:
-            ValueError: not all of them are given.
-        """
-        grid = tuple(arguments[name] for name in SIZE if arguments.get(name) is not None)
-        if len(grid) != len(SIZE):
+        """Read the numbers that the pipelines pass; ValueError unless all of them are given."""
+        grid = tuple(arguments[name] for name in _SIZE if arguments.get(name) is not None)
+        if len(grid) != len(_SIZE):
             raise ValueError(
                 f"{len(grid)} of num_frames, height and width are given: MHLA needs all three, the size of the "
                 "latents, as the pipelines pass them."
             )
         return grid
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """With the grid, and a time for every token where frames have times of their own."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add the grid, and a time for every token where frames have times of their own."""
         timestep = self.times_of_tokens(transformer, latents, timestep)
-        size = dict(zip(SIZE, self.token_grid(transformer, latents), strict=True))
+        size = dict(zip(_SIZE, self.token_grid(transformer, latents), strict=True))
         return {**size, **super().forward_arguments(transformer, latents, timestep, conditioning)}
 
     def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
-        """Of pipelines for image-to-video, which have the transformer of text-to-video."""
+        """Whether the pipeline is for image-to-video; its transformer is that of text-to-video."""
         return takes_picture(pipe)
 
 
-def grid_of_coordinates(coordinates: torch.Tensor) -> tuple[int, ...]:
+def grid_of_coordinates(coordinates: Tensor) -> tuple[int, ...]:
     """Token grid of coordinates (B, 3, N): time, height and width of every token.
 
     The grid begins at the first token of time 0. Tokens before it are conditioning frames, at later times.
@@ -53,11 +48,12 @@ def grid_of_coordinates(coordinates: torch.Tensor) -> tuple[int, ...]:
     Raises:
         ValueError: the coordinates are no grid.
     """
-    return compiled_for(_grid_of_coordinates(coordinates), coordinates[0])
+    grid = _read_coordinates(coordinates)
+    return compiled_for(grid, lambda: lies_on(grid, coordinates[0]))
 
 
 @read_once
-def _grid_of_coordinates(coordinates: torch.Tensor) -> tuple[int, ...]:
+def _read_coordinates(coordinates: Tensor) -> tuple[int, ...]:
     places = coordinates[0].cpu()
     at_zero = (places[0] == 0).nonzero()
     grid = grid_of_places(places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :])
@@ -69,33 +65,22 @@ def _grid_of_coordinates(coordinates: torch.Tensor) -> tuple[int, ...]:
     return grid
 
 
-def grid_of_places(places: torch.Tensor) -> tuple[int, ...] | None:
-    """Token grid of a video's tokens in raster order; None if they are no grid.
-
-    Args:
-        places: (3, N), time, row and column of every token.
-    """
+def grid_of_places(places: Tensor) -> tuple[int, ...] | None:
+    """Token grid of a video's tokens in raster order, (3, N) times, rows and columns; None if they are no grid."""
     width = _rising(places[2])
     height = _rising(places[1, ::width])
     grid = places.shape[1] // (height * width), height, width
-    return grid if 0 < places.shape[1] == math.prod(grid) and bool(_lie_on(grid, places)) else None
+    return grid if 0 < places.shape[1] == math.prod(grid) and bool(lies_on(grid, places)) else None
 
 
-def compiled_for(grid: tuple[int, ...], places: torch.Tensor) -> tuple[int, ...]:
-    """The grid; a compiled graph, which holds it, checks that the last of places (3, N) lie on it."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(_lie_on(grid, places), "compiled for another token grid")
-    return grid
-
-
-def _lie_on(grid: tuple[int, ...], places: torch.Tensor) -> torch.Tensor:
+def lies_on(grid: tuple[int, ...], places: Tensor) -> Tensor:
     """Whether the last tokens of places (3, N) are whole frames of a grid in raster order: bool ()."""
     time, row, column = places[:, places.shape[1] - math.prod(grid) :].unflatten(1, grid)
     rising = (row.diff(dim=1) > 0).all() & (column.diff(dim=2) > 0).all()
     return rising & (time == time[:, :1, :1]).all() & (row == row[:1, :, :1]).all() & (column == column[:1, :1]).all()
 
 
-def _rising(values: torch.Tensor) -> int:
+def _rising(values: Tensor) -> int:
     """Length of the strictly increasing run at the start; at least 1."""
     falls = (values.diff() <= 0).nonzero()
     return int(falls[0]) + 1 if len(falls) else max(1, len(values))

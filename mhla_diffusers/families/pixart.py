@@ -1,14 +1,15 @@
 """PixArt-α and Σ: ``PixArtTransformer2DModel``.
 
-Softmax self-attention without RoPE; positions are added to the tokens once. α's model for 1024 px also gets height,
-width and their ratio; its model for 512 px and Σ's do not.
+Softmax self-attention over the image alone, without RoPE; positions are added to the tokens once. α's model for 1024 px
+also gets height, width and their ratio; its model for 512 px and Σ's do not. Default blocks are those of all images.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import image_model, tiny_image
 from .processes import LearnedVarianceDDPM
 from .styles import ImageFamily
@@ -16,7 +17,7 @@ from .styles import ImageFamily
 _CLASS = "PixArtTransformer2DModel"
 _PIXELS = 8
 """Pixels per latent along height and width, for the autoencoders of α and Σ."""
-_OF_T5_XXL = {"caption_channels": 4096}
+_ALPHA = {"caption_channels": 4096}
 
 
 class PixArtFamily(ImageFamily):
@@ -34,23 +35,19 @@ class PixArtFamily(ImageFamily):
         Condition("encoder_attention_mask", (120,), output=1, dtype=torch.int64),
     )
     models = (
-        image_model("pixart-alpha-xl-2", _CLASS, 16, 72, 28, settings=_OF_T5_XXL),
-        image_model(
-            "pixart-sigma-xl-2", _CLASS, 16, 72, 28, settings={**_OF_T5_XXL, "use_additional_conditions": False}
-        ),
-        tiny_image("pixart", _CLASS, settings={"cross_attention_dim": 24, "caption_channels": 32}),
+        image_model("pixart-alpha-xl-2", _CLASS, 16, 72, 28, settings=_ALPHA),
+        image_model("pixart-sigma-xl-2", _CLASS, 16, 72, 28, settings={**_ALPHA, "use_additional_conditions": False}),
+        tiny_image("pixart", _CLASS, {"cross_attention_dim": 24, "caption_channels": 32}),
     )
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
-        """Σ's pipeline pads to 300 tokens; Σ's configurations have no additional conditions."""
+        """Texts of 120 tokens, or of 300 in Σ, whose configurations have no additional conditions."""
         tokens = 300 if config.use_additional_conditions is False else 120
         return tuple(one._replace(shape=(tokens, *one.shape[1:])) for one in self.conditions)
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """With the picture's size in pixels, for models that take it."""
-        size: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add the picture's size in pixels, for models that take it."""
+        size: Kwargs = {"resolution": None, "aspect_ratio": None}
         if transformer.use_additional_conditions:
             height, width = (_PIXELS * side for side in latents.shape[2:])
             size["resolution"] = latents.new_tensor([[height, width]]).expand(len(latents), -1)

@@ -1,6 +1,6 @@
 """The diffusion process of each family: how latents are noised and what the model learns to predict.
 
-Shapes: B batch, C channels, then the axes of the latents.
+Shapes: B batch, C channels, then the axes of the latents, of which F are frames.
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 KNOWN_FRAMES = "known_frames"
 """Conditioning of a sample whose first latent frames are given, as by a picture: their number, int64 ()."""
@@ -18,19 +19,19 @@ KNOWN_FRAMES = "known_frames"
 class NoisedBatch:
     """Input of one forward of the transformer, and the target of its output."""
 
-    latents: torch.Tensor
+    latents: Tensor
     """(B, C, ...), clean."""
-    noise: torch.Tensor
+    noise: Tensor
     """Like ``latents``."""
-    time: torch.Tensor
+    time: Tensor
     """(B,): σ in (0, 1) for flow matching, the integer step for DDPM. With a time for every frame (B, F), 0 for frames
     that are clean and not predicted.
     """
-    hidden_states: torch.Tensor
+    hidden_states: Tensor
     """Like ``latents``, noised: the transformer's input."""
-    timestep: torch.Tensor
+    timestep: Tensor
     """Like ``time``, as the transformer takes it."""
-    conditioning: Mapping[str, torch.Tensor]
+    conditioning: Mapping[str, Tensor]
     """What conditions the model, by name, each (B, ...)."""
 
 
@@ -41,40 +42,43 @@ class DiffusionProcess(ABC):
     """How many channels are noised and predicted, None for all; those after them, of a picture, stay clean."""
 
     @abstractmethod
-    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+    def time_at(self, quantile: Tensor) -> Tensor:
         """Time at quantiles in (0, 1) of the training distribution: float32 (B,) to (B,)."""
 
     @abstractmethod
-    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """Latents at a time, like ``latents``."""
 
     @abstractmethod
-    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+    def timestep(self, time: Tensor) -> Tensor:
         """The transformer's argument for a time: (B,) to (B,)."""
 
     @abstractmethod
-    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+    def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
         """Training loss per sample: float32 (B,)."""
 
     def make_batch(
-        self,
-        latents: torch.Tensor,
-        noise: torch.Tensor,
-        quantile: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
+        self, latents: Tensor, noise: Tensor, quantile: Tensor, conditioning: Mapping[str, Tensor]
     ) -> NoisedBatch:
-        """Noise latents to the times at the quantiles, (B,); with flow matching also (B, F), of every frame."""
+        """Noise latents to the times at the quantiles, (B,); with flow matching also (B, F), of every frame.
+
+        With :data:`KNOWN_FRAMES` in the conditioning, those frames are clean and every frame has a time.
+        """
+        given = dict(conditioning)
+        if (known := given.pop(KNOWN_FRAMES, None)) is not None:
+            is_noised = torch.arange(latents.shape[2], device=quantile.device) >= known[:, None].to(quantile.device)
+            quantile = quantile.reshape(len(quantile), -1) * is_noised
         time = self.time_at(quantile)
         hidden_states = self.noised(latents, noise, time)
         if self.channels is not None:
             hidden_states = torch.cat([hidden_states[:, : self.channels], latents[:, self.channels :]], dim=1)
-        return NoisedBatch(latents, noise, time, hidden_states, self.timestep(time), conditioning)
+        return NoisedBatch(latents, noise, time, hidden_states, self.timestep(time), given)
 
 
 class FlowMatching(DiffusionProcess):
-    """Wan and SANA: straight paths to the noise; the model predicts the velocity, noise − latents.
+    """Straight paths to the noise; the model predicts the velocity, noise − latents, and takes 1000 σ.
 
-    σ follows a shifted logit-normal distribution; the transformer takes 1000 σ.
+    σ follows a shifted logit-normal distribution.
 
     Args:
         shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
@@ -87,39 +91,24 @@ class FlowMatching(DiffusionProcess):
         self.timestep_scale = timestep_scale
         self.channels = channels
 
-    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+    def time_at(self, quantile: Tensor) -> Tensor:
         """σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
-        sigma = torch.special.ndtri(quantile.double()).sigmoid()
-        return self.shifted(sigma).float()
+        return self.shifted(torch.special.ndtri(quantile.double()).sigmoid()).float()
 
-    def shifted(self, sigma: torch.Tensor) -> torch.Tensor:
+    def shifted(self, sigma: Tensor) -> Tensor:
         """σ after the shift, of the same shape and type."""
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
-    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
         """(1 − σ) latents + σ noise."""
-        sigma = _per_sample(time, latents)
+        sigma = _along(time, latents)
         return (1 - sigma) * latents + sigma * noise
 
-    def make_batch(
-        self,
-        latents: torch.Tensor,
-        noise: torch.Tensor,
-        quantile: torch.Tensor,
-        conditioning: Mapping[str, torch.Tensor],
-    ) -> NoisedBatch:
-        """With :data:`KNOWN_FRAMES` in the conditioning, those frames are clean and every frame has a time."""
-        others = dict(conditioning)
-        if (known := others.pop(KNOWN_FRAMES, None)) is not None:
-            is_noised = torch.arange(latents.shape[2], device=quantile.device) >= known[:, None].to(quantile.device)
-            quantile = quantile.reshape(len(quantile), -1) * is_noised
-        return super().make_batch(latents, noise, quantile, others)
-
-    def timestep(self, time: torch.Tensor) -> torch.Tensor:
-        """1000 σ."""
+    def timestep(self, time: Tensor) -> Tensor:
+        """1000 σ, scaled."""
         return time * 1000 * self.timestep_scale
 
-    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+    def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
         """Mean squared error to the velocity, over frames that are not clean."""
         velocity = (batch.noise - batch.latents)[:, : self.channels]
         error = (prediction[:, : velocity.shape[1]].float() - velocity.float()).square()
@@ -133,7 +122,7 @@ class FlowMatching(DiffusionProcess):
 class ReversedFlowMatching(FlowMatching):
     """Z-Image and Mochi: time runs from the noise to the data, so the transformer takes 1 − σ, or 1000 times that."""
 
-    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+    def timestep(self, time: Tensor) -> Tensor:
         """1000 (1 − σ), scaled."""
         return (1 - time) * (1000 * self.timestep_scale)
 
@@ -141,17 +130,27 @@ class ReversedFlowMatching(FlowMatching):
 class _DDPM(DiffusionProcess):
     """Steps of a schedule, all equally likely in training."""
 
-    steps: int
-    kept: torch.Tensor
-    """ᾱ of every step: float64 (steps,)."""
+    def __init__(self, signal: Tensor) -> None:
+        self.signal = signal
+        """ᾱ of every step: float64 (steps,)."""
 
-    def time_at(self, quantile: torch.Tensor) -> torch.Tensor:
+    def time_at(self, quantile: Tensor) -> Tensor:
         """The step: int64."""
-        return (quantile.double() * self.steps).long().clamp(0, self.steps - 1)
+        return (quantile.double() * len(self.signal)).long().clamp(0, len(self.signal) - 1)
 
-    def timestep(self, time: torch.Tensor) -> torch.Tensor:
+    def timestep(self, time: Tensor) -> Tensor:
         """The step itself."""
         return time
+
+    def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
+        """√ᾱ latents + √(1 − ᾱ) noise."""
+        signal, rest = self.amplitudes(time, latents)
+        return signal * latents + rest * noise
+
+    def amplitudes(self, time: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """√ᾱ and √(1 − ᾱ) of every sample, float32 (B, 1, ...)."""
+        signal = self.signal.to(time.device)[time]
+        return _along(signal.sqrt().float(), like), _along((1 - signal).sqrt().float(), like)
 
 
 class LearnedVarianceDDPM(_DDPM):
@@ -165,23 +164,19 @@ class LearnedVarianceDDPM(_DDPM):
     """
 
     def __init__(self, steps: int = 1000) -> None:
-        self.steps = steps
         betas = torch.linspace(1e-4, 0.02, steps, dtype=torch.float64)
-        self.kept = (1 - betas).cumprod(dim=0)
-        before = torch.cat([torch.ones(1, dtype=torch.float64), self.kept[:-1]])
-        variance = betas * (1 - before) / (1 - self.kept)
-        self.max_log_variance = betas.log()
-        self.min_log_variance = torch.cat([variance[1:2], variance[1:]]).log()
-        self.latents_weight = before.sqrt() * betas / (1 - self.kept)
+        super().__init__((1 - betas).cumprod(dim=0))
+        before = torch.cat([torch.ones(1, dtype=torch.float64), self.signal[:-1]])
+        variance = betas * (1 - before) / (1 - self.signal)
+        self.log_variances = torch.cat([variance[1:2], variance[1:]]).log(), betas.log()
+        """The smallest and the largest of every step."""
+        self.posterior = (
+            before.sqrt() * betas / (1 - self.signal),
+            (1 - before) * (1 - betas).sqrt() / (1 - self.signal),
+        )
         """Weights of the clean and the noised latents in the mean of the posterior."""
-        self.noised_weight = (1 - before) * (1 - betas).sqrt() / (1 - self.kept)
 
-    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """√ᾱ latents + √(1 − ᾱ) noise."""
-        kept, lost = self._at(self.kept, time, latents), self._at(1 - self.kept, time, latents)
-        return kept.sqrt() * latents + lost.sqrt() * noise
-
-    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+    def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
         """Squared error of the noise plus the variational bound of the variance.
 
         Raises:
@@ -197,29 +192,21 @@ class LearnedVarianceDDPM(_DDPM):
         simple = (noise - batch.noise.float()).square().flatten(1).mean(dim=1)
         return simple + self._bound(noise.detach(), (fraction + 1) / 2, batch)
 
-    def _bound(self, noise: torch.Tensor, fraction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
-        """Variational bound per sample in bits per dimension; ``fraction`` 0 is the smallest variance, 1 the
-        largest.
-        """
+    def _bound(self, noise: Tensor, fraction: Tensor, batch: NoisedBatch) -> Tensor:
+        """Variational bound per sample, in bits per dimension, at variances from the smallest to the largest."""
         latents, hidden_states, time = batch.latents.float(), batch.hidden_states.float(), batch.time
-        kept, lost = self._at(self.kept, time, latents), self._at(1 - self.kept, time, latents)
-        predicted = (hidden_states - lost.sqrt() * noise) / kept.sqrt()
-        low, high = (self._at(table, time, latents) for table in (self.min_log_variance, self.max_log_variance))
+        signal, rest = self.amplitudes(time, latents)
+        tables = (*self.log_variances, *self.posterior)
+        low, high, clean_weight, noised_weight = (_along(x.to(time.device)[time].float(), latents) for x in tables)
         log_variance = fraction * high + (1 - fraction) * low
-        true_mean, mean = (self._posterior_mean(clean, hidden_states, time) for clean in (latents, predicted))
+        predicted = (hidden_states - rest * noise) / signal
+        true_mean, mean = (clean_weight * clean + noised_weight * hidden_states for clean in (latents, predicted))
         divergence = 0.5 * (
             log_variance - low + (low - log_variance).exp() - 1 + (true_mean - mean).square() * (-log_variance).exp()
         )
-        at_zero = _per_sample(time == 0, latents)
-        bound = torch.where(at_zero, _discretised_negative_log_likelihood(latents, mean, log_variance), divergence)
+        likelihood = _discretised_negative_log_likelihood(latents, mean, log_variance)
+        bound = torch.where(_along(time == 0, latents), likelihood, divergence)
         return bound.flatten(1).mean(dim=1) / math.log(2)
-
-    def _posterior_mean(self, latents: torch.Tensor, hidden_states: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        latents_weight = self._at(self.latents_weight, time, latents)
-        return latents_weight * latents + self._at(self.noised_weight, time, latents) * hidden_states
-
-    def _at(self, table: torch.Tensor, time: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return _per_sample(table.to(time.device)[time].to(torch.float32), like)
 
 
 class VelocityDDPM(_DDPM):
@@ -244,48 +231,32 @@ class VelocityDDPM(_DDPM):
         ends_in_noise: bool = True,
         channels: int | None = None,
     ) -> None:
-        self.steps, self.channels = steps, channels
         betas = torch.linspace(0.00085**0.5, last_beta**0.5, steps, dtype=torch.float64).square()
-        kept = (1 - betas).cumprod(dim=0)
-        kept = kept / (snr_shift + (1 - snr_shift) * kept)
-        self.kept = _ending_in_noise(kept) if ends_in_noise else kept
+        signal = (1 - betas).cumprod(dim=0)
+        signal = signal / (snr_shift + (1 - snr_shift) * signal)
+        if ends_in_noise:  # stretch the amplitudes so that the last one is 0
+            amplitude = signal.sqrt()
+            first, last = amplitude[0], amplitude[-1]
+            signal = ((amplitude - last) * first / (first - last)).square()
+        super().__init__(signal)
+        self.channels = channels
 
-    def noised(self, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """√ᾱ latents + √(1 − ᾱ) noise."""
-        signal, rest = self._amplitudes(time, latents)
-        return signal * latents + rest * noise
-
-    def loss(self, prediction: torch.Tensor, batch: NoisedBatch) -> torch.Tensor:
+    def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
         """Mean squared error to the velocity."""
         latents, noise = (x[:, : self.channels].float() for x in (batch.latents, batch.noise))
-        signal, rest = self._amplitudes(batch.time, latents)
-        return (
-            (prediction[:, : self.channels].float() - (signal * noise - rest * latents)).square().flatten(1).mean(dim=1)
-        )
-
-    def _amplitudes(self, time: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """√ᾱ and √(1 − ᾱ) of every sample, float32 (B, 1, ...)."""
-        kept = self.kept.to(time.device)[time]
-        return _per_sample(kept.sqrt().float(), like), _per_sample((1 - kept).sqrt().float(), like)
+        signal, rest = self.amplitudes(batch.time, latents)
+        velocity = signal * noise - rest * latents
+        return (prediction[:, : self.channels].float() - velocity).square().flatten(1).mean(dim=1)
 
 
-def _ending_in_noise(kept: torch.Tensor) -> torch.Tensor:
-    """ᾱ of every step, stretched so that it ends at 0."""
-    amplitude = kept.sqrt()
-    first, last = amplitude[0], amplitude[-1]
-    return ((amplitude - last) * first / (first - last)).square()
-
-
-def _per_sample(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(B,) as (B, 1, ...), or (B, F) as (B, 1, F, ...)."""
+def _along(value: Tensor, like: Tensor) -> Tensor:
+    """Values of samples (B,) as (B, 1, ...), or of frames (B, F) as (B, 1, F, ...)."""
     if value.ndim == 2:
         return value.view(len(value), 1, -1, *[1] * (like.ndim - 3))
     return value.view(-1, *[1] * (like.ndim - 1))
 
 
-def _discretised_negative_log_likelihood(
-    latents: torch.Tensor, mean: torch.Tensor, log_variance: torch.Tensor
-) -> torch.Tensor:
+def _discretised_negative_log_likelihood(latents: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """−log of the probability of an interval of 1/255 around each value, for values from −1 to 1; in nats."""
     inverse = (-0.5 * log_variance).exp()
     upper = torch.special.log_ndtr((latents - mean + 1 / 255) * inverse)

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..attention.rope import Rotary
-from .styles import VideoFamily, thirds
+from .styles import VideoFamily
 
 _LAID_OUT: set[tuple[int, ...]] = set()
 """Shapes of unflattened tables whose coordinates were checked to be the token grid."""
@@ -15,32 +16,28 @@ class TabledRotaryFamily(VideoFamily):
     """Transformers whose ``rope`` passes (cos, sin), each (1, N, 1, D), to every attention."""
 
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
-        """That of :func:`grid_of_table`."""
+        """Read the grid from the sines."""
         return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
 
     def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """As ``WanRotaryPosEmbed`` splits them."""
+        """Thirds, as ``WanRotaryPosEmbed`` splits a head."""
         return thirds(head_dim)
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
-        """The frames' channels come from later rows of the model's own table.
-
-        Raises:
-            ValueError: the table is too short.
-        """
+        """Take the frames' channels from later rows of the model's own table; ValueError if it is too short."""
         rope, last = transformer.rope, first + grid[0]
         if (reason := self.why_too_late(transformer, first, last)) is not None:
             raise ValueError(reason)
 
-        def later(table: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-            spread = frames.to(table)[:, None, None].expand(-1, *grid[1:], -1).reshape(1, -1, 1, frames.shape[-1])
+        def later(table: Tensor, rows: Tensor) -> Tensor:
+            frames = rows[first:last, : rope.t_dim].to(table)
+            spread = frames[:, None, None].expand(-1, *grid[1:], -1).reshape(1, -1, 1, frames.shape[-1])
             return torch.cat([spread, table[..., frames.shape[-1] :]], dim=-1)
 
-        cos, sin = (table[first:last, : rope.t_dim] for table in (rope.freqs_cos, rope.freqs_sin))
-        return later(rotary[0], cos), later(rotary[1], sin)
+        return later(rotary[0], rope.freqs_cos), later(rotary[1], rope.freqs_sin)
 
     def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
-        """Later than the end of the model's own table."""
+        """A frame past the end of the model's own table."""
         rope = transformer.rope
         if last <= rope.max_seq_len:
             return None
@@ -49,6 +46,12 @@ class TabledRotaryFamily(VideoFamily):
             f"but frames {first + 1} to {last} were asked for. Begin another video, or load the model with a larger "
             "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
         )
+
+
+def thirds(head_dim: int) -> tuple[int, ...]:
+    """A third of the channels for each axis; frames also take the remainder."""
+    side = 2 * (head_dim // 6)
+    return head_dim - 2 * side, side, side
 
 
 def grid_of_table(table: Any) -> tuple[int, ...]:

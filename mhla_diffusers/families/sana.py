@@ -1,7 +1,8 @@
 """SANA: ``SanaTransformer2DModel`` (1.0, 1.5 with qk-norm, Sprint).
 
-Its own self-attention is linear attention with φ = ReLU, which equals MHLA with one block. There is no positional
-embedding; the convolutional feed-forward needs the tokens in raster order.
+Its own self-attention is linear attention with φ = ReLU over the image alone, which equals MHLA with one block. There
+is no positional embedding; the convolutional feed-forward needs the tokens in raster order. Default blocks are the
+paper's 16, of 8x8 tokens at 1024 px.
 """
 
 import inspect
@@ -9,30 +10,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..config import MHLAConfig
 from .family import Condition, Sample
-from .models import Clip, Model, squares, tiny_image
+from .models import Model, squares, tiny_image
 from .processes import DiffusionProcess, FlowMatching
 from .styles import ImageFamily
 
 _CLASS = "SanaTransformer2DModel"
 _TEXT_TOKENS = 300
-_TINY = {
-    "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "caption_channels": 8,
-    "in_channels": 4,
-}
+_TINY = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32}
+_TINY |= {"caption_channels": 8, "in_channels": 4}
 
 
 def _model(name: str, heads: int, layers: int, cross_heads: int, cross_head_dim: int, **different: Any) -> Model:
-    settings = {
-        "num_cross_attention_heads": cross_heads,
-        "cross_attention_head_dim": cross_head_dim,
-        "cross_attention_dim": heads * 32,
-    }
+    settings = {"num_cross_attention_heads": cross_heads, "cross_attention_head_dim": cross_head_dim}
+    settings["cross_attention_dim"] = heads * 32
     sizes = squares(512, 1024, 2048, 4096)
     return Model(name, _CLASS, heads, 32, layers, (4, 4), sizes, settings, stride=32, patch=1, **different)
 
@@ -44,12 +38,12 @@ class SanaFamily(ImageFamily):
     transformers = (_CLASS,)
     processor = "diffusers.models.attention_processor.SanaLinearAttnProcessor2_0"
     cross_processor = "diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0"
+    softmax_processor = cross_processor
     # SanaPAGPipeline's, with and without classifier-free guidance
     perturbed_processors = {"PAGCFGSanaLinearAttnProcessor2_0": 3, "PAGIdentitySanaLinearAttnProcessor2_0": 2}
     default_config = MHLAConfig(blocks=(4, 4))
     own_attention = "linear"
     own_attention_eps = 1e-15
-    default_clip = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     measured_unasked = True
     # Gemma's
     conditions = (
@@ -59,30 +53,26 @@ class SanaFamily(ImageFamily):
     models: ClassVar[tuple[Model, ...]] = (
         _model("sana-0.6b", 36, 28, 16, 72),
         _model("sana-1.6b", 70, 20, 20, 112, grids={f"{32 * side}px": (side, side) for side in (32, 64, 128)}),
-        tiny_image("sana", _CLASS, head_dim=16, sizes=squares(256), stride=32, patch=1, settings=_TINY),
+        tiny_image("sana", _CLASS, _TINY, head_dim=16, sizes=squares(256), stride=32, patch=1),
     )
 
-    def softmax_processor(self) -> Any:
-        """``SanaAttnProcessor2_0``, the processor of SANA's cross-attentions."""
-        return self.cross_attention_processor()
-
     def recognises_cross_attention(self, attn: Any) -> bool:
-        """SANA 1.5 norms query and key across heads, which diffusers' common processor does not."""
+        """Whether it norms query and key across heads, as SANA 1.5, which diffusers' common processor does not."""
         weight = getattr(attn.norm_q, "weight", None)
         return weight is not None and weight.numel() == attn.inner_dim
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching; SANA-Sprint scales its timesteps."""
+        """Flow matching, with the factor of SANA-Sprint's timesteps."""
         return FlowMatching(flow_shift, timestep_scale=float(transformer.config.timestep_scale))
 
-    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """Without its factor; for SANA-Sprint, which embeds its guidance, t of sin t / (sin t + cos t)."""
+    def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
+        """The time without its factor; for SANA-Sprint, which embeds its guidance, t of sin t / (sin t + cos t)."""
         if transformer.config.guidance_embeds:
             return torch.atan2(timestep, 1 - timestep)
         return timestep / float(transformer.config.timestep_scale)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """With the pipeline's default instruction before the caption, unless the settings have another."""
+        """Encode with the pipeline's default instruction before the caption, unless the settings have another."""
         default = inspect.signature(pipe.__call__).parameters["complex_human_instruction"].default
         chosen = {"complex_human_instruction": default, **(settings or {})}
         if not prompt:

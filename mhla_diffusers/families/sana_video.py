@@ -1,27 +1,25 @@
 """SANA-Video: ``SanaVideoTransformer3DModel``, text- and image-to-video.
 
 SANA's linear attention with φ = ReLU over a video, with 3-D RoPE after the feature map, in the numerator only. This
-equals MHLA with one block. Query and key are normed across heads; text is encoded as in SANA.
+equals MHLA with one block. Query and key are normed across heads; text is encoded as in SANA. Default blocks have three
+latent frames by ten tokens each way at 81 frames of 480x832 pixels, Wan's grid.
 """
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..config import MHLAConfig
 from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, FlowMatching
+from .rope_tables import thirds
 from .sana import SanaFamily
-from .styles import thirds
 
 _CLASS = "SanaVideoTransformer3DModel"
-_TINY = {
-    "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 12,
-    "cross_attention_dim": 24,
-    "caption_channels": 8,
-    "rope_max_seq_len": 32,
-}
+_TINY = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 12, "cross_attention_dim": 24}
+_TINY |= {"caption_channels": 8, "rope_max_seq_len": 32}
+_REAL: dict[str, Any] = {"frames": 81, "temporal_stride": 4, "grids": {"480p": (21, 30, 52)}}
+_REAL["settings"] = {"mlp_ratio": 3.0}  # as diffusers' conversion script sets it; the rest are the class's defaults
 
 
 class SanaVideoFamily(SanaFamily):
@@ -32,41 +30,24 @@ class SanaVideoFamily(SanaFamily):
     axes = 3
     processor = "diffusers.models.transformers.transformer_sana_video.SanaLinearAttnProcessor3_0"
     cross_processor = "diffusers.models.transformers.transformer_sana_video.SanaAttnProcessor2_0"
-    # at 81 frames of 480x832 pixels blocks of three latent frames by ten tokens each way; Wan has the same grid
+    # norms and rotates query and key as SANA-Video does
+    softmax_processor = "diffusers.models.transformers.transformer_wan.WanAttnProcessor"
     default_config = MHLAConfig(blocks=(7, 3, 5))
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     measured_unasked = False
     models = (
-        Model(
-            "sana-video-2b",
-            _CLASS,
-            20,
-            112,
-            20,
-            (7, 3, 5),
-            ((480, 832),),
-            {"mlp_ratio": 3.0},  # as diffusers' conversion script sets it; the rest are the class's defaults
-            frames=81,
-            temporal_stride=4,
-            grids={"480p": (21, 30, 52)},
-        ),
-        tiny_video("sana_video", _CLASS, settings=_TINY),
+        Model("sana-video-2b", _CLASS, 20, 112, 20, (7, 3, 5), ((480, 832),), **_REAL),
+        tiny_video("sana_video", _CLASS, _TINY),
     )
 
-    def softmax_processor(self) -> Any:
-        """``WanAttnProcessor``, which norms and rotates query and key as SANA-Video does."""
-        from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
-        return WanAttnProcessor()
-
     def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
-        """Wan's."""
+        """Thirds, as Wan's."""
         return thirds(head_dim)
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Flow matching."""
         return FlowMatching(flow_shift)
 
-    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """The argument itself; its largest value is that of the noised tokens."""
+    def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
+        """The argument itself, whose largest value is that of the noised tokens."""
         return timestep

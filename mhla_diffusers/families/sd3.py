@@ -1,7 +1,8 @@
 """Stable Diffusion 3 and 3.5: ``SD3Transformer2DModel``.
 
-Joint attention in every block, the text after the image; no RoPE, since positions are added to the tokens once. Some
-blocks of 3.5-medium have a second attention, ``attn2``, over the image alone.
+Joint attention in every block over the image, then 333 tokens of CLIP's and T5's text; no RoPE, since positions are
+added to the tokens once. Some blocks of 3.5-medium have a second attention, ``attn2``, over the image alone. Default
+blocks are those of all images.
 """
 
 from typing import Any
@@ -14,13 +15,8 @@ from .styles import ImageFamily, JointFamily
 _CLASS = "SD3Transformer2DModel"
 _CLIP_TOKENS, _T5_TOKENS = 77, 256
 """As in training, and by the pipeline's default."""
-_TINY = {
-    "caption_projection_dim": 24,
-    "joint_attention_dim": 32,
-    "pooled_projection_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-}
+_TINY = {"caption_projection_dim": 24, "joint_attention_dim": 32, "pooled_projection_dim": 12}
+_TINY |= {"in_channels": 4, "out_channels": 4}
 
 
 def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
@@ -47,9 +43,9 @@ class SD3Family(JointFamily, ImageFamily):
     models = (
         _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
         _model("sd3.5-large", 38, 38),
-        tiny_image("sd3", _CLASS, settings=_TINY),
+        tiny_image("sd3", _CLASS, _TINY),
     )
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
-        """For ``attn2`` the adapter of an attention without text."""
+        """The joint adapter, or for ``attn2`` that of an attention without text."""
         return self.adapter if attn.add_q_proj is not None else AttentionAdapter()

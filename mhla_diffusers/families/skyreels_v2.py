@@ -1,17 +1,19 @@
 """SkyReels-V2: ``SkyReelsV2Transformer3DModel``, Wan with text-, image-to-video and diffusion forcing.
 
-Diffusion forcing gives every frame its own time. With ``causal_block_size`` above 1 its pipelines also mask all later
-blocks of frames. A patch with ``causal="block"`` and the same block length needs no mask, because it never sees a later
-block. The KV states of any other patch have no order.
+Tokens and RoPE are Wan's. Diffusion forcing gives every frame its own time. With ``causal_block_size`` above 1 its
+pipelines also mask all later blocks of frames. A patch with ``causal="block"`` and the same block length needs no mask,
+because it never sees a later block. The KV states of any other patch have no order. Default blocks are as long as
+Wan's, 354 tokens each at 540p and 97 frames.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import MHLAConfig
 from .adapters import Arguments, AttentionAdapter, without
-from .family import Sample
+from .family import Kwargs, Sample
 from .models import Clip, Model
 from .rope_tables import grid_of_table
 from .wan import WanFamily, tiny_wan, wan_model
@@ -24,7 +26,7 @@ _AT_24_FPS = 1
 class SkyReelsV2Adapter(AttentionAdapter):
     """Wan's, reading diffusion forcing's mask as a block length."""
 
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> Tensor | None:
         """None for a block-causal mask, which :meth:`check_order` compares with the patch."""
         is_block_causal = self.frames_in_block(arguments) is not None
         return super().key_mask(without(arguments, "attention_mask") if is_block_causal else arguments)
@@ -72,18 +74,9 @@ def _frames_in_block(mask: Any, frames: int) -> int:
 
 
 def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
-    return wan_model(
-        name,
-        heads,
-        ffn_dim,
-        layers,
-        transformer=_CLASS,
-        blocks=(8, 3, 6),
-        sizes=((544, 960), (720, 1280)),
-        frames=97,
-        # at 720p the models have 121 frames
-        grids={"540p": (25, 34, 60), "720p": (31, 45, 80)},
-    )
+    grids = {"540p": (25, 34, 60), "720p": (31, 45, 80)}  # at 720p the models have 121 frames
+    own = {"transformer": _CLASS, "blocks": (8, 3, 6), "sizes": ((544, 960), (720, 1280)), "frames": 97, "grids": grids}
+    return wan_model(name, heads, ffn_dim, layers, **own)
 
 
 class SkyReelsV2Family(WanFamily):
@@ -95,7 +88,6 @@ class SkyReelsV2Family(WanFamily):
     attention_class = "transformer_skyreels_v2.SkyReelsV2Attention"
     processor = cross_processor = "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2AttnProcessor"
     adapter = SkyReelsV2Adapter()
-    # blocks as long as Wan's, 354 tokens each at 540p and 97 frames
     default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=97, fps=24.0, sizes=((544, 960),))
     # numbers of diffusers' script that converts the checkpoints
@@ -106,11 +98,9 @@ class SkyReelsV2Family(WanFamily):
         tiny_wan("skyreels_v2", _CLASS),
     )
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Times of frames are those of diffusion forcing; with the rate where the model is told it."""
-        arguments: dict[str, Any] = {"hidden_states": latents, "timestep": timestep, **conditioning}
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Pass times of frames as diffusion forcing's, and the frame rate to models that take it."""
+        arguments: Kwargs = {"hidden_states": latents, "timestep": timestep, **conditioning}
         if timestep.ndim == 2:
             frames = self.token_grid(transformer, latents)[0]
             arguments["timestep"] = timestep[:, :: timestep.shape[1] // frames]

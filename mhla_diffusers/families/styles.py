@@ -1,31 +1,26 @@
-"""Bases of families by style: images, videos, joint attention, packed latents, models of transformers."""
+"""What models of one style share: images or videos, text in one sequence with them, packed latents, padded texts."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
+from torch.nn import functional
 
 from ..config import MHLAConfig
 from .adapters import AttentionAdapter, JointAdapter
-from .family import Family, Sample
+from .family import Family, Kwargs, Sample
 from .models import Clip
 from .processes import KNOWN_FRAMES, DiffusionProcess, FlowMatching
+from .trained import TrainedFamily
 
-Found = TypeVar("Found")
-
-_DEVICE_OF: Any = vars(torch._C.TensorBase)["device"].__get__
-_KEPT = "_mhla_kept"
-"""Attribute of a tensor."""
 _TRANSFORMERS = (5, 23)
 """Oldest version of transformers whose attentions, masks and caches are these; the version that is tested."""
 
 
-class ImageFamily(Family):
+class ImageFamily(TrainedFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     axes = 2
@@ -35,7 +30,7 @@ class ImageFamily(Family):
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
 
 
-class VideoFamily(Family):
+class VideoFamily(TrainedFamily):
     """Text- and image-to-video transformers with a (frames, height, width) token grid."""
 
     axes = 3
@@ -49,37 +44,37 @@ class VideoFamily(Family):
             process.channels = int(config.out_channels)
         return process
 
-    def times_of_tokens(self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-        """Times of frames (B, F) as times of tokens (B, N); one time for all frames is unchanged."""
+    def times_of_tokens(self, transformer: Any, latents: Tensor, timestep: Tensor) -> Tensor:
+        """Repeat times of frames (B, F) for their tokens, (B, N); one time for all frames is unchanged."""
         if timestep.ndim == 1:
             return timestep
         frames, height, width = self.token_grid(transformer, latents)
         return timestep[:, :: timestep.shape[1] // frames].repeat_interleave(height * width, dim=1)
 
-    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, C, F, H, W); where the first latent frame is a picture, it is encoded by itself."""
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode to (B, C, F, H, W); a first latent frame that is a picture is encoded by itself."""
         latents = super().encode_pixels(pipe, pixels)
         if not self.keeps_first_frame(pipe, pipe.transformer.config):
             return latents
         return torch.cat([super().encode_pixels(pipe, pixels[:, :, :1]), latents[:, :, 1:]], dim=2)
 
-    def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
+    def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
         """The number of given frames, where the first latent frame is a picture."""
         return {KNOWN_FRAMES: torch.tensor(1)} if self.keeps_first_frame(pipe, pipe.transformer.config) else {}
 
-    def picture_settings(self, pipe: Any, pixels: torch.Tensor) -> Mapping[str, Any]:
+    def picture_settings(self, pipe: Any, pixels: Tensor) -> Mapping[str, Any]:
         """The first frame as ``image``, where prompts are encoded with a picture."""
         takes_picture = "image" in inspect.signature(pipe.encode_prompt).parameters
         return {"image": first_picture(pipe, pixels)} if takes_picture else {}
 
-    def beside(self, pipe: Any, latents: torch.Tensor, *pictures: torch.Tensor) -> torch.Tensor:
-        """Latents with further channels of a picture, each (B, C, F, H, W), or fewer frames, filled up with zeros.
+    def beside(self, pipe: Any, latents: Tensor, *pictures: Tensor) -> Tensor:
+        """Add channels of pictures, each (B, C, F, H, W) with at most the latents' frames, filled up with zeros.
 
         Raises:
             ValueError: the transformer takes another number of channels.
         """
         frames, wanted = latents.shape[2], self.channels(pipe.transformer.config)
-        filled = [torch.nn.functional.pad(one, (0, 0, 0, 0, 0, frames - one.shape[2])) for one in pictures]
+        filled = [functional.pad(one, (0, 0, 0, 0, 0, frames - one.shape[2])) for one in pictures]
         found = torch.cat([latents, *filled], dim=1)
         if wanted != found.shape[1]:
             raise ValueError(
@@ -98,24 +93,22 @@ class JointFamily(Family):
     dispatches_attention = True
 
 
-class PackedFamily(Family):
+class PackedFamily(TrainedFamily):
     """The transformer's input is tokens of packed latents, (B, N, C patch)."""
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """With packed latents."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add the latents packed."""
         arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
         return {**arguments, "hidden_states": pack(latents, self.patch(transformer))}
 
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
-        """Unpacked."""
+    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
+        """Unpack the transformer's output."""
         return unpack(output, self.token_grid(transformer, latents), self.patch(transformer))
 
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
-    ) -> torch.Tensor:
-        """What the pipeline passes to its autoencoder once it has unpacked it: (C, ...)."""
+    ) -> Tensor:
+        """Generate what the pipeline passes to its autoencoder once it has unpacked it: (C, ...)."""
         latents = super().generate_latents(pipe, prompt, clip, steps, guidance, generator)
         if latents.ndim > 2:
             return latents
@@ -134,12 +127,12 @@ class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
         """2x2, by packing."""
         return 2, 2
 
-    def channels(self, transformer: Any) -> int:
-        """Those of a token, without packing."""
-        return int(transformer.in_channels) // 4
+    def channels(self, config: Any) -> int:
+        """Channels of a token, without packing."""
+        return int(config.in_channels) // 4
 
 
-class PaddedTextFamily(Family):
+class PaddedTextFamily(TrainedFamily):
     """Texts of a batch have different lengths; files hold them padded with zeros, with a mask.
 
     :attr:`conditions` are the text and its mask.
@@ -151,17 +144,17 @@ class PaddedTextFamily(Family):
         tokens = {"max_sequence_length": text.shape[0], **(settings or {})}
         embeddings, own = self.encode_text(pipe, prompt, tokens)
         # encode_prompt gives a mask, or None, or texts of a negative prompt in its place
-        found = embeddings[0][own[0].bool()] if isinstance(own, torch.Tensor) else embeddings[0]
+        found = embeddings[0][own[0].bool()] if isinstance(own, Tensor) else embeddings[0]
         missing = tokens["max_sequence_length"] - len(found)
-        is_own = torch.arange(tokens["max_sequence_length"], device=found.device) < len(found)
-        return {text.name: torch.nn.functional.pad(found, (0, 0, 0, missing)), mask.name: is_own.to(mask.dtype)}
+        takes_part = torch.arange(tokens["max_sequence_length"], device=found.device) < len(found)
+        return {text.name: functional.pad(found, (0, 0, 0, missing)), mask.name: takes_part.to(mask.dtype)}
 
 
 class TransformersAdapter(AttentionAdapter):
     """Attentions with ``q_proj``, ``k_proj``, ``v_proj``, and ``o_proj`` or ``out_proj``."""
 
     def query_projection(self, attn: Any) -> Any:
-        """Of all these models."""
+        """``q_proj``."""
         return attn.q_proj
 
     def output_projection(self, attn: Any) -> Any:
@@ -177,18 +170,17 @@ class TransformersFamily(Family):
     """Models of transformers: no denoising steps; their attentions get a processor while patched."""
 
     library = "transformers"
-
-    def self_attention_processor(self, attn: Any = None) -> Any:
-        """A placeholder for the attention implementation that the model's configuration names."""
-        from .patched_classes import OwnAttention
-
-        return OwnAttention()
+    processor = "mhla_diffusers.families.patched_classes.OwnAttention"
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
-        """An old transformers version, the reason from :meth:`why_not_fitting`, or settings for denoising steps."""
-        kind = type(transformer).__name__
-        if (why := _why_too_old(kind) or self.why_not_fitting(kind, config)) is not None:
-            return why
+        """An old transformers version, or settings for denoising steps."""
+        kind, installed = type(transformer).__name__, version("transformers")
+        if tuple(map(int, installed.split(".")[:2])) < _TRANSFORMERS:
+            needed = ".".join(map(str, _TRANSFORMERS))
+            return (
+                f"A patch of {kind} needs the attentions, masks and caches of transformers {needed} or newer, and "
+                f"{installed} is installed: pip install --upgrade transformers."
+            )
         if config.softmax_steps:
             return (
                 f"softmax_steps={config.softmax_steps!r} counts denoising steps, which {kind} does not have; leave it "
@@ -196,64 +188,8 @@ class TransformersFamily(Family):
             )
         return None
 
-    def why_not_fitting(self, kind: str, config: MHLAConfig) -> str | None:
-        """Why models of this family cannot have these settings, and the way out; None, if they can."""
-        return None
 
-    def prepare(self, transformer: Any) -> None:
-        """Give its attentions a processor attribute."""
-        from .patched_classes import give_classes
-
-        give_classes(self.self_attentions(transformer).values())
-
-    def restore(self, transformer: Any) -> None:
-        """Restore their classes."""
-        from .patched_classes import take_classes
-
-        take_classes(self.self_attentions(transformer).values())
-
-
-class WithoutValues(TorchFunctionMode):
-    """For a forward on the meta device that reads values: every condition holds and every mask keeps everything.
-
-    So a mask that was inverted keeps nothing, and shapes are those of the longest text.
-
-    Args:
-        seems_on_cpu: of a meta tensor, whether it reports the CPU as its device, for code that asks for its autocast,
-            which the meta device lacks.
-    """
-
-    def __init__(self, seems_on_cpu: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
-        super().__init__()
-        self.seems_on_cpu = seems_on_cpu
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not args or not getattr(args[0], "is_meta", False):
-            return func(*args, **(kwargs or {}))
-        if func == _DEVICE_OF and self.seems_on_cpu(args[0]):
-            return torch.device("cpu")
-        if func is torch.Tensor.__bool__:
-            return True
-        if func is torch.nonzero:
-            return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta")
-        if func is torch.Tensor.tolist:
-            return [args[0].kept_tokens] * len(args[0])
-        if func is torch.Tensor.sum and args[0].ndim == 2:
-            lengths: Any = func(*args, **(kwargs or {}))
-            lengths.kept_tokens = args[0].shape[1]
-            return lengths
-        if func is torch.Tensor.__invert__:
-            inverted: Any = func(*args)
-            inverted.keeps_nothing = True
-            return inverted
-        if func is torch.Tensor.__getitem__ and getattr(args[1], "is_meta", False) and args[1].dtype == torch.bool:
-            return args[0][:0] if hasattr(args[1], "keeps_nothing") else args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def first_picture(pipe: Any, pixels: torch.Tensor) -> Any:
+def first_picture(pipe: Any, pixels: Tensor) -> Any:
     """The first frame of a clip (1, 3, F, H, W) as a PIL image."""
     return pipe.video_processor.postprocess(pixels[:, :, 0].float(), output_type="pil")[0]
 
@@ -264,13 +200,7 @@ def takes_picture(pipe: Any) -> bool:
     return "image" in known and "conditions" not in known
 
 
-def thirds(head_dim: int) -> tuple[int, ...]:
-    """A third of the channels for each axis; frames also take the remainder."""
-    side = 2 * (head_dim // 6)
-    return head_dim - 2 * side, side, side
-
-
-def pack(latents: torch.Tensor, patch: Sequence[int]) -> torch.Tensor:
+def pack(latents: Tensor, patch: Sequence[int]) -> Tensor:
     """Patches of latents (B, C, ...) in raster order, each a token: (B, N, C patch), channels slowest."""
     for axis, size in enumerate(patch):
         latents = latents.unflatten(2 + 2 * axis, (-1, size))
@@ -279,56 +209,10 @@ def pack(latents: torch.Tensor, patch: Sequence[int]) -> torch.Tensor:
     return latents.permute(order).flatten(1, len(patch)).flatten(2)
 
 
-def unpack(tokens: torch.Tensor, grid: Sequence[int], patch: Sequence[int]) -> torch.Tensor:
-    """The inverse of :func:`pack`: (B, C, ...)."""
-    patches = tokens.unflatten(2, (-1, *patch)).unflatten(1, tuple(grid))
-    order = [0, 1 + len(grid)]
+def unpack(tokens: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:
+    """Undo :func:`pack`: (B, C, ...)."""
+    latents = tokens.unflatten(2, (-1, *patch)).unflatten(1, tuple(grid)).movedim(1 + len(grid), 1)
     for axis in range(len(grid)):
-        order += [1 + axis, 2 + len(grid) + axis]
-    latents = patches.permute(order)
-    for axis in range(len(grid)):
-        latents = latents.flatten(2 + axis, 3 + axis)
+        # the axes of the patch that are left come after those of the grid
+        latents = latents.movedim(2 + len(grid), 3 + axis).flatten(2 + axis, 3 + axis)
     return latents
-
-
-def keep_with(tensor: torch.Tensor, found: Found) -> None:
-    """Store on a tensor what :func:`kept_with` would read from its values."""
-    setattr(tensor, _KEPT, (None if tensor.is_inference() else tensor._version, found))
-
-
-def kept_with(tensor: torch.Tensor, read: Callable[[Any], Found]) -> Found:
-    """The result of ``read`` on a tensor's values, cached until they change: reading waits for the device.
-
-    A tensor made in inference mode has no version counter, so it is read every time.
-    """
-    version, kept = None if tensor.is_inference() else tensor._version, getattr(tensor, _KEPT, None)
-    if kept is not None and kept[0] == version and (version is not None or tensor.is_meta):
-        found: Found = kept[1]
-        return found
-    found = read(tensor)
-    keep_with(tensor, found)
-    return found
-
-
-def read_once(read: Callable[..., Found]) -> Callable[..., Found]:
-    """Decorator of a function that reads values of tensors: cached on the first, and a constant of a compiled graph."""
-
-    @wraps(read)
-    def reading(tensor: Any, *others: Any) -> Found:
-        return kept_with(tensor, lambda found: read(found, *others))
-
-    # the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
-    vars(reading)["_dynamo_marked_constant"] = True
-    return reading
-
-
-def _why_too_old(kind: str) -> str | None:
-    """Why the installed transformers is too old to patch a model, or None."""
-    major, minor, *_ = version("transformers").split(".")
-    if (int(major), int(minor)) >= _TRANSFORMERS:
-        return None
-    needed = ".".join(map(str, _TRANSFORMERS))
-    return (
-        f"A patch of {kind} needs the attentions, masks and caches of transformers {needed} or newer, and "
-        f"{major}.{minor} is installed: pip install --upgrade transformers."
-    )

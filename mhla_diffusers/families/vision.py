@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import MHLAConfig
 from .adapters import Arguments, AttentionInputs, Projected, finite, key_padding_mask
-from .family import Sample
+from .family import Kwargs, Sample
 from .models import Clip, Model, squares
 from .styles import TransformersAdapter, TransformersFamily
 
@@ -39,7 +39,7 @@ class VisionAdapter(TransformersAdapter):
             if name in ("hidden_states", "attention_mask") and value is not None
         }
 
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+    def key_mask(self, arguments: Arguments) -> Tensor | None:
         """(B, N) from transformers' mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
 
         Raises:
@@ -48,7 +48,7 @@ class VisionAdapter(TransformersAdapter):
         mask, (batch, tokens) = arguments.get("attention_mask"), arguments["hidden_states"].shape[:2]
         if mask is None:
             return None
-        if not isinstance(mask, torch.Tensor):
+        if not isinstance(mask, Tensor):
             raise ValueError(
                 f"MHLA honours masks that are tensors and got a {type(mask).__name__}, which transformers makes for "
                 "its implementation 'flex_attention'; load the model with attn_implementation='sdpa'."
@@ -80,7 +80,7 @@ class VisionAdapter(TransformersAdapter):
         )
         return query, key, value
 
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
+    def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
         """The projected output, and None for the weights."""
         return finite(self.output_projection(attn)(output.flatten(2))), None
 
@@ -92,7 +92,7 @@ class VisionFamily(TransformersFamily):
     kind = "vision"
     adapter = VisionAdapter(has_extra=True)
     attentions = ("attention",)
-    forward_names = ("pixel_values",)
+    latents_name = "pixel_values"
     # the paper's 16 blocks; 196 tokens are too few uniform blocks of 64 to choose among
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
@@ -100,10 +100,10 @@ class VisionFamily(TransformersFamily):
     trunk_names: ClassVar[tuple[str, ...]] = ()
     """Attributes of a model with a head that hold the model without it; absent ones are skipped."""
     layers_path: ClassVar[str] = "layers"
-    """Of the blocks, in the trunk."""
+    """Path of the blocks in the trunk."""
 
     def build(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """A model with fresh weights; settings are those of its configuration class."""
+        """Make a model with fresh weights; settings are those of its configuration class."""
         made = self.transformer_class(name)
         return made(made.config_class(**settings))
 
@@ -119,48 +119,55 @@ class VisionFamily(TransformersFamily):
         layers = trunk.get_submodule(self.layers_path)
         return {f"{inside}{self.layers_path}.{index}": block for index, block in enumerate(layers)}
 
-    def named_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the trunk's forward by name.
-
-        Raises:
-            ValueError: no pixels.
-        """
-        arguments = super().named_arguments(args, kwargs)
-        if not isinstance(arguments.get("pixel_values"), torch.Tensor):
+    def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kwargs:
+        """Arguments of the trunk's forward by name; ValueError without pixels."""
+        arguments = super().named_arguments(transformer, args, kwargs)
+        if not isinstance(arguments.get("pixel_values"), Tensor):
             raise ValueError("pixel_values=None: pass pictures, (batch, channels, height, width).")
         return arguments
 
-    def token_grid(self, transformer: Any, latents: torch.Tensor) -> tuple[int, ...]:
+    def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
         """Patches of pixels (B, C, H, W)."""
         return super().token_grid(self.trunk(transformer), latents)
 
-    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Patches of the pixels."""
-        return self.token_grid(transformer, arguments["pixel_values"])
+    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Patches of a size in pixels; there is no autoencoder."""
+        return self.token_grid(transformer, torch.empty(1, 1, *clip.sizes[0], device="meta"))
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Pixels (B, C, H, W) instead of latents; there is no time."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Pass pixels (B, C, H, W) instead of latents, and no time."""
         return {"pixel_values": latents, **conditioning}
 
-    def conditioning_shapes(self, transformer: Any) -> Sample:
+    def conditioning_shapes(self, config: Any) -> Sample:
         """Nothing: the model gets only pixels."""
         return {}
 
-    def channels(self, transformer: Any) -> int:
-        """Of the pixels."""
-        return int(transformer.num_channels)
+    def channels(self, config: Any) -> int:
+        """Channels of the pixels."""
+        return int(config.num_channels)
 
-    def spatial_stride(self, pipe: Any) -> int:
-        """There is no autoencoder."""
-        return 1
-
-    def why_not_fitting(self, kind: str, config: MHLAConfig) -> str | None:
-        """A picture has no order."""
+    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+        """Refuse an order: a picture has none."""
         if config.causal is not None:
-            return f"causal={config.causal!r} orders tokens, and the patches of {kind} have no order; leave it at None."
-        return None
+            return (
+                f"causal={config.causal!r} orders tokens, and the patches of {type(transformer).__name__} have no "
+                "order; leave it at None."
+            )
+        return super().why_not_patched(transformer, config)
+
+    def prepare(self, transformer: Any) -> None:
+        """Give the attentions a processor."""
+        from .patched_classes import VisionAttention, switch
+
+        for attn in self.self_attentions(transformer).values():
+            switch(attn, VisionAttention)
+
+    def restore(self, transformer: Any) -> None:
+        """Take the processor away."""
+        from .patched_classes import switch_back
+
+        for attn in self.self_attentions(transformer).values():
+            switch_back(attn)
 
 
 class ViTFamily(VisionFamily):
@@ -177,10 +184,8 @@ class DeiTFamily(VisionFamily):
 
     name = "deit"
     transformers = (
-        "DeiTModel",
-        "DeiTForImageClassification",
-        "DeiTForImageClassificationWithTeacher",
-        "DeiTForMaskedImageModeling",
+        *("DeiTModel", "DeiTForImageClassification"),
+        *("DeiTForImageClassificationWithTeacher", "DeiTForMaskedImageModeling"),
     )
     trunk_names = ("deit",)
     extra_tokens = 2
@@ -191,12 +196,8 @@ class Dinov2Family(VisionFamily):
 
     name = "dinov2"
     transformers = (
-        "Dinov2Model",
-        "Dinov2ForImageClassification",
-        "Dinov2Backbone",
-        "Dinov2WithRegistersModel",
-        "Dinov2WithRegistersForImageClassification",
-        "Dinov2WithRegistersBackbone",
+        *("Dinov2Model", "Dinov2ForImageClassification", "Dinov2Backbone"),
+        *("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersBackbone"),
     )
     trunk_names = ("dinov2", "dinov2_with_registers")
     layers_path = "encoder.layer"
@@ -218,14 +219,20 @@ class SiglipFamily(VisionFamily):
 
 
 _POOLED = "PooledViTForImageClassification"
+_TINY = {"image_size": 32, "patch_size": 4, "num_labels": 5}
 
 
-def _pooled(name: str, layers: int, heads: int, head_dim: int, **different: Any) -> Model:
+def _pooled(name: str, layers: int, heads: int, head_dim: int, settings: Mapping[str, Any], **sizes: Any) -> Model:
     width = heads * head_dim
     shape = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width, "layer_norm_eps": 1e-6}
-    settings = shape | different.pop("settings")
-    usual = {"settings": settings, "stride": 1, "layers_argument": "num_hidden_layers"}
-    return Model(name, _POOLED, heads, head_dim, layers, **{**usual, **different})
+    sizes |= {"settings": {**shape, **settings}, "stride": 1, "layers_argument": "num_hidden_layers"}
+    return Model(name, _POOLED, heads, head_dim, layers, **sizes)
+
+
+def _deit(name: str, heads: int) -> Model:
+    """DeiT for ImageNet as PooledViTConfig.deit_t and deit_s make it, at 224 pixels and beyond."""
+    sizes = squares(224, 384, 512, 1024, 2048)
+    return _pooled(name, 12, heads, 64, {"num_labels": 1000}, blocks=(4, 4), patch=16, sizes=sizes)
 
 
 class PooledViTFamily(VisionFamily):
@@ -235,36 +242,13 @@ class PooledViTFamily(VisionFamily):
     library = "mhla_diffusers.models"
     transformers = (_POOLED,)
     adapter = VisionAdapter()
-    # DeiT for ImageNet as PooledViTConfig.deit_t and deit_s make it, at 224 pixels and beyond
     models = (
-        *(
-            _pooled(
-                name,
-                12,
-                heads,
-                64,
-                blocks=(4, 4),
-                patch=16,
-                sizes=squares(224, 384, 512, 1024, 2048),
-                settings={"num_labels": 1000},
-            )
-            for name, heads in (("deit-t-16", 3), ("deit-s-16", 6))
-        ),
-        _pooled(
-            "tiny-pooled-vit",
-            3,
-            2,
-            12,
-            blocks=(2, 2),
-            patch=4,
-            sizes=squares(32),
-            settings={"image_size": 32, "patch_size": 4, "num_labels": 5},
-        ),
+        _deit("deit-t-16", 3),
+        _deit("deit-s-16", 6),
+        _pooled("tiny-pooled-vit", 3, 2, 12, _TINY, blocks=(2, 2), patch=4, sizes=squares(32)),
     )
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Pixels of any size: positions are interpolated."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Pass pixels of any size: positions are interpolated."""
         arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
         return {**arguments, "interpolate_pos_encoding": True}

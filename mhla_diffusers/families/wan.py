@@ -1,8 +1,9 @@
 """Wan: ``WanTransformer3DModel`` (2.1 text- and image-to-video, 2.2 A14B, 2.2 TI2V-5B) and VACE.
 
-Self-attention is softmax with RMSNorm over all channels of query and key, and 3-D RoPE, passed to every attention as
-``rotary_emb``. A VACE transformer has a second list of control blocks, ``vace_blocks``; their layer indices follow the
-main ones. A Wan 2.2 A14B pipeline has two transformers, which are patched alike.
+Softmax self-attention over the video alone, with RMSNorm over all channels of query and key, and 3-D RoPE, passed to
+every attention as ``rotary_emb``. Default blocks are the paper's, 7x3x5 at 480p. A VACE transformer has a second list
+of control blocks, ``vace_blocks``; their layer indices follow the main ones. A Wan 2.2 A14B pipeline has two
+transformers, which are patched alike.
 
 An image-to-video transformer takes more channels than it predicts: the noised latents, a mask and the latents of the
 first frame. Some also take a vision encoder's embedding of that frame.
@@ -13,9 +14,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..config import MHLAConfig
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .rope_tables import TabledRotaryFamily
 from .styles import first_picture
@@ -23,20 +25,15 @@ from .styles import first_picture
 _CLASS = "WanTransformer3DModel"
 _TEXT_TOKENS = 512
 """Length that the pipeline pads text to in training; its text is not masked, so the length matters."""
+_TINY = {"ffn_dim": 384, "text_dim": 64, "freq_dim": 256, "in_channels": 4, "out_channels": 4}
 _IMAGE_TOKENS = 257
 """Tokens of CLIP ViT-H/14 for a picture: a class token and 16x16 patches."""
 
 
 def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
     """A configuration of Wan 2.1 text-to-video, with the differences of a relative."""
-    usual = {
-        "transformer": _CLASS,
-        "blocks": (7, 3, 5),
-        "sizes": ((480, 832), (720, 1280)),
-        "frames": 81,
-        # 480p is 480x800 here, the paper's setting (Sec. 5.3)
-        "grids": {"480p": (21, 30, 50), "720p": (21, 45, 80)},
-    }
+    usual = {"transformer": _CLASS, "blocks": (7, 3, 5), "sizes": ((480, 832), (720, 1280)), "frames": 81}
+    usual["grids"] = {"480p": (21, 30, 50), "720p": (21, 45, 80)}  # 480p is the paper's 480x800 (Sec. 5.3)
     settings = {"ffn_dim": ffn_dim, **different.pop("settings", {})}
     shape = {"heads": heads, "head_dim": 128, "layers": layers, "temporal_stride": 4}
     return Model(name, settings=settings, **{**shape, **usual, **different})
@@ -45,7 +42,7 @@ def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any
 def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = None, **different: Any) -> Model:
     """A tiny configuration of Wan or of a relative, with further settings of its class."""
     tiny = {"ffn_dim": 32, "text_dim": 32, "freq_dim": 16, **(settings or {})}
-    return tiny_video(name, transformer, settings=tiny, **different)
+    return tiny_video(name, transformer, tiny, **different)
 
 
 class WanFamily(TabledRotaryFamily):
@@ -67,54 +64,45 @@ class WanFamily(TabledRotaryFamily):
         wan_model("wan2.1-1.3b", 12, 8960, 30),
         wan_model("wan2.1-14b", 40, 13824, 40),
         # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
-        tiny_wan(
-            "wan",
-            _CLASS,
-            {"ffn_dim": 384, "text_dim": 64, "freq_dim": 256, "in_channels": 4, "out_channels": 4},
-            heads=3,
-            head_dim=32,
-            layers=4,
-        ),
+        tiny_wan("wan", _CLASS, _TINY, heads=3, head_dim=32, layers=4),
     )
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """As the pipeline rounds frames: to a multiple of its temporal stride plus one."""
-        stride = self.temporal_stride(pipe)
+        """Round frames as the pipeline does, to a multiple of its temporal stride plus one."""
+        stride, _ = self.strides(pipe.vae.config)
         frames = clip.frames if clip.frames % stride == 1 else clip.frames // stride * stride + 1
         return super().grid_of_clip(pipe, transformer, replace(clip, frames=frames))
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Times of frames are passed per token, as for Wan 2.2 TI2V-5B."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Pass times of frames per token, as Wan 2.2 TI2V-5B takes them."""
         timestep = self.times_of_tokens(transformer, latents, timestep)
         return super().forward_arguments(transformer, latents, timestep, conditioning)
 
-    def clip_arguments(self, pipe: Any, clip: Clip) -> dict[str, Any]:
+    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
         """Frames and size; the pipeline adds a frame to a number that its temporal stride divides, as 1 always does."""
         arguments = super().clip_arguments(pipe, clip)
         if pipe.vae_scale_factor_temporal == 1:
             arguments["num_frames"] -= 1
         return arguments
 
-    def encode_pixels(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 16, F, H, W); for image-to-video (B, 36, F, H, W), with a mask and the latents of the first frame."""
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode to 16 channels; for image-to-video to 36, with a mask and the latents of the first frame."""
         latents = super().encode_pixels(pipe, pixels)
         if self.channels(pipe.transformer.config) == latents.shape[1]:
             return latents
-        known = torch.ones_like(latents[:, :1, :1]).repeat(1, self.temporal_stride(pipe), 1, 1, 1)
+        known = torch.ones_like(latents[:, :1, :1]).repeat(1, self.strides(pipe.vae.config)[0], 1, 1, 1)
         first = torch.cat([pixels[:, :, :1], torch.zeros_like(pixels[:, :, 1:])], dim=2)
         return self.beside(pipe, latents, known, super().encode_pixels(pipe, first))
 
-    def encode_picture(self, pipe: Any, pixels: torch.Tensor) -> Sample:
+    def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
         """``encoder_hidden_states_image`` (tokens, channels) of the first frame, if the transformer takes it."""
         if pipe.transformer.config.image_dim is None:
             return {}
         return {"encoder_hidden_states_image": pipe.encode_image([first_picture(pipe, pixels)])[0]}
 
-    def conditioning_shapes(self, transformer: Any) -> Sample:
-        """With a vision encoder ``encoder_hidden_states_image`` too."""
-        shapes = dict(super().conditioning_shapes(transformer))
-        if transformer.image_dim is not None:
-            shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, transformer.image_dim, device="meta")
+    def conditioning_shapes(self, config: Any) -> Sample:
+        """Add ``encoder_hidden_states_image``, if the transformer takes it."""
+        shapes = dict(super().conditioning_shapes(config))
+        if config.image_dim is not None:
+            shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, config.image_dim, device="meta")
         return shapes

@@ -1,17 +1,19 @@
 """Z-Image: ``ZImageTransformer2DModel``.
 
-Single-stream blocks with the image before the text. Learned tokens pad each to a multiple of 32 and take part as text
-does. Before these blocks two layers refine the image and two the text; they keep softmax attention. Images and texts
-are lists, because the texts of a batch have different lengths. RoPE is passed as complex numbers.
+Single-stream blocks over the image, then up to 512 tokens of text. Learned tokens pad each to a multiple of 32 and take
+part as text does. Before these blocks two layers refine the image and two the text; they keep softmax attention. Images
+and texts are lists, because the texts of a batch have different lengths. RoPE rotates both and is passed as complex
+numbers. Default blocks are those of all images.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .adapters import JointAdapter
-from .family import Condition, Sample
+from .family import Condition, Kwargs, Sample
 from .models import image_model, tiny_image
 from .processes import ReversedFlowMatching
 from .styles import ImageFamily, JointFamily, PaddedTextFamily
@@ -21,6 +23,7 @@ _TEXT_TOKENS = 512
 """Default of the pipeline's call, which cuts text there."""
 _PATCH = 2
 """Latents per token along height and width, by default of the transformer's forward."""
+_LAYERS: dict[str, Any] = {"layers_argument": "n_layers"}
 _TINY = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32, "axes_dims": [4, 6, 6]}
 
 
@@ -35,8 +38,7 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     processor = "diffusers.models.transformers.transformer_z_image.ZSingleStreamAttnProcessor"
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("feed_forward",)
-    lacks_processor_methods = True
-    forward_names = ("x", "t", "cap_feats")
+    latents_name = "x"
     timestep_name = "t"
     # 32 channels that rotate with the length of the text, counted as height, then 48 for each axis
     rotary_channels = {128: (80, 48)}
@@ -48,15 +50,8 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
         Condition("cap_feats_mask", (_TEXT_TOKENS,), dtype=torch.int64),
     )
     models = (
-        image_model("z-image", _CLASS, 30, 128, 30, layers_argument="n_layers", more_layers={"n_refiner_layers": 2}),
-        tiny_image(
-            "z_image",
-            _CLASS,
-            head_dim=16,
-            layers_argument="n_layers",
-            more_layers={"n_refiner_layers": 1},
-            settings=_TINY,
-        ),
+        image_model("z-image", _CLASS, 30, 128, 30, **_LAYERS, more_layers={"n_refiner_layers": 2}),
+        tiny_image("z_image", _CLASS, _TINY, head_dim=16, **_LAYERS, more_layers={"n_refiner_layers": 1}),
     )
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
@@ -64,7 +59,7 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
         return _PATCH, _PATCH
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Of a list of images (C, F, H, W).
+        """Read the grid from a list of images (C, F, H, W).
 
         Raises:
             ValueError: several images for one sample, images of several sizes, or frames of a video.
@@ -84,20 +79,18 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
             )
         return height // patch, width // patch
 
-    def forward_arguments(
-        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Sample
-    ) -> dict[str, Any]:
-        """Lists of images with one frame and of texts without their padding."""
+    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Pass lists of images with one frame and of texts without their padding."""
         texts = list(conditioning["cap_feats"])
         if not conditioning["cap_feats"].is_meta:  # which has no lengths to read
             masks = conditioning["cap_feats_mask"].bool()
             texts = [text[mask] for text, mask in zip(texts, masks, strict=True)]
         return {"x": list(latents[:, :, None]), "t": timestep, "cap_feats": texts}
 
-    def prediction(self, transformer: Any, output: Any, latents: torch.Tensor) -> torch.Tensor:
+    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """The velocity towards the noise; the model's is towards the data."""
         return -torch.stack(list(output))[:, :, 0]
 
-    def scheduler_timestep(self, transformer: Any, timestep: torch.Tensor) -> torch.Tensor:
-        """A thousand times σ."""
+    def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
+        """1000 σ, from 1 - σ."""
         return 1000 * (1 - timestep)

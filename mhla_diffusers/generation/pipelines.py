@@ -12,7 +12,7 @@ import torch
 
 from ..config import load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
-from ..families import Family, families, get_family, supported_instead
+from ..families import TrainedFamily, families, find_family, get_family, supported_instead, trained_family
 from ..files import read_json
 from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
@@ -71,7 +71,7 @@ class PipelineChoice:
             raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
 
     @property
-    def of_family(self) -> Family:
+    def of_family(self) -> TrainedFamily:
         """The registered family."""
         return family_named(self.family)
 
@@ -139,8 +139,9 @@ class PipelineChoice:
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
-        """Call the pipeline as :meth:`Family.call`: a tiny one with the settings that it was trained for, a model that
-        was distilled to few steps with their number and without guidance.
+        """Call the pipeline as :meth:`TrainedFamily.call`: a tiny one with the settings that it was trained for.
+
+        A model that was distilled to few steps is called with their number and without guidance.
         """
         defaults = call_settings(self.family) if self.model is None else {}
         if (few_steps := few_steps_of(pipe)) is not None:
@@ -222,15 +223,15 @@ def class_count(model: str | None, family: str) -> int:
     return family_named(family).class_count(index, config)
 
 
-def family_named(name: str) -> Family:
-    """Return the registered family of diffusion models of that name."""
-    named = {family.name: family for family in families() if family.is_diffusion}
-    if name not in named:
-        raise ValueError(f"family={name!r} is unknown; allowed: {', '.join(named)}.")
-    return named[name]
+def family_named(name: str) -> TrainedFamily:
+    """Return the registered family of diffusion models of that name; ValueError if its pipeline cannot be called."""
+    if name not in {family.name for family in families() if family.is_diffusion}:
+        allowed = ", ".join(family.name for family in families() if isinstance(family, TrainedFamily))
+        raise ValueError(f"family={name!r} is unknown; allowed: {allowed}.")
+    return trained_family(name)
 
 
-def family_of(model: str, component: str = "transformer") -> Family:
+def family_of(model: str, component: str = "transformer") -> TrainedFamily:
     """Return the family of a pipeline's transformer, by its class, without its weights.
 
     Raises:
@@ -243,10 +244,9 @@ def family_of(model: str, component: str = "transformer") -> Family:
         parts = [part for part, entry in entries if isinstance(entry, list) and entry[1] in supported]
         known = f"its transformers are: {', '.join(parts)}" if parts else "and no other transformer that is supported"
         raise ValueError(f"{model} has no component {component!r}; {known}.")
-    for family in families():
-        if name in family.transformers:
-            return family
-    raise ValueError(f"The {component} of {model} is {name!r}, which is not supported; {supported_instead(name)}")
+    if find_family(name) is None:
+        raise ValueError(f"The {component} of {model} is {name!r}, which is not supported; {supported_instead(name)}")
+    return trained_family(name)
 
 
 def pipeline_file(model: str, name: str) -> Path:

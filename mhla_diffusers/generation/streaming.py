@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..families import Family, get_family
-from ..families.family import of_own_scale
+from ..families import TrainedFamily, trained_family
+from ..families.trained import unscaled_latents
 from ..patching import VideoStream, require_layers
 
 Generators = torch.Generator | Sequence[torch.Generator]
@@ -59,7 +59,7 @@ def stream_latents(
     """
     from diffusers.utils.torch_utils import randn_tensor
 
-    transformer, family = pipe.transformer, get_family(pipe.transformer)
+    transformer, family = pipe.transformer, trained_family(pipe.transformer)
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
         raise TypeError(f"prompt={prompt!r} must be a text, or a list of texts for a batch.")
@@ -77,7 +77,7 @@ def stream_latents(
             if too_late is not None:
                 raise ValueError(too_late)
     encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
-    config, stride = transformer.config, family.spatial_stride(pipe)
+    config, (_, stride) = transformer.config, family.strides(pipe.vae.config)
     frames = int(layers[0].config.block_length or 0) * int(config.patch_size[0])
     shape = len(prompts), family.channels(config), frames, height // stride, width // stride
     generators = generator if generator is None or isinstance(generator, torch.Generator) else list(generator)
@@ -136,12 +136,12 @@ def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
             f"latents must be of the shape (B, {channels}, F, H, W), as stream_latents gives them side by side along "
             f"dim=2, got {tuple(latents.shape)}."
         )
-    scaled = of_own_scale(pipe.vae, latents.float())
+    scaled = unscaled_latents(pipe.vae, latents.float())
     pixels = pipe.vae.decode(scaled.to(pipe.vae.device, pipe.vae.dtype), return_dict=False)[0]
     return torch.as_tensor(pipe.video_processor.postprocess_video(pixels, output_type="np"))
 
 
-def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame_blocks: int | None) -> None:
+def _check(pipe: Any, family: TrainedFamily, height: int, width: int, steps: int, frame_blocks: int | None) -> None:
     wholes = {"height": height, "width": width, "steps": steps}
     for name, value in (wholes if frame_blocks is None else {**wholes, "frame_blocks": frame_blocks}).items():
         if not isinstance(value, int) or isinstance(value, bool):
@@ -159,6 +159,6 @@ def _check(pipe: Any, family: Family, height: int, width: int, steps: int, frame
             f"This {type(pipe).__name__} takes {family.channels(config)} channels and predicts {config.out_channels}: "
             "the others hold a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
         )
-    side = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
+    side = family.strides(pipe.vae.config)[1] * family.patch(pipe.transformer)[-1]
     if height % side or width % side:
         raise ValueError(f"height={height} and width={width} must be multiples of {side}.")

@@ -41,7 +41,7 @@ class GatedLinearAttnProcessor:
     """Gated linear attention of a :class:`DiGAttention`."""
 
     def __call__(self, attn: "DiGAttention", hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, N, hidden size) in raster order to the same, read in the direction of the attention."""
+        """Attend in the direction of the attention: (B, N, hidden size) in raster order to the same."""
         read = turned(hidden_states, attn.direction)
         query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in attn.project(read))
         decay = log_decay(attn.to_decay(read)).unflatten(-1, (attn.heads, -1))
@@ -50,14 +50,9 @@ class GatedLinearAttnProcessor:
 
 
 class DiGAttention(nn.Module, AttentionModuleMixin):
-    """Gated linear attention with a norm over each head and a gate of the output.
+    """Gated linear attention with a norm over each head and a gate of the output, read in a direction of ``turned``.
 
-    Args:
-        width: hidden size.
-        heads: H.
-        head_dim: D, of values.
-        expand_k: width of queries and keys, as a part of ``width``.
-        direction: see :func:`turned`.
+    Queries and keys are ``expand_k`` times as wide as the values.
     """
 
     is_cross_attention = False
@@ -68,9 +63,7 @@ class DiGAttention(nn.Module, AttentionModuleMixin):
 
     def __init__(self, width: int, heads: int, head_dim: int, expand_k: float, direction: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.inner_dim = heads * head_dim
-        self.direction = direction
+        self.heads, self.inner_dim, self.direction = heads, heads * head_dim, direction
         keys = int(self.inner_dim * expand_k)
         if keys < heads or keys % heads:
             raise ValueError(
@@ -87,7 +80,7 @@ class DiGAttention(nn.Module, AttentionModuleMixin):
         self.processor: Any = GatedLinearAttnProcessor()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, N, hidden size) in raster order to the same, by the processor."""
+        """Run the processor: (B, N, hidden size) in raster order to the same."""
         output: torch.Tensor = self.processor(self, hidden_states)
         return output
 
@@ -112,11 +105,7 @@ class DiGAttention(nn.Module, AttentionModuleMixin):
 
 
 class DiGBlock(nn.Module):
-    """Attention, feed-forward, and a depth-wise convolution that begins as the identity.
-
-    The convolution turns with the attention, as its weights are those of a kernel on the turned picture. Arguments are
-    those of :class:`DiGAttention`.
-    """
+    """Attention, feed-forward, and a depth-wise convolution of the turned picture that begins as the identity."""
 
     def __init__(self, width: int, heads: int, head_dim: int, expand_k: float, direction: int) -> None:
         super().__init__()
@@ -226,17 +215,14 @@ class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
         cross_attention_kwargs: dict[str, Any] | None = None,
         return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[torch.Tensor]:
-        """What it predicts, with the arguments of diffusers' DiT.
+        """Predict (B, output channels, side, side), with the arguments of diffusers' DiT.
 
         Args:
             hidden_states: (B, C, side, side), latents.
             timestep: (B,).
             class_labels: (B,), the number of classes for none.
             cross_attention_kwargs: none are known.
-            return_dict: whether to return an object.
-
-        Returns:
-            (B, output channels, side, side), in a tuple or an object.
+            return_dict: whether to return an object in place of a tuple.
 
         Raises:
             ValueError: latents that are no square, or arguments that are missing or not known.

@@ -46,7 +46,6 @@ class VLTConfig(PreTrainedConfig):
     ``VLTConfig.vlt_t()`` and ``VLTConfig.vlt_s()`` are the paper's two sizes. All but the head is as in RAVLT's public
     code. The head projects to 2,048 channels instead of 1,024, as in MAViT (Fan et al., ICCV 2025), the same layout
     otherwise: so parameters are the 16 M and 27 M of Table 2b instead of RAVLT's 15 M and 26 M.
-    ``python -m mhla_diffusers.models.counts`` counts.
 
     Settings of a stage in ``mhla`` are fields of :class:`mhla_diffusers.MHLAConfig`, beside which ``convolution`` and
     ``output_gate`` are those of the model unless a stage has its own, and ``clamp_blocks`` is True. So::

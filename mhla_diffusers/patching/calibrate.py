@@ -45,7 +45,7 @@ class TransformerCall:
     def grid(self, transformer: nn.Module) -> tuple[int, ...]:
         """Return the token grid that the transformer makes of it."""
         family = get_family(transformer)
-        arguments = family.named_arguments(self.args, self.kwargs)
+        arguments = family.named_arguments(transformer, self.args, self.kwargs)
         return tuple(int(size) for size in family.grid_of_arguments(transformer, arguments))
 
     def predict(self, transformer: nn.Module) -> torch.Tensor:

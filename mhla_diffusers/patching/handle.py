@@ -318,7 +318,7 @@ class Patched:
                     attn.processor = self.processor
             elif getattr(attn, "fused_projections", False) and type(processor).__name__.startswith("Fused"):
                 attn.processor = self.processor
-            elif (parts := self.family.perturbed_parts(processor)) is not None:
+            elif (parts := self.family.perturbed_processors.get(type(processor).__name__)) is not None:
                 attn.processor = PerturbedMHLAProcessor(self.running_processor(), parts)
             else:
                 foreign[name] = type(processor).__name__
@@ -344,11 +344,11 @@ class Patched:
         """Before a forward: look at the processors and set the context of the call."""
         outer = current()
         enter(CallContext(outer=outer))  # for _end, which takes it back after a refusal too
-        arguments = self.family.named_arguments(args, kwargs)
+        arguments = self.family.named_arguments(trunk, args, kwargs)
         if self.family.is_diffusion and not self.is_paused:
             self._check_processors()
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
-        name = self.family.forward_names[0]
+        name = self.family.latents_name
         latents = arguments.get(name)
         if latents is None:
             raise ValueError(f"{type(trunk).__name__} was called without {name}, of which it reads the token grid.")

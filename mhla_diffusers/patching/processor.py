@@ -419,7 +419,7 @@ def default_cross_attention_processor(attn: Any, family: Family | None = None) -
     default = getattr(attn, "_default_processor_cls", None)
     if default is not None:
         return default()
-    return cross_attention_processor(attn) if family is None else family.cross_attention_processor()
+    return cross_attention_processor(attn, family)
 
 
 def attention_inputs(

@@ -76,7 +76,7 @@ class DenoisingLoop:
 
     def step_by_timestep(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         """The step of a forward by its timestep, for which a device is waited; None if it is unknown."""
-        timestep = self.family.time_of(self.family.named_arguments(args, kwargs))
+        timestep = self.family.time_of(self.family.named_arguments(transformer, args, kwargs))
         scheduler = self._scheduler
         timesteps = getattr(scheduler, "timesteps", None)
         if timestep is None or timesteps is None or not len(timesteps):

@@ -9,7 +9,7 @@ import torch
 from ..attention.layout import check_layout
 from ..config import check
 from ..devices import launched_processes
-from ..families import FlowMatching, classes_that_are_split, get_family
+from ..families import FlowMatching, classes_that_are_split, get_family, trained_family
 from ..families.processes import KNOWN_FRAMES
 from ..patching import find_patched, mhla_layers
 from .config import TrainingConfig
@@ -38,7 +38,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
 
 def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
     """Raise ValueError unless transformer, data and configuration fit each other; reads no weights."""
-    layers, family = mhla_layers(transformer), get_family(transformer)
+    layers, family = mhla_layers(transformer), trained_family(transformer)
     if layers and config.patch is None:
         raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
     if not layers and config.patch is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..families import get_family
+from ..families import get_family, trained_family
 from .config import ContextParallel, TrainingConfig
 
 
@@ -73,7 +73,7 @@ def gathered_parts(transformer: Any) -> list[Any]:
     Every block is gathered while it runs, and a self-attention apart from it, so that attention transfer can run it
     alone.
     """
-    family = get_family(transformer)
+    family = trained_family(transformer)
     attentions = family.self_attentions(transformer)
     patched = [attn for attn in attentions.values() if hasattr(attn, "mhla")] or attentions.values()
     return [*patched, *family.parts_to_gather(transformer), *family.blocks_of(transformer).values(), transformer]

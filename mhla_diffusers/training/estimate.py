@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..families import NoisedBatch, Sample, get_family
+from ..families import NoisedBatch, Sample, get_family, trained_family
 from .config import ContextParallel, StageConfig, TrainingConfig
 from .distributed import check_groups, gathered_parts, split_tokens
 from .few_steps import DistributionMatching
@@ -129,7 +129,7 @@ def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[No
 def _estimate_stage(
     transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, processes: int | None
 ) -> StageEstimate:
-    family, is_lora = get_family(transformer), stage.trainable == "lora"
+    family, is_lora = trained_family(transformer), stage.trainable == "lora"
     critic = None if stage.few_steps is None else Critic(transformer, stage, config.seed)
     critics = [] if critic is None else [*critic.parameters.values()]
     names = trainable_names(transformer, stage.trainable)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..devices import launched_on_cpus, launched_processes
-from ..families import NoisedBatch, get_family
+from ..families import NoisedBatch, trained_family
 from .checks import check_fits, check_start
 from .config import TrainingConfig
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
@@ -132,7 +132,7 @@ class _Run:
         self._sharded = uses_fsdp2(config) and torch.distributed.is_initialized()
         # whole weights may not fit on the device, so sharding moves them part by part
         self._transformer = transformer if self._sharded else transformer.to(device)
-        self._family = get_family(transformer)
+        self._family = trained_family(transformer)
         process = self._family.process(transformer, config.flow_shift)
         # processes that split the tokens of a batch form a group, with the same batches, noise and times
         self._group_size = size = config.context_parallel.processes

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict
+from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
 from ..patching import is_patched, mhla_disabled, mhla_layers, remove_mhla
 from .config import LoraLayers, StageConfig, Trainable
 from .latents.data import drop_prompts
@@ -210,7 +210,7 @@ class Critic:
             if is_patched(self._model):
                 remove_mhla(self._model)
             self._model.float().train()
-            get_family(transformer).prepare_for_training(self._model)
+            trained_family(transformer).prepare_for_training(self._model)
         else:
             add_lora(transformer, rank, seed + 1, "blocks", CRITIC)
         parameters = self._model.named_parameters()

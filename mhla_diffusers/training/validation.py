@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..families import Clip, get_family, predict, unwrapped
+from ..families import Clip, predict, trained_family, unwrapped
 from ..generation.record import write_sample
 from ..patching import calibrate_sparse, call_context, mhla_layers
 from ..patching.few_step_scheduler import FewSteps, sample_in
@@ -84,7 +84,7 @@ class PromptSampler:
         few_steps: FewSteps | None = None,
     ) -> None:
         self._pipe, self._prompts, self._component = pipe, prompts, component
-        self._family = get_family(getattr(pipe, component))
+        self._family = trained_family(getattr(pipe, component))
         self._frames_per_second = round(clip.fps)
         self._settings = {**self._family.clip_arguments(pipe, clip), "num_inference_steps": steps}
         if few_steps is not None:

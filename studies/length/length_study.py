@@ -40,7 +40,7 @@ from mhla_diffusers.benchmark.timing import Budget, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION
 from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
-from mhla_diffusers.families import NoisedBatch, get_family, predict
+from mhla_diffusers.families import NoisedBatch, predict, trained_family
 from mhla_diffusers.files import check_writable, read_json, write_json, write_tensors, write_text, written_aside
 from mhla_diffusers.patching import call_context
 from mhla_diffusers.reporting import require_matplotlib, write_table
@@ -137,7 +137,7 @@ class Study:
     @property
     def process(self) -> Any:
         """How the model is trained."""
-        return get_family(self.softmax).process(self.softmax, FLOW_SHIFT)
+        return trained_family(self.softmax).process(self.softmax, FLOW_SHIFT)
 
     def new_model(self) -> Any:
         """A fresh copy of the trained model, not compiled; before it is trained, with random weights."""
@@ -447,7 +447,7 @@ def attention_errors(study: Study, model: Any) -> list[float]:
     """Of every layer ‖output − softmax's‖ / ‖softmax's‖, on the inputs that the softmax model gives it."""
     teacher, size, found = study.softmax, study.size, []
     hooks = []
-    for name, attn in get_family(teacher).self_attentions(teacher).items():
+    for name, attn in trained_family(teacher).self_attentions(teacher).items():
 
         def compare(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
             with call_context(grid=size.grid):

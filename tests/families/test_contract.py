@@ -8,7 +8,7 @@ import torch
 import mhla_diffusers as mhla
 from mhla_diffusers.benchmark.cases import Case
 from mhla_diffusers.benchmark.models import choose_sizes, models
-from mhla_diffusers.families import get_family, predict
+from mhla_diffusers.families import TrainedFamily, get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
 from mhla_diffusers.training import ObjectiveWeights, StageConfig
 from mhla_diffusers.training.objectives import attention_loss, recorded, stage_losses
@@ -74,7 +74,7 @@ def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
         assert inputs.extra == case.extra
         queries.append(inputs.query)
 
-    tokens, latents = torch.Size(case.grid).numel(), case.of_family.forward_names[0]
+    tokens, latents = torch.Size(case.grid).numel(), case.of_family.latents_name
     model.get_submodule(case.attentions[0]).register_forward_pre_hook(note, with_kwargs=True)
     for seed in (1, 2):
         output(model, {**case.inputs(), latents: case.inputs(seed=seed)[latents]})
@@ -212,7 +212,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
     case = case_of(name)
     model = mhla.apply_mhla(case.transformer(), **plain(name)).train()
     arguments = case.inputs(batch=case.checkpointed)
-    get_family(model).prepare_for_training(model)
+    if isinstance(case.of_family, TrainedFamily):
+        case.of_family.prepare_for_training(model)
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()

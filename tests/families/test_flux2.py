@@ -12,12 +12,12 @@ import mhla_diffusers as mhla
 from mhla_diffusers.benchmark.parts import ATTENTION, count_parts
 from mhla_diffusers.families import Clip
 from mhla_diffusers.families.flux2 import Flux2Family
-from mhla_diffusers.families.styles import keep_with
+from mhla_diffusers.families.values import keep_with
 from mhla_diffusers.training.roles import add_lora
 
 from ..models import assert_changed, relative_change
 from ..pipelines import quiet
-from .cases import ROUNDING, _flux2, all_exact, case_of, output, plain
+from .cases import ROUNDING, all_exact, case_of, flux2_pipeline, output, plain
 from .recording import forwards
 
 flux2 = case_of("flux2")
@@ -31,7 +31,7 @@ LATENTS = torch.zeros(2, 16, *GRID)
 
 def klein():
     """Distilled, without embedded guidance."""
-    return quiet(_flux2(flux2.transformer(guidance_embeds=False), "Flux2KleinPipeline", is_distilled=True))
+    return quiet(flux2_pipeline(flux2.transformer(guidance_embeds=False), "Flux2KleinPipeline", is_distilled=True))
 
 
 def test_ids_are_the_pipelines_and_tell_the_grid():

@@ -62,7 +62,7 @@ def test_process_is_that_of_the_scheduler():
     assert isinstance(scheduler, DDPMScheduler)
     process = HunyuanDiTFamily().process(CASE.transformer(), 3.0)
     assert isinstance(process, VelocityDDPM)
-    torch.testing.assert_close(process.kept.float(), scheduler.alphas_cumprod, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(process.signal.float(), scheduler.alphas_cumprod, rtol=1e-5, atol=1e-7)
     latents, noise = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     batch = process.make_batch(latents, noise, torch.tensor([0.1, 0.5, 0.999]), {})
     expected = scheduler.add_noise(latents, noise, batch.time)

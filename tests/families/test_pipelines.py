@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families import Clip, Family, get_family
-from mhla_diffusers.families.family import of_unit_scale
+from mhla_diffusers.families import Clip, TrainedFamily, trained_family
+from mhla_diffusers.families.trained import scaled_latents
 
 from .cases import Case as FamilyCase
 from .cases import case_of
@@ -49,8 +49,8 @@ normed_by_channel = pytest.mark.parametrize("name", [name for name in NAMES if n
 real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ltx2", "sd3")])
 
 
-def family_of(case: FamilyCase) -> Family:
-    return get_family(case.transformer())
+def family_of(case: FamilyCase) -> TrainedFamily:
+    return trained_family(case.transformer())
 
 
 def clip_of(case: FamilyCase) -> Clip:
@@ -82,7 +82,7 @@ def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
     prompts = [case.call["prompt"], "a cat"]
     call = {**case.call, "prompt": prompts, "guidance_scale": GUIDANCE.get(name, 1.0)}
     given = recorded(pipe, pipe.transformer, "forward", lambda: pipe(**call, generator=torch.Generator()))[0]
-    given = {family.forward_names[int(key)] if key.isdigit() else key: x for key, x in given.items()}
+    given = family.named_arguments(pipe.transformer, [given.pop(key) for key in list(given) if key.isdigit()], given)
     settings = {key: x for key, x in call.items() if key != "prompt"}
     samples = [family.encode_prompt(pipe, prompt, settings) for prompt in prompts]
     conditioning = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
@@ -122,7 +122,7 @@ def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
     decoded = torch.cat([given.get("0", given.get("z")) for given in recorded(pipe, pipe.vae, "decode", decode)])
     found = family.generate_latents(pipe, prompt[0], clip, 2, 3.0, torch.Generator().manual_seed(3))
     assert tuple(found.shape) == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
-    scaled = of_unit_scale(pipe.vae, decoded)
+    scaled = scaled_latents(pipe.vae, decoded)
     scaled = scaled[0] if len(scaled) == 1 else scaled.movedim(0, 1)  # of a video that is decoded frame by frame
     # Qwen-Image's autoencoder of videos is given an image as one frame
     torch.testing.assert_close(found, scaled.view(found.shape), rtol=1e-4, atol=1e-5)

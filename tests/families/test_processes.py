@@ -158,7 +158,7 @@ def test_velocity_weighs_the_latents_as_cogvideox_does() -> None:
     process = VelocityDDPM()
     latents, noise, wrong = torch.randn(3, 4, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     batch = process.make_batch(latents, noise, torch.tensor([0.1, 0.4, 0.8, 0.9]), {})
-    kept = process.kept[batch.time].float().view(-1, 1, 1, 1, 1)
-    predicted = kept.sqrt() * batch.hidden_states - (1 - kept).sqrt() * wrong
-    expected = ((predicted - latents).square() / (1 - kept)).flatten(1).mean(dim=1)
+    signal = process.signal[batch.time].float().view(-1, 1, 1, 1, 1)
+    predicted = signal.sqrt() * batch.hidden_states - (1 - signal).sqrt() * wrong
+    expected = ((predicted - latents).square() / (1 - signal)).flatten(1).mean(dim=1)
     torch.testing.assert_close(process.loss(wrong, batch), expected, rtol=1e-4, atol=0)

@@ -33,10 +33,10 @@ def test_mochi_expands_by_stages():
 
 def test_a_video_without_a_stride_of_frames_is_refused():
     """Which for images is 1."""
-    with pytest.raises(ValueError, match="has no strides of frames; implement latent_shape"):
+    with pytest.raises(ValueError, match="has no strides of frames; implement strides"):
         strides_of(kl_autoencoder().config, of_videos=True)
 
 
 def test_an_autoencoder_that_tells_nothing_is_refused():
-    with pytest.raises(ValueError, match="has no strides; implement latent_shape"):
+    with pytest.raises(ValueError, match="has no strides; implement strides"):
         strides_of({"latent_channels": 4})

@@ -14,10 +14,10 @@ from mhla_diffusers.benchmark.results import CONTENT, PLAIN
 from mhla_diffusers.benchmark.transformer import TRAINING_STEP
 from mhla_diffusers.families import families
 from mhla_diffusers.models import PooledViTConfig
-from mhla_diffusers.models.counts import paper_counts
 from mhla_diffusers.patching import layer
 
 from ..benchmark.commands import bench, measure, medians
+from ..paper_models.test_counts import paper_counts
 
 CPU = torch.device("cpu")
 BOTH = ("--model", "tiny-pooled-vit", "--model", "tiny-vlt")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ...config import check
-from ...families import Clip, Family, Sample, get_family
+from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
@@ -41,7 +41,7 @@ def encode_folder(
         ValueError: missing captions, or captions that are no class of a DiT; sizes that the model cannot take; a cache
             made with other settings; or no readable file.
     """
-    family = get_family(pipe.transformer)
+    family = trained_family(pipe.transformer)
     clip = clip or family.default_clip
     _check_clip(family, pipe, clip)
     media = _check_captions(family, pipe, find_media(source))
@@ -110,7 +110,7 @@ def synthesize(
         bool(prompts) and not empty,
         f"There must be prompts, none of them empty; empty: number {', '.join(empty) or 'none given'}.",
     )
-    family = get_family(pipe.transformer)
+    family = trained_family(pipe.transformer)
     for prompt in prompts:
         family.check_prompt(pipe, prompt)
     clip = clip or family.default_clip
@@ -132,14 +132,14 @@ def synthesize(
     return writer.index
 
 
-def model_header(model: str, family: Family) -> dict[str, Any]:
+def model_header(model: str, family: TrainedFamily) -> dict[str, Any]:
     """Make the header of a cache for a model, without settings; reads none of its weights."""
     parts = {name: component_identity(model, name) for name in ("vae", "text_encoder")}
     return {"family": family.name, **parts, "settings": {}}
 
 
 def _writer(
-    pipe: Any, model: str, family: Family, output: str | Path, settings: dict[str, Any]
+    pipe: Any, model: str, family: TrainedFamily, output: str | Path, settings: dict[str, Any]
 ) -> tuple[CacheWriter, set[str]]:
     """Open a cache, and return it with the sources that are in it or were skipped."""
     writer = CacheWriter(output, {**model_header(model, family), "settings": settings})
@@ -147,9 +147,10 @@ def _writer(
     return writer, {sample.source for sample in writer.index.samples} | set(writer.index.skipped)
 
 
-def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
+def _check_clip(family: TrainedFamily, pipe: Any, clip: Clip) -> None:
     """Raise unless the model can take the frames and sizes; the error names the nearest ones."""
-    step = family.spatial_stride(pipe) * family.spatial_patch(pipe.transformer)
+    temporal, spatial = family.strides(pipe.vae.config)
+    step = spatial * family.patch(pipe.transformer)[-1]
     for size in clip.sizes:
         nearest = tuple(max(step, round(side / step) * step) for side in size)
         divides = all(side > 0 and side % step == 0 for side in size)
@@ -160,10 +161,9 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
         )
     frames = clip.frames
     if family.makes_videos:
-        step = family.temporal_stride(pipe)
-        near = max(0, round((frames - 1) / step)) * step + 1
-        fits = frames >= 1 and (frames - 1) % step == 0
-        check(fits, f"frames={frames} must be 1 more than a multiple of {step}; try {near}.")
+        near = max(0, round((frames - 1) / temporal)) * temporal + 1
+        fits = frames >= 1 and (frames - 1) % temporal == 0
+        check(fits, f"frames={frames} must be 1 more than a multiple of {temporal}; try {near}.")
         check(
             frames > 1 or not family.keeps_first_frame(pipe, pipe.transformer.config),
             f"frames=1 is the picture alone, which {type(pipe).__name__} does not predict; ask for more frames.",
@@ -172,7 +172,7 @@ def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
         check(frames == 1, f"frames={frames} is for video models; this one makes images, so frames must be 1.")
 
 
-def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
+def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) -> list[Media]:
     """Mark samples of shards whose caption the model does not take; raise for such files."""
     checked: list[Media] = []
     wrong: list[tuple[str, str]] = []

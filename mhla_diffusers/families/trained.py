@@ -1,0 +1,225 @@
+"""What encoding, training and generating need to know of a family beside what patching needs."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .family import Family, Kwargs, Sample
+from .models import Clip
+from .processes import DiffusionProcess, FlowMatching
+
+
+class TrainedFamily(Family):
+    """A family whose latents and prompts can be encoded, whose models can be trained, and whose pipeline is called."""
+
+    process_class: ClassVar[type[DiffusionProcess] | None] = None
+    """How the model was trained."""
+    text_settings: ClassVar[Mapping[str, Any]] = {}
+    """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
+    prompts_are_classes: ClassVar[bool] = False
+    """Whether the model is conditioned on classes, by number or name, instead of text."""
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of generated files: ``.mp4`` or ``.png``."""
+        return ".mp4" if self.makes_videos else ".png"
+
+    # Training
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """The process that the model was trained with, by default of :attr:`process_class`.
+
+        Raises:
+            ValueError: the family does not define it, or the transformer is conditioned on pictures.
+        """
+        self._check_trained_on_text(transformer.config)
+        if self.process_class is None:
+            raise self.undefined("how the model was trained", "process")
+        if issubclass(self.process_class, FlowMatching):
+            return self.process_class(flow_shift, 1e-3 if self.takes_sigma else 1.0)
+        return self.process_class()
+
+    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
+        """The prediction for latents (B, C, ...), of their shape: by default the transformer's output."""
+        predicted: Tensor = output
+        return predicted
+
+    def prepare_for_training(self, transformer: nn.Module) -> None:
+        """Called once after ``transformer.train()``: disables anything that draws its own random numbers."""
+
+    def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
+        """Modules that several blocks use; FSDP2 must gather them separately."""
+        return []
+
+    def needs_pictures(self, config: Any) -> bool:
+        """Whether a transformer of this configuration needs pictures beside text, and so cannot be trained here."""
+        return False
+
+    def _check_trained_on_text(self, config: Any) -> None:
+        if self.needs_pictures(config):
+            raise ValueError(
+                f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not hold. It can be "
+                "patched and generates; encode and train with a text-to-video checkpoint."
+            )
+
+    # Encoding
+
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode clips to latents in the transformer's scale, by default as :func:`scaled_latents`.
+
+        Args:
+            pipe: pipeline with its autoencoder.
+            pixels: (B, 3, F, H, W) in [-1, 1], on the autoencoder's device and in its type.
+
+        Returns:
+            float32 (B, C, F, H, W), or (B, C, H, W) for images.
+        """
+        encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
+        latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
+        return scaled_latents(pipe.vae, latents.float())
+
+    def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
+        """Kwargs of the transformer's forward that come from a clip (1, 3, F, H, W); by default none.
+
+        :data:`~.processes.KNOWN_FRAMES` is none of them: it is the number of latent frames that are given.
+        """
+        return {}
+
+    def picture_settings(self, pipe: Any, pixels: Tensor) -> Mapping[str, Any]:
+        """Settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W); by default none."""
+        return {}
+
+    def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
+        """Whether a pipeline, or its class, gives its picture to the transformer as a first latent frame without noise.
+
+        ``config`` is the transformer's configuration.
+        """
+        return False
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """Kwargs of the transformer's forward for a prompt, without a batch axis, by default ``conditions``.
+
+        Args:
+            pipe: pipeline with its text encoder.
+            prompt: text, or a class; "" for the empty prompt.
+            settings: of the pipeline's call; settings that ``encode_prompt`` does not take are ignored.
+
+        Raises:
+            ValueError: a prompt that the model does not know, a transformer that is conditioned on pictures, or the
+                family does not define how prompts are encoded.
+        """
+        config = pipe.transformer.config
+        self._check_trained_on_text(config)
+        conditions = self.conditions_of(config)
+        if not conditions:
+            raise self.undefined("how prompts are encoded", "encode_prompt")
+        usual = {"max_sequence_length": conditions[0].sizes(config)[0], **self.text_settings}
+        outputs = self.encode_text(pipe, prompt, {**usual, **(settings or {})})
+        found = {one.name: (outputs[one.output][0], one.dtype) for one in conditions}
+        return {name: x if dtype.is_floating_point else x.to(dtype) for name, (x, dtype) in found.items()}
+
+    def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
+        """Output of the pipeline's ``encode_prompt`` without guidance; settings that it does not take are ignored."""
+        known = inspect.signature(pipe.encode_prompt).parameters
+        chosen = {name: value for name, value in settings.items() if name in known}
+        if "do_classifier_free_guidance" in known:
+            chosen["do_classifier_free_guidance"] = False
+        return pipe.encode_prompt(**{**chosen, "prompt": prompt})
+
+    # Calling the pipeline
+
+    def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """Number of classes a pipeline was trained on, read without loading it; 0 if prompts are text."""
+        return 0
+
+    def check_prompt(self, pipe: Any, prompt: str) -> None:
+        """Raise ValueError for a class that the model does not have."""
+
+    def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
+        """The argument of the pipeline's call that takes the prompts."""
+        return {"prompt": list(prompts)}
+
+    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
+        """Kwargs of the pipeline's call for frames and size, as far as it has them."""
+        height, width = clip.sizes[0]
+        frames = dict.fromkeys(("num_frames", "frames", "video_length"), clip.frames)
+        asked = {"height": height, "width": width, **frames, "use_resolution_binning": False}
+        known = inspect.signature(pipe.__call__).parameters
+        return {name: value for name, value in asked.items() if name in known}
+
+    def guidance_arguments(self, guidance: float) -> Kwargs:
+        """Kwargs of the pipeline's call for a guidance scale."""
+        return {"guidance_scale": guidance}
+
+    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
+        """Generate one sample per prompt.
+
+        Args:
+            pipe: the pipeline, patched or not.
+            prompts: text or classes.
+            generators: noise of every sample; on the CPU for noise that does not depend on the device.
+            **settings: further arguments of the pipeline's call.
+
+        Returns:
+            For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1], unless ``output_type`` is set.
+
+        Raises:
+            ValueError: the pipeline needs more arguments, such as a picture.
+        """
+        usual = {"output_type": "np"} if self.makes_videos else {}  # some pipelines return PIL images by default
+        arguments = {**usual, **self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        missing = [
+            name
+            for name, parameter in inspect.signature(pipe.__call__).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind in by_name and name not in arguments
+        ]
+        if "image" not in (*arguments, *missing) and self.keeps_first_frame(pipe, pipe.transformer.config):
+            missing.append("image")
+        if missing:
+            raise ValueError(
+                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts. mhla generate takes a "
+                "picture (--image FILE); for anything else call the pipeline yourself. Train on videos of your own "
+                "(mhla encode)."
+            )
+        output = pipe(**arguments)
+        return output.frames if self.makes_videos else output.images
+
+    def generate_latents(
+        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
+    ) -> Tensor:
+        """Generate latents in the transformer's scale: (C, ...)."""
+        settings = {"num_inference_steps": steps, "output_type": "latent", **self.guidance_arguments(guidance)}
+        latents: Tensor = self.call(pipe, [prompt], [generator], **self.clip_arguments(pipe, clip), **settings)[0]
+        return latents
+
+
+def scaled_latents(vae: Any, latents: Tensor) -> Tensor:
+    """Scale an autoencoder's latents (B, C, ...) as transformers take them.
+
+    Uses the autoencoder's mean and deviation per channel, from its buffers or configuration, or its one shift, and its
+    ``scaling_factor``; those that it lacks change nothing.
+    """
+    shift, scale = _scale_of(vae, latents)
+    return (latents - shift) * scale
+
+
+def unscaled_latents(vae: Any, latents: Tensor) -> Tensor:
+    """Undo :func:`scaled_latents`, for an autoencoder to decode: (B, C, ...)."""
+    shift, scale = _scale_of(vae, latents)
+    return latents / scale + shift
+
+
+def _scale_of(vae: Any, latents: Tensor) -> tuple[Any, Any]:
+    """Shift and factor of the latents: numbers, or one value per channel."""
+    known = {**vae.config, **dict(vae.named_buffers(recurse=False))}
+    mean, deviation = (
+        None if values is None else torch.as_tensor(values).to(latents).view(-1, *[1] * (latents.ndim - 2))
+        for values in (known.get("latents_mean"), known.get("latents_std"))
+    )
+    shift = mean if mean is not None else known.get("shift_factor") or 0.0
+    factor = known.get("scaling_factor") or 1.0
+    return shift, factor if deviation is None else factor / deviation
