@@ -1,4 +1,4 @@
-"""Scenes of length_study.py, drawn on the device from a seed, and what is measured on clips of them.
+"""Scenes of length.py, drawn on the device from a seed, and what is measured on clips of them.
 
 Every scene has a few handwritten digits, each of a colour of its own. They move, turn and hide each other over a
 texture that drifts. The texture has detail at four scales; the last digit moves as the first one mirrored at the
