@@ -14,7 +14,6 @@ __all__ = [
     "mean_entropy",
     "mean_rank",
     "rank",
-    "rank_bound",
     "write_audit",
 ]
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
         mean_entropy,
         mean_rank,
         rank,
-        rank_bound,
     )
 else:
     # mhla analyze is in this folder too

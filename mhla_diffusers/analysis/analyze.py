@@ -67,8 +67,6 @@ def analyze(
         patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
         mixing = {name: patched[name].mixing for name in names if name in patched}
         if mixing:
-            blocks = next(iter(patched.values())).config.blocks
-            shown = (1, *blocks)[-max(2, len(blocks)) :]
-            pictures.append(draw_mixing_matrices(mixing, shown, output / "mixing-matrices.png"))
+            pictures.append(draw_mixing_matrices(mixing, output / "mixing-matrices.png"))
     write_json({"grid": grid, "token": chosen, "layers": [asdict(layer) for layer in found]}, output / "analysis.json")
     return found, pictures

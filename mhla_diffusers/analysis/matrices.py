@@ -9,7 +9,7 @@ from torch import nn
 
 from ..attention.layout import block_sizes
 from ..attention.rope import rotated
-from ..families import AttentionAdapter, AttentionInputs, Family, get_family
+from ..families import AttentionInputs, Family, get_family
 from ..patching import MHLAProcessor, TransformerCall, attention_inputs
 
 RANK_TOLERANCE = 1e-4
@@ -19,7 +19,7 @@ LARGEST_GRID = 4096
 
 
 def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[str, torch.Tensor]:
-    """Return the matrix of every self-attention, see :func:`each_attention_matrix`: name → float64 (B, H, N, N)."""
+    """Return the matrices of :func:`each_attention_matrix` together: name → float64 (B, H, N, N)."""
     return dict(each_attention_matrix(transformer, batch))
 
 
@@ -36,9 +36,6 @@ def each_attention_matrix(
         transformer: patched or not.
         batch: what it runs on.
         names: of the self-attentions; None for all.
-
-    Raises:
-        ValueError: a name that is no self-attention.
     """
     family = get_family(transformer)
     attentions: dict[str, Any] = family.self_attentions(transformer)
@@ -123,6 +120,7 @@ class LayerAnalysis:
     rank: float
     """Averaged over samples and heads."""
     rank_bound: int
+    """N for softmax, also over lists, min(N, D) for linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3)."""
     entropy: float
     """In nats; log(tokens) for uniform weights."""
     moves: float | None = None
@@ -142,9 +140,6 @@ def analyze_layers(
         batch: what it runs on.
         names: of the self-attentions; None for all.
         each: called with name and attention matrix (B, H, N, N) of every layer, for example to draw it.
-
-    Raises:
-        ValueError: a name that is no self-attention, or too many tokens to form N x N matrices.
     """
     family = get_family(transformer)
     grid = batch.grid(transformer)
@@ -160,20 +155,12 @@ def analyze_layers(
         if each is not None:
             each(name, matrix)
         attn = attentions[name]
-        kind = "MHLA" if isinstance(getattr(attn, "processor", None), MHLAProcessor) else family.own_attention
-        bound = rank_bound(attn, family.adapter_of(attn), grid, kind)
+        is_patched = isinstance(getattr(attn, "processor", None), MHLAProcessor)
+        kind = "MHLA" if is_patched else family.own_attention
+        if kind == "softmax" or (is_patched and attn.mhla.config.sparse != "none"):
+            bound = tokens
+        else:
+            sizes = block_sizes(grid, attn.mhla.config.blocks_on(grid)) if is_patched else [tokens]
+            bound = sum(min(size, family.adapter_of(attn).heads(attn)[1]) for size in sizes)
         layers.append(LayerAnalysis(name, kind, tokens, rank(matrix), bound, entropy(matrix)))
     return layers
-
-
-def rank_bound(attn: Any, adapter: AttentionAdapter, grid: tuple[int, ...], kind: str) -> int:
-    """Return an upper bound of the attention matrix's rank on a token grid; ``kind`` is MHLA, linear or softmax.
-
-    N for softmax, min(N, D) for plain linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3). With a sparse
-    branch it is N again, because the softmax over listed keys can have full rank.
-    """
-    tokens, (_, head_dim) = torch.Size(grid).numel(), adapter.heads(attn)
-    if kind == "softmax" or (kind == "MHLA" and attn.mhla.config.sparse != "none"):
-        return tokens
-    sizes = block_sizes(grid, attn.mhla.config.blocks_on(grid)) if kind == "MHLA" else [tokens]
-    return sum(min(size, head_dim) for size in sizes)

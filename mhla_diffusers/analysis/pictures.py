@@ -15,29 +15,22 @@ _NEARLY_POSITIVE = 0.01
 
 
 def side_by_side(values: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-    """Values (N,) of a grid as one picture (height, width), with frames side by side."""
+    """Arrange values (N,) of a grid as one picture (height, width), with frames side by side."""
     frames = values.reshape(-1, *grid[-2:]).unbind()
     gap = torch.full((grid[-2], 1), math.nan, dtype=values.dtype)
     return torch.cat([part for frame in frames for part in (frame, gap)][:-1], dim=1)
 
 
 def middle_of(grid: Sequence[int]) -> int:
-    """Index of the token or block in the middle of a grid."""
+    """Return the index of the token in the middle of a grid."""
     index = 0
     for count in grid:
         index = index * count + count // 2
     return index
 
 
-def position_of(index: int, grid: Sequence[int]) -> tuple[int, int]:
-    """Row and column of a token or block in :func:`side_by_side`."""
-    height, width = grid[-2:]
-    frame, place = divmod(index, height * width)
-    return place // width, frame * (width + 1) + place % width
-
-
 def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], token: int, file: Path) -> Path:
-    """How much one query token attends to every token of the grid, one map per layer; the token is marked.
+    """Draw how much one query token attends to every token of the grid, one map per layer; the token is marked.
 
     Args:
         rows: layer → (N,), the token's row of the attention matrix.
@@ -46,6 +39,8 @@ def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], t
         file: where to; it is returned.
     """
     plt = require_matplotlib()
+    from matplotlib.patches import Rectangle
+
     maps = {name: side_by_side(row.float(), grid) for name, row in rows.items()}
     wide = len(grid) == 3
     columns = 1 if wide else min(_COLUMNS, len(maps))
@@ -56,7 +51,9 @@ def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], t
         axis.set_axis_off()
     for axis, (name, picture) in zip(axes.flat, maps.items(), strict=False):
         image = axis.imshow(picture, **_colours(rows[name]))
-        _mark(axis, position_of(token, grid))
+        frame, place = divmod(token, grid[-2] * grid[-1])
+        row, column = place // grid[-1], frame * (grid[-1] + 1) + place % grid[-1]
+        axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=1.5))
         axis.set_title(name, fontsize=8)
         figure.colorbar(image, ax=axis, shrink=0.8)
     title = f"Attention of token {token} over the grid {'x'.join(map(str, grid))}"
@@ -66,57 +63,34 @@ def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], t
     return file
 
 
-def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], blocks: Sequence[int], file: Path) -> Path:
-    """Mixing matrices of all layers; below each its middle row over the block grid.
-
-    Args:
-        matrices: layer → (M, M), or (H, M, M), of which the mean over heads is drawn.
-        blocks: block counts, whose product is M.
-        file: where to; it is returned.
-    """
+def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], file: Path) -> Path:
+    """Draw the mixing matrices of all layers, name → (M, M) or (H, M, M), of which the mean over heads is drawn."""
     plt = require_matplotlib()
     shared = {
         name: matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(dim=0)
         for name, matrix in matrices.items()
     }
-    middle, colours = middle_of(blocks), _colours(torch.stack(list(shared.values())))
+    colours = _colours(torch.stack(list(shared.values())))
     columns = min(_COLUMNS, len(shared))
     bands = math.ceil(len(shared) / columns)
-    height, width = side_by_side(shared[next(iter(shared))][middle], blocks).shape
-    ratios = [1.0, min(1.0, height / width)] * bands
-    size = (max(5.0, 2.6 * columns + 1), 2.2 * sum(ratios) + bands)
-    figure, axes = plt.subplots(
-        2 * bands, columns, figsize=size, squeeze=False, layout="constrained", height_ratios=ratios
-    )
+    size = (max(5.0, 2.6 * columns + 1), 2.6 * bands + 0.5)
+    figure, axes = plt.subplots(bands, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.set_axis_off()
-    for place, (name, matrix) in enumerate(shared.items()):
-        band, at = divmod(place, columns)
-        above, below = axes[2 * band, at], axes[2 * band + 1, at]
-        above.set_axis_on()
-        above.imshow(matrix, **colours)
-        above.set_title(name, fontsize=8)
-        above.set_xlabel("key block", fontsize=8)
-        above.set_ylabel("query block", fontsize=8)
-        image = below.imshow(side_by_side(matrix[middle], blocks), **colours)
-        _mark(below, position_of(middle, blocks))
-        below.set_title(f"row of query block {middle}", fontsize=8)
+    for axis, (name, matrix) in zip(axes.flat, shared.items(), strict=False):
+        axis.set_axis_on()
+        image = axis.imshow(matrix, **colours)
+        axis.set_title(name, fontsize=8)
+        axis.set_xlabel("key block", fontsize=8)
+        axis.set_ylabel("query block", fontsize=8)
     figure.colorbar(image, ax=axes, shrink=0.6)
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file
 
 
-def _mark(axis: Any, position: tuple[int, int]) -> None:
-    """A frame around one token or block."""
-    from matplotlib.patches import Rectangle
-
-    row, column = position
-    axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="cyan", linewidth=1.5))
-
-
 def _colours(values: torch.Tensor) -> dict[str, Any]:
-    """Color scale from zero to the largest value; symmetric for signed values, as from RoPE and the paper's code."""
+    """Choose a color scale from zero to the largest value; symmetric for signed values, as RoPE gives."""
     lowest, highest = float(values.min()), float(values.max())
     if lowest > -_NEARLY_POSITIVE * highest:
         return {"cmap": "magma", "vmin": 0, "vmax": highest}

@@ -291,7 +291,7 @@ class Demo:
             matrices = {f"{layer_name}, before": before, f"{layer_name}, after": layer.mixing}
             file = self.output / f"mixing-{variant.name.replace(',', '').replace(' ', '-').replace('/', '-')}.png"
             heading = f"Mixing matrices of {variant.name}"
-            self.sections[heading] = html_media(draw_mixing_matrices(matrices, self.tiny.blocks, file), heading)
+            self.sections[heading] = html_media(draw_mixing_matrices(matrices, file), heading)
 
     def write(self, circumstances: dict[str, str]) -> None:
         """Write the record and last the page, whose images are inside it, so that the file can be sent alone."""

@@ -20,7 +20,6 @@ from .record import (
     check_choices,
     first_sample,
     import_imageio,
-    is_whole,
     read_sample_list,
     record_choices,
     write_sample,
@@ -61,11 +60,7 @@ class SampleSet(PipelineChoice):
         return {**super().choices, "seed": self.seed}
 
     def check(self) -> None:
-        """As :meth:`PipelineChoice.check`, and whether the pipeline takes the pictures.
-
-        Raises:
-            ValueError: it takes none, or needs one for every prompt.
-        """
+        """Check patch and settings, and that the pipeline takes pictures where any are given, and all that it needs."""
         super().check()
         pipeline, images = self.pipeline_class(), [sample.image for sample in self.samples]
         takes = inspect.signature(pipeline.__call__).parameters.get("image")
@@ -89,15 +84,7 @@ def plan_samples(
 ) -> list[Sample]:
     """Plan one sample per prompt and seed: ``{prompt number}-{seed}-{prompt}`` and the suffix, .png or .mp4.
 
-    Args:
-        prompts: text; for DiT classes, by name or number.
-        suffix: of the family.
-        seeds: of the noise, 0 to 2⁶³ − 1.
-        images: of every prompt its picture or None, for image-to-video pipelines.
-
-    Raises:
-        ValueError: no prompts or seeds, or a seed out of range.
-        FileNotFoundError: no such picture.
+    Prompts are text, or for DiT classes by name or number; ``images`` has the picture of each, or None.
     """
     if not prompts:
         raise ValueError("There are no prompts; give at least one, or a file with one prompt per line.")
@@ -133,7 +120,7 @@ def name_of_prompt(prompt: str) -> str:
 
 
 def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterator[tuple[Sample, bool]]:
-    """Generate this process's missing and incomplete samples.
+    """Generate this process's missing samples.
 
     Yields:
         Each sample, and whether it was generated (True) or existed already (False); those that existed first.
@@ -151,7 +138,7 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
             import_imageio()
         missing = []
         for sample in config.samples[process::processes]:
-            if is_whole(config.output / sample.file):
+            if (config.output / sample.file).is_file():  # whole, since files are written aside
                 yield sample, False
             else:
                 missing.append(sample)
@@ -203,17 +190,13 @@ def _record(config: SampleSet) -> None:
     record_choices(config.output, config.choices)
     planned = {sample.file: sample for sample in config.samples}
     earlier = {sample.file: sample for sample in read_sample_list(config.output) or ()}
-    kept = {file: sample for file, sample in earlier.items() if file in planned or is_whole(config.output / file)}
+    kept = {file: sample for file, sample in earlier.items() if file in planned or (config.output / file).is_file()}
     listed = kept | planned
     write_sample_list([listed[file] for file in sorted(listed)], config.output)
 
 
 def read_picture(file: Path) -> Any:
-    """Read a picture as RGB, turned as it was taken, as ``mhla encode`` and diffusers' own ``load_image`` read it.
-
-    Raises:
-        ValueError: no picture, a damaged one, or one of too many pixels for PIL.
-    """
+    """Read a picture as RGB, turned as it was taken, as ``mhla encode`` and diffusers' own ``load_image`` read it."""
     from PIL import Image, ImageOps
 
     try:

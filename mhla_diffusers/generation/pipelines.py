@@ -93,12 +93,7 @@ class PipelineChoice:
         }
 
     def check(self) -> None:
-        """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline.
-
-        Raises:
-            FileNotFoundError: no such model, or no such patch file.
-            ValueError: an unknown patch, or a setting that the pipeline does not take.
-        """
+        """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline."""
         if self.patch is not None:
             load_patch(self.patch)
         if self.settings or self.model is not None:
@@ -118,7 +113,7 @@ class PipelineChoice:
         return pipeline
 
     def load(self, prompts: Sequence[str] = ()) -> Any:
-        """Load the pipeline onto its device, patch it if asked for, and check the prompts.
+        """Load the pipeline onto its device, check the prompts, and patch it if asked for.
 
         Raises:
             ValueError: a model of another family, a patch or weights that do not fit, an invalid prompt, or settings
@@ -157,12 +152,7 @@ class PipelineChoice:
 
 
 def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtype) -> Any:
-    """Load a pipeline by Hub id or folder, or the family's tiny one for None; without progress bars.
-
-    Raises:
-        ValueError: no such device here, or no tiny pipeline of the family.
-        OSError: no such pipeline.
-    """
+    """Load a pipeline by Hub id or folder, or the family's tiny one for None; without progress bars."""
     from diffusers import DiffusionPipeline
 
     place = choose_device(device)
@@ -186,7 +176,6 @@ def load_result(pipe: Any, result: str | Path) -> None:
 
     Raises:
         ValueError: another model's weights, or as :func:`mhla_diffusers.load_mhla`.
-        FileNotFoundError: nothing there.
     """
     folder = Path(result)
     if (folder / "config.json").is_file() and not (folder / CONFIG_NAME).is_file():
@@ -232,11 +221,7 @@ def family_named(name: str) -> TrainedFamily:
 
 
 def family_of(model: str, component: str = "transformer") -> TrainedFamily:
-    """Return the family of a pipeline's transformer, by its class, without its weights.
-
-    Raises:
-        ValueError: no such component, or a transformer that is not supported.
-    """
+    """Return the family of a pipeline's transformer, by its class, without its weights."""
     name = component_identity(model, component).split(" ")[0]
     if name == "none":
         supported = {cls for family in families() for cls in family.transformers}

@@ -14,11 +14,9 @@ from typing import Any
 from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, read_json, write_json, written_aside
 
 RECORD_NAME = "generation.json"
-"""File beside generated files that records how they were made."""
+"""Records beside generated files how they were made."""
 SAMPLE_LIST = "samples.json"
 """File that makes a folder a set for ``mhla eval``: [{"file": …, "text": …, "image": …}, …]."""
-
-_END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 
 
 @dataclass(frozen=True)
@@ -99,18 +97,34 @@ def first_sample(folder: Path) -> Path | None:
     return next((file for file in samples if not file.name.startswith(".")), None)
 
 
-def is_whole(file: Path) -> bool:
-    """Return whether a file exists and, for MP4 and PNG, is complete."""
-    if not file.is_file():
-        return False
+def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
+    """Write what a pipeline generated, atomically: a PIL image as .png, frames (F, H, W, 3) in [0, 1] as .mp4."""
+    with written_aside(file) as aside:
+        if file.suffix == ".mp4":
+            write_video(sample, aside, frames_per_second)
+        else:
+            sample.save(aside)
+
+
+def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
+    """Write frames (F, H, W, 3) in [0, 1] as an MP4 (H.264); OSError if ffmpeg failed, as on a full disk."""
+    import torch
+
+    imageio = import_imageio()
+    pixels = [(255 * torch.as_tensor(frame).clamp(0, 1)).round().to(torch.uint8).numpy() for frame in frames]
+    failed = OSError(errno.EIO, "ffmpeg failed before the video was complete, as on a full disk", str(file))
+    try:
+        imageio.mimwrite(file, pixels, format="FFMPEG", fps=frames_per_second, macro_block_size=2, quality=9)
+    except OSError as error:
+        raise failed from error
+    if not is_whole_video(file):  # imageio ignores ffmpeg's exit status
+        raise failed
+
+
+def is_whole_video(file: Path) -> bool:
+    """Return whether the boxes of an MP4 fill it, with the index of its frames, which is written last."""
     length, place, kinds = file.stat().st_size, 0, set()
     with file.open("rb") as stream:
-        if file.suffix == ".png":
-            stream.seek(max(0, length - len(_END_OF_PNG)))
-            return stream.read() == _END_OF_PNG
-        if file.suffix != ".mp4":
-            return True
-        # the boxes of an MP4 fill the file, and include the index of its frames, which is written last
         while place + 8 <= length:
             stream.seek(place)
             size, kind = struct.unpack(">I4s", stream.read(8))
@@ -123,35 +137,6 @@ def is_whole(file: Path) -> bool:
             kinds.add(kind)
             place += size
     return place == length and {b"mdat", b"moov"} <= kinds
-
-
-def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
-    """Write what a pipeline generated, atomically: a PIL image as .png, frames (F, H, W, 3) in [0, 1] as .mp4."""
-    with written_aside(file) as aside:
-        if file.suffix == ".mp4":
-            write_video(sample, aside, frames_per_second)
-        else:
-            sample.save(aside)
-
-
-def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
-    """Write frames (F, H, W, 3) in [0, 1] as an MP4 (H.264).
-
-    Raises:
-        OSError: ffmpeg failed, as on a full disk.
-        ImportError: imageio is missing.
-    """
-    import torch
-
-    imageio = import_imageio()
-    pixels = [(255 * torch.as_tensor(frame).clamp(0, 1)).round().to(torch.uint8).numpy() for frame in frames]
-    failed = OSError(errno.EIO, "ffmpeg failed before the video was complete, as on a full disk", str(file))
-    try:
-        imageio.mimwrite(file, pixels, format="FFMPEG", fps=frames_per_second, macro_block_size=2, quality=9)
-    except OSError as error:
-        raise failed from error
-    if not is_whole(file):  # imageio ignores ffmpeg's exit status
-        raise failed
 
 
 def import_imageio() -> Any:

@@ -1,6 +1,6 @@
 """Generate a video frame block by frame block with a causal patch, in constant memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -54,8 +54,8 @@ def stream_latents(
 
     Raises:
         TypeError: a prompt that is no text, or a size or count that is no whole number.
-        ValueError: no prompt, a pipeline that takes pictures or has two transformers, a patch that cannot stream, a
-            size that does not divide into tokens, or fewer than one frame block or step.
+        ValueError: a pipeline that takes pictures or has two transformers, a patch that cannot stream, a size that does
+            not divide into tokens, or fewer than one prompt, frame block or step.
     """
     from diffusers.utils.torch_utils import randn_tensor
 
@@ -90,42 +90,26 @@ def stream_latents(
             found.append(stream(**arguments, keep=keep, return_dict=False)[0])
         return found[0] if len(found) == 1 else torch.lerp(found[1], found[0], guidance)
 
-    return _denoised(pipe.scheduler, steps, draw, predict, frame_blocks)
+    @torch.no_grad()
+    def denoise() -> Iterator[torch.Tensor]:
+        for _ in count() if frame_blocks is None else range(frame_blocks):
+            latents = draw()
+            pipe.scheduler.set_timesteps(steps, device=latents.device)
+            for time in pipe.scheduler.timesteps:
+                velocity = predict(latents, time, False)
+                latents = pipe.scheduler.step(velocity, time, latents, return_dict=False)[0]
+            predict(latents, torch.zeros_like(time), True)  # stores its states
+            yield latents
 
-
-@torch.no_grad()
-def _denoised(
-    scheduler: Any,
-    steps: int,
-    draw: Callable[[], torch.Tensor],
-    predict: Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor],
-    frame_blocks: int | None,
-) -> Iterator[torch.Tensor]:
-    """Denoise frame blocks one after another and store their states."""
-    for _ in count() if frame_blocks is None else range(frame_blocks):
-        latents = draw()
-        scheduler.set_timesteps(steps, device=latents.device)
-        for time in scheduler.timesteps:
-            velocity = predict(latents, time, False)
-            latents = scheduler.step(velocity, time, latents, return_dict=False)[0]
-        predict(latents, torch.zeros_like(time), True)
-        yield latents
+    return denoise()
 
 
 @torch.no_grad()
 def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decode latents into frames with the pipeline's autoencoder, all at once.
-
-    Args:
-        pipe: of Wan or SkyReels-V2.
-        latents: (B, C, F, H, W), all frame blocks of a video concatenated.
+    """Decode latents (B, C, F, H, W), all frame blocks of a video concatenated, with the pipeline's autoencoder.
 
     Returns:
         (B, frames, H, W, 3) in [0, 1], float32 on the CPU.
-
-    Raises:
-        TypeError: latents that are no floating point tensor.
-        ValueError: latents of another shape.
     """
     if not (isinstance(latents, torch.Tensor) and latents.is_floating_point()):
         given = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
