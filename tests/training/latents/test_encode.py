@@ -27,16 +27,18 @@ from ..models import one_stage, tiny_wan, wan_data
 from ..pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 
 WAN_CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
-HEADER = {"family": "wan", "vae": "vae", "text_encoder": "text", "settings": {}}
 IMAGE_CLIP = Clip(frames=1, fps=1.0, sizes=((16, 16),))
+HEADER = {"family": "wan", "vae": "vae", "text_encoder": "text", "settings": {}}
+
+
+def _saved(pipe: Any, folder: Path) -> tuple[Any, str]:
+    pipe.save_pretrained(folder / "model")
+    return pipe, str(folder / "model")
 
 
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    pipe = wan_pipeline()
-    folder = tmp_path_factory.mktemp("wan")
-    pipe.save_pretrained(folder)
-    return pipe, str(folder)
+    return _saved(wan_pipeline(), tmp_path_factory.mktemp("wan"))
 
 
 @pytest.fixture
@@ -50,54 +52,41 @@ def videos(tmp_path: Path) -> Path:
     return folder
 
 
-def test_videos_become_samples_that_train(videos: Path, tmp_path: Path) -> None:
-    """Their latents are those that the pipeline decodes, whoever reads the files."""
-    pipe = wan_pipeline()
-    pipe.save_pretrained(tmp_path / "model")
+def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    """Their latents are those that the pipeline decodes, whoever reads the files, and however often it stops."""
+    pipe, model = wan
+    (videos / "3.mp4").rename(tmp_path / "3.mp4")
+    encode_folder(pipe, model, videos, tmp_path / "cache-0", WAN_CLIP)
+    (tmp_path / "3.mp4").rename(videos / "3.mp4")
     caches = []
     for workers in (0, 2):
-        output = tmp_path / f"cache-{workers}"
-        index = encode_folder(pipe, str(tmp_path / "model"), videos, output, WAN_CLIP, workers=workers)
+        index = encode_folder(pipe, model, videos, tmp_path / f"cache-{workers}", WAN_CLIP, workers=workers)
         assert [sample.source for sample in index.samples] == ["0.mp4", "1.mp4", "3.mp4"]
-        assert index.skipped == {"2.mp4": "the file is empty"}
-        caches.append(LatentCache(output))
+        assert index.skipped.keys() == {"2.mp4"}
+        caches.append(LatentCache(tmp_path / f"cache-{workers}"))
     alone, several = caches
-    assert vars(alone.index) == {**vars(several.index), "folder": alone.folder}
-    assert torch.equal(alone[2]["latents"], several[2]["latents"])
+    for index in range(3):
+        assert torch.equal(alone[index]["latents"], several[index]["latents"])
     pixels = read_clip(Media(videos / "1.mp4", "1.mp4"), WAN_CLIP)[None].float() / 127.5 - 1
     with torch.no_grad():
         raw = pipe.vae.encode(pixels).latent_dist.mode()[0]
     assert torch.allclose(alone[1]["latents"] * 0.5 + 0.1, raw, atol=1e-5)
     assert alone.shapes == [(4, 2, 4, 4)] * 3
     assert alone[0]["encoder_hidden_states"].shape == (512, 8)
-    assert alone.empty is not None
-    assert train(pipe.transformer, alone, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
+    assert train(wan_pipeline().transformer, alone, one_stage(tmp_path / "run", 2, prompt_dropout=0.5)).finished
 
 
 def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_path: Path) -> None:
     """Each with its first frame, which stays where the prompt is dropped."""
     pytest.importorskip("ftfy")
     components = wan_components(flow_shift=5.0, image_channels=8)
-    pipe = quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **components))
-    pipe.save_pretrained(tmp_path / "model")
-    encode_folder(pipe, str(tmp_path / "model"), videos, tmp_path / "cache", WAN_CLIP)
+    pipe, model = _saved(quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **components)), tmp_path)
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
     cache = LatentCache(tmp_path / "cache")
     assert cache.shapes == [(36, 2, 4, 4)] * 3
     assert cache[0]["encoder_hidden_states_image"].shape == (5, 8)
-    assert cache.empty is not None
-    assert cache.empty.keys() == {"encoder_hidden_states"}
+    assert cache.empty is not None and cache.empty.keys() == {"encoder_hidden_states"}
     assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
-
-
-def test_encoding_goes_on_where_it_stopped(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
-    pipe, model = wan
-    (videos / "3.mp4").rename(tmp_path / "3.mp4")
-    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    (tmp_path / "3.mp4").rename(videos / "3.mp4")
-    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    cache = LatentCache(tmp_path / "cache")
-    assert [sample.source for sample in cache.index.samples] == ["0.mp4", "1.mp4", "3.mp4"]
-    assert torch.equal(cache[2]["latents"], cache[0]["latents"])
 
 
 @pytest.mark.parametrize(
@@ -109,11 +98,10 @@ def test_encoding_goes_on_where_it_stopped(wan: tuple[Any, str], videos: Path, t
     ],
 )
 def test_synthesized_latents_train(make: Callable[[], Any], clip: Clip, shape: tuple[int, ...], tmp_path: Path) -> None:
-    pipe = make()
-    pipe.save_pretrained(tmp_path / "model")
+    pipe, model = _saved(make(), tmp_path)
     prompts = ["3", "dog"] if make is dit_pipeline else ["a red ball", "a blue ball moves"]
-    synthesize(pipe, str(tmp_path / "model"), prompts[:1], tmp_path / "cache", clip, steps=2)
-    synthesize(pipe, str(tmp_path / "model"), prompts, tmp_path / "cache", clip, steps=2)
+    for count in (1, 2):
+        synthesize(pipe, model, prompts[:count], tmp_path / "cache", clip, steps=2)
     cache = LatentCache(tmp_path / "cache")
     assert cache.shapes == [shape] * 2
     assert all(cache[index]["latents"].isfinite().all() for index in range(2))
@@ -122,135 +110,104 @@ def test_synthesized_latents_train(make: Callable[[], Any], clip: Clip, shape: t
 
 @pytest.mark.parametrize("make", [sana_pipeline, dit_pipeline])
 def test_images_become_samples(make: Callable[[], Any], tmp_path: Path) -> None:
-    pipe = make()
-    pipe.save_pretrained(tmp_path / "model")
+    pipe, model = _saved(make(), tmp_path)
     (tmp_path / "images").mkdir()
     for name in ("a", "b"):
         write_image(tmp_path / "images" / f"{name}.png")
         (tmp_path / "images" / f"{name}.txt").write_text("3" if make is dit_pipeline else "a red ball")
-    encode_folder(pipe, str(tmp_path / "model"), tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
+    encode_folder(pipe, model, tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
     assert LatentCache(tmp_path / "cache").shapes == [(4, 8, 8)] * 2
 
 
-def test_cache_of_another_model_is_refused_with_both_names(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+def test_cache_of_another_model_or_clip_is_refused(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
     pipe, model = wan
     encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    other = wan_pipeline(latent_channels=8)
-    other.save_pretrained(tmp_path / "other")
-    header = model_header(str(tmp_path / "other"), get_family(other.transformer))
-    message = r"vae='AutoencoderKLWan \(configuration \w+\)', but .*other has 'AutoencoderKLWan"
-    with pytest.raises(ValueError, match=message):
-        LatentCache(tmp_path / "cache").check_made_for(str(tmp_path / "other"), header)
-    cache = LatentCache(tmp_path / "cache")
+    cache, (other, name) = LatentCache(tmp_path / "cache"), _saved(wan_pipeline(latent_channels=8), tmp_path)
+    with pytest.raises(ValueError, match=rf"vae='AutoencoderKLWan \(configuration \w+\)', but {name}"):
+        cache.check_made_for(name, model_header(name, get_family(other.transformer)))
     cache.check_cut_as(Clip(5, 8.0, ((64, 32), (32, 32))))
     for clip, difference in {
-        Clip(9, 8.0, ((32, 32),)): r"frames=5, but the configuration has clip.frames=9",
-        Clip(5, 16.0, ((32, 32),)): r"fps=8.0, but the configuration has clip.fps=16.0",
-        Clip(5, 8.0, ((64, 32),)): r"sizes=\[\[32, 32\]\], but the configuration has clip.sizes=\(\(64, 32\),\)",
+        Clip(9, 8.0, ((32, 32),)): "frames=5, .*frames=9",
+        Clip(5, 16.0, ((32, 32),)): "fps=8.0, .*fps=16.0",
+        Clip(5, 8.0, ((64, 32),)): r"sizes=\[\[32, 32\]\], .*sizes=\(\(64, 32\),\)",
     }.items():
         with pytest.raises(ValueError, match=difference):
             cache.check_cut_as(clip)
-    with pytest.raises(ValueError, match=r"made with frames=5, not 9; choose another folder"):
+    with pytest.raises(ValueError, match="frames=5, not 9"):
         encode_folder(pipe, model, videos, tmp_path / "cache", Clip(9, 8.0, ((32, 32),)))
-
-
-@pytest.mark.parametrize(
-    ("make", "clip", "words"),
-    [
-        (wan_pipeline, Clip(5, 8.0, ((36, 32),)), r"Size \(36, 32\) must be divisible by 16; .* \(32, 32\)"),
-        (wan_pipeline, Clip(6, 8.0, ((32, 32),)), "frames=6 .* multiple of 4; try 5"),
-        (dit_pipeline, Clip(1, 1.0, ((16, 32),)), r"Size \(16, 32\) .* square"),
-        (dit_pipeline, Clip(5, 8.0, ((16, 16),)), "frames=5 .* must be 1"),
-    ],
-)
-def test_clips_that_the_model_cannot_take_are_refused(
-    make: Callable[[], Any], clip: Clip, words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        synthesize(make(), "unused", ["dog"], tmp_path / "cache", clip)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_clips_that_no_file_fills_are_refused(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="None of the 4 files"):
-        encode_folder(*wan, videos, tmp_path / "cache", Clip(41, 8.0, ((32, 32),)))
+        encode_folder(pipe, model, videos, tmp_path / "long", Clip(41, 8.0, ((32, 32),)))
 
 
 @pytest.mark.parametrize(
-    ("make", "prompts", "words"),
+    ("make", "clip", "prompts", "words"),
     [
-        (wan_pipeline, ["a ball", " "], "none of them empty; empty: number 1"),
-        (wan_pipeline, [], "There must be prompts"),
-        (lambda: apply_mhla(wan_pipeline(), sparse="none", blocks=(2, 2, 2)), ["a ball"], "The pipeline is patched"),
-        (dit_pipeline, ["dog", "horse"], "'horse' is no class of this DiT.*cat, dog, house cat"),
+        (wan_pipeline, Clip(5, 8.0, ((36, 32),)), ["dog"], r"\(36, 32\) .* 16; .* \(32, 32\)"),
+        (wan_pipeline, Clip(6, 8.0, ((32, 32),)), ["dog"], "frames=6 .* 4; try 5"),
+        (dit_pipeline, Clip(1, 1.0, ((16, 32),)), ["dog"], r"\(16, 32\) .* square"),
+        (dit_pipeline, Clip(5, 8.0, ((16, 16),)), ["dog"], "frames=5 .* must be 1"),
+        (wan_pipeline, WAN_CLIP, ["a ball", " "], "number 1"),
+        (wan_pipeline, WAN_CLIP, [], "none given"),
+        (lambda: apply_mhla(wan_pipeline(), sparse="none", blocks=(2, 2, 2)), WAN_CLIP, ["dog"], "patched"),
+        (dit_pipeline, WAN_CLIP, ["dog", "horse"], "'horse'.*cat, dog, house cat"),
     ],
 )
-def test_bad_prompts_and_patched_teachers_are_refused(
-    make: Callable[[], Any], prompts: list[str], words: str, tmp_path: Path
+def test_what_cannot_be_synthesized_is_refused(
+    make: Callable[[], Any], clip: Clip, prompts: list[str], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        synthesize(make(), "unused", prompts, tmp_path / "cache", WAN_CLIP)
+        synthesize(make(), "unused", prompts, tmp_path / "cache", clip)
     assert not (tmp_path / "cache").exists()
 
 
-def test_captions_that_are_no_class_are_refused_before_anything_is_encoded(tmp_path: Path) -> None:
-    pipe = dit_pipeline()
+def test_captions_that_are_no_class_are_refused_in_a_folder_and_skipped_in_a_shard(tmp_path: Path) -> None:
+    pipe, model = _saved(dit_pipeline(), tmp_path)
     (tmp_path / "images").mkdir()
-    for name, caption in (("a", "dog"), ("b", "horse"), ("c", "cow")):
-        write_image(tmp_path / "images" / f"{name}.png")
-        (tmp_path / "images" / f"{name}.txt").write_text(caption)
-    with pytest.raises(ValueError, match=r"captions of b.png and 1 more .*: 'horse' is no class of this DiT.*cat, dog"):
-        encode_folder(pipe, "unused", tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
-    assert not (tmp_path / "cache").exists()
-
-
-def test_samples_of_shards_whose_caption_is_no_class_are_skipped(tmp_path: Path) -> None:
-    pipe = dit_pipeline()
-    pipe.save_pretrained(tmp_path / "dit")
     with tarfile.open(tmp_path / "0.tar", "w") as archive:
-        for name, caption in (("a", "dog"), ("b", "horse")):
-            write_image(tmp_path / f"{name}.png")
-            (tmp_path / f"{name}.txt").write_text(caption)
+        for name, caption in (("a", "dog"), ("b", "horse"), ("c", "cow")):
+            write_image(tmp_path / "images" / f"{name}.png")
+            (tmp_path / "images" / f"{name}.txt").write_text(caption)
             for suffix in ("png", "txt"):
-                archive.add(tmp_path / f"{name}.{suffix}", f"{name}.{suffix}")
-    index = encode_folder(pipe, str(tmp_path / "dit"), tmp_path / "0.tar", tmp_path / "cache", IMAGE_CLIP)
+                archive.add(tmp_path / "images" / f"{name}.{suffix}", f"{name}.{suffix}")
+    with pytest.raises(ValueError, match="b.png and 1 more .*'horse'"):
+        encode_folder(pipe, model, tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
+    assert not (tmp_path / "cache").exists()
+    index = encode_folder(pipe, model, tmp_path / "0.tar", tmp_path / "cache", IMAGE_CLIP)
     assert [sample.source for sample in index.samples] == ["0.tar/a.png"]
-    assert index.skipped["0.tar/b.png"].startswith("'horse' is no class")
+    assert "'horse'" in index.skipped["0.tar/b.png"]
 
 
-def test_text_and_image_to_video_of_one_transformer_are_encoded_to_folders_of_their_own(tmp_path: Path) -> None:
+def test_text_and_image_to_video_of_one_transformer_are_encoded_to_folders_of_their_own(
+    videos: Path, tmp_path: Path
+) -> None:
     """The pipeline alone tells them apart; else a folder's samples would be kept as they were."""
-    pipe, clip = case_of("ltx").pipeline(), Clip(5, 8.0, ((32, 32),))
-    pipe.save_pretrained(tmp_path / "model")
+    pipe, model = _saved(case_of("ltx").pipeline(), tmp_path)
     shown = quiet(LTXImageToVideoPipeline(**pipe.components))
-    (tmp_path / "videos").mkdir()
-    write_video(tmp_path / "videos" / "a.mp4")
-    (tmp_path / "videos" / "a.txt").write_text("a red ball")
 
-    def encode(of: Any, folder: str, cut: Clip = clip) -> Any:
-        return encode_folder(of, str(tmp_path / "model"), tmp_path / "videos", tmp_path / folder, cut)
+    def encode(of: Any, folder: str, frames: int = 5) -> Any:
+        return encode_folder(of, model, videos, tmp_path / folder, Clip(frames, 8.0, ((32, 32),)))
 
     encode(pipe, "text")
     encode(shown, "image")
-    assert len(encode(shown, "image").samples) == 1
-    with pytest.raises(ValueError, match="made with begins_with_picture=None, not True; choose another folder"):
+    assert len(encode(shown, "image").samples) == 3
+    with pytest.raises(ValueError, match="begins_with_picture=None, not True"):
         encode(shown, "text")
-    with pytest.raises(ValueError, match="made with begins_with_picture=True, not None; choose another folder"):
+    with pytest.raises(ValueError, match="begins_with_picture=True, not None"):
         encode(pipe, "image")
-    with pytest.raises(ValueError, match="frames=1 is the picture alone, .* more frames"):
-        encode(shown, "picture", Clip(1, 8.0, ((32, 32),)))
+    with pytest.raises(ValueError, match="frames=1"):
+        encode(shown, "picture", frames=1)
 
     stage = StageConfig(1, 1e-4, "all", ObjectiveWeights(diffusion=1.0))
-    config = TrainingConfig(str(tmp_path), (stage,), model=str(tmp_path / "model"), data=str(tmp_path / "text"))
+    config = TrainingConfig(str(tmp_path), (stage,), model=model, data=str(tmp_path / "text"))
     assert NamedRun(config).is_encoded
-    with pytest.raises(ValueError, match="image-to-video.* mhla encode"):
+    with pytest.raises(ValueError, match="image-to-video"):
         NamedRun(replace(config, data=str(tmp_path / "image")))
     shown.save_pretrained(tmp_path / "shown")
-    with pytest.raises(ValueError, match="text-to-video.* mhla encode"):
+    with pytest.raises(ValueError, match="text-to-video"):
         NamedRun(replace(config, model=str(tmp_path / "shown")))
 
 
-def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -> None:
+def test_killed_writer_leaves_a_good_cache_and_what_it_lacks_is_named(tmp_path: Path) -> None:
     writer = CacheWriter(tmp_path, HEADER, shard_bytes=100)
     for index in range(3):
         writer.add(str(index), "caption", {"latents": torch.full((4, 4, 4), float(index))})
@@ -262,14 +219,14 @@ def test_killed_writer_leaves_a_good_cache_and_damage_is_named(tmp_path: Path) -
     cache = LatentCache(tmp_path)
     assert [float(cache[index]["latents"][0, 0, 0]) for index in range(4)] == [0, 1, 2, 3]
     (tmp_path / "shard-00001.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks shard-00001.safetensors. Delete .* mhla encode"):
+    with pytest.raises(FileNotFoundError, match=r"shard-00001.safetensors.*mhla encode"):
         LatentCache(tmp_path)
     content = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**content, "format_version": 9}))
-    with pytest.raises(ValueError, match="format version 9 is unknown"):
+    with pytest.raises(ValueError, match="version 9"):
         LatentCache(tmp_path)
     (tmp_path / "index.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no latents: index.json is missing"):
+    with pytest.raises(FileNotFoundError, match="index.json"):
         LatentCache(tmp_path)
 
 
@@ -277,10 +234,6 @@ def _flipped(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-
-
-def _cut_off(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
 
 
 def _small_cache(folder: Path, count: int) -> None:
@@ -294,8 +247,8 @@ def _small_cache(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("name", ["shard-00000.safetensors", "empty.safetensors"])
-@pytest.mark.parametrize("harm", [_flipped, _cut_off])
-def test_damage_of_a_cache_is_named(harm: Callable[[Path], None], name: str, workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", [_flipped, lambda file: file.write_bytes(file.read_bytes()[:-1])])
+def test_damage_of_a_cache_is_named(harm: Callable[[Path], object], name: str, workers: int, tmp_path: Path) -> None:
     """Also where another process reads."""
     _small_cache(tmp_path, 2)
 
@@ -307,6 +260,9 @@ def test_damage_of_a_cache_is_named(harm: Callable[[Path], None], name: str, wor
     harm(tmp_path / name)
     with pytest.raises(ValueError, match=rf"^{tmp_path / name} is damaged.*Delete {tmp_path} and .* mhla encode"):
         batch()
+    _small_cache(tmp_path, 2)  # writes an empty prompt that was damaged anew
+    if name == "empty.safetensors":
+        batch()
 
 
 def test_a_shard_is_hashed_once_however_many_processes_read_it(tmp_path: Path) -> None:
@@ -315,10 +271,3 @@ def test_a_shard_is_hashed_once_however_many_processes_read_it(tmp_path: Path) -
     list(DataLoader(cache, batch_size=None, num_workers=1))  # type: ignore[arg-type]
     _flipped(tmp_path / "shard-00000.safetensors")
     cache[0]  # was compared in the worker
-
-
-def test_an_empty_prompt_that_was_damaged_is_written_anew(tmp_path: Path) -> None:
-    _small_cache(tmp_path, 1)
-    _flipped(tmp_path / "empty.safetensors")
-    _small_cache(tmp_path, 1)
-    assert LatentCache(tmp_path).empty is not None
