@@ -44,6 +44,8 @@ def test_a_picture_s_class_is_the_sum_of_the_digits_it_shows_and_splits_share_no
             for place in places:
                 assert shows(sample["pixel_values"], place, parts[split].digits)
                 assert not shows(sample["pixel_values"], place, parts[other].digits)
+    first, again, other = (SumsOfDigits("train", 3, 64, seed=seed)[2]["pixel_values"] for seed in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 def test_digits_do_not_overlap_and_lie_in_the_picture():
@@ -58,11 +60,6 @@ def test_digits_do_not_overlap_and_lie_in_the_picture():
     assert {one[2] + other[2] for one, other in pairs} == set(range(classify.SUMS))
 
 
-def test_the_same_seed_gives_the_same_pictures():
-    first, again, other = (SumsOfDigits("train", 3, 64, seed=seed)[2]["pixel_values"] for seed in (5, 5, 6))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-
-
 def test_labels_are_the_order_of_the_subfolders_or_of_the_classes_that_are_given(tmp_path):
     folder = write_folder(tmp_path, {"b": 2, "a": 1, "c": 1})
     data = ImageFolder(folder, View(4, **PLAIN))
@@ -70,7 +67,7 @@ def test_labels_are_the_order_of_the_subfolders_or_of_the_classes_that_are_given
     torch.testing.assert_close(data[3]["pixel_values"][:, 0, 0], torch.tensor(RED) / 255)
     data = ImageFolder(folder, View(4), ["c", "b", "a"])
     assert [int(data[index]["labels"]) for index in range(len(data))] == [0, 1, 1, 2]
-    with pytest.raises(ValueError, match="a, d are in one of the two alone"):
+    with pytest.raises(ValueError, match="a, d"):
         ImageFolder(folder, View(4), ["b", "c", "d"])
 
 
@@ -112,13 +109,13 @@ def test_a_random_view_is_a_part_of_the_picture_that_follows_from_torch_s_seed()
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda folder: View(4, 1.5), ValueError, "crop=1.5 must be above 0 and at most 1"),
+        (lambda folder: View(4, 1.5), ValueError, "crop=1.5"),
         (lambda folder: View(4, float("nan")), ValueError, "crop=nan"),
-        (lambda folder: SumsOfDigits("train", 1, 40, seed=0), ValueError, "size=40 .* at least 48"),
-        (lambda folder: ImageFolder(folder, View(4))[1], classify.UnreadablePictureError, "broken.png cannot be read"),
-        (lambda folder: ImageFolder(folder, View(4))[0], classify.UnreadablePictureError, r"0.png .*bomb"),
-        (lambda folder: ImageFolder(folder / "a", View(4)), FileNotFoundError, "no subfolder per class"),
-        (lambda folder: ImageFolder(folder / "no", View(4)), FileNotFoundError, "There is no folder .*no;"),
+        (lambda folder: SumsOfDigits("train", 1, 40, seed=0), ValueError, "size=40 .* 48"),
+        (lambda folder: ImageFolder(folder, View(4))[1], classify.UnreadablePictureError, "broken.png"),
+        (lambda folder: ImageFolder(folder, View(4))[0], classify.UnreadablePictureError, "0.png .*bomb"),
+        (lambda folder: ImageFolder(folder / "a", View(4)), FileNotFoundError, "a has"),
+        (lambda folder: ImageFolder(folder / "no", View(4)), FileNotFoundError, "no;"),
     ],
 )
 def test_what_is_refused_of_pictures(tmp_path, monkeypatch, make, error, words):
@@ -139,20 +136,16 @@ def halves():
     return [{"pixel_values": torch.full((3, 8, 8), float(i)), "labels": torch.tensor(i)} for i in range(2)]
 
 
-def test_smoothed_labels():
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_labels_are_smoothed_and_shared_as_pixels_are(kind):
     labels = soft(5, halves(), smoothing=0.1)["labels"]
     torch.testing.assert_close(labels, torch.tensor([[0.92, *[0.02] * 4], [0.02, 0.92, *[0.02] * 3]]))
-
-
-@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
-def test_labels_are_shared_as_pixels_are(kind):
     torch.manual_seed(0)
     shares = []
     for _ in range(10):
         batch = soft(2, halves(), **{kind: 1.0})
         own = 1 - batch["pixel_values"][0].mean()
-        expected = torch.stack([torch.stack([own, 1 - own]), torch.stack([1 - own, own])])
-        torch.testing.assert_close(batch["labels"], expected)
+        torch.testing.assert_close(batch["labels"], torch.tensor([[own, 1 - own], [1 - own, own]]))
         if kind == "cutmix":
             assert set(batch["pixel_values"].unique().tolist()) <= {0.0, 1.0}
         shares.append(float(own))

@@ -83,28 +83,25 @@ def test_shipped_configurations_are_valid(file):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"variants": {"a": "hyena"}}, "'hyena'; allowed: 'softmax'"),
+        ({"variants": {"a": "hyena"}}, "'hyena'"),
         ({"variants": {"a": {"block": [4, 4]}}}, "'block'"),
-        ({"variants": {}}, "variants is empty"),
-        ({"ablations": {"t": {"row": "MHLA"}}}, "'MHLA', which is none of the variants"),
+        ({"variants": {}}, "variants"),
+        ({"ablations": {"t": {"row": "MHLA"}}}, "'MHLA'"),
         ({"ablations": {"t": {"row": {"block": 4}}}}, "'block'"),
-        ({"ablations": {"Comparison": {"a": MHLA}}}, "'Comparison' and the file 'comparison' would both"),
-        ({"variants": {"A+B": "softmax", "aplusb": "softmax"}, "ablations": {}}, "'aplusb' and 'A.B' would both"),
-        ({"data": "imagenet"}, "data='imagenet' .* 'digits', or train and held_out"),
-        ({"data": {"train": "a"}}, "lacks held_out"),
-        ({"smoothing": 1.0}, "smoothing=1.0 .* 0 to 1"),
-        ({"mixup": -1}, "mixup=-1.0 must be 0"),
-        ({"model": "google/vit-base-patch16-224"}, "model='google/vit-base.*one of vit,"),
+        ({"ablations": {"Comparison": {"a": MHLA}}}, "'Comparison' .* 'comparison'"),
+        ({"variants": {"A+B": "softmax", "aplusb": "softmax"}, "ablations": {}}, "'aplusb' .* 'A.B'"),
+        ({"data": "imagenet"}, "data='imagenet'"),
+        ({"data": {"train": "a"}}, "held_out"),
+        ({"smoothing": 1.0}, "smoothing=1.0"),
+        ({"mixup": -1}, "mixup=-1.0"),
+        ({"model": "google/vit-base-patch16-224"}, "model='google/vit-base"),
         ({"precision": "bf17"}, "precision='bf17'"),
-        ({"seeds": []}, "seeds is empty"),
-        ({"steps": 0}, "steps=0 .* at least 1"),
-        ({"held_out": 0}, "held_out=0 .* at least 1"),
-        ({"analysed": 0}, "analysed=0 .* at least 1"),
-        ({"steps": 30, "warmup": 4}, "warmup=4 .* steps=30; allowed: 3"),
-        ({"learning_rate": "fast"}, "learning_rate='fast' must be of type float"),
-        ({"learning_rate": 0}, "learning_rate=0.0 must be a positive"),
-        ({"mixing_learning_rate": 0.0}, "mixing_learning_rate=0.0 must be a positive"),
-        ({"clip": -1}, "clip=-1.0 .* at least 0"),
+        ({"seeds": []}, "seeds"),
+        *(({name: 0}, f"{name}=0 .* 1") for name in ("steps", "held_out", "analysed")),
+        ({"steps": 30, "warmup": 4}, "warmup=4 .* steps=30"),
+        ({"learning_rate": "fast"}, "learning_rate='fast'"),
+        *(({name: 0}, f"{name}=0.0") for name in ("learning_rate", "mixing_learning_rate")),
+        ({"clip": -1}, "clip=-1.0"),
         ({"stages": []}, "'stages'"),
     ],
 )
@@ -133,10 +130,10 @@ def test_pictures_of_another_size_are_taken(name):
 
 def test_sizes_that_a_model_does_not_tell_or_take():
     assert classify.own_size(tiny_vlt()) is None and classify.call_settings(tiny_vlt(), 48) == {}
-    with pytest.raises(ValueError, match="32 x 48 pixels; only squares"):
+    with pytest.raises(ValueError, match="32 x 48"):
         classify.own_size(vit(image_size=[32, 48]))
     fixed = ResNetForImageClassification(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], image_size=32))
-    with pytest.raises(ValueError, match="pictures of 32 pixels, and size=48"):
+    with pytest.raises(ValueError, match="32 pixels, and size=48"):
         classify.call_settings(fixed, 48)
 
 
@@ -228,7 +225,7 @@ def test_processes_have_pictures_of_their_own_and_one_gpu_each(tmp_path, monkeyp
         launched.setenv("WORLD_SIZE", "3")
         assert len(classify.pictures_of(config, 0)) == 24
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda arguments: 2))
-    with pytest.raises(ValueError, match="One process sees 2 GPUs.*accelerate launch"):
+    with pytest.raises(ValueError, match="2 GPUs"):
         classify.train(classify.build(config, "softmax", 0), config, 0)
 
 
@@ -255,7 +252,7 @@ def test_a_model_to_begin_from_is_trained_in_float32_and_lacks_its_classifier_al
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.classifier.out_features == 19
     change_json(folder / "config.json", intermediate_size=32)
-    with pytest.raises(ValueError, match="model lacks vit.*mlp.*, or in this shape; give a model"):
+    with pytest.raises(ValueError, match="vit.*mlp"):
         classify.build(config, "softmax", 0)
 
 
@@ -345,16 +342,16 @@ def test_a_patch_of_a_classifier_is_judged(tmp_path):
 
 def test_what_cannot_be_judged_is_said(tmp_path):
     model, pictures = constant(tmp_path / "model", 3), write_folder(tmp_path / "val", {"a": 1, "b": 1})
-    with pytest.raises(ValueError, match="has 2 subfolders and .* knows 3 classes"):
+    with pytest.raises(ValueError, match="2 subfolders .* 3 classes"):
         classify.evaluate(str(model), pictures)
     (model / "preprocessor_config.json").write_text("{}")
     with pytest.raises(ValueError, match="lacks image_mean, image_std"):
         classify.evaluate(str(model), pictures)
     ViTModel(ViTConfig(**MODEL)).save_pretrained(tmp_path / "headless")
-    with pytest.raises(ValueError, match="headless is a ViTModel .*; give a classifier"):
+    with pytest.raises(ValueError, match="ViTModel"):
         classify.load_classifier(str(tmp_path / "headless"))
     change_json(model / "config.json", architectures=["ViTTForImageClassification"])
-    with pytest.raises(ValueError, match="is a ViTTForImageClassification .*neither"):
+    with pytest.raises(ValueError, match="ViTTForImageClassification"):
         classify.load_classifier(str(model))
 
 
@@ -362,14 +359,14 @@ def test_what_is_trained_on_a_folder_knows_its_classes_and_how_pictures_are_cut(
     counts = {"train": {"a": 2, "b": 2}, "held_out": {"a": 1, "b": 3}, "other": {"b": 1, "c": 1}}
     folders = {name: str(write_folder(tmp_path / name, count)) for name, count in counts.items()}
     unlike = load(tmp_path, data={"train": folders["train"], "held_out": folders["other"]})
-    with pytest.raises(ValueError, match="other are not the classes .*: a, c are in one"):
+    with pytest.raises(ValueError, match="other .*a, c"):
         classify.build(unlike, MHLA, 0)
     del folders["other"]
     result = classify.train_one(load(tmp_path, data=folders, steps=1, size=56), "softmax", tmp_path / "out")
     assert classify.load_classifier(str(result)).config.id2label == {0: "a", 1: "b"}
     assert classify.evaluate(str(result), Path(folders["held_out"]))["pictures"] == 4
     assert classify.processor_of(str(result))["crop_size"] == {"height": 56, "width": 56}
-    with pytest.raises(ValueError, match="a, c are in one of the two alone"):
+    with pytest.raises(ValueError, match="a, c"):
         classify.evaluate(str(result), tmp_path / "other")
     picture = Image.radial_gradient("L").convert("RGB").crop((0, 0, 128, 256))
     found = AutoImageProcessor.from_pretrained(result)(picture, return_tensors="pt")["pixel_values"][0]
