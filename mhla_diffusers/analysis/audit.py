@@ -10,6 +10,7 @@ import torch
 
 from ..attention.calibrate import in_float32, weight_held
 from ..attention.precision import without_autocast
+from ..families import get_family
 from ..files import write_json
 from ..patching.calibrate import (
     check_reached,
@@ -20,7 +21,7 @@ from ..patching.calibrate import (
     spread_calls,
 )
 from ..patching.context import call_context, current
-from ..patching.handle import require_diffusion, require_layers, require_patched
+from ..patching.handle import require_layers, require_patched, supported_transformers
 from ..patching.layer import layer_of
 from ..patching.processor import adapter_of, attention_inputs, tokens_of_grid
 from ..patching.steps import Step
@@ -162,7 +163,12 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
             every layer.
     """
     check_run(run)
-    require_diffusion(model, "audit()")
+    for transformer in supported_transformers(model).values():
+        if not (family := get_family(transformer)).is_diffusion:
+            raise ValueError(
+                "audit() compares what a diffusion model predicts in its denoising steps, and "
+                f"{type(transformer).__name__} is a {family.kind} model, which has none."
+            )
     require_layers(model)
     running = {name: patched for name, patched in require_patched(model).items() if patched.running_pairs()}
     if not running:

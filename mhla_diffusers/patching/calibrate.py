@@ -15,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from ..attention import with_lists
 from ..attention.calibrate import candidate_errors, in_float32
 from ..attention.precision import without_autocast
+from ..config import MHLAConfig
 from ..families import get_family
 from .context import call_context
-from .handle import Patched, mhla_disabled, refuse_causal, refuse_language, require_layers, require_patched
+from .handle import Patched, mhla_disabled, require_layers, require_patched, supported_transformers
 from .layer import MHLALayer
 from .processor import adapter_of, attention_inputs, tokens_of_grid
 from .steps import refuse_step_cache
@@ -140,6 +141,38 @@ def _removed_after(hooks: list[RemovableHandle]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+# What is refused
+
+
+def refuse_language(model: Any, what: str) -> None:
+    """Raise if a model predicts from the past alone, where ``what`` compares with attention that sees everything.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for transformer in supported_transformers(model).values():
+        if get_family(transformer).kind == "language":
+            raise ValueError(
+                f"{what} compares a patch with attention that sees all tokens, and {type(transformer).__name__} is a "
+                "language model; patch it and train it, as docs/language.md shows."
+            )
+
+
+def refuse_causal(configs: Iterable[MHLAConfig], what: str) -> None:
+    """Raise if a patch is causal, where only attention that sees everything can stand in its place.
+
+    Raises:
+        ValueError: naming the order that the patch has.
+    """
+    for config in configs:
+        if config.causal is not None:
+            raise ValueError(
+                f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} is not to "
+                "see later ones: its mixing matrices and λ are trained, as docs/stream.md shows. causal=None is for "
+                "attention that knows no order."
+            )
 
 
 # How much a layer's replacement changes the output

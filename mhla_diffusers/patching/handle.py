@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -627,50 +627,3 @@ def mhla_disabled(model: Any) -> Iterator[None]:
         for patched in require_patched(model).values():
             stack.enter_context(patched.disabled())
         yield
-
-
-# What some functions refuse
-
-
-def refuse_language(model: Any, what: str) -> None:
-    """Raise if a model predicts from the past alone, where ``what`` compares with attention that sees everything.
-
-    Raises:
-        ValueError: naming it.
-    """
-    for transformer in supported_transformers(model).values():
-        if get_family(transformer).kind == "language":
-            raise ValueError(
-                f"{what} compares a patch with attention that sees all tokens, and {type(transformer).__name__} is a "
-                "language model; patch it and train it, as docs/language.md shows."
-            )
-
-
-def refuse_causal(configs: Iterable[MHLAConfig], what: str) -> None:
-    """Raise if a patch is causal, where only attention that sees everything can stand in its place.
-
-    Raises:
-        ValueError: naming the order that the patch has.
-    """
-    for config in configs:
-        if config.causal is not None:
-            raise ValueError(
-                f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} is not to "
-                "see later ones: its mixing matrices and λ are trained, as docs/stream.md shows. causal=None is for "
-                "attention that knows no order."
-            )
-
-
-def require_diffusion(model: Any, what: str) -> None:
-    """Raise unless all supported models of a pipeline are diffusion models, of which ``what`` compares predictions.
-
-    Raises:
-        ValueError: naming the one that is not.
-    """
-    for transformer in supported_transformers(model).values():
-        family = get_family(transformer)
-        if not family.is_diffusion:
-            raise ValueError(
-                f"{what} compares what a diffusion model predicts in its denoising steps, and "
-                f"{type(transformer).__name__} is a {family.kind} model, which has none."
-            )

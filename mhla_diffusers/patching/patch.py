@@ -13,14 +13,20 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config import AUTOMATIC, LayerChoice, MHLAConfig, Patch, is_automatic, load_patch, parse_layers
 from ..families import get_family
-from .calibrate import calibrate_sparse, check_run, measure_sensitivity, record_calls, repeat_calls
+from .calibrate import (
+    calibrate_sparse,
+    check_run,
+    measure_sensitivity,
+    record_calls,
+    refuse_causal,
+    refuse_language,
+    repeat_calls,
+)
 from .handle import (
     Patched,
     find_patched,
     find_transformers,
     is_patched,
-    refuse_causal,
-    refuse_language,
     refuse_wrapped,
     require_layers,
 )

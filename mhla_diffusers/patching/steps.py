@@ -30,7 +30,7 @@ class Step:
     index: int
     """From 0."""
     count: int
-    """Of all steps."""
+    """Number of all steps."""
 
     def is_among_first(self, steps: int | float) -> bool:
         """Whether it is one of the first ``steps``, a number or, as a float, a fraction of all, rounded up."""
@@ -49,7 +49,7 @@ class DenoisingLoop:
         self.family = family
         self._pipe = None if pipe is None else weakref.ref(pipe)
         self._timesteps: Any = None
-        """Of the scheduler, at the latest forward."""
+        """The scheduler's, at the latest forward."""
         self._first = 0
         """Place of the first of them that a pipeline's call has come to."""
 
@@ -67,7 +67,7 @@ class DenoisingLoop:
         return getattr(self.pipe, "scheduler", None)
 
     def step_by_index(self, index: int, count: int) -> Step:
-        """The step that a pipeline states, which may count the scheduler's timesteps and not the steps."""
+        """Return the step that a pipeline states, which may count the scheduler's timesteps and not the steps."""
         scheduler = self._scheduler
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or len(timesteps) != count:
@@ -75,7 +75,7 @@ class DenoisingLoop:
         return Step(_step_of(scheduler, index), _count_steps(scheduler))
 
     def step_by_timestep(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """The step of a forward by its timestep, for which a device is waited; None if it is unknown."""
+        """Return the step of a forward by its timestep, which waits for the device; None if it is unknown."""
         timestep = self.family.time_of(self.family.named_arguments(transformer, args, kwargs))
         scheduler = self._scheduler
         timesteps = getattr(scheduler, "timesteps", None)

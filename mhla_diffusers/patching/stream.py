@@ -137,7 +137,7 @@ class _Step:
     def __init__(self, stream: VideoStream, keep: bool) -> None:
         self._stream, self.keep, self._first = stream, keep, stream.frames
         self.states: dict[str, MHLAState] = {}
-        """Of the attentions that have run, by name."""
+        """States of the attentions that have run, by name."""
         self.grid: Grid | None = None
         self._rotary: tuple[Rotary, Rotary] | None = None
         """What the model handed to the attention before, and what was made of it."""

@@ -17,7 +17,7 @@ BLOCKS, BLOCK_LENGTH = (6,), 8
 LONGEST = 48
 """Tokens of all blocks."""
 ROUNDING = {"rtol": 1e-4, "atol": 2e-5}
-"""Of float32, of logits of the order of 1 after three layers that sum in another order."""
+"""Float32 rounding of logits of the order of 1 after three layers that sum in another order."""
 
 
 def llama(cls: type = LlamaForCausalLM, **settings: Any) -> Any:

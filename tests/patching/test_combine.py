@@ -62,7 +62,7 @@ def draw(pipe: Any) -> torch.Tensor:
 
 
 def linears(pipe: Any) -> dict[str, nn.Linear]:
-    """Of all blocks, by name."""
+    """Linear layers of all blocks, by name."""
     modules = pipe.transformer.named_modules()
     return {name: module for name, module in modules if "block" in name and isinstance(module, nn.Linear)}
 

@@ -9,7 +9,7 @@ from mhla_diffusers.families.adapters import project_tokens
 from mhla_diffusers.patching import call_context
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
-from .shared import ONE_PER_CLASS
+from .shared import MODELS
 
 
 def layer_calls(model, arguments):
@@ -26,7 +26,7 @@ def layer_calls(model, arguments):
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-@pytest.mark.parametrize("name", ONE_PER_CLASS)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_layer_computes_equation_4_on_the_grid_of_the_input(name, ragged):
     """Also where the block counts do not divide a grid that is not square."""
     model, case = patched(name), FAMILIES[name]

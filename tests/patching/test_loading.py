@@ -22,7 +22,7 @@ NAME = "transformer.blocks.1.attn1.mhla.mixing"
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a patch with one adapted weight and bias of the model."""
+    """A saved patch with one adapted weight and bias of the model."""
     model = adapted("wan")
     shake(model.blocks[1].attn1.to_q)
     return save_mhla(model, tmp_path, weights="changed", base=models.wan())

@@ -51,9 +51,9 @@ def test_apply_changes_the_output_and_remove_leaves_no_trace(name):
     assert torch.equal(output(mhla.apply_mhla(model, **settings, sparse="none"), arguments), found)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", ["wan22", "dit"])
 def test_apply_and_remove_on_a_pipeline(name):
-    """Of two transformers both take part."""
+    """Both of two transformers take part."""
     case = PIPELINES[name]
     pipe = case.build()
     generate(name, pipe)  # diffusers keeps a registry of hooks on a transformer from its first call on
@@ -72,7 +72,7 @@ def test_apply_and_remove_on_a_pipeline(name):
         assert_same_footprint(getattr(pipe, part), state)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_every_weight_appears_once_in_the_state_dict_and_the_dtype_stays(name):
     case, base, model = FAMILIES[name], FAMILIES[name].build(), FAMILIES[name].build()
     before = torch.get_rng_state()

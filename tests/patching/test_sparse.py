@@ -2,7 +2,6 @@
 
 import math
 
-import mhla_diffusers.attention.merge as merge
 import pytest
 import torch
 
@@ -36,10 +35,12 @@ def test_the_higher_the_density_the_smaller_the_change(name):
 
 @pytest.mark.parametrize("settings", [{"density": 1.0}, {"block_size": 1024}, {"density": 0.99}], ids=str)
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_where_all_pairs_are_listed_nothing_of_mhla_is_computed(name, settings, monkeypatch):
+def test_where_all_pairs_are_listed_nothing_of_mhla_is_computed(name, settings):
     """As with density 1, so on a grid of one block, or at a density that lists every block."""
     model, arguments, before = patched(name, **settings)
-    monkeypatch.setattr(merge, "linear_branch", None)  # calling it would raise
+    with torch.no_grad():
+        for layer in mhla_layers(model).values():
+            layer.mixing.fill_(torch.nan)  # would show
     # the same sums in another order
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
@@ -103,7 +104,7 @@ def test_compiles_to_one_graph():
     torch.testing.assert_close(models.output(compiled, arguments), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", models.FAMILIES)
+@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
 def test_nothing_but_the_model_gives_a_sparse_branch_where_softmax_is_replaced(name):
     model = models.FAMILIES[name].build()
     blocks = (1,) * len(models.FAMILIES[name].blocks)

@@ -45,7 +45,7 @@ def steps_with_mhla(pipe, run):
 
 
 def forwards_at_rest(pipe, run):
-    """Of every forward of a transformer, in order, whether the patch rested."""
+    """Whether the patch was disabled, for every forward of a transformer in order."""
     ran = []
     layer = next(iter(mhla.mhla_layers(pipe).values()))
     handles = [
@@ -239,7 +239,7 @@ def test_a_transformer_alone(caplog):
 
 
 def test_all_steps_need_no_telling(caplog):
-    """Of a transformer alone, which no pipeline is known to call."""
+    """A transformer alone, which no pipeline is known to call."""
     model = patched("sana", softmax_steps=1.0)
     assert torch.equal(output(model, inputs("sana")), output(FAMILIES["sana"].build(), inputs("sana")))
     assert not caplog.records

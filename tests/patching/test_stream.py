@@ -196,7 +196,7 @@ def test_after_an_error_a_stream_goes_on_where_it_was():
 
 
 _ONE_TIME = {"num_layers": 2, "vace_layers": [0], "vace_in_channels": 12}
-"""Of a model that takes one time for all frames."""
+"""Arguments of a model that takes one time for all frames."""
 _REFUSED = {
     "not causal": (_wan, {"blocks": (2, 2, 3), "sparse": "none"}, "causal=None"),
     "hybrid": (_wan, _SETTINGS | {"sparse": "own", "layers": [0]}, r"1 of 2: blocks\.1\.attn1"),

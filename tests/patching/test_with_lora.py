@@ -39,6 +39,7 @@ def test_patching_and_removing_under_lora(name, tmp_path):
     mhla.apply_mhla(only_lora, sparse="none", blocks=FAMILIES[name].blocks)
     both = with_lora(patched(name), *PROJECTIONS)
     expected = output(both, inputs(name))
+    assert_changed(expected, output(patched(name), inputs(name)))
     assert torch.equal(output(only_lora, inputs(name)), expected)
     if name != "dit":  # diffusers has no LoRA files of DiT
         both.save_lora_adapter(tmp_path)

@@ -149,12 +149,3 @@ def test_attention_backend_reaches_kept_layers_and_cross_attention(form):
     _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
     assert softmax_kernels(model, arguments) == {"flash": 0, "math": softmax}
     assert_equal_up_to_order(output(model, arguments), expected)
-
-
-@pytest.mark.parametrize("name", ["sana", "dit"])
-def test_attention_backend_leaves_the_rest_working(name):
-    """SANA's and DiT's own processors do not look at it; nor does MHLA."""
-    model = patched(name)
-    expected = output(model, inputs(name))
-    model.set_attention_backend("_native_math")
-    assert torch.equal(output(model, inputs(name)), expected)
