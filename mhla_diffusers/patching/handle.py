@@ -68,7 +68,7 @@ class Patched:
         """How it samples, if it was distilled to a few steps."""
         self._scheduler: Any = None
         """The pipeline's own scheduler, while it has that of few steps."""
-        self._paused = 0
+        self.paused = 0
         """How many contexts have other processors run on purpose."""
         self._parallel: Parallel | None = None
         """The processes between which tokens are split."""
@@ -108,11 +108,6 @@ class Patched:
     def is_installed(self) -> bool:
         """Whether it has hooks: not in diffusers' own form, and not any more after removal."""
         return vars(self.family.trunk(self.transformer)).get(_ATTRIBUTE) is self
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether other processors run on purpose, as within :meth:`disabled`."""
-        return self._paused > 0
 
     # Putting in and taking away
 
@@ -291,11 +286,11 @@ class Patched:
         switched = [(attn, attn.processor, hasattr(attn, "mhla")) for attn in running]
         for attn in running:
             attn.set_processor(self.original_processor(attn))
-        self._paused += 1
+        self.paused += 1
         try:
             yield
         finally:
-            self._paused -= 1
+            self.paused -= 1
             for attn, processor, had_layer in switched:
                 # the patch may have been removed meanwhile; in diffusers' own form there may be no layer yet
                 if hasattr(attn, "mhla") or not had_layer:
@@ -345,7 +340,7 @@ class Patched:
         outer = current()
         enter(CallContext(outer=outer))  # for _end, which takes it back after a refusal too
         arguments = self.family.named_arguments(trunk, args, kwargs)
-        if self.family.is_diffusion and not self.is_paused:
+        if self.family.is_diffusion and not self.paused:
             self._check_processors()
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         name = self.family.latents_name

@@ -296,7 +296,7 @@ def _plan_change(
     Raises:
         ValueError: switched off, settings that do not fit, or weights that they do not fit.
     """
-    if patched.is_paused:
+    if patched.paused:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     attentions, family = patched.attentions, patched.family
     if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in attentions.values()):

@@ -54,7 +54,7 @@ class DenoisingLoop:
         """Place of the first of them that a pipeline's call has come to."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy or a pickle of the transformer, which some other pipeline will call."""
+        """Leave out the pipeline: some other one will call a copied or pickled transformer."""
         return {"family": self.family, "_pipe": None, "_timesteps": None, "_first": 0}
 
     @property
@@ -104,7 +104,7 @@ class DenoisingLoop:
 
 
 def _counted(scheduler: Any) -> int | None:
-    """Forwards that a scheduler has done or left out since its timesteps were made; None if it counts none."""
+    """Count the forwards that a scheduler has done or left out since its timesteps were made; None if it does not."""
     if not hasattr(scheduler, "step_index"):
         return getattr(scheduler, "counter", None)  # of PNDM
     done = scheduler.step_index
@@ -112,7 +112,7 @@ def _counted(scheduler: Any) -> int | None:
 
 
 def _step_of(scheduler: Any, forward: int) -> int:
-    """The step of ``num_inference_steps`` that a forward belongs to, by its place among the scheduler's timesteps."""
+    """Return the step of ``num_inference_steps`` of a forward, by its place among the scheduler's timesteps."""
     runge_kutta = getattr(scheduler, "prk_timesteps", None)
     if runge_kutta is None:
         return forward // int(getattr(scheduler, "order", 1))
