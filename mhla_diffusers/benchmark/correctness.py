@@ -73,7 +73,7 @@ def draw_problem(shape: Shape, device: torch.device, dtype: torch.dtype, kind: s
         settings |= {"grid": (shape.tokens + 1,), "causal": "token", "rotary": rotary, "rope": "before"}
         if kind == "causal softmax":
             tensors["linear_weight"] = torch.ones(shape.heads, device=device)
-    elif shape.rotary_axes is not None or "everything" in kind:
+    elif shape.rope or "everything" in kind:
         settings |= {"rotary": random_rotary(shape, device)}
     if "everything" in kind:
         tensors["output_norm"] = 1 + 0.3 * torch.randn(shape.head_dim, device=device)

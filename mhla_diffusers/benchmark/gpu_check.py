@@ -45,7 +45,7 @@ from .timing import free_bytes
 
 SHAPES = ("wan2.1-1.3b-480p", "wan2.1-1.3b-720p", "dit-xl-2-1024px", "sana-1.6b-2048px")
 """Head dims 128, 72 and 32."""
-SMALL = Shape("small", (2, 4, 8), (1, 2, 2), 1, 16, block_size=16, density=0.25, rotary_axes=(8, 4, 4))
+SMALL = Shape("small", (2, 4, 8), (1, 2, 2), 1, 16, block_size=16, density=0.25, rope=True)
 """Small enough for Triton's interpreter to finish in seconds."""
 _DTYPE = torch.bfloat16
 _LAYERS_LIMIT = 5 * LARGEST_ERROR[_DTYPE]

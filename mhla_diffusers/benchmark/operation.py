@@ -135,7 +135,7 @@ def _row(recorder: Recorder, outcome: Outcome, shape: Shape, variant: str, stage
         baseline=softmax,
         tokens=shape.tokens,
         blocks=None if work in ("softmax", "lists") else math.prod(shape.blocks),
-        note="without RoPE" if softmax and shape.rotary_axes is not None else "",
+        note="without RoPE" if softmax and shape.rope else "",
     )
 
 
@@ -173,7 +173,7 @@ def _attentions(
     inputs = tuple(x.requires_grad_(backward) for x in make_inputs(shape, device, dtype))
     lists = draw_lists(shape, device) if shape.block_size is not None else None
     rotary: dict[str, Any] = {}
-    if shape.rotary_axes is not None:
+    if shape.rope:
         rotary = {"rotary": random_rotary(shape, device)}
 
     def why_not_timed(kind: str, backend: str) -> str | None:

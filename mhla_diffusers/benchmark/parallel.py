@@ -206,7 +206,7 @@ def make_share(shape: Shape, world: World, device: torch.device, dtype: torch.dt
     tensors = {name: torch.randn(size, device=device, dtype=dtype) for name in ("query", "key", "value")}
     tensors["mixing"] = initial_mixing(shape.blocks).to(device).repeat(shape.heads, 1, 1)
     rotary = None
-    if shape.rotary_axes is not None:
+    if shape.rope:
         cos, sin = random_rotary(shape, device)
         rotary = cos[:, first : first + count], sin[:, first : first + count]
     return OwnShare(shape, world, {name: x.requires_grad_(backward) for name, x in tensors.items()}, rotary)

@@ -34,8 +34,8 @@ class Shape:
     """Tokens of the uniform blocks of the sparse branch; None where it is not measured."""
     density: float = DEFAULT_DENSITY
     """Part of all pairs of uniform blocks that is in the lists."""
-    rotary_axes: tuple[int, ...] | None = None
-    """Channels that RoPE turns with each axis of the grid; None where the model has none."""
+    rope: bool = False
+    """Whether the model has RoPE."""
 
     @property
     def tokens(self) -> int:
@@ -62,7 +62,7 @@ class Shape:
         return config.sizes_on(self.grid, self.heads, self.head_dim)
 
 
-TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rotary_axes=(8, 4, 4))
+TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rope=True)
 """For trying the command out."""
 
 
@@ -86,7 +86,7 @@ def shape_of(model: Model, grid: tuple[int, ...], name: str) -> Shape:
         model.heads,
         model.head_dim,
         DEFAULT_BLOCK_SIZE if family.own_attention == "softmax" else None,
-        rotary_axes=family.rotary_axes(model.head_dim),
+        rope=family.has_rope,
     )
 
 

@@ -36,10 +36,6 @@ class ChronoEditFamily(WanFamily):
         tiny_wan("chronoedit", _CLASS, _TINY, frames=_FRAMES),
     )
 
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Wan's; None where diffusers splits the table between the two channels of a pair."""
-        return super().rotary_axes(head_dim) if head_dim // 3 % 2 == 0 else None
-
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
         """Add temporal reasoning, which other frames than five need."""
         return {**super().clip_arguments(pipe, clip), "enable_temporal_reasoning": clip.frames != _FRAMES}

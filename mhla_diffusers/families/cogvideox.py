@@ -51,9 +51,7 @@ class CogVideoXFamily(VideoFamily):
         tiny_video("cogvideox", _CLASS, {**_TINY, **_ROPE}, head_dim=16),
     )
 
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
-        """A quarter for the frames; height and width share the other channels."""
-        return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
+    has_rope = True
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from ``hidden_states`` (B, F, C, H, W)."""

@@ -63,9 +63,7 @@ class CogView4Family(ImageFamily):
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
     models = (image_model("cogview4-6b", _CLASS, 32, 128, 28), tiny_image("cogview4", _CLASS, _TINY))
 
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
-        """Half for each axis."""
-        return head_dim // 2, head_dim // 2
+    has_rope = True
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the latents; ValueError for samples of several sizes in one row, or masks."""

@@ -103,8 +103,8 @@ class Family:
     """Added to the normaliser by a family whose own attention is linear with φ = ReLU."""
     extra_tokens: ClassVar[int] = 0
     """Extra tokens of the longest text that the pipeline takes by default; costs are computed for this many."""
-    rotary_channels: ClassVar[Mapping[int, tuple[int, ...]]] = {}
-    """Head dim → channels that RoPE rotates with each axis of the token grid."""
+    has_rope: ClassVar[bool] = False
+    """Whether self-attentions have RoPE, with which benchmarks then measure them."""
     why_never_split: ClassVar[str | None] = None
     """Why diffusers' ``_cp_plan`` must not split its tokens over processes; None if it may."""
     streamed: ClassVar[tuple[str, ...]] = ()
@@ -262,13 +262,6 @@ class Family:
         return (frames - 1) // stride + 1
 
     # RoPE, time and processes
-
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Channels of a head that RoPE rotates with each axis of the token grid; None for no RoPE, or another kind.
-
-        With it, kernels read one row of the table per position on an axis, instead of one per token.
-        """
-        return self.rotary_channels.get(head_dim)
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
         """RoPE of later frames of a video, from position ``first`` of the grid's first axis on.

@@ -33,7 +33,7 @@ class Flux2Family(FluxFamily):
     attention_class = None
     feed_forwards = ("ff", "ff_context")
     # 32 channels for the picture, counted as height, for height, for width, and for the text, counted as width
-    rotary_channels = {128: (64, 64)}
+    has_rope = True
     # Mistral's tokens, or Qwen3's for Klein
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)
     guidance = 4.0  # the pipeline's default

@@ -38,7 +38,7 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
     processor = "diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
-    rotary_channels = {128: (16, 56, 56)}
+    has_rope = True
     default_config = MHLAConfig(blocks=(11, 3, 5), mixing_per_head=True, sparse="content")
     # frames per second as in the authors' scripts
     default_clip = Clip(frames=129, fps=24.0, sizes=((720, 1280),))

@@ -57,7 +57,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
     adapter = HunyuanVideo15Adapter()
     processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
-    rotary_channels = {128: (16, 56, 56)}
+    has_rope = True
     default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
     # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks

@@ -89,7 +89,7 @@ class Lumina2Family(JointFamily, ImageFamily):
     feed_forwards = ("feed_forward",)
     dispatches_attention = False
     # 32 channels that rotate with the length of the text, counted as height, then 32 for each axis
-    rotary_channels = {96: (64, 32)}
+    has_rope = True
     process_class = ReversedFlowMatching
     # Gemma 2's
     conditions = (

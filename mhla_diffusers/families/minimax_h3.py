@@ -44,7 +44,7 @@ class MiniMaxH3Family(JointFamily):
     adapter = MiniMaxH3Adapter(context_first=True, rotary_argument="rotary_emb")
     processor = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3AttnProcessor"
     extra_tokens = _TEXT_TOKENS + _SOUND_TOKENS
-    rotary_channels = {128: (32, 32, 64)}  # the last 32, which do not rotate, are counted as width
+    has_rope = True
     default_config = MHLAConfig(blocks=(12, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=124, fps=24.0, sizes=((768, 1344),))
     why_never_split = (

@@ -19,9 +19,7 @@ class TabledRotaryFamily(VideoFamily):
         """Read the grid from the sines."""
         return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
 
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Thirds, as ``WanRotaryPosEmbed`` splits a head."""
-        return thirds(head_dim)
+    has_rope = True
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
         """Take the frames' channels from later rows of the model's own table; ValueError if it is too short."""

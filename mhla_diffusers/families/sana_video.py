@@ -12,7 +12,6 @@ from torch import Tensor
 from ..config import MHLAConfig
 from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, FlowMatching
-from .rope_tables import thirds
 from .sana import SanaFamily
 
 _CLASS = "SanaVideoTransformer3DModel"
@@ -40,9 +39,7 @@ class SanaVideoFamily(SanaFamily):
         tiny_video("sana_video", _CLASS, _TINY),
     )
 
-    def rotary_axes(self, head_dim: int) -> tuple[int, ...]:
-        """Thirds, as Wan's."""
-        return thirds(head_dim)
+    has_rope = True
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Flow matching."""

@@ -121,7 +121,7 @@ class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
 
     takes_sigma = True
     # 16 channels that rotate with the index of the picture, counted as height, and 56 for each axis
-    rotary_channels = {128: (72, 56)}
+    has_rope = True
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
         """2x2, by packing."""

@@ -41,7 +41,7 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     latents_name = "x"
     timestep_name = "t"
     # 32 channels that rotate with the length of the text, counted as height, then 48 for each axis
-    rotary_channels = {128: (80, 48)}
+    has_rope = True
     process_class = ReversedFlowMatching
     takes_sigma = True
     # Qwen3's
