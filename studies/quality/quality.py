@@ -12,7 +12,6 @@ of that difference, bootstrapped over the scenes. What is generated is kept, so 
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ def judge(tiny: TinyPipeline, pipelines: dict[str, Callable[[], Any]], count: in
             found[score] = scores[place](one, torch.arange(samples))
             if one is not control:
                 interval = bootstrap(partial(difference, place, one), samples, resamples)
-                found["differences"][score] = asdict(interval)
+                found["differences"][score] = interval._asdict()
         results[name] = found
     return results
 
