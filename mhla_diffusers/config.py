@@ -254,7 +254,7 @@ class MHLAConfig:
             )
 
     def grid_from(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """The grid that a call's own grid is the beginning of: with ``causal`` that of the longest sequence.
+        """Return the grid that a call's own grid is the beginning of: with ``causal`` that of the longest sequence.
 
         Raises:
             ValueError: the sequence is longer, and ``beyond`` is "error".
@@ -285,7 +285,7 @@ class MHLAConfig:
             )
 
     def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Block counts on a token grid: those of the setting, or fewer if ``clamp_blocks`` allows.
+        """Return block counts on a token grid: those of the setting, or fewer if ``clamp_blocks`` allows.
 
         With ``causal`` those of :meth:`grid_from`.
         """
@@ -358,7 +358,7 @@ class MHLAConfig:
         return self.sparse == "content" and self.pooled and self.fit_pooled_bias is False
 
     def replace(self, **settings: Any) -> "MHLAConfig":
-        """A copy with some fields changed.
+        """Return a copy with some fields changed.
 
         Settings that belong to a replaced choice are reset: density and block size with another ``sparse`` than
         "content". With ``causal`` the sparse branch becomes "own". ``rope`` follows ``sparse`` unless it was given.
@@ -383,12 +383,12 @@ class MHLAConfig:
         return replace(self, **{**given_up, **settings})
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON and YAML values."""
+        """Return the fields as plain JSON and YAML values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "MHLAConfig":
-        """The inverse of :meth:`to_dict`.
+        """Invert :meth:`to_dict`.
 
         Raises:
             ValueError: unknown field, missing ``blocks``, or value that is not allowed.
@@ -442,7 +442,7 @@ def _check_type(name: str, value: object, wanted: Any, words: str) -> None:
 
 
 def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
-    """The choice as the fraction of layers to replace, or as indices."""
+    """Return the choice as the fraction of layers to replace, or as indices."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         for index in choice:
             if not isinstance(index, int) or isinstance(index, bool):
@@ -493,24 +493,24 @@ class Patch:
 
 
 def patch_folder() -> Path:
-    """Folder of the presets: inside an installed package, or at the root of a source checkout."""
+    """Find the folder of the presets: inside an installed package, or at the root of a source checkout."""
     package = Path(__file__).parent
     installed = package / "patches"
     return installed if installed.is_dir() else package.parent / "patches"
 
 
 def patch_names() -> list[str]:
-    """Names of the presets."""
+    """List the names of the presets."""
     return sorted(path.stem for path in patch_folder().glob("*.yaml"))
 
 
 def adapted_patch_folder(name: str) -> Path | None:
-    """Folder of an adapted patch that ships, for ``load_mhla``; None for any other name."""
+    """Find the folder of an adapted patch that ships, for ``load_mhla``; None for any other name."""
     return patch_folder() / name if name in adapted_patch_names() else None
 
 
 def adapted_patch_names() -> list[str]:
-    """Names of the adapted patches that ship, settings and weights, as ``save_mhla`` wrote them."""
+    """List the names of the adapted patches that ship, settings and weights, as ``save_mhla`` wrote them."""
     return sorted(path.parent.name for path in patch_folder().glob("*/mhla_config.json"))
 
 

@@ -14,7 +14,7 @@ _PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def dtype_name(name: object, setting: str = "dtype", allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
-    """The key of ``FLOAT_TYPES`` for a name such as ``bfloat16`` or ``bf16``, ``float32`` or ``no``.
+    """Return the key of ``FLOAT_TYPES`` for a name such as ``bfloat16`` or ``bf16``, ``float32`` or ``no``.
 
     Args:
         name: given name; False, because YAML reads ``no`` as False.
@@ -33,7 +33,7 @@ def dtype_name(name: object, setting: str = "dtype", allowed: Sequence[str] = tu
 
 
 def precision_name(name: object, allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
-    """The same as accelerate names it: "no", "bf16" or "fp16".
+    """Return a type as accelerate names it: "no", "bf16" or "fp16".
 
     Raises:
         ValueError: as :func:`dtype_name`.
@@ -42,7 +42,7 @@ def precision_name(name: object, allowed: Sequence[str] = tuple(FLOAT_TYPES)) ->
 
 
 def available_devices() -> list[str]:
-    """Names of the devices that torch sees here, "cpu" first, then for example "cuda:0"."""
+    """List the names of the devices that torch sees here, "cpu" first, then for example "cuda:0"."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return ["cpu"]
@@ -50,7 +50,7 @@ def available_devices() -> list[str]:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name; "auto" is a CUDA GPU if there is one, else the CPU.
+    """Return the device of a name; "auto" is a CUDA GPU if there is one, else the CPU.
 
     Raises:
         ValueError: no such device here.
@@ -71,7 +71,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def launched_processes() -> int:
-    """Number of processes that a launcher started, including this one; 1 without a launcher."""
+    """Count the processes that a launcher started, including this one; 1 without a launcher."""
     if torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -89,7 +89,7 @@ def launched_on_cpus() -> bool:
 
 
 def free_threads() -> int:
-    """Number of free CPU threads: the processors that this process may use, minus those that others use now.
+    """Count the free CPU threads: the processors that this process may use, minus those that others use now.
 
     More threads than that would wait for each other at every operation. Measures for half a second.
     """
@@ -100,7 +100,7 @@ def free_threads() -> int:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Context in which torch uses this number of CPU threads."""
+    """Let torch use this number of CPU threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

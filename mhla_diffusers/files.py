@@ -42,7 +42,7 @@ def written_aside(file: Path) -> Iterator[Path]:
 
 
 def cannot_write(file: Path, reason: object) -> OSError:
-    """The error of a file that cannot be written, such as on a full disk."""
+    """Make the error of a file that cannot be written, such as on a full disk."""
     return OSError(f"Cannot write {file}: {reason}. Free some space, or choose another folder.")
 
 
@@ -159,7 +159,7 @@ def folder_for_results(folder: Path) -> Iterator[None]:
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file's content."""
+    """Compute the SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -48,7 +48,7 @@ class MHLACache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by every attention with keys and values (B, key heads, n, D) of the tokens that come.
+        """Take the tokens of a call: every attention calls it with keys and values (B, key heads, n, D) of the tokens that come.
 
         Raises:
             ValueError: another batch size than that of the texts so far, or the call before has not come to its end.
@@ -65,7 +65,7 @@ class MHLACache(Cache):
         return keys, values
 
     def state_of(self, attn: Any) -> MHLAState:
-        """The state from which an attention goes on, after :meth:`update`.
+        """Return the state from which an attention goes on, after :meth:`update`.
 
         Raises:
             ValueError: the attention was not patched when the cache was made, or is another model's.
@@ -138,18 +138,18 @@ class StateLayer(CacheLayerMixin):
         """Whether tokens were announced that no MHLA layer has attended to yet."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StateLayer":
-        """For the same model; no tensor of a state is ever written to, so both may hold those there are."""
+        """Copy for the same model; no tensor of a state is ever written to, so both may hold those there are."""
         other = copy.copy(self)
         other.state = copy.copy(self.state)
         return other
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The state begins with the first tokens."""
+        """Do nothing: the state begins with the first tokens."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens that come, as they are; the attention itself lets the state go on.
+        """Return the tokens that come as they are; the attention itself lets the state go on.
 
         Raises:
             ValueError: the attention that ran before did not.
@@ -163,7 +163,7 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def go_on(self, attn: Any) -> MHLAState:
-        """The state of the texts so far, for the tokens given to :meth:`update`.
+        """Return the state of the texts so far, for the tokens given to :meth:`update`.
 
         Raises:
             ValueError: it belongs to another model, or to another layer of this one.
@@ -190,15 +190,15 @@ class StateLayer(CacheLayerMixin):
         return 0 if self.state is None else self.state.nbytes
 
     def get_seq_length(self) -> int:
-        """Tokens so far."""
+        """Count the tokens so far."""
         return 0 if self.state is None else self.state.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that a mask is for, and where they begin."""
+        """Return how many tokens a mask is for, and where they begin."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Tokens that the blocks hold; -1 for any number."""
+        """Return how many tokens the blocks hold; -1 for any number."""
         layer = layer_of(self.attn)
         if layer is None or layer.config.block_length is None or layer.config.beyond == "relative":
             return -1
@@ -215,7 +215,7 @@ class StateLayer(CacheLayerMixin):
             self.batch = len(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every text several times."""
+        """Repeat every text."""
         if self.batch is not None:
             self.reorder_cache(torch.arange(self.batch).repeat_interleave(repeats))
 

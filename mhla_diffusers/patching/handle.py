@@ -336,7 +336,7 @@ class Patched:
     # Every forward
 
     def _begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward: look at the processors and set the context of the call."""
+        """Look at the processors and set the context of the call, before a forward."""
         outer = current()
         enter(CallContext(outer=outer))  # for _end, which takes it back after a refusal too
         arguments = self.family.named_arguments(trunk, args, kwargs)
@@ -375,7 +375,7 @@ class Patched:
         )
 
     def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        """After a forward, also one that failed, whose result is None."""
+        """Take the context back after a forward, also one that failed, whose result is None."""
         context = current()
         if result is not None:
             self.latest_grid = context.grid
@@ -448,7 +448,7 @@ class Patched:
         allow_graphs(self)
 
         def meet() -> None:
-            """Before a forward: refuse a cache on which the processes may not agree.
+            """Refuse a cache on which the processes may not agree, before a forward.
 
             At the first call under a configuration: learn who they are, and that they are patched alike.
             """

@@ -21,7 +21,7 @@ from .steps import CACHES_BY_CONTENT, step_cache
 
 
 def parallel_of(config: Any) -> Parallel | None:
-    """The processes of a diffusers ``ParallelConfig`` that has been set up; None without context parallelism."""
+    """Return the processes of a diffusers ``ParallelConfig`` that has been set up; None without context parallelism."""
     settings = getattr(config, "context_parallel_config", None)
     if settings is None:
         return None

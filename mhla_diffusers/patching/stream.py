@@ -143,7 +143,7 @@ class _Step:
         """What the model handed to the attention before, and what was made of it."""
 
     def state_of(self, attn: Any, grid: Grid) -> MHLAState:
-        """What the frame blocks before have left behind in an attention."""
+        """Return what the frame blocks before have left behind in an attention."""
         stream, layer = self._stream, layer_of(attn)
         name = stream._names.get(id(attn))
         if name is None or layer is None:
@@ -177,7 +177,7 @@ class _Step:
 
 
 def _transformer_of(model: Any) -> nn.Module:
-    """The model itself, or the transformer of a pipeline, as it is called there."""
+    """Return the model itself, or the transformer of a pipeline, as it is called there."""
     names = list(find_transformers(model))
     if isinstance(model, nn.Module):
         return model
