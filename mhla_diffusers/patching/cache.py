@@ -48,7 +48,7 @@ class MHLACache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the tokens of a call: every attention calls it with keys and values (B, key heads, n, D) of the tokens that come.
+        """Take keys and values (B, key heads, n, D) of the tokens that come; every attention calls it.
 
         Raises:
             ValueError: another batch size than that of the texts so far, or the call before has not come to its end.
