@@ -193,7 +193,8 @@ def _attend(call: Call, backend: Backend) -> torch.Tensor:
 
 def backend_for(call: Call, name: str) -> Backend:
     """The backend of a name, and for "auto" the best that can run the call."""
-    check_backend(name)
+    if name not in BACKENDS:
+        check_backend(name)
     # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
     if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, call.feature_map) is None:
         block_size = call.sparse.block_size if call.sparse is not None else ROWS if any(call.extra) else None

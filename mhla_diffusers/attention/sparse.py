@@ -37,19 +37,54 @@ PooledKeys = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def sparse(call: Call) -> torch.Tensor:
     """Attend to listed blocks, to the pooled keys of the others with ``pooled_bias``, and with λ through MHLA to all.
 
+    A query that attends to nothing gets 0.
+
     Returns:
         (B, N, H, D); norm and gate leave extra tokens as they are.
     """
-    call = with_lists(call)
-    output, lse = sparse_branch(call)
-    on_grid, of_extra = output[:, : call.tokens], output[:, call.tokens :]
+    dtype, tokens = sum_dtype(call.query.dtype), call.tokens
+    rows = query, key, value, weights = uniform_rows(call)
+    call = _with_lists(call, rows)
+    lists = call.sparse
+    assert isinstance(lists, BlockLists)
+    with without_autocast(call.query.device):
+        pooled: PooledKeys | None = None
+        if call.pooled_bias is not None:
+            on_grid = weights[:, : lists.blocks], key[:, :, : lists.blocks], value[:, :, : lists.blocks]
+            pooled = pooled_keys(*on_grid, call.pooled_bias)
+        scaled = query[:, :, : lists.blocks] * query.shape[-1] ** -0.5
+        output, lse = attend_to_lists(scaled, key, value, weights.log(), pooled, lists.keys)
+        output, lse = (in_order(x, call.grid, lists.block_size) for x in (output, lse[..., None]))
     if call.linear_weight is not None:
         alone = linear_branch(call)
         far, normaliser = read(alone, states(alone))
         log_far = (call.linear_weight.to(normaliser.dtype)[:, None] * normaliser).log()
-        on_grid = under_common_sum(on_grid, lse, far, log_far)
-    on_grid = finish(on_grid, call.output_norm, call.output_gate).to(call.query.dtype)
-    return call.in_sequence(torch.cat([on_grid, of_extra.to(on_grid.dtype)], dim=1)) if any(call.extra) else on_grid
+        output = under_common_sum(output, lse, far, log_far)
+    output = finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
+    if not any(call.extra):
+        return output
+    with without_autocast(call.query.device):
+        sequence = [call.extra_last(rotated(x.to(dtype), call.rotary)) for x in (call.query, call.key)]
+        mask = None if call.key_mask is None else call.extra_last(call.key_mask)
+        of_extra = _attend_to_all(sequence[0][:, tokens:], sequence[1], call.extra_last(call.value.to(dtype)), mask)
+    return call.in_sequence(torch.cat([output, of_extra.to(output.dtype)], dim=1))
+
+
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value after RoPE in uniform blocks, (B, H, T + E, L, D) in the type of sums, and weights of the keys,
+(1 or B, T + E, L), 0 of padding."""
+
+
+def uniform_rows(call: Call) -> Rows:
+    """Order the tokens of a call by uniform blocks, E blocks of extra tokens last."""
+    place = call.grid, ROWS if call.sparse is None else call.sparse.block_size
+    with without_autocast(call.query.device):
+        dtype, mask = sum_dtype(call.query.dtype), call.key_mask
+        query, key = (call.extra_last(rotated(x.to(dtype), call.rotary)) for x in (call.query, call.key))
+        mask = key.new_ones(1, key.shape[1]) if mask is None else call.extra_last(mask.to(dtype))
+        value = call.extra_last(call.value.to(dtype))
+        query, key, value = (in_blocks(x, *place) for x in (query, key, value))
+        return query, key, value, in_blocks(mask[..., None, None], *place)[:, 0, ..., 0]
 
 
 def with_lists(call: Call) -> Call:
@@ -57,17 +92,21 @@ def with_lists(call: Call) -> Call:
 
     Beside extra tokens, no ``sparse`` stands for empty lists, and no ``linear_weight`` for a λ of 1 then.
     """
+    return call if isinstance(call.sparse, BlockLists) else _with_lists(call, uniform_rows(call))
+
+
+def _with_lists(call: Call, rows: Rows) -> Call:
     rule = call.sparse
+    if isinstance(rule, BlockLists):
+        return call
     if rule is None:
         heads, device = call.query.shape[2], call.query.device
         weight = call.linear_weight if call.linear_weight is not None else torch.ones(heads, device=device)
         none = torch.empty(1, heads, block_count(call.grid, ROWS), 0, dtype=torch.int64, device=device)
         return replace(call, sparse=BlockLists(ROWS, none, 0), linear_weight=weight)
-    if isinstance(rule, BlockLists):
-        return call
     with torch.no_grad(), without_autocast(call.query.device):
-        keys = choose_by_content(call, rule)
-        bias = fit_pooled_bias(call, rule, keys) if rule.fit_pooled_bias else call.pooled_bias
+        keys = choose_by_content(call, rule, rows)
+        bias = fit_pooled_bias(call, rule, rows, keys) if rule.fit_pooled_bias else call.pooled_bias
     return replace(call, sparse=BlockLists(rule.block_size, keys, keys.numel()), pooled_bias=bias)
 
 
@@ -109,41 +148,6 @@ def _attend_to_all(
     bias = None if mask is None else mask.to(query.dtype).log()[:, None, None]
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2)
-
-
-def sparse_branch(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sparse branch alone, of a call with lists.
-
-    Returns:
-        Output (B, N, H, D), the extra tokens last, and LSE of the grid's tokens, (B, N, H, 1), both in float32 (float64
-        for float64 inputs). A query that attends to nothing gets 0 and the lowest finite number.
-    """
-    lists, dtype, tokens = call.sparse, sum_dtype(call.query.dtype), call.tokens
-    assert isinstance(lists, BlockLists)
-    with without_autocast(call.query.device):
-        query, key = (call.extra_last(rotated(x.to(dtype), call.rotary)) for x in (call.query, call.key))
-        value, mask = call.extra_last(call.value.to(dtype)), call.key_mask
-        mask = None if mask is None else call.extra_last(mask)
-        place = call.grid, lists.block_size
-        key_blocks, value_blocks = in_blocks(key, *place), in_blocks(value, *place)
-        weights = _weights(key, mask, call)
-        pooled: PooledKeys | None = None
-        if call.pooled_bias is not None:
-            on_grid = weights[:, : lists.blocks], key_blocks[:, :, : lists.blocks], value_blocks[:, :, : lists.blocks]
-            pooled = pooled_keys(*on_grid, call.pooled_bias)
-        scaled = in_blocks(query[:, :tokens] * query.shape[-1] ** -0.5, *place)
-        output, lse = attend_to_lists(scaled, key_blocks, value_blocks, weights.log(), pooled, lists.keys)
-        output, lse = (in_order(x, *place) for x in (output, lse[..., None]))
-        if any(call.extra):
-            output = torch.cat([output, _attend_to_all(query[:, tokens:], key, value, mask)], dim=1)
-        return output, lse
-
-
-def _weights(key: torch.Tensor, mask: torch.Tensor | None, call: Call) -> torch.Tensor:
-    """Weights of the keys (B, N, ...), the extra ones last, in uniform blocks: (1 or B, T + E, L); padding has 0."""
-    size = call.sparse.block_size if call.sparse is not None else ROWS
-    weights = key.new_ones(1, key.shape[1]) if mask is None else mask.to(key.dtype)
-    return in_blocks(weights[..., None, None], call.grid, size)[:, 0, ..., 0]
 
 
 def pooled_keys(weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> PooledKeys:
@@ -250,7 +254,7 @@ def _attend_to_part(
     return output / total, (largest + total.log()).squeeze(-1)
 
 
-def choose_by_content(call: Call, rule: ContentRule) -> torch.Tensor:
+def choose_by_content(call: Call, rule: ContentRule, rows: Rows) -> torch.Tensor:
     """For every query block as many key blocks, those that their mean stands for worst.
 
     To first order a block's mean is wrong by its softmax weight times the spread of its logits, so for a mean query q a
@@ -260,49 +264,46 @@ def choose_by_content(call: Call, rule: ContentRule) -> torch.Tensor:
     Returns:
         int64 (B, H, T, list length), ascending within a list; at least one key block for every query block.
     """
-    dtype, scale = sum_dtype(call.query.dtype), call.query.shape[-1] ** -0.5
-    query, key = (call.on_grid(rotated(x, call.rotary)).to(dtype) for x in (call.query, call.key))
-    mask = None if call.key_mask is None else call.on_grid(call.key_mask)
-    all_rows, weights = _weights(query, None, call), _weights(key, mask, call)
-    query, key = (in_blocks(x, call.grid, rule.block_size) for x in (query, key))
+    blocks, dtype, scale = block_count(call.grid, rule.block_size), rows[0].dtype, call.query.shape[-1] ** -0.5
+    query, key, weights = rows[0][:, :, :blocks], rows[1][:, :, :blocks], rows[3][:, :blocks]
+    all_rows = weights
+    if call.key_mask is not None:  # which is of keys: the mean of a query block is that of all its tokens
+        on_grid = query.new_ones(1, call.tokens, 1, 1)
+        all_rows = in_blocks(on_grid, call.grid, rule.block_size)[:, 0, ..., 0]
     mean_query = block_means(all_rows, query)[0] * scale
     (mean_key,) = block_means(weights, key)
     (variance,) = block_means(weights, (key - mean_key[:, :, :, None]).square())
     spread = (mean_query.square() @ variance.mT).clamp_min(torch.finfo(torch.float32).tiny)
     scores = mean_query @ mean_key.mT + spread.log() / 2
-    if mask is not None:
+    if call.key_mask is not None:
         scores = scores.masked_fill((weights.sum(dim=-1) == 0)[:, None, None], torch.finfo(dtype).min)
-    length = list_length(rule.density, weights.shape[1])
+    length = list_length(rule.density, blocks)
     return scores.topk(length, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def fit_pooled_bias(call: Call, rule: ContentRule, lists: torch.Tensor) -> torch.Tensor:
+def fit_pooled_bias(call: Call, rule: ContentRule, rows: Rows, lists: torch.Tensor) -> torch.Tensor:
     """β with which listed blocks and pooled keys come closest to softmax attention over all keys, on some queries.
 
     Args:
         call: the call.
         rule: by which the lists were chosen.
+        rows: of the call.
         lists: int64 (B, H, T, n), what :func:`choose_by_content` has found.
 
     Returns:
         float32 (float64 for float64 inputs) (B, H).
     """
-    dtype, place = sum_dtype(call.query.dtype), (call.grid, rule.block_size)
-    query, key = (call.extra_last(rotated(x.to(dtype), call.rotary)) for x in (call.query, call.key))
-    value, mask = call.extra_last(call.value.to(dtype)), call.key_mask
-    weights = _weights(key, None if mask is None else call.extra_last(mask), call)
-    blocks, rows = lists.shape[2], fitting_rows(math.prod(call.grid), query.device)
-    query = in_blocks(query[:, : call.tokens], *place).flatten(2, 3)[:, :, rows] * query.shape[-1] ** -0.5
-    key, value = (in_blocks(x, *place) for x in (key, value))
+    query, key, value, weights = rows
+    dtype, blocks, some = query.dtype, lists.shape[2], fitting_rows(math.prod(call.grid), query.device)
+    query = query.flatten(2, 3)[:, :, some] * query.shape[-1] ** -0.5
     no_bias = query.new_zeros(query.shape[1])
-    mean_key, mean_value, log_count = pooled_keys(
-        weights[:, :blocks], key[:, :, :blocks], value[:, :, :blocks], no_bias
-    )
+    on_grid = weights[:, :blocks], key[:, :, :blocks], value[:, :, :blocks]
+    mean_key, mean_value, log_count = pooled_keys(*on_grid, no_bias)
     logits = query @ key.flatten(2, 3).mT + weights.log().flatten(1)[:, None, None]
     of_means = query @ mean_key.mT + log_count[:, :, None]
     largest = torch.cat([logits, of_means], dim=-1).amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
     softmax = (logits - largest).exp()
-    is_listed = mask_of_lists(lists[:, :, rows // rule.block_size], blocks)
+    is_listed = mask_of_lists(lists[:, :, some // rule.block_size], blocks)
     is_near = torch.nn.functional.pad(is_listed, (0, weights.shape[1] - blocks), value=1)  # extra tokens always are
     near = softmax.unflatten(-1, weights.shape[1:]) * is_near[..., None]
     far = (of_means - largest).exp().masked_fill(is_listed, 0)

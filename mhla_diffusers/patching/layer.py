@@ -168,10 +168,10 @@ class MHLALayer(nn.Module):
     def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> Call:
         """The call of MHLA with the weights and settings of this layer."""
         config, grid, extra = self.config, inputs.grid, inputs.extra
-        config.check_whole(grid)
-        call_grid, blocks = check_layout(
-            config.grid_from(grid), config.blocks_on(grid), is_causal=config.causal is not None
-        )
+        if config.causal is not None:
+            config.check_whole(grid)
+            grid = config.grid_from(grid)
+        call_grid, blocks = check_layout(grid, config.blocks_on(grid), is_causal=config.causal is not None)
         mixing: torch.Tensor = self.mixing
         if blocks != config.blocks and config.causal is not None:
             mixing = extend_mixing(mixing, config.blocks, blocks[0])
@@ -193,7 +193,7 @@ class MHLALayer(nn.Module):
             rotary=inputs.rotary,
             key_mask=inputs.key_mask,
             output_norm=self.output_norm,
-            output_gate=self._gate(inputs),
+            output_gate=None if self.gate is None else self._gate(self.gate, inputs),
             linear_weight=weight,
             sparse=rule,
             pooled_bias=self.pooled_bias,
@@ -202,14 +202,13 @@ class MHLALayer(nn.Module):
             causal=config.causal,
         )
 
-    def _gate(self, inputs: AttentionInputs) -> torch.Tensor | None:
-        """Gate of the grid's tokens, (B, tokens, H, D), if the layer has one."""
-        if self.gate is None:
-            return None
+    def _gate(self, gate: Gate, inputs: AttentionInputs) -> torch.Tensor:
+        """Gate of the grid's tokens, (B, tokens, H, D)."""
         hidden_states, (before, after) = inputs.hidden_states, inputs.extra
         if hidden_states.shape[1] == inputs.query.shape[1]:
             hidden_states = hidden_states[:, before : hidden_states.shape[1] - after]
-        return self.gate(hidden_states).unflatten(-1, (self.heads, -1))
+        projected: torch.Tensor = gate(hidden_states)
+        return projected.unflatten(-1, (self.heads, -1))
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
         """For a sequence that goes on, of which every step gives some tokens to :meth:`forward`.
@@ -247,7 +246,8 @@ class MHLALayer(nn.Module):
             "output_norm": self.output_norm,
             "linear_weight": weight.exp() if self.config.sparse == "own" and weight is not None else None,
         }
-        gate, query, key, value = self._gate(inputs), inputs.query, inputs.key, inputs.value
+        query, key, value = inputs.query, inputs.key, inputs.value
+        gate = None if self.gate is None else self._gate(self.gate, inputs)
         earlier = key.shape[1] - query.shape[1]
         if earlier:
             past, key = key[:, :earlier], key[:, earlier:]

@@ -16,12 +16,12 @@ from mhla_diffusers.attention import (
     reference_attention,
     with_lists,
 )
-from mhla_diffusers.attention.layout import block_count, layout_of
+from mhla_diffusers.attention.layout import block_count, in_order, layout_of
 from mhla_diffusers.attention.rope import rotated
 from mhla_diffusers.attention.sparse import (
     BIASES,
     attend_to_lists,
-    sparse_branch,
+    uniform_rows,
 )
 
 from .problems import errors_against_reference, make_problem
@@ -132,7 +132,9 @@ def test_lse_agrees_with_flex_attention():
     shapes = create_block_mask(is_listed, None, 2, 24, 24, device="cpu")
     inputs = [problem.tensors[name].transpose(1, 2) for name in ("query", "key", "value")]
     expected, aux = flex_attention(*inputs, block_mask=shapes, return_aux=AuxRequest(lse=True))
-    output, lse = sparse_branch(Call(**problem.tensors, grid=(4, 6), blocks=(2, 2), sparse=lists))
+    *rows, weights = uniform_rows(Call(**problem.tensors, grid=(4, 6), blocks=(2, 2), sparse=lists))
+    found = attend_to_lists(rows[0] * 8**-0.5, *rows[1:], weights.log(), None, lists.keys)
+    output, lse = (in_order(x, (4, 6), 4) for x in (found[0], found[1][..., None]))
     torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.squeeze(-1), aux.lse.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
