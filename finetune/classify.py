@@ -76,7 +76,7 @@ class ClassifyConfig(trainer.Recipe):
     model: str
     """One of ``FRESH``, or a classifier of the Hub or a folder to begin from."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the configuration class of a model of ``FRESH``; nothing for a model to begin from."""
+    """Arguments of the configuration class of a model of ``FRESH``; nothing for a model to begin from."""
     data: str | dict[str, str] = DIGITS
     """"digits", or ``train`` and ``held_out``, folders with a subfolder per class."""
     size: int
@@ -155,11 +155,6 @@ class ClassifyConfig(trainer.Recipe):
         }
 
 
-def load_classify_config(file: Path, overrides: Sequence[str] = ()) -> ClassifyConfig:
-    """Read a configuration, with ``key=value`` overrides; raises what :func:`read_settings` raises."""
-    return read_settings(ClassifyConfig, file, overrides)
-
-
 # --- data ---
 
 SUMS = 19
@@ -192,8 +187,9 @@ class SumsOfDigits(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < self.count:
             raise IndexError(index)
-        chance, picture, total = self._chance(index), torch.zeros(self.size, self.size), 0
-        for top, left, label in self._places(chance):
+        picture, total = torch.zeros(self.size, self.size), 0
+        chance, places = self._draw(index)
+        for top, left, label in places:
             digit = self.digits.pick(label, chance)[None, None]
             drawn = functional.interpolate(digit, size=(SIZE, SIZE), mode="bilinear")
             picture[top : top + SIZE, left : left + SIZE] = drawn[0, 0]
@@ -201,18 +197,16 @@ class SumsOfDigits(Dataset[Sample]):
         return {"pixel_values": (2 * picture - 1).expand(3, -1, -1), "labels": torch.tensor(total)}
 
     def places(self, index: int) -> list[tuple[int, int, int]]:
-        """Top, left and label of the two digits of a picture."""
-        return self._places(self._chance(index))
+        """Return top, left and label of the two digits of a picture."""
+        return self._draw(index)[1]
 
-    def _chance(self, index: int) -> random.Random:
-        return random.Random(f"{self.split} {self.seed} {index}")
-
-    def _places(self, chance: random.Random) -> list[tuple[int, int, int]]:
+    def _draw(self, index: int) -> tuple[random.Random, list[tuple[int, int, int]]]:
+        chance = random.Random(f"{self.split} {self.seed} {index}")
+        ends = 0, self.size - SIZE + 1, STEP
         while True:
-            ends = 0, self.size - SIZE + 1, STEP
             one, other = [(chance.randrange(*ends), chance.randrange(*ends), chance.randrange(10)) for _ in range(2)]
             if abs(one[0] - other[0]) >= SIZE or abs(one[1] - other[1]) >= SIZE:
-                return [one, other]
+                return chance, [one, other]
 
 
 @dataclass(frozen=True)
@@ -276,7 +270,7 @@ def middle_box(width: int, height: int, side: float) -> tuple[float, float, floa
 
 
 def random_box(width: int, height: int, chance: random.Random) -> tuple[float, float, float, float]:
-    """Of 8 to 100 % of the area, 3:4 to 4:3, as in DeiT; the shorter side where ten tries do not fit."""
+    """Draw a box of 8 to 100 % of the area, 3:4 to 4:3, as in DeiT; a square where ten tries do not fit."""
     for _ in range(10):
         area, ratio = chance.uniform(0.08, 1.0) * width * height, 3 / 4 * (16 / 9) ** chance.random()
         wide, high = (area * ratio) ** 0.5, (area / ratio) ** 0.5
@@ -326,12 +320,11 @@ class ImageFolder(Dataset[Sample]):
         self.classes = subfolders_of(folder) if classes is None else list(classes)
         check_classes(folder, self.classes)
         # arrays: every worker would copy a list of paths, since looking at an object counts a reference in it
-        names = [
-            np.array(
-                [os.fsencode(file.relative_to(folder / name)) for file in pictures_below(folder / name)], np.bytes_
-            )
-            for name in self.classes
-        ]
+        names = []
+        for name in self.classes:
+            files = [file for file in sorted((folder / name).rglob("*")) if file.suffix.lower() in IMAGE_SUFFIXES]
+            shown = [os.fsencode(file.relative_to(folder / name)) for file in files if file.name[0] != "."]
+            names.append(np.array(shown, np.bytes_))
         self.labels = np.repeat(np.arange(len(names)), [len(one) for one in names])
         if not len(self.labels):
             raise FileNotFoundError(
@@ -353,11 +346,6 @@ class ImageFolder(Dataset[Sample]):
         return {"pixel_values": self.view(picture), "labels": torch.tensor(label)}
 
 
-def pictures_below(folder: Path) -> list[Path]:
-    """Files of pictures in a folder and its subfolders, in their order."""
-    return [one for one in sorted(folder.rglob("*")) if one.suffix.lower() in IMAGE_SUFFIXES and one.name[0] != "."]
-
-
 def classes_of(config: ClassifyConfig) -> list[str]:
     """Names of the classes in the order of their labels; raises as :func:`check_classes`."""
     if isinstance(config.data, str):
@@ -368,7 +356,7 @@ def classes_of(config: ClassifyConfig) -> list[str]:
 
 
 def view_of(config: ClassifyConfig, crop: float | None) -> View:
-    """Of the pictures of a folder, or of digits, which any model sees whole and in [-1, 1]."""
+    """Make the view of a configuration's pictures; any model sees digits whole and in [-1, 1]."""
     if config.data == DIGITS:
         return View(config.size, 1.0, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     if config.model in FRESH:
@@ -775,31 +763,6 @@ def write_results(table: str, rows: Mapping[str, str], results: Results, output:
 # --- main ---
 
 
-def run(given: argparse.Namespace, overrides: Sequence[str]) -> str:
-    """Do what was asked for; what there is to print."""
-    if given.command == "evaluate":
-        found = evaluate(
-            given.model,
-            given.pictures,
-            patch=given.patch,
-            size=given.size,
-            crop=given.crop,
-            batch_size=given.batch_size,
-            workers=given.workers,
-            device=choose_device(given.device),
-        )
-        return json.dumps(found) + "\n"
-    config = load_classify_config(given.config, overrides)
-    if given.command == "train":
-        return f"{train_one(config, given.variant, given.output)}\n"
-    if given.command == "ablate":
-        return compare(config, config.ablation_tables(), given.output)[0]
-    require_matplotlib()  # which draws the result, after all the training
-    text, results = compare(config, {"comparison": {name: name for name in config.variants}}, given.output)
-    draw(results, given.output)
-    return text
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the arguments and do what they ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -825,7 +788,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        sys.stdout.write(run(given, overrides))
+        if given.command == "evaluate":
+            found = evaluate(
+                given.model,
+                given.pictures,
+                patch=given.patch,
+                size=given.size,
+                crop=given.crop,
+                batch_size=given.batch_size,
+                workers=given.workers,
+                device=choose_device(given.device),
+            )
+            sys.stdout.write(json.dumps(found) + "\n")
+            return
+        config = read_settings(ClassifyConfig, given.config, overrides)
+        if given.command == "train":
+            sys.stdout.write(f"{train_one(config, given.variant, given.output)}\n")
+        elif given.command == "ablate":
+            sys.stdout.write(compare(config, config.ablation_tables(), given.output)[0])
+        else:
+            require_matplotlib()  # which draws the result, after all the training
+            text, results = compare(config, {"comparison": {name: name for name in config.variants}}, given.output)
+            draw(results, given.output)
+            sys.stdout.write(text)
     except (ValueError, OSError, ImportError) as error:
         parser.exit(1, f"{error}\n")
 

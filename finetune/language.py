@@ -85,11 +85,6 @@ class LanguageConfig(trainer.Recipe):
         )
 
 
-def load_language_config(file: Path, overrides: Sequence[str] = ()) -> LanguageConfig:
-    """Read a configuration, with ``key=value`` overrides; raises what :func:`read_settings` raises."""
-    return read_settings(LanguageConfig, file, overrides)
-
-
 # --- data ---
 
 
@@ -265,7 +260,7 @@ def losses_by_place(model: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity(losses: torch.Tensor) -> float:
-    """Of losses of single tokens."""
+    """Return the perplexity of losses of single tokens."""
     return math.exp(float(losses.mean()))
 
 
@@ -367,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     try:
-        config = load_language_config(given.config, given.overrides)
+        config = read_settings(LanguageConfig, given.config, given.overrides)
         if given.command == "compare":
             sys.stdout.write(compare(config, given.output))
         else:

@@ -27,11 +27,13 @@ def finetune_command(
     ] = None,
 ) -> None:
     """Adapt a patched model; the same as finetune/adapt.py, which accelerate launch starts on several devices."""
+    import logging
+
     from . import finetune
     from .config import TrainingConfig
     from .run_folder import TrainingDivergedError
 
-    _show_log()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = TrainingConfig.from_yaml(config, overrides or [])
     if dry_run:
         typer.echo(finetune.dry_run(settings, processes))
@@ -65,13 +67,15 @@ def encode_command(
     precision: _Precision = "bf16",
 ) -> None:
     """Encode videos or images with captions into latents for finetune. Resumes where it stopped."""
+    import logging
+
     from .latents.encode import encode_folder
     from .latents.media import find_media
 
-    _show_log()
-    clip = _clip(model, frames, fps, sizes)
-    find_media(source)
-    index = encode_folder(_pipeline(model, device, precision), model, source, output, clip, workers)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    find_media(source)  # before anything is loaded
+    pipe, clip = _load(model, device, precision, frames, fps, sizes)
+    index = encode_folder(pipe, model, source, output, clip, workers)
     typer.echo(f"{output} holds {len(index.samples)} samples; {len(index.skipped)} files were skipped.")
 
 
@@ -91,24 +95,20 @@ def synthesize_command(
     from ..generation.names import read_prompts
     from .latents.encode import synthesize
 
-    clip = _clip(model, frames, None, sizes)
     lines = read_prompts(prompts)
-    pipe = _pipeline(model, device, precision)
+    pipe, clip = _load(model, device, precision, frames, None, sizes)
     index = synthesize(pipe, model, lines, output, clip, steps=steps, guidance=guidance, seed=seed)
     typer.echo(f"{output} holds {len(index.samples)} samples.")
 
 
-def _show_log() -> None:
-    import logging
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-
-
-def _clip(model: str, frames: int | None, fps: float | None, sizes: Sequence[str] | None) -> "Clip":
-    """The default clip of a model's family with some values changed."""
+def _load(
+    model: str, device: str, precision: str, frames: int | None, fps: float | None, sizes: Sequence[str] | None
+) -> tuple[Any, "Clip"]:
+    """Load a pipeline, and return it with the default clip of its family, of which some values may be given."""
     from dataclasses import replace
 
-    from ..generation import family_of
+    from ..devices import FLOAT_TYPES, dtype_name
+    from ..generation import family_of, load_pipeline
 
     pairs = []
     for size in sizes or ():
@@ -117,12 +117,6 @@ def _clip(model: str, frames: int | None, fps: float | None, sizes: Sequence[str
             raise ValueError(f"Size {size!r} must look like HEIGHTxWIDTH, for example 480x832.")
         pairs.append((int(height), int(width)))
     given: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(pairs) or None}
-    return replace(family_of(model).default_clip, **{name: x for name, x in given.items() if x is not None})
-
-
-def _pipeline(model: str, device: str, precision: str) -> Any:
-    from ..devices import FLOAT_TYPES, dtype_name
-    from ..generation import family_of, load_pipeline
-
-    dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
-    return load_pipeline(model, family_of(model).name, device, dtype)
+    family, dtype = family_of(model), FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
+    clip = replace(family.default_clip, **{name: value for name, value in given.items() if value is not None})
+    return load_pipeline(model, family.name, device, dtype), clip

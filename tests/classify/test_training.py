@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import mhla_diffusers as mhla
+from mhla_diffusers.training.settings import read_settings
 
 from ..paper_models.shared import tiny_vlt
 from ..scripts import CONFIGS, script
@@ -55,7 +56,7 @@ def write_config(folder, **changes):
 
 
 def load(folder, **changes):
-    return classify.load_classify_config(write_config(folder, **changes))
+    return read_settings(classify.ClassifyConfig, write_config(folder, **changes))
 
 
 def of_variants(config):
@@ -65,7 +66,7 @@ def of_variants(config):
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_configurations_are_valid(file):
     """And the head of each says how it is launched, and of those that were never run that they were not."""
-    config, text = classify.load_classify_config(file), file.read_text()
+    config, text = read_settings(classify.ClassifyConfig, file), file.read_text()
     assert f"--config finetune/configs/{file.name}" in text
     if config.data == "digits":
         assert set(config.ablations) == {"initialisation", "blocks", "CPE and gating"}

@@ -1,16 +1,18 @@
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
+from mhla_diffusers.training.settings import read_settings
 
 from ..scripts import CONFIGS, script
 
-load_classify_config = script("classify").load_classify_config
-load_language_config = script("language").load_language_config
+load_classify_config = partial(read_settings, script("classify").ClassifyConfig)
+load_language_config = partial(read_settings, script("language").LanguageConfig)
 
 TEXT = """
 output: outputs/run

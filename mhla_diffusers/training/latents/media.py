@@ -87,12 +87,14 @@ def find_media(source: str | Path) -> list[Media]:
         raise FileNotFoundError(f"{folder} holds no videos or images ({', '.join(_SUFFIXES)}).")
     absent = [name for name in captions if not (folder / name).is_file()]
     if absent:
-        raise FileNotFoundError(f"{folder}: the metadata names {_some(absent)}, which do not exist.")
+        names = ", ".join(absent[:5])
+        raise FileNotFoundError(f"{folder}: {len(absent)} files of the metadata do not exist, such as {names}.")
     empty = [name for name, caption in captions.items() if not caption]
     check(
         not empty,
-        f"{folder}: {len(empty)} of {len(captions)} files have no caption or an empty one: {_some(empty)}. Write one "
-        "into a .txt of the same name, or list the files with file_name and text in metadata.jsonl or metadata.csv.",
+        f"{folder}: {len(empty)} of {len(captions)} files have no caption or an empty one, such as "
+        f"{', '.join(empty[:5])}. Write one into a .txt of the same name, or list the files with file_name and text in "
+        "metadata.jsonl or metadata.csv.",
     )
     return [Media(folder / name, name, caption) for name, caption in captions.items()]
 
@@ -116,10 +118,6 @@ def _metadata(folder: Path) -> dict[str, str] | None:
             raise ValueError(f"{file} must have file_name and text in every row; a row has {has}.")
         captions[str(row["file_name"])] = str("" if row[key] is None else row[key]).strip()
     return captions
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _find_shards(source: Path) -> dict[str, Path]:
