@@ -5,7 +5,7 @@ A family has no state: class attributes are its facts, and methods cover what fa
 
 import inspect
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -57,6 +57,8 @@ class Family:
     """A diffusion model, called by a pipeline in every denoising step, or a model of transformers."""
     axes: ClassVar[int]
     """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width), 1 for text."""
+    fixed_patch: ClassVar[tuple[int, ...] | None] = None
+    """Latents per token along each axis, where the transformer's configuration does not say."""
     squares_only: ClassVar[bool] = False
     """Whether height and width must be equal."""
     default_config: ClassVar[MHLAConfig]
@@ -120,10 +122,14 @@ class Family:
     """Name of the transformer's argument for the time."""
     takes_sigma: ClassVar[bool] = False
     """Whether the transformer takes σ, in place of the scheduler's timestep of 1000 σ."""
+    time_is_reversed: ClassVar[bool] = False
+    """Whether time runs from the noise to the data: the model takes 1 − σ and predicts the velocity to the data."""
     guidance: ClassVar[float | None] = None
     """Guidance scale for transformers that embed it."""
     conditions: ClassVar[tuple[Condition, ...]] = ()
     """What the transformer gets from a prompt, texts first."""
+    without_values: ClassVar[Any] = nullcontext
+    """Class of the context for a forward on the meta device; ``WithoutValues`` for models that read values of inputs."""
 
     @property
     def is_diffusion(self) -> bool:
@@ -197,14 +203,12 @@ class Family:
 
         take_processor_methods(transformer, self.self_attentions(transformer).values())
 
-    def without_values(self) -> AbstractContextManager[Any]:
-        """Context for a forward on the meta device; for models that read values of their inputs."""
-        return nullcontext()
-
     # The token grid
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
-        """Latents per token along each axis of the token grid, by default ``patch_size`` and ``patch_size_t``."""
+        """Latents per token on each axis of the grid: :attr:`fixed_patch`, else ``patch_size`` and ``patch_size_t``."""
+        if self.fixed_patch is not None:
+            return self.fixed_patch
         size = transformer.config.patch_size
         if not isinstance(size, int):
             return tuple(size)
@@ -287,7 +291,9 @@ class Family:
 
     def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
         """The scheduler's timestep, from the transformer's argument for the time."""
-        return 1000 * timestep if self.takes_sigma else timestep
+        if not self.takes_sigma:
+            return timestep
+        return 1000 * (1 - timestep if self.time_is_reversed else timestep)
 
     # Inputs of a forward
 

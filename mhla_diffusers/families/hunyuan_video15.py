@@ -7,7 +7,6 @@ text-to-video. Default blocks cut 31x30x53 tokens, 121 frames at 480p, into thre
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -58,6 +57,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
     processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
     has_rope = True
+    without_values = WithoutValues  # the transformer reads whether there is an image and which tokens are masked
     default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
     # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
@@ -71,10 +71,6 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
         Model("hunyuan-video-1.5", _CLASS, 16, 128, 54, (10, 3, 5), ((480, 848), (720, 1280)), **_REAL),
         tiny_video("hunyuan_video15", _CLASS, _TINY, stride=16, patch=1),
     )
-
-    def without_values(self) -> AbstractContextManager[Any]:
-        """The transformer reads from its inputs whether there is an image and which tokens are masked."""
-        return WithoutValues()
 
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add empty given frames and no image."""

@@ -6,7 +6,6 @@ are shared by groups of heads. The text's refiners are not patched. Default bloc
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ..attention.layout import Shape
 from .adapters import Arguments, AttentionInputs, JointAdapter, without
 from .family import Condition
 from .models import image_model, tiny_image
-from .processes import ReversedFlowMatching
 from .styles import ImageFamily, JointFamily
 from .values import WithoutValues
 
@@ -86,11 +84,12 @@ class Lumina2Family(JointFamily, ImageFamily):
     adapter = Lumina2Adapter(context_first=True)
     processor = "diffusers.models.transformers.transformer_lumina2.Lumina2AttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS
+    without_values = WithoutValues  # the transformer reads the lengths of texts
     feed_forwards = ("feed_forward",)
     dispatches_attention = False
     # 32 channels that rotate with the length of the text, counted as height, then 32 for each axis
     has_rope = True
-    process_class = ReversedFlowMatching
+    time_is_reversed = True
     # Gemma 2's
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "cap_feat_dim")),
@@ -107,15 +106,3 @@ class Lumina2Family(JointFamily, ImageFamily):
         if prompt:
             return super().encode_text(pipe, prompt, settings)
         return pipe.encode_prompt(prompt, True, max_sequence_length=settings["max_sequence_length"])[2:]
-
-    def without_values(self) -> AbstractContextManager[Any]:
-        """The transformer reads the lengths of texts."""
-        return WithoutValues()
-
-    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
-        """The velocity towards the noise; the model's is towards the data."""
-        return -super().prediction(transformer, output, latents)
-
-    def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
-        """1000 σ, from 1 - σ."""
-        return 1000 * (1 - timestep)

@@ -6,7 +6,7 @@ latent frame. Time runs from the noise to the data. Default blocks cut 28x30x53 
 three latent frames by ten tokens each way.
 """
 
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from ..config import MHLAConfig
 from .adapters import Arguments, AttentionInputs, JointAdapter
 from .family import Condition
 from .models import Clip, Model, tiny_video
-from .processes import ReversedFlowMatching
 from .styles import JointFamily, VideoFamily
 from .values import WithoutValues
 
@@ -65,7 +64,9 @@ class MochiFamily(JointFamily, VideoFamily):
     attention_class = "MochiAttention"
     dispatches_attention = False
     extra_tokens = _TEXT_TOKENS
-    process_class = ReversedFlowMatching
+    without_values = partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3)
+    """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""
+    time_is_reversed = True
     default_config = MHLAConfig(blocks=(9, 3, 5), rope="before", mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=163, fps=30.0, sizes=((480, 848),))
     # T5's
@@ -78,15 +79,7 @@ class MochiFamily(JointFamily, VideoFamily):
         tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6),
     )
 
-    def without_values(self) -> AbstractContextManager[Any]:
-        """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""
-        return WithoutValues(lambda tensor: isinstance(tensor, nn.Parameter) and tensor.ndim == 3)
-
     def patch(self, transformer: Any) -> tuple[int, ...]:
         """Patch of one latent frame."""
         size = transformer.config.patch_size
         return 1, size, size
-
-    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
-        """The velocity towards the noise; the model's is towards the data."""
-        return -super().prediction(transformer, output, latents)

@@ -84,12 +84,13 @@ class FlowMatching(DiffusionProcess):
         shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
         timestep_scale: factor on the timestep, 1.0 but for some SANA models.
         channels: see :attr:`DiffusionProcess.channels`.
+        is_reversed: whether the transformer's time runs from the noise to the data, 1 − σ in place of σ.
     """
 
-    def __init__(self, shift: float, timestep_scale: float = 1.0, channels: int | None = None) -> None:
-        self.shift = shift
-        self.timestep_scale = timestep_scale
-        self.channels = channels
+    def __init__(
+        self, shift: float, timestep_scale: float = 1.0, channels: int | None = None, *, is_reversed: bool = False
+    ) -> None:
+        self.shift, self.timestep_scale, self.channels, self.is_reversed = shift, timestep_scale, channels, is_reversed
 
     def time_at(self, quantile: Tensor) -> Tensor:
         """σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
@@ -105,8 +106,8 @@ class FlowMatching(DiffusionProcess):
         return (1 - sigma) * latents + sigma * noise
 
     def timestep(self, time: Tensor) -> Tensor:
-        """1000 σ, scaled."""
-        return time * 1000 * self.timestep_scale
+        """1000 σ or 1000 (1 − σ), scaled."""
+        return (1 - time if self.is_reversed else time) * 1000 * self.timestep_scale
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
         """Mean squared error to the velocity, over frames that are not clean."""
@@ -117,14 +118,6 @@ class FlowMatching(DiffusionProcess):
         noised = (batch.time > 0).float()
         by_frame = error.movedim(2, 1).flatten(2).mean(dim=2)
         return (by_frame * noised).sum(dim=1) / noised.sum(dim=1).clamp_min(1)
-
-
-class ReversedFlowMatching(FlowMatching):
-    """Z-Image and Mochi: time runs from the noise to the data, so the transformer takes 1 − σ, or 1000 times that."""
-
-    def timestep(self, time: Tensor) -> Tensor:
-        """1000 (1 − σ), scaled."""
-        return (1 - time) * (1000 * self.timestep_scale)
 
 
 class _DDPM(DiffusionProcess):

@@ -120,12 +120,9 @@ class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
     """Joint attention over images whose latents are packed 2x2 to a token, as in Flux."""
 
     takes_sigma = True
+    fixed_patch = (2, 2)
     # 16 channels that rotate with the index of the picture, counted as height, and 56 for each axis
     has_rope = True
-
-    def patch(self, transformer: Any) -> tuple[int, ...]:
-        """2x2, by packing."""
-        return 2, 2
 
     def channels(self, config: Any) -> int:
         """Channels of a token, without packing."""

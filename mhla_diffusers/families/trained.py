@@ -39,12 +39,13 @@ class TrainedFamily(Family):
         if self.process_class is None:
             raise self.undefined("how the model was trained", "process")
         if issubclass(self.process_class, FlowMatching):
-            return self.process_class(flow_shift, 1e-3 if self.takes_sigma else 1.0)
+            scale = 1e-3 if self.takes_sigma else 1.0
+            return self.process_class(flow_shift, scale, is_reversed=self.time_is_reversed)
         return self.process_class()
 
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
-        """The prediction for latents (B, C, ...), of their shape: by default the transformer's output."""
-        predicted: Tensor = output
+        """The prediction for latents (B, C, ...), of their shape: by default the output, towards the noise."""
+        predicted: Tensor = -output if self.time_is_reversed else output
         return predicted
 
     def prepare_for_training(self, transformer: nn.Module) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from .adapters import JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import image_model, tiny_image
-from .processes import ReversedFlowMatching
 from .styles import ImageFamily, JointFamily, PaddedTextFamily
 
 _CLASS = "ZImageTransformer2DModel"
@@ -39,10 +38,11 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("feed_forward",)
     latents_name = "x"
+    fixed_patch = (_PATCH, _PATCH)
     timestep_name = "t"
     # 32 channels that rotate with the length of the text, counted as height, then 48 for each axis
     has_rope = True
-    process_class = ReversedFlowMatching
+    time_is_reversed = True
     takes_sigma = True
     # Qwen3's
     conditions = (
@@ -53,10 +53,6 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
         image_model("z-image", _CLASS, 30, 128, 30, **_LAYERS, more_layers={"n_refiner_layers": 2}),
         tiny_image("z_image", _CLASS, _TINY, head_dim=16, **_LAYERS, more_layers={"n_refiner_layers": 1}),
     )
-
-    def patch(self, transformer: Any) -> tuple[int, ...]:
-        """2x2, unless the transformer's forward gets another."""
-        return _PATCH, _PATCH
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from a list of images (C, F, H, W).
@@ -88,9 +84,5 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
         return {"x": list(latents[:, :, None]), "t": timestep, "cap_feats": texts}
 
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
-        """The velocity towards the noise; the model's is towards the data."""
-        return -torch.stack(list(output))[:, :, 0]
-
-    def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
-        """1000 σ, from 1 - σ."""
-        return 1000 * (1 - timestep)
+        """Stack the list of images of one frame."""
+        return super().prediction(transformer, torch.stack(list(output))[:, :, 0], latents)

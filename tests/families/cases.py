@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from mhla_diffusers.benchmark.models import class_settings, models, small_size
 from mhla_diffusers.families import Family, get_family
-from mhla_diffusers.families.processes import ReversedFlowMatching
 
 from ..models import seeded
 from ..pipelines import dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
@@ -455,7 +454,7 @@ class Case:
     def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
         """Keyword arguments of the transformer's forward."""
         family, grid = self.of_family, self.grids[ragged]
-        is_sigma = family.takes_sigma or getattr(family, "process_class", None) is ReversedFlowMatching
+        is_sigma = family.takes_sigma or family.time_is_reversed
         timestep = torch.tensor([0.5, 0.25, 0.75] if is_sigma else [500, 250, 750])[:batch]
         timestep = timestep[:1].expand(batch) if self.one_time else timestep
         latents, conditioning = self.drawn(grid, batch, seed)

@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from mhla_diffusers.families import FlowMatching, LearnedVarianceDDPM, get_family
-from mhla_diffusers.families.processes import ReversedFlowMatching, VelocityDDPM
+from mhla_diffusers.families.processes import VelocityDDPM
 
 from ..training.models import tiny_dit, tiny_sana, tiny_wan
 
@@ -34,12 +34,12 @@ def test_reversed_flow_matching_counts_what_is_left_of_the_noise() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler, quantile = FlowMatchEulerDiscreteScheduler(shift=3.0), torch.tensor([0.1, 0.5, 0.9])
-    forwards, backwards = FlowMatching(shift=3.0), ReversedFlowMatching(shift=3.0)
+    forwards, backwards = FlowMatching(shift=3.0), FlowMatching(shift=3.0, is_reversed=True)
     assert backwards.time_at(quantile).equal(forwards.time_at(quantile))
     sigma = scheduler.sigmas[[0, 400, 999]]
     told = (1000 - scheduler.timesteps[[0, 400, 999]]) / 1000
     torch.testing.assert_close(backwards.timestep(sigma), 1000 * told, rtol=0, atol=1e-3)
-    scaled = ReversedFlowMatching(shift=3.0, timestep_scale=1e-3)
+    scaled = FlowMatching(shift=3.0, timestep_scale=1e-3, is_reversed=True)
     torch.testing.assert_close(scaled.timestep(sigma), told, rtol=0, atol=1e-6)
 
 

@@ -156,7 +156,7 @@ def test_command_says_what_is_wrong_and_leaves_no_folder(tmp_path, arguments, me
 
 def test_modular_pipeline_is_named_as_what_it_is(tmp_path):
     MiniMaxH3ModularPipeline(blocks=MiniMaxH3CoreDenoiseStep()).save_pretrained(str(tmp_path / "model"))
-    arguments = ("minimax_h3", "x", "--model", tmp_path / "model", "--output", tmp_path / "a")
+    arguments = ("wan", "x", "--model", tmp_path / "model", "--output", tmp_path / "a")
     with pytest.raises(FileNotFoundError, match="modular pipeline"):
         raise in_process("generate", *arguments).exception
 
