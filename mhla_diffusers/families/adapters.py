@@ -83,6 +83,11 @@ class AttentionAdapter:
     """
     rotary_second: ClassVar[bool] = False
     """Whether RoPE is the second argument, in place of a context."""
+    inputs: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+    """Attributes of an attention that are linear layers before the heads, that of the queries first; some are absent.
+    """
+    outputs: ClassVar[tuple[str, ...]] = ("to_out",)
+    """Attributes of which one is the linear layer after the heads, or a list that begins with it."""
     idle: ClassVar[tuple[str, ...]] = ()
     """Attributes of an attention that do not run while it is patched."""
 
@@ -95,20 +100,19 @@ class AttentionAdapter:
 
     def query_projection(self, attn: Any) -> Any:
         """The linear layer that makes the queries."""
-        return attn.to_q
+        return getattr(attn, self.inputs[0])
 
     def output_projection(self, attn: Any) -> Any:
         """The linear layer after the heads; None in blocks that project them in another layer.
 
         If it also takes other channels, they come after those of the heads.
         """
-        found = getattr(attn, "to_out", None)
-        return found[0] if found is not None else None
+        found = next((getattr(attn, name) for name in self.outputs if hasattr(attn, name)), None)
+        return found[0] if isinstance(found, nn.ModuleList) else found
 
     def projections(self, attn: Any) -> list[nn.Module]:
         """All linear layers that the attention runs."""
-        fused, apart = ("to_qkv", "to_added_qkv"), ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
-        names = (*(fused if _is_fused(attn) else apart), "to_add_out", "to_gate_logits")
+        names = (*(("to_qkv", "to_added_qkv") if _is_fused(attn) else self.inputs), "to_add_out", "to_gate_logits")
         found = [getattr(attn, name, None) for name in names]
         return [module for module in (*found, self.output_projection(attn)) if module is not None]
 
@@ -329,17 +333,7 @@ class ParallelAdapter(JointAdapter):
     takes heads and feed-forward together.
     """
 
-    def query_projection(self, attn: Any) -> Any:
-        """The first layer."""
-        return attn.to_qkv_mlp_proj
-
-    def output_projection(self, attn: Any) -> Any:
-        """The second layer."""
-        return attn.to_out
-
-    def projections(self, attn: Any) -> list[nn.Module]:
-        """Both."""
-        return [attn.to_qkv_mlp_proj, attn.to_out]
+    inputs = ("to_qkv_mlp_proj",)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Its processor gets mask and RoPE one place earlier than others, for want of a context of its own."""

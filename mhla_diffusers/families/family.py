@@ -129,7 +129,7 @@ class Family:
     conditions: ClassVar[tuple[Condition, ...]] = ()
     """What the transformer gets from a prompt, texts first."""
     without_values: ClassVar[Any] = nullcontext
-    """Class of the context for a forward on the meta device; ``WithoutValues`` for models that read values of inputs."""
+    """Class of the context for a forward on the meta device: ``WithoutValues`` for models that read their inputs."""
 
     @property
     def is_diffusion(self) -> bool:

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ..config import MHLAConfig
@@ -148,19 +148,10 @@ class PaddedTextFamily(TrainedFamily):
 
 
 class TransformersAdapter(AttentionAdapter):
-    """Attentions with ``q_proj``, ``k_proj``, ``v_proj``, and ``o_proj`` or ``out_proj``."""
+    """Attentions of transformers; SigLIP calls the last layer ``out_proj``."""
 
-    def query_projection(self, attn: Any) -> Any:
-        """``q_proj``."""
-        return attn.q_proj
-
-    def output_projection(self, attn: Any) -> Any:
-        """``o_proj``, or SigLIP's ``out_proj``."""
-        return attn.o_proj if hasattr(attn, "o_proj") else attn.out_proj
-
-    def projections(self, attn: Any) -> list[nn.Module]:
-        """All linear layers that the attention runs."""
-        return [attn.q_proj, attn.k_proj, attn.v_proj, self.output_projection(attn)]
+    inputs = ("q_proj", "k_proj", "v_proj")
+    outputs = ("o_proj", "out_proj")
 
 
 class TransformersFamily(Family):
