@@ -87,9 +87,8 @@ class Lumina2Family(JointFamily, ImageFamily):
     without_values = WithoutValues  # the transformer reads the lengths of texts
     feed_forwards = ("feed_forward",)
     dispatches_attention = False
-    # 32 channels that rotate with the length of the text, counted as height, then 32 for each axis
     has_rope = True
-    time_is_reversed = True
+    takes_sigma = time_is_reversed = True
     # Gemma 2's
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "cap_feat_dim")),

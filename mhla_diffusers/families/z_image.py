@@ -40,10 +40,8 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     latents_name = "x"
     fixed_patch = (_PATCH, _PATCH)
     timestep_name = "t"
-    # 32 channels that rotate with the length of the text, counted as height, then 48 for each axis
     has_rope = True
-    time_is_reversed = True
-    takes_sigma = True
+    takes_sigma = time_is_reversed = True
     # Qwen3's
     conditions = (
         Condition("cap_feats", (_TEXT_TOKENS, "cap_feat_dim")),

@@ -555,251 +555,98 @@ _FACES = {
     **{"segment_frame_length": 9, "guidance_scale": 2.0},
 }
 _ANIMATED = {**_SHOWN, "latent_channels": 16, "num_layers": 4, "inject_face_latents_blocks": 2}
+# what stands in quotation marks is encoded a second time
 _QUOTED = {**_CLIP, "num_frames": 7, "height": 16, "width": 24, "negative_prompt": "ball"}
+_QUOTED["prompt"] = 'a dog on "the red wave"'
 _AURA_LAYERS = (*_layers(2, "joint_transformer_blocks.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn"))
 _edit = _of_wan("ChronoEditPipeline", 5.0, 8)
-_pixart = pipeline("PixArtAlphaPipeline", _pixart_components)
-_sigma = pipeline("PixArtSigmaPipeline", _pixart_components)
-_cogvideox, _ltx2 = (
-    pipeline("CogVideoXPipeline", _cogvideox_components),
-    pipeline("LTX2Pipeline", _ltx2_components),
-)
+_cogvideox, _ltx2 = pipeline("CogVideoXPipeline", _cogvideox_components), pipeline("LTX2Pipeline", _ltx2_components)
 _sd3, _z_image = pipeline("StableDiffusion3Pipeline", _sd3_components), pipeline("ZImagePipeline", _z_image_components)
+_cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
+_hunyuan_dit = pipeline("HunyuanDiTPipeline", _hunyuan_dit_components)
+_hunyuan_video = pipeline("HunyuanVideoPipeline", _hunyuan_video_components)
+_latte, _lumina2 = pipeline("LattePipeline", _latte_components), pipeline("Lumina2Pipeline", _lumina2_components)
+_ltx, _mochi = pipeline("LTXPipeline", _ltx_components), pipeline("MochiPipeline", _mochi_components)
+_pixart, _sigma = (pipeline(f"PixArt{kind}Pipeline", _pixart_components) for kind in ("Alpha", "Sigma"))
+_sana_video = pipeline("SanaVideoPipeline", _sana_video_components)
+_sana_image = pipeline("SanaImageToVideoPipeline", lambda: _sana_video_components(flow(shift=8.0)))
+_skyreels, _forced = (_of_wan(f"SkyReelsV2{kind}Pipeline", 8.0) for kind in ("", "DiffusionForcing"))
+_skyreels_image, _animate = (_of_wan(f"{kind}Pipeline", 5.0, 8) for kind in ("SkyReelsV2ImageToVideo", "WanAnimate"))
+_AURA, _FLUX_SETTINGS = {"num_single_dit_layers": 2, "sample_size": 16}, {**_SINGLE, "guidance_embeds": True}
+_COG_CALL, _COGVIEW_CALL = {**_GUIDED, "guidance_scale": 6.0}, _image_call(128, 5.0, max_sequence_length=16)
+_DIG_CALL = {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
+_ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
+_TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
+_LATTE_CALL = _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False, video_length=3)
+_LUMINA_CALL = _image_call(128, 4.0, prompt="the red dog", system_prompt="the")
+_LUMINA_LAYERS = ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn"))
+_MOCHI_CALL = {**_GUIDED, "num_frames": 19, "guidance_scale": 4.5}
+_SIGMA = {"sample_size": 64, "use_additional_conditions": False}
+_DUAL_LAYERS = ("transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn")
+_SKYREELS_CALL = {**_CLIP, **embeddings(TEXT_TOKENS)}
+_SKYREELS_IMAGE_CALL = {**_CLIP, **embeddings(IMAGE_TEXT_TOKENS), **_PICTURE}
+_FORCED = {"rope_max_seq_len": 32, "num_frame_per_block": 2}
+_TWO_FRAMES = {**_OF_WAN_SHOWN, "grids": ((2, 4, 6), (2, 5, 4))}
+_QUOTED_TEXTS = {"encoder_hidden_states_2": 4, "encoder_attention_mask_2": 4}
+_HUNYUAN = {"texts": dict.fromkeys(_HUNYUAN_TEXTS, 0), "noise": 0.1}
+# its forward branches on whether all image embeddings are 0
+_HUNYUAN_1_5 = {"texts": _QUOTED_TEXTS, "change": _no_image, "compiles_whole": False, "extra": (0, 7 + TEXT_TOKENS)}
+_DIT = {"mlp_ratio": 2.0, "sample_size": 16}
+_LATTE = {"sample_size": 16, "video_length": 3}
+_TEXT_LAST, _Z_LAYERS = (0, TEXT_TOKENS), _layers(3, "layers.{}.attention")
+_LTX_CALL = {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8}
+_ALONE: dict[str, Any] = {"negative_prompt": None}
+_FOUR_BLOCKS, _QWEN_CALL = _layers(4, "blocks.{}.attn1"), _image_call(32, None, true_cfg_scale=4.0)
+_SANA_SHOWN, _OF_SANA = {**_SANA_CALL, **_PICTURE}, {"grids": _VIDEO, "family": "sana_video"}
+_OF_SKYREELS = {"grids": ((4, 4, 6), (2, 5, 4)), "family": "skyreels_v2"}
+_UNEVEN = {"family": "z_image", "extra": (0, 64)}
+_ANIMATE = {"texts": _SHOWN_TEXTS, "change": _with_pictures}
 
-CASES = {
-    case.name: case
-    for case in (
-        Case(
-            "auraflow",
-            _auraflow,
-            _image_call(128, 3.5),
-            _AURA_LAYERS,
-            {"num_single_dit_layers": 2, "sample_size": 16},
-            extra=(8 + TEXT_TOKENS, 0),
-        ),
-        # four latent frames in the first step and two in the second
-        Case("chronoedit", _edit, _REASONING, _WAN_LAYERS, **_OF_WAN_SHOWN),
-        # two latent frames in every step
-        Case(
-            "chronoedit_edit",
-            _edit,
-            _EDIT_TWO,
-            _WAN_LAYERS,
-            family="chronoedit",
-            **{**_OF_WAN_SHOWN, "grids": ((2, 4, 6), (2, 5, 4))},
-        ),
-        # diffusers drops the mask of texts of other lengths under gradient checkpointing
-        Case("chroma", _chroma, _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST, checkpointed=1),
-        Case("cogvideox", _cogvideox, {**_GUIDED, "guidance_scale": 6.0}, _layers(3), _COG, _VIDEO, extra=_TEXT_FIRST),
-        Case(
-            "cogvideox_two_frames",
-            _cogvideox,
-            {**_GUIDED, "guidance_scale": 6.0},
-            _layers(3),
-            _COG_1_5,
-            _VIDEO,
-            "cogvideox",
-            extra=_TEXT_FIRST,
-        ),
-        Case(
-            "cogview4",
-            pipeline("CogView4Pipeline", _cogview4_components),
-            _image_call(128, 5.0, max_sequence_length=16),
-            _layers(3),
-            extra=_TEXT_FIRST,
-        ),
-        Case(
-            "dig",
-            dit_pipeline,
-            {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"},
-            _layers(3),
-            {"sample_size": 16},
-            ((8, 8), (7, 7)),
-        ),
-        Case(
-            "flux",
-            _flux,
-            _image_call(32, 3.5, negative_prompt=None),
-            _TWO_STREAMS,
-            {**_SINGLE, "guidance_embeds": True},
-            extra=_TEXT_FIRST,
-        ),
-        Case(
-            "flux2",
-            flux2_pipeline,
-            _image_call(32, 4.0, negative_prompt=None),
-            _TWO_STREAMS,
-            _SINGLE,
-            extra=_TEXT_FIRST,
-        ),
-        Case(
-            "hunyuan_dit",
-            pipeline("HunyuanDiTPipeline", _hunyuan_dit_components),
-            _image_call(128, 5.0, **_PLAIN_CALL, prompt="the red dog", max_sequence_length=None),
-            _layers(4, "blocks.{}.attn1"),
-            {"mlp_ratio": 2.0, "sample_size": 16},
-            texts=dict.fromkeys(_HUNYUAN_TEXTS, 0),
-            noise=0.1,
-        ),
-        Case(
-            "hunyuan_video",
-            pipeline("HunyuanVideoPipeline", _hunyuan_video_components),
-            {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}},
-            _TWO_STREAMS,
-            _SINGLE,
-            _VIDEO,
-            extra=(0, TEXT_TOKENS),
-        ),
-        Case(
-            "hunyuan_video15",
-            _hunyuan_video15,
-            # what stands in quotation marks is encoded a second time
-            {**_QUOTED, "prompt": 'a dog on "the red wave"'},
-            _JOINT,
-            {"target_size": 16},
-            _VIDEO,
-            texts={"encoder_hidden_states_2": 4, "encoder_attention_mask_2": 4},
-            change=_no_image,
-            extra=(0, 3 + 4 + TEXT_TOKENS),
-            compiles_whole=False,  # its forward branches on whether all image embeddings are 0
-        ),
-        Case(
-            "latte",
-            pipeline("LattePipeline", _latte_components),
-            _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False, video_length=3),
-            _layers(3),
-            {"sample_size": 16, "video_length": 3},
-            frames=3,
-        ),
-        Case(
-            "ltx",
-            pipeline("LTXPipeline", _ltx_components),
-            {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8},
-            _layers(3),
-            grids=_VIDEO,
-        ),
-        Case("ltx2", _ltx2, _LTX2_CALL, _layers(3), grids=_VIDEO),
-        # as LTX-2.0: no gates, text that the transformer itself projects; and the other RoPE
-        Case("ltx2_first", _ltx2, _LTX2_CALL, _layers(3), _LTX2_FIRST, _VIDEO, "ltx2"),
-        Case(
-            "mochi",
-            pipeline("MochiPipeline", _mochi_components),
-            {**_GUIDED, "num_frames": 19, "guidance_scale": 4.5},
-            _layers(3),
-            grids=_VIDEO,
-            extra=(0, TEXT_TOKENS),
-        ),
-        Case(
-            "lumina2",
-            pipeline("Lumina2Pipeline", _lumina2_components),
-            _image_call(128, 4.0, prompt="the red dog", system_prompt="the"),
-            ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn")),
-            compiles_whole=False,  # its forward reads the lengths of texts
-        ),
-        Case(
-            "minimax_h3",
-            minimax_h3,
-            SOUND_CALL,
-            _JOINT,
-            grids=_VIDEO,
-            extra=(2 * TEXT_TOKENS, 0),  # text, and as many rows of sound
-            one_time=True,
-        ),
-        Case("pixart", _pixart, _image_call(128, 1.5, **_CLEAN), _layers(3), {"sample_size": 128}),
-        Case(
-            "pixart_sigma",
-            _sigma,
-            _image_call(128, 1.5, **_CLEAN),
-            _layers(3),
-            {"sample_size": 64, "use_additional_conditions": False},
-            family="pixart",
-        ),
-        Case(
-            "qwenimage",
-            _qwenimage,
-            _image_call(32, None, true_cfg_scale=4.0),
-            _JOINT,
-            {"joint_attention_dim": 16},
-            extra=_TEXT_FIRST,
-        ),
-        Case(
-            "sana_video",
-            pipeline("SanaVideoPipeline", _sana_video_components),
-            _SANA_CALL,
-            _layers(3),
-            _SANA_VIDEO,
-            _VIDEO,
-        ),
-        Case(
-            "sana_video_image",
-            pipeline("SanaImageToVideoPipeline", lambda: _sana_video_components(flow(shift=8.0))),
-            {**_SANA_CALL, **_PICTURE},
-            _layers(3),
-            _SANA_VIDEO,
-            _VIDEO,
-            "sana_video",
-            change=_first_frame_known,
-        ),
-        Case("sd3", _sd3, _image_call(32, 5.0), _JOINT, _SD3, extra=(0, TEXT_TOKENS)),
-        # as SD 3.5: query and key normed, and in the first layer a second attention over the image alone
-        Case(
-            "sd3_dual",
-            _sd3,
-            _image_call(32, 5.0),
-            ("transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn"),
-            {**_SD3, **_DUAL},
-            family="sd3",
-            extra=(0, TEXT_TOKENS),
-        ),
-        Case(
-            "skyreels_v2",
-            _of_wan("SkyReelsV2Pipeline", 8.0),
-            {**_CLIP, **embeddings(TEXT_TOKENS)},
-            _WAN_LAYERS,
-            **_ROWS,
-        ),
-        # two latent frames in a block, each block sees itself and the ones before it
-        Case(
-            "skyreels_v2_forcing",
-            _of_wan("SkyReelsV2DiffusionForcingPipeline", 8.0),
-            _FORCING_CALL,
-            _WAN_LAYERS,
-            {"rope_max_seq_len": 32, "num_frame_per_block": 2},
-            ((4, 4, 6), (2, 5, 4)),
-            "skyreels_v2",
-            change=_forcing,
-        ),
-        Case(
-            "skyreels_v2_image",
-            _of_wan("SkyReelsV2ImageToVideoPipeline", 5.0, 8),
-            {**_CLIP, **embeddings(IMAGE_TEXT_TOKENS), **_PICTURE},
-            _WAN_LAYERS,
-            family="skyreels_v2",
-            **_OF_WAN_SHOWN,
-        ),
-        Case(
-            "wan_animate",
-            _of_wan("WanAnimatePipeline", 5.0, 8),
-            {**_EDIT_TWO, **_FACES},
-            _layers(4, "blocks.{}.attn1"),
-            _ANIMATED,
-            _VIDEO,
-            texts=_SHOWN_TEXTS,
-            change=_with_pictures,
-        ),
-        Case("z_image", _z_image, _image_call(32, 4.0), _layers(3, "layers.{}.attention"), _Z_IMAGE, extra=(0, 32)),
-        Case(
-            "z_image_uneven",
-            _z_image,
-            _image_call(32, 4.0),
-            _layers(3, "layers.{}.attention"),
-            _Z_IMAGE,
-            family="z_image",
-            change=_long_text,
-            extra=(0, 64),
-        ),
-    )
-}
+_TABLE = (
+    Case("auraflow", _auraflow, _image_call(128, 3.5), _AURA_LAYERS, _AURA, extra=(8 + TEXT_TOKENS, 0)),
+    # four latent frames in the first step and two in the second; and two in every step
+    Case("chronoedit", _edit, _REASONING, _WAN_LAYERS, **_OF_WAN_SHOWN),
+    Case("chronoedit_edit", _edit, _EDIT_TWO, _WAN_LAYERS, family="chronoedit", **_TWO_FRAMES),
+    # diffusers drops the mask of texts of other lengths under gradient checkpointing
+    Case("chroma", _chroma, _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST, checkpointed=1),
+    Case("cogvideox", _cogvideox, _COG_CALL, _layers(3), _COG, _VIDEO, extra=_TEXT_FIRST),
+    Case("cogvideox_two_frames", _cogvideox, _COG_CALL, _layers(3), _COG_1_5, _VIDEO, "cogvideox", extra=_TEXT_FIRST),
+    Case("cogview4", _cogview4, _COGVIEW_CALL, _layers(3), extra=_TEXT_FIRST),
+    Case("dig", dit_pipeline, _DIG_CALL, _layers(3), {"sample_size": 16}, ((8, 8), (7, 7))),
+    Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
+    Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
+    Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, **_HUNYUAN),
+    Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),
+    Case("hunyuan_video15", _hunyuan_video15, _QUOTED, _JOINT, {"target_size": 16}, _VIDEO, **_HUNYUAN_1_5),
+    Case("latte", _latte, _LATTE_CALL, _layers(3), _LATTE, frames=3),
+    Case("ltx", _ltx, _LTX_CALL, _layers(3), grids=_VIDEO),
+    Case("ltx2", _ltx2, _LTX2_CALL, _layers(3), grids=_VIDEO),
+    # as LTX-2.0: no gates, text that the transformer itself projects; and the other RoPE
+    Case("ltx2_first", _ltx2, _LTX2_CALL, _layers(3), _LTX2_FIRST, _VIDEO, "ltx2"),
+    Case("mochi", _mochi, _MOCHI_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_LAST),
+    # its forward reads the lengths of texts
+    Case("lumina2", _lumina2, _LUMINA_CALL, _LUMINA_LAYERS, compiles_whole=False),
+    # text, and as many rows of sound
+    Case("minimax_h3", minimax_h3, SOUND_CALL, _JOINT, grids=_VIDEO, extra=(2 * TEXT_TOKENS, 0), one_time=True),
+    Case("pixart", _pixart, _image_call(128, 1.5, **_CLEAN), _layers(3), {"sample_size": 128}),
+    Case("pixart_sigma", _sigma, _image_call(128, 1.5, **_CLEAN), _layers(3), _SIGMA, family="pixart"),
+    Case("qwenimage", _qwenimage, _QWEN_CALL, _JOINT, {"joint_attention_dim": 16}, extra=_TEXT_FIRST),
+    Case("sana_video", _sana_video, _SANA_CALL, _layers(3), _SANA_VIDEO, _VIDEO),
+    Case("sana_video_image", _sana_image, _SANA_SHOWN, _layers(3), _SANA_VIDEO, change=_first_frame_known, **_OF_SANA),
+    Case("sd3", _sd3, _image_call(32, 5.0), _JOINT, _SD3, extra=_TEXT_LAST),
+    # as SD 3.5: query and key normed, and in the first layer a second attention over the image alone
+    Case("sd3_dual", _sd3, _image_call(32, 5.0), _DUAL_LAYERS, {**_SD3, **_DUAL}, family="sd3", extra=_TEXT_LAST),
+    Case("skyreels_v2", _skyreels, _SKYREELS_CALL, _WAN_LAYERS, **_ROWS),
+    # two latent frames in a block, each block sees itself and the ones before it
+    Case("skyreels_v2_forcing", _forced, _FORCING_CALL, _WAN_LAYERS, _FORCED, change=_forcing, **_OF_SKYREELS),
+    Case(
+        "skyreels_v2_image", _skyreels_image, _SKYREELS_IMAGE_CALL, _WAN_LAYERS, family="skyreels_v2", **_OF_WAN_SHOWN
+    ),
+    Case("wan_animate", _animate, {**_EDIT_TWO, **_FACES}, _FOUR_BLOCKS, _ANIMATED, _VIDEO, **_ANIMATE),
+    Case("z_image", _z_image, _image_call(32, 4.0), _Z_LAYERS, _Z_IMAGE, extra=(0, 32)),
+    Case("z_image_uneven", _z_image, _image_call(32, 4.0), _Z_LAYERS, _Z_IMAGE, change=_long_text, **_UNEVEN),
+)
+CASES = {case.name: case for case in _TABLE}
 NAMES = tuple(case.name for case in CASES.values() if not case.family)
 """Names of a case of each family."""
 

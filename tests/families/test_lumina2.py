@@ -74,6 +74,10 @@ def test_a_step_of_the_pipeline_follows_the_prediction():
     torch.testing.assert_close(latents - sigma * velocity, expected, rtol=1e-5, atol=1e-6)
     timestep = FAMILY.scheduler_timestep(pipe.transformer, arguments["timestep"])
     torch.testing.assert_close(timestep, pipe.scheduler.timesteps[:1], rtol=1e-5, atol=1e-3)
+    # which is 1000 times σ at any σ, and the pipeline's transformer takes 1 - σ
+    quarter = process.timestep(torch.tensor([0.25]))
+    torch.testing.assert_close(quarter, torch.tensor([0.75]))
+    torch.testing.assert_close(FAMILY.scheduler_timestep(pipe.transformer, quarter), torch.tensor([250.0]))
 
 
 def test_the_empty_prompt_is_the_negative_one():
