@@ -241,26 +241,3 @@ def test_command(tmp_path, monkeypatch):
     assert written["similarities"]["ssim"]["low"] <= written["scores"]["ssim"] <= 1
     assert "similarity to softmax" in (tmp_path / "report" / "report.html").read_text()
     assert "must look like NAME=" in str(mhla("eval", "compare", *sets, "--score", plug).exception)
-
-
-@pytest.mark.slow
-def test_variants_of_the_tiny_pipeline_in_one_report(tmp_path):
-    write_pictures(tmp_path / "real", 20, size=64)
-    for name, counts in (("softmax", None), ("linear", "1, 1"), ("MHLA", "4, 4")):
-        asked = ["--family", "dit", "--count", 10, "--batch-size", 10, "--set", "num_inference_steps=1"]
-        if counts is not None:
-            text = f"family: dit\nbase_model: tiny-dit\ndescription: {name}\nmhla: {{blocks: [{counts}]}}\n"
-            (tmp_path / f"{name}.yaml").write_text(text)
-            asked += ["--patch", tmp_path / f"{name}.yaml"]
-        made = mhla("eval", "samples", "classes", tmp_path / name, *asked)
-        assert made.exit_code == 0, made.output
-    shown = mhla(
-        *("eval", "compare", *(tmp_path / name for name in ("softmax", "linear", "MHLA"))),
-        *("--reference", tmp_path / "real", "--output", tmp_path / "out"),
-        *("--extractor", "mhla_diffusers.demo.judging:picture_features"),
-        *("--score", "digit_shown=mhla_diffusers.demo.judging:digit_shown"),
-    )
-    assert shown.exit_code == 0, shown.output
-    variants = json.loads((tmp_path / "out" / "comparison.json").read_text())["variants"]
-    assert len({variant["scores"]["fid"] for variant in variants.values()}) == 3
-    assert set(variants["MHLA"]["differences"]) == {"fid", "digit_shown"}
