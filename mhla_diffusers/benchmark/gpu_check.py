@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from ..attention import mhla_attention
-from ..attention.triton.launch import architecture_of
+from ..attention.triton.tiles import architecture_of
 from ..devices import FLOAT_TYPES, choose_device
 from ..files import check_writable, read_json, write_json, write_text
 from ..patching import apply_mhla, mhla_layers

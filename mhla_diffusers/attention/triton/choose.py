@@ -8,50 +8,26 @@ blocks that goes part after part. Nothing here waits for the device.
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..call import list_length
-from .launch import Launch, allocate, architecture_of, precision_of
+from .operators import allocate, operator
 from .prepare import GRID, block_counts
+from .tiles import precision_of, tile_of, warp_size_of
 
 SCORE_BYTES = 32 * 2**20
-"""Of the scores that exist at once: what one kernel writes, the next still finds in the cache of a large card."""
+"""Bytes of the scores that exist at once: what one kernel writes, the next still finds in the cache of a large card."""
 MOST_KEY_BLOCKS = 32_768
 """One program holds the scores of a query block in its registers."""
 SCORES_OF_A_THREAD = 16
-"""With more, too few programs share a processor to hide the waiting of each."""
+"""With more, too few programs share a processor to hide the latency of each."""
 ALIGNMENT = tl.constexpr(16)
 """Rows of scores begin at multiples of so many, so that they are read 16 bytes at a time."""
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 """Least variance of logits in a block, so that its logarithm is finite."""
-
-
-class Tiles(NamedTuple):
-    """How the score kernel is cut."""
-
-    queries: int
-    keys: int
-    channels: int
-    """Of one step along the sum, for operands of 16 bits; half as many of float32."""
-    warps: int
-    stages: int
-
-
-TILES = {"default": Tiles(queries=64, keys=64, channels=64, warps=4, stages=2)}
-"""By architecture."""
-
-
-class Part(NamedTuple):
-    """Query blocks whose scores exist at once: some rows of one group, or all rows of some."""
-
-    first_group: int
-    groups: int
-    first_row: int
-    rows: int
 
 
 @triton.jit(do_not_specialize=["columns", "first_group", "first_row", "rows", "query_blocks", "key_blocks", "heads"])
@@ -168,139 +144,118 @@ def select_kernel(
     tl.store(listed + query_block * words + number, word, mask=number < words)
 
 
-def choose_launches(
-    pooled_query: torch.Tensor,
-    pooled_key: torch.Tensor,
-    spread: torch.Tensor,
-    weight: torch.Tensor,
-    n: int,
-    extra: int,
-    scale: float,
-    total: int,
-    architecture: str | None = None,
-) -> tuple[list[Launch], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The kernels that find the n best key blocks of every query block, and the extra blocks, which all lists hold.
+@operator(
+    f"(Tensor query, Tensor key, Tensor spread, Tensor weight, float density, float scale, {GRID}) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+def choose(query, key, spread, weight, density, scale, grid, block_size, extra):
+    """Find the best key blocks of every query block, and the blocks of extra tokens, which all lists hold.
 
     The score is the logit of the mean key plus the logarithm of how far the block's logits stand apart: with the mean
     query q, the mean key k and the variance s of the keys by channel, ``scale q·k + ½ log(scale² Σ q² s)``.
 
     Args:
-        pooled_query: (G, Tq, D), float32, bfloat16 or float16, contiguous, as the next two.
-        pooled_key: (G, T, D).
-        spread: (G, T, D).
+        query: pooled, (G, Tq, D), float32, bfloat16 or float16, contiguous.
+        key: pooled, (G, T, D), likewise.
+        spread: (G, T, D), likewise.
         weight: float32 (S, T), contiguous, S a divisor of G: how much of a block counts. Blocks of 0 are never chosen.
-        n: most blocks of a list, extra ones not counted.
-        extra: how many blocks behind the T of a group every list ends with.
+        density: part of the key blocks that a list holds at most, see :func:`list_length`.
         scale: of the logits.
-        total: key blocks of a group, T + extra at least.
-        architecture: of a card that is not there.
+        grid: token grid, with ``block_size`` and ``extra`` as :func:`.prepare.prepare` takes them.
+        block_size: rows of a block.
+        extra: extra tokens.
 
     Returns:
-        The launches, scores and selection of one part after the other, and what they fill: indices int32
-        (G * Tq, n + extra), ascending, those of group g from g * total on; how many of a list are real, int32
-        (G * Tq,), which come first; and bits int32 (G * Tq, ceil(T / 32)), of which bit c of word w tells whether the
-        list holds block 32 w + c of its group.
+        Indices int32 (G Tq, n + E), n from the density and E the blocks of extra tokens, ascending, those of group g
+        from g (T + E) on; how many of a list are real, int32 (G Tq,), which come first; and bits int32
+        (G Tq, ceil(T / 32)), of which bit c of word w tells whether the list holds block 32 w + c of its group.
 
     Raises:
         ValueError: there are more key blocks than MOST_KEY_BLOCKS.
     """
-    groups, query_blocks, head_dim = pooled_query.shape
-    key_blocks, device = pooled_key.shape[1], pooled_query.device
+    blocks, key_blocks = block_counts(grid, block_size, extra)
     if key_blocks > MOST_KEY_BLOCKS:
         raise ValueError(f"{key_blocks} key blocks, {MOST_KEY_BLOCKS} at most can be chosen from: take larger blocks")
-    card = architecture or architecture_of(device)
-    rows, tiles = groups * query_blocks, TILES.get(card, TILES["default"])
-    indices = allocate((rows, n + extra), torch.int32, device)
-    counts = allocate((rows,), torch.int32, device)
-    listed = allocate((rows, -(-key_blocks // 32)), torch.int32, device)
-    aligned = -(-key_blocks // ALIGNMENT.value) * ALIGNMENT.value
-    parts = list(_parts(groups, query_blocks, SCORE_BYTES // (4 * aligned)))
-    scores = allocate((max(part.groups * part.rows for part in parts), aligned), torch.float32, device)
-    pooled = {"query": pooled_query, "key": pooled_key, "spread": spread, "weight": weight, "scores": scores}
-    sizes = {"scale": scale, "columns": aligned // ALIGNMENT.value, "heads": groups // weight.shape[0], "D": head_dim}
-    constants = {
-        **{"BLOCK_M": tiles.queries, "BLOCK_N": tiles.keys},
-        "BLOCK_K": tiles.channels * 2 // max(2, pooled_query.element_size()),
-        "PRECISION": precision_of(pooled_query.dtype, card),
-    }
-    launches = []
+    n, extra_blocks = list_length(density, key_blocks), blocks - key_blocks
+    columns = triton.cdiv(key_blocks, ALIGNMENT.value) * ALIGNMENT.value
+    parts = list(_parts(*query.shape[:2], SCORE_BYTES // (4 * columns)))
+    scores = allocate((max(part[1] * part[3] for part in parts), columns), torch.float32, query.device)
+    rows = query.shape[:2].numel()
+    shapes = (rows, n + extra_blocks), (rows,), (rows, triton.cdiv(key_blocks, 32))
+    chosen = tuple(allocate(shape, torch.int32, query.device) for shape in shapes)
     for part in parts:
-        of_part = {"first_group": part.first_group, "first_row": part.first_row, "rows": part.rows}
-        counted = {"query_blocks": query_blocks, "key_blocks": key_blocks}
-        grid = -(-aligned // tiles.keys), -(-part.rows // tiles.queries), part.groups
-        arguments = pooled | sizes | of_part | counted | constants
-        launches += [
-            Launch(score_kernel, grid, arguments, tiles.warps, tiles.stages),
-            select_launch(scores, part, (indices, counts, listed), (query_blocks, key_blocks), (n, extra, total), card),
-        ]
-    return launches, (indices, counts, listed)
+        score(query, key, spread, weight, scale, part, scores)
+        select(scores, part, query.shape[1], key_blocks, n, extra_blocks, chosen)
+    return chosen
+
+
+@choose.register_fake
+def _(query, key, spread, weight, density, scale, grid, block_size, extra):
+    blocks, of_grid = block_counts(grid, block_size, extra)
+    lists = query.shape[0] * query.shape[1]
+    shapes = (lists, list_length(density, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)
+    return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+Part = tuple[int, int, int, int]
+"""Query blocks whose scores exist at once: first group, groups, first row and rows of each group."""
 
 
 def _parts(groups: int, query_blocks: int, most_rows: int) -> Iterator[Part]:
-    """Of equal size but for the last."""
+    """Yield some rows of one group, or all rows of some, of equal size but for the last."""
     at_once = min(groups, max(1, most_rows // query_blocks))
     at_once = -(-groups // -(-groups // at_once))
     rows = min(query_blocks, max(1, most_rows // at_once))
     for group in range(0, groups, at_once):
         for row in range(0, query_blocks, rows):
-            yield Part(group, min(at_once, groups - group), row, min(rows, query_blocks - row))
+            yield group, min(at_once, groups - group), row, min(rows, query_blocks - row)
 
 
-def select_launch(
-    scores: torch.Tensor,
-    part: Part,
-    chosen: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    blocks: tuple[int, int],
-    wanted: tuple[int, int, int],
-    card: str,
-) -> Launch:
-    """The kernel that fills indices, counts and bits, ``chosen``, of a part's rows.
+def score(query, key, spread, weight, scale: float, part: Part, scores) -> None:
+    """Fill ``scores``, float32 (rows of the part at least, T rounded up to ALIGNMENT), -inf behind the T of a row."""
+    first_group, groups, first_row, rows = part
+    tile = tile_of("score", query)
+    score_kernel[triton.cdiv(scores.shape[1], tile.n), triton.cdiv(rows, tile.m), groups](
+        query=query,
+        key=key,
+        spread=spread,
+        weight=weight,
+        scores=scores,
+        scale=scale,
+        columns=scores.shape[1] // ALIGNMENT.value,
+        first_group=first_group,
+        first_row=first_row,
+        rows=rows,
+        query_blocks=query.shape[1],
+        key_blocks=key.shape[1],
+        heads=len(query) // len(weight),
+        D=query.shape[2],
+        BLOCK_K=128 // query.element_size(),
+        PRECISION=precision_of(query),
+        **tile.arguments,
+    )
 
-    Scores are float32 (rows of the part at least, T rounded up to ALIGNMENT), -inf behind the T of a row; ``blocks``
-    are query blocks and key blocks of a group, and ``wanted`` n, extra and total.
-    """
+
+def select(scores, part: Part, query_blocks: int, key_blocks: int, n: int, extra: int, chosen) -> None:
+    """Fill indices, counts and bits, ``chosen``, of a part's rows by their scores."""
+    first_group, groups, first_row, rows = part
     indices, counts, listed = chosen
-    (query_blocks, key_blocks), (best, extra, total) = blocks, wanted
     columns = max(32, triton.next_power_of_2(scores.shape[1]))
-    arguments = {
-        **{"scores": scores, "indices": indices, "counts": counts, "listed": listed},
-        **{"columns": scores.shape[1] // ALIGNMENT.value, "COLUMNS": columns, "words": listed.shape[1]},
-        **{"first_group": part.first_group, "first_row": part.first_row},
-        **{"query_blocks": query_blocks, "key_blocks": key_blocks, "best": best, "extra": extra, "total": total},
-    }
-    threads_of_a_warp = 64 if card.startswith("gfx") else 32
-    warps = max(1, min(1024, columns // SCORES_OF_A_THREAD) // threads_of_a_warp)
-    return Launch(select_kernel, (part.rows, part.groups), arguments, warps, stages=1)
-
-
-@torch.library.custom_op(
-    "mhla_diffusers::choose_blocks",
-    mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor spread, Tensor weight, float density, float scale, {GRID}) -> "
-    "(Tensor, Tensor, Tensor)",
-)
-def choose(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    spread: torch.Tensor,
-    weight: torch.Tensor,
-    density: float,
-    scale: float,
-    *place: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`choose_launches` fills; ``place`` is token grid, rows of a block and number of extra tokens."""
-    blocks, of_grid = block_counts(*place)
-    sizes = list_length(density, of_grid), blocks - of_grid, scale, blocks
-    launches, chosen = choose_launches(query, key, spread, weight, *sizes)
-    for launch in launches:
-        launch.run()
-    return chosen
-
-
-@choose.register_fake
-def _list_shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    *_, density, _, grid, block_size, extra = arguments
-    blocks, of_grid = block_counts(grid, block_size, extra)
-    lists = query.shape[0] * query.shape[1]
-    shapes = (lists, list_length(density, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)
-    return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    select_kernel[rows, groups](
+        scores=scores,
+        indices=indices,
+        counts=counts,
+        listed=listed,
+        columns=scores.shape[1] // ALIGNMENT.value,
+        first_group=first_group,
+        first_row=first_row,
+        query_blocks=query_blocks,
+        key_blocks=key_blocks,
+        best=n,
+        extra=extra,
+        total=key_blocks + extra,
+        words=listed.shape[1],
+        COLUMNS=columns,
+        num_warps=max(1, min(1024, columns // SCORES_OF_A_THREAD) // warp_size_of(scores.device)),
+        num_stages=1,
+    )

@@ -1,11 +1,10 @@
-"""What the kernels of the linear branch share: tables of tokens, feature maps with RoPE and their gradients, tiles."""
+"""What the kernels of the linear branch share: tables of tokens, and feature maps with RoPE and their gradients."""
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,39 +13,62 @@ import triton
 import triton.language as tl
 
 from ..layout import Shape, blocks_of_range, layout_of, tokens_by_block
-from .launch import allocate, power_of_two, precision_of
+from .operators import allocate
+from .tiles import Tile, constants_of, power_of_two, tile_of
+
+PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, SymInt block_size, str feature_map, float eps, bool rope_before"
+"""Arguments by which an operator finds its tokens and computes their features: token grid; MHLA blocks per axis; place
+of the first token on the grid; 0 for tokens (B, N, H, D) as they come, or the rows of a uniform block for rows
+(B, H, R, D); "relu", "elu+1", "softmax" or "identity"; what is added to every feature of the first two; and whether RoPE
+comes before the feature map. After it, the normaliser reads features that are not rotated."""
+
+SIZES = [
+    *("heads", "tokens", "rows", "blocks", "splits", "angle_tokens"),
+    *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
+]
+"""Arguments that change with the resolution, for any of which Triton would compile anew."""
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Which tokens belong to which MHLA block: three tables, int32."""
+class Tables(NamedTuple):
+    """Which tokens belong to which MHLA block, int32."""
 
     members: torch.Tensor
-    """(N,) Where the tokens stand in query, key and value, MHLA block after MHLA block."""
+    """(N,): where the tokens stand in query, key and value, MHLA block after MHLA block."""
     places: torch.Tensor
-    """(N,) Where the same tokens stand in the sequence: in output, gate, key mask and angles. For raster tokens these
+    """(N,): where the same tokens stand in the sequence: in output, gate, key mask and angles. For raster tokens these
     are the members themselves."""
     starts: torch.Tensor
-    """(M + 1,) Where each block begins in the two tables, and where the last one ends."""
+    """(M + 1,): where each block begins in the two tables, and where the last one ends."""
     longest: int
     """Tokens in the longest block."""
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
         """M."""
         return len(self.starts) - 1
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of the kernels."""
-        tables = {"members": self.members, "places": self.places, "starts": self.starts}
-        return {**tables, "tokens": len(self.members), "blocks": len(self)}
+    def tile_of(self, kernel: str, x: torch.Tensor) -> Tile:
+        """Return the tile of a kernel over tokens ``x`` (..., D), no larger than a block or a state."""
+        return tile_of(kernel, x, power_of_two(self.longest), power_of_two(x.shape[-1]))
+
+
+def tokens_first(x: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Turn an operator's tensor into (B, N, H, D), and back."""
+    return x.transpose(1, 2) if block_size else x
+
+
+def tables_of(
+    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first: int, block_size: int
+) -> tuple[Tables, Tables]:
+    """Return the tables of all MHLA blocks, and of those that an operator's tokens ``x`` (B, N, H, D) may lie in."""
+    count = math.prod(grid) if block_size else x.shape[1]
+    return _tables(tuple(grid), tuple(blocks), first, count, block_size, x.device)
 
 
 @lru_cache(maxsize=64)
 def _tables(
     grid: Shape, blocks: Shape, first: int, count: int, block_size: int, device: torch.device
-) -> tuple[Blocks, Blocks]:
-    """Of all MHLA blocks, and of those that the call's tokens may lie in."""
+) -> tuple[Tables, Tables]:
     # kept for calls that take gradients, and made on the CPU whatever the default device is
     with torch.inference_mode(False), torch.device("cpu"):
         places, starts = tokens_by_block(grid, blocks, first, count)
@@ -54,119 +76,35 @@ def _tables(
         longest = int(starts.diff().max())
         members, places, starts = (x.to(torch.int32).to(device) for x in (members, places, starts))
     own = blocks_of_range(grid, blocks, first, count)
-    whole = Blocks(members, places, starts, longest)
-    return whole, Blocks(members, places, starts[own.start : own.stop + 1], longest)
+    whole = Tables(members, places, starts, longest)
+    return whole, whole._replace(starts=starts[own.start : own.stop + 1])
 
 
-@dataclass(frozen=True)
-class Features:
-    """The feature map of query and key, and their RoPE."""
+def shared_arguments(
+    x: torch.Tensor, tables: Tables, angles: torch.Tensor | None, feature_map: str, eps: float, rope_before: bool
+) -> dict[str, Any]:
+    """Return the arguments that all kernels over tokens ``x`` (B, N, H, D) take.
 
-    name: str
-    """"relu", "elu+1", "softmax" or "identity"."""
-    eps: float = 1e-6
-    """Added to every feature of "relu" and "elu+1"."""
-    angles: torch.Tensor | None = None
-    """(1 or B, N, 1, D), contiguous: the cosine of a channel pair at its first channel, its sine at the second; None
-    where nothing is to be rotated."""
-    rope_before: bool = False
-    """Rotate before the feature map; after it the normaliser reads features that are not rotated."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of the kernels."""
-        angles = self.angles
-        return {
-            "angles": angles,
-            "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
-            "eps": self.eps,
-            "FEATURE_MAP": self.name,
-            "ROPE": "none" if angles is None else "before" if self.rope_before else "after",
-        }
-
-
-PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, SymInt block_size, str feature_map, float eps, bool rope_before"
-"""How an operator's tokens are found. ``block_size`` is 0 for tokens (B, N, H, D) as they come, which are those of the
-grid from ``first`` on; else they are rows (B, H, R, D) in the order of sparse attention's blocks."""
-
-
-def tables_and_features(
-    x: torch.Tensor, angles: torch.Tensor | None, place: Sequence[Any]
-) -> tuple[torch.Tensor, Blocks, Blocks, Features]:
-    """(B, N, H, D) of an operator's tensor; tables of all blocks and of its tokens' own; and the feature map."""
-    grid, blocks, first, block_size, feature_map, eps, rope_before = place
-    rows = tokens_first(x, block_size)
-    count = math.prod(grid) if block_size else rows.shape[1]
-    tables = _tables(tuple(grid), tuple(blocks), first, count, block_size, x.device)
-    return rows, *tables, Features(feature_map, eps, angles, rope_before)
-
-
-def tokens_first(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """(B, N, H, D) of an operator's tensor, and back."""
-    return x.transpose(1, 2) if block_size else x
-
-
-SIZES = [
-    *("heads", "tokens", "rows", "blocks", "parts", "angle_tokens"),
-    *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
-]
-"""Arguments that change with the resolution, for any of which Triton would compile anew."""
-
-
-class Tile(NamedTuple):
-    """How a kernel is cut."""
-
-    tokens: int
-    channels: int
-    """Columns of a state that a program adds up; rows of a state that it holds at a time where it reads one."""
-    warps: int
-    stages: int
-
-
-_LARGE = {
-    "states": Tile(32, 128, 4, 3),
-    "read": Tile(64, 128, 8, 1),
-    "query_gradient": Tile(32, 128, 8, 1),
-    "key_gradient": Tile(64, 128, 8, 1),
-    "wide_states": Tile(32, 64, 8, 2),
-    "wide_read": Tile(32, 64, 8, 1),
-    "wide_query_gradient": Tile(32, 32, 8, 1),
-    "wide_key_gradient": Tile(32, 32, 8, 1),
-}
-"""227 KiB of shared memory. Wide: float32, or more than 128 channels."""
-_AMPERE = _LARGE | {"states": Tile(32, 128, 8, 3)}
-"""163 KiB, and fewer registers where 4 warps multiply."""
-_SMALL = _AMPERE | {
-    "states": Tile(32, 128, 8, 2),
-    "read": Tile(32, 128, 8, 1),
-    "query_gradient": Tile(32, 64, 8, 1),
-    "key_gradient": Tile(32, 64, 4, 1),
-}
-"""99 KiB."""
-_AMD = {name: Tile(32, 64, 4, 1) for name in _LARGE} | {"wide_states": Tile(32, 32, 4, 1)}
-"""64 KiB."""
-TILES = {"sm_80": _AMPERE, "sm_90": _LARGE, "sm_100": _LARGE, "gfx942": _AMD, "interpreter": _SMALL}
-"""By architecture; others take the small tiles."""
-
-
-def tile_of(kernel: str, like: torch.Tensor, longest: int, architecture: str) -> Tile:
-    """Of a kernel over tokens ``like`` these, with D channels last."""
-    padded = power_of_two(like.shape[-1])
-    wide = like.dtype == torch.float32 or padded > 128
-    tile = TILES.get(architecture, _SMALL)[f"wide_{kernel}" if wide else kernel]
-    return tile._replace(tokens=min(tile.tokens, power_of_two(longest)), channels=min(tile.channels, padded))
-
-
-def constants_of(like: torch.Tensor, architecture: str) -> dict[str, Any]:
-    """Compile-time constants that all kernels share."""
-    precision = precision_of(like.dtype, architecture)
-    if like.dtype == torch.float16 and architecture.startswith("sm_"):
-        precision = "tf32"  # has as many bits; float32 states are multiplied in it
-    return {"HEAD_DIM": like.shape[-1], "BLOCK_D": power_of_two(like.shape[-1]), "PRECISION": precision}
+    ``angles`` (1 or B, N, 1, D), contiguous, are the cosine of a channel pair at its first channel and its sine at the
+    second; None where nothing is to be rotated.
+    """
+    return constants_of(x) | {
+        "members": tables.members,
+        "places": tables.places,
+        "starts": tables.starts,
+        "heads": x.shape[2],
+        "tokens": len(tables.members),
+        "blocks": tables.count,
+        "angles": angles,
+        "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
+        "eps": eps,
+        "FEATURE_MAP": feature_map,
+        "ROPE": "none" if angles is None else "before" if rope_before else "after",
+    }
 
 
 def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
-    """Strides of tensors (B, N, H, D) in units of ALIGNMENT channels.
+    """Return strides of tensors (B, N, H, D) in units of ALIGNMENT channels.
 
     So the compiler sees that rows begin where a thread may load 8 channels at once, at any resolution.
     """
@@ -180,19 +118,13 @@ def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
     return {name: stride // alignment for name, stride in strides.items()} | {"ALIGNMENT": alignment}
 
 
-def rows_like(x: torch.Tensor, blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
-    """For the gradient of (B, N, H, D), with the same order of axes in memory; 0 where no token is to be written."""
+def rows_like(x: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate the gradient of (B, N, H, D), with the same order of axes in memory; 0 where no token is written."""
     batch, tokens, heads, head_dim = x.shape
-    new = torch.zeros if tokens != len(blocks.members) else allocate
+    new = allocate if tokens == len(tables.members) else torch.zeros
     if x.stride(1) < x.stride(2):
         return new((batch, heads, tokens, head_dim), dtype=dtype, device=x.device).transpose(1, 2)
     return new((batch, tokens, heads, head_dim), dtype=dtype, device=x.device)
-
-
-def filled(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """For the gradient of rows (B * H, R, ...), contiguous; 0 where no token is to be written."""
-    new = torch.zeros if x.shape[1] != len(blocks.members) else allocate
-    return new(x.shape, dtype=x.dtype, device=x.device)
 
 
 class Source(NamedTuple):
@@ -230,15 +162,18 @@ def load_state(states, base, rows, columns, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, source, channels, HEAD_DIM: tl.constexpr, BACK: tl.constexpr):
-    """Channel pairs (2i, 2i + 1) rotated by their angles, or back: float32 (tokens, channels)."""
-    PAIRS: tl.constexpr = (x.shape[0], x.shape[1] // 2, 2)
-    angles = load_tile(source.angles, source.there, channels, HEAD_DIM).to(tl.float32)
-    cos, sin = tl.split(tl.reshape(angles, PAIRS))
-    if BACK:
-        sin = -sin
-    even, odd = tl.split(tl.reshape(x, PAIRS))
+def rotate_pairs(x, cos, sin):
+    """Channel pairs (2i, 2i + 1) of ``x`` (tokens, channels), float32, rotated by angles (tokens, channels / 2)."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), x.shape)
+
+
+@triton.jit
+def rotate(x, source, channels, HEAD_DIM: tl.constexpr, BACK: tl.constexpr):
+    """Channel pairs rotated by their angles, or back: float32 (tokens, channels)."""
+    angles = load_tile(source.angles, source.there, channels, HEAD_DIM).to(tl.float32)
+    cos, sin = tl.split(tl.reshape(angles, (x.shape[0], x.shape[1] // 2, 2)))
+    return rotate_pairs(x, cos, -sin if BACK else sin)
 
 
 @triton.jit
@@ -280,7 +215,7 @@ def open_tile(
     eps,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     MAP: tl.constexpr,
     ROPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -290,7 +225,7 @@ def open_tile(
     Returns:
         Numbers of the tokens within the tables, their members and places, and what features are computed from.
     """
-    index = begin + tl.arange(0, BLOCK_T)
+    index = begin + tl.arange(0, BLOCK_M)
     there = index < end
     member = tl.load(members + index, mask=there, other=0).to(tl.int64)
     place = tl.load(places + index, mask=there, other=0).to(tl.int64)
@@ -336,18 +271,18 @@ def read_state(
     base,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     MAP: tl.constexpr,
     ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Features times the state of number ``base``, float32 (tokens, channels), and times its normaliser state, or 1."""
-    BLOCK_T: tl.constexpr = source.there.shape[0]
+    BLOCK_M: tl.constexpr = source.there.shape[0]
     e = tl.arange(0, BLOCK_D)
-    product = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    normaliser = tl.zeros((BLOCK_T,), tl.float32)
-    for first in range(0, HEAD_DIM, BLOCK_C):
-        c = first + tl.arange(0, BLOCK_C)
+    product = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    normaliser = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, HEAD_DIM, BLOCK_N):
+        c = first + tl.arange(0, BLOCK_N)
         state = load_state(states, base, c, e, HEAD_DIM)
         features, plain = load_features(source, c, HEAD_DIM, MAP, ROPE, state.dtype)
         product = tl.dot(features, state, product, input_precision=PRECISION)
@@ -371,7 +306,7 @@ def store_input_gradient(
     base,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     MAP: tl.constexpr,
     ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -384,8 +319,8 @@ def store_input_gradient(
         row_product: (tokens,), sum of features times their gradients over all channels, which the softmax map needs.
     """
     d = tl.arange(0, BLOCK_D)
-    for first in range(0, HEAD_DIM, BLOCK_C):
-        c = first + tl.arange(0, BLOCK_C)
+    for first in range(0, HEAD_DIM, BLOCK_N):
+        c = first + tl.arange(0, BLOCK_N)
         state = load_state(states, base, c, d, HEAD_DIM)
         gradient = tl.dot(upstream, tl.trans(state), input_precision=PRECISION)
         if ROPE == "after":

@@ -1,24 +1,22 @@
 """Softmax attention of rows of queries to the pooled keys of all blocks that the query's list does not name.
 
 Dense but for a mask of bits: bit c of word w of a block of queries tells that block 32 w + c of keys is listed, so its
-pooled key is left out here. The gradients of pooled rows sum over all queries of a group: each program takes a share of
-the queries, and the shares are added in a fixed order.
+pooled key is left out here. The gradients of pooled rows sum over all queries of a group: each program takes a split
+of the queries, and the splits are added in a fixed order.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import EMPTY, LOG2E, Launch, allocate, architecture_of, power_of_two, precision_of, processors_of
-from .softmax import load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows, tile_for
-
-_EMPTY = tl.constexpr(EMPTY)
-_LOG2E = tl.constexpr(LOG2E)
+from .operators import allocate, operator
+from .softmax import EMPTY, LOG2E, load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows
+from .tiles import constants_of, processors_of, tile_of
 
 
 @triton.jit
@@ -69,7 +67,7 @@ def pooled_forward_kernel(
     bias += group // per_sample * blocks
     listed += (group.to(tl.int64) * query_blocks + block) * words_per_row
     q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-    top = tl.full((BLOCK_M,), _EMPTY, tl.float32)
+    top = tl.full((BLOCK_M,), EMPTY, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(0, blocks, BLOCK_N):
@@ -79,7 +77,7 @@ def pooled_forward_kernel(
         b = tl.load(bias + there)
         b = tl.where(is_listed(listed, start, columns, blocks, BLOCK_N), float("-inf"), b)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = tl.fma(b[None, :], _LOG2E / scale, logits)
+        logits = tl.fma(b[None, :], LOG2E / scale, logits)
         top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
     out, log_sum = softmax_end(top, total, sums)
     store_rows(output + first * HEAD_DIM, rows, None, out, HEAD_DIM, BLOCK_D)
@@ -130,13 +128,13 @@ def pooled_dq_kernel(
         b = tl.load(bias + there)
         b = tl.where(is_listed(listed, start, columns, blocks, BLOCK_N), float("-inf"), b)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        weights = tl.math.exp2(tl.fma(logits, scale, tl.fma(b[None, :], _LOG2E, s[:, None])))
+        weights = tl.math.exp2(tl.fma(logits, scale, tl.fma(b[None, :], LOG2E, s[:, None])))
         ds = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None])
         gradient = tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION)
-    store_rows(dq + first * HEAD_DIM, rows, None, gradient * (scale / _LOG2E), HEAD_DIM, BLOCK_D)
+    store_rows(dq + first * HEAD_DIM, rows, None, gradient * (scale / LOG2E), HEAD_DIM, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["blocks", "query_blocks", "per_sample", "words_per_row", "share"])
+@triton.jit(do_not_specialize=["blocks", "query_blocks", "per_sample", "words_per_row", "split"])
 def pooled_dkv_kernel(
     query,
     key,
@@ -152,7 +150,7 @@ def pooled_dkv_kernel(
     query_blocks,
     per_sample,
     words_per_row,
-    share,
+    split,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -161,8 +159,8 @@ def pooled_dkv_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of BLOCK_N pooled keys and values from one share of the queries: part of (shares, G, T, D) float32."""
-    PARTS: tl.constexpr = QUERY_ROWS // BLOCK_M
+    """Gradients of BLOCK_N pooled keys and values from one split of the queries: (splits, G, T, D), float32."""
+    SPLITS: tl.constexpr = QUERY_ROWS // BLOCK_M
     group = tl.program_id(2).to(tl.int64)
     start = tl.program_id(0) * BLOCK_N
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -170,18 +168,18 @@ def pooled_dkv_kernel(
     there = tl.minimum(start + columns, blocks - 1)
     k = load_rows(key + group * blocks * HEAD_DIM, start + columns, inside, HEAD_DIM, BLOCK_D)
     v = load_rows(value + group * blocks * HEAD_DIM, start + columns, inside, HEAD_DIM, BLOCK_D)
-    b = tl.load(bias + group // per_sample * blocks + start + columns, mask=inside, other=float("-inf")) * _LOG2E
+    b = tl.load(bias + group // per_sample * blocks + start + columns, mask=inside, other=float("-inf")) * LOG2E
     words = listed + group * query_blocks * words_per_row
     first = group * query_blocks * QUERY_ROWS
     key_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     value_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    begin = tl.program_id(1) * share
-    for i in range(begin * PARTS, tl.minimum(begin + share, query_blocks) * PARTS):
+    begin = tl.program_id(1) * split
+    for i in range(begin * SPLITS, tl.minimum(begin + split, query_blocks) * SPLITS):
         row = first + i * BLOCK_M
         q = load_rows(query + row * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
         do = load_rows(output_gradient + row * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
         s, d = tl.load(shift + row + rows), tl.load(delta + row + rows)
-        bits = tl.load(words + i // PARTS * words_per_row + there // 32)
+        bits = tl.load(words + i // SPLITS * words_per_row + there // 32)
         left_out = (bits & (1 << (there & 31))) != 0
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         logits = tl.fma(logits, scale, tl.where(left_out, float("-inf"), b)[:, None])
@@ -190,124 +188,71 @@ def pooled_dkv_kernel(
         ds = weights * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :])
         key_gradient = tl.dot(ds.to(q.dtype), q, key_gradient, input_precision=PRECISION)
     part = (tl.program_id(1) * tl.num_programs(2) + group) * blocks * HEAD_DIM
-    store_rows(dk + part, start + columns, inside, key_gradient * (scale / _LOG2E), HEAD_DIM, BLOCK_D)
+    store_rows(dk + part, start + columns, inside, key_gradient * (scale / LOG2E), HEAD_DIM, BLOCK_D)
     store_rows(dv + part, start + columns, inside, value_gradient, HEAD_DIM, BLOCK_D)
 
 
-class Inputs(NamedTuple):
-    """What all kernels read."""
-
-    query: torch.Tensor
-    """(G, R, D), Tq blocks of R / Tq rows, 16 or more, a power of two."""
-    key: torch.Tensor
-    """(G, T, D), one row per block of keys; ``value`` likewise."""
-    value: torch.Tensor
-    bias: torch.Tensor
-    """float32 (S, T), S a divisor of G, group g reads row g // (G // S): the log of the block's weight, which is its
-    number of tokens or the sum of its key mask; -inf where nothing counts."""
-    bits: torch.Tensor
-    """int32 (G * Tq, ceil(T / 32)): bit c of word w is 1 where key block 32 w + c is listed."""
-    scale: float
-    """Of the logits, positive."""
-
-    def launch(
-        self, name: str, kernel: Any, architecture: str | None, arguments: dict[str, Any], grid: tuple[int, ...] = ()
-    ) -> Launch:
-        """One kernel with what is its own beside the rows; ``grid`` is that of the query's tiles if left out."""
-        groups, rows, head_dim = self.query.shape
-        architecture, query_blocks = architecture or architecture_of(self.query.device), len(self.bits) // groups
-        tile = tile_for(name, architecture, self.query)
-        block_m = min(rows // query_blocks, tile.queries)
-        arguments = arguments | {
-            **{"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "listed": self.bits},
-            **{"blocks": self.key.shape[1], "query_blocks": query_blocks, "per_sample": groups // len(self.bias)},
-            **{"words_per_row": self.bits.shape[1], "scale": self.scale * LOG2E},
-            **{"HEAD_DIM": head_dim, "BLOCK_D": power_of_two(head_dim), "QUERY_ROWS": rows // query_blocks},
-            **{"BLOCK_M": block_m, "BLOCK_N": tile.keys, "PRECISION": precision_of(self.query.dtype, architecture)},
-        }
-        return Launch(kernel, grid or (rows // block_m, groups), arguments, tile.warps, tile.stages)
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor bits, float scale"
 
 
-def forward_launch(inputs: Inputs, output: torch.Tensor, lse: torch.Tensor, architecture: str | None = None) -> Launch:
-    """The launch that writes ``output`` and ``lse``."""
-    return inputs.launch("forward", pooled_forward_kernel, architecture, {"output": output, "lse": lse})
-
-
-def backward_launches(
-    inputs: Inputs,
-    output_gradient: torch.Tensor,
-    lse_gradient: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    architecture: str | None = None,
-) -> tuple[Launch, Launch]:
-    """The launches that write ``dq``, and ``dk`` and ``dv``, float32 (shares, G, T, D), which are to be added up.
-
-    So many shares that their programs are at most four to a processor: two at a time, in two rounds.
-    """
-    query, key = inputs.query, inputs.key
-    dq = allocate(query.shape, query.dtype, query.device)
-    shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
-    passed = {"output_gradient": output_gradient, "shift": shift, "delta": delta}
-    upstream = {"output": output, "lse": lse, "lse_gradient": lse_gradient}
-    card = architecture or architecture_of(query.device)
-    groups, query_blocks = len(query), len(inputs.bits) // len(query)
-    tiles = -(-key.shape[1] // tile_for("dkv", card, query).keys)
-    shares = max(1, min(4 * processors_of(query.device, card) // (tiles * groups), query_blocks))
-    share = -(-query_blocks // shares)
-    shares = -(-query_blocks // share)
-    parts = allocate((2, shares, *key.shape), torch.float32, query.device)
-    by_key = {"share": share, "dk": parts[0], "dv": parts[1]}
+def _arguments(query, key, value, bias, bits, scale) -> dict[str, Any]:
+    """Arguments that all kernels take."""
+    query_blocks, per_sample = len(bits) // len(query), len(query) // len(bias)
+    inputs = {"query": query, "key": key, "value": value, "bias": bias, "listed": bits, "scale": scale * LOG2E.value}
+    sizes = {"blocks": key.shape[1], "query_blocks": query_blocks, "words_per_row": bits.shape[1]}
     return (
-        inputs.launch("dq", pooled_dq_kernel, architecture, {"dq": dq, **passed, **upstream}),
-        inputs.launch("dkv", pooled_dkv_kernel, architecture, {**passed, **by_key}, (tiles, shares, groups)),
+        inputs | sizes | constants_of(query) | {"per_sample": per_sample, "QUERY_ROWS": query.shape[1] // query_blocks}
     )
 
 
-_SCHEMA = "Tensor query, Tensor key, Tensor value, Tensor bias, Tensor bits, float scale"
-
-
-@torch.library.custom_op("mhla_diffusers::pooled", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
-def pooled(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+@operator(f"({_INPUTS}) -> (Tensor, Tensor)")
+def pooled(query, key, value, bias, bits, scale):
     """Attention of each row to the pooled keys of all blocks that its block of queries does not list.
 
-    Takes what :class:`Inputs` holds.
+    Args:
+        query: (G, R, D), Tq blocks of R / Tq rows, 16 or more, a power of two.
+        key: (G, T, D), one row per block of keys.
+        value: like ``key``.
+        bias: float32 (S, T), S a divisor of G; group g reads row g // (G // S): the log of the block's weight, which is
+            its number of tokens or the sum of its key mask; -inf where nothing counts.
+        bits: int32 (G Tq, ceil(T / 32)): bit c of word w is 1 where key block 32 w + c is listed.
+        scale: of the logits, positive.
 
     Returns:
-        Output (G, R, D) in the type of the query and log-sum-exp float32 (G, R), natural; 0 and EMPTY for a row that
-        attends to nothing.
-
-    Raises:
-        ValueError: D is more than 256.
+        Output (G, R, D) in the type of the query and LSE float32 (G, R), natural; 0 and EMPTY for a row that attends to
+        nothing.
     """
-    given = Inputs(*inputs)
-    output = allocate(given.query.shape, given.query.dtype, given.query.device)
-    lse = allocate(given.query.shape[:2], torch.float32, given.query.device)
-    forward_launch(given, output, lse).run()
+    shared = _arguments(query, key, value, bias, bits, scale)
+    tile = tile_of("softmax_forward", query, shared["QUERY_ROWS"])
+    output = allocate(query.shape, query.dtype, query.device)
+    lse = allocate(query.shape[:2], torch.float32, query.device)
+    pooled_forward_kernel[query.shape[1] // tile.m, len(query)](output=output, lse=lse, **shared, **tile.arguments)
     return output, lse
 
 
-@torch.library.custom_op(
-    "mhla_diffusers::pooled_backward",
-    mutates_args=(),
-    schema=f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_SCHEMA}) -> "
-    "(Tensor, Tensor, Tensor)",
+@operator(
+    f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)"
 )
-def pooled_gradients(
-    output_gradient: torch.Tensor,
-    lse_gradient: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    *inputs: Any,
-) -> tuple[torch.Tensor, ...]:
+def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, value, bias, bits, scale):
     """Gradients of query, key and value, in their types; the same bits for the same inputs."""
-    given = Inputs(*inputs)
-    by_query, by_key = backward_launches(given, output_gradient, lse_gradient, output, lse)
-    by_query.run()
-    by_key.run()
-    # sums are of their own memory, as a custom operator must return
-    dk, dv = (by_key.arguments[name].sum(0).to(given.key.dtype) for name in ("dk", "dv"))
-    return by_query.arguments["dq"], dk, dv
+    shared = _arguments(query, key, value, bias, bits, scale)
+    groups, query_blocks = len(query), shared["query_blocks"]
+    dq = allocate(query.shape, query.dtype, query.device)
+    shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
+    shared |= {"output_gradient": output_gradient, "shift": shift, "delta": delta}
+    tile = tile_of("softmax_dq", query, shared["QUERY_ROWS"])
+    pooled_dq_kernel[query.shape[1] // tile.m, groups](
+        output=output, lse=lse, lse_gradient=lse_gradient, dq=dq, **shared, **tile.arguments
+    )
+    tile = tile_of("softmax_dkv", query, shared["QUERY_ROWS"])
+    tiles = triton.cdiv(key.shape[1], tile.n)
+    # at most four programs to a processor: two at a time, in two rounds
+    splits = max(1, min(4 * processors_of(query.device) // (tiles * groups), query_blocks))
+    split = triton.cdiv(query_blocks, splits)
+    splits = triton.cdiv(query_blocks, split)
+    dk, dv = (allocate((splits, *key.shape), torch.float32, key.device) for _ in range(2))
+    pooled_dkv_kernel[tiles, splits, groups](dk=dk, dv=dv, split=split, **shared, **tile.arguments)
+    return dq, dk.sum(0).to(key.dtype), dv.sum(0).to(key.dtype)
 
 
-register_branch(pooled, pooled_gradients)
+register_branch(pooled, pooled_backward)

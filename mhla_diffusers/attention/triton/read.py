@@ -14,8 +14,6 @@ o). A kernel forms both for every query, and that of :mod:`.states` adds them up
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,129 +24,20 @@ from ..precision import OUTPUT_NORM_EPS
 from .features import (
     PLACE,
     SIZES,
-    Blocks,
-    Features,
-    Tile,
-    constants_of,
-    filled,
+    Tables,
     load_tile,
     open_tile,
     read_state,
     rows_like,
+    shared_arguments,
     store_input_gradient,
     store_tile,
     strides_of,
-    tables_and_features,
-    tile_of,
+    tables_of,
     tokens_first,
 )
-from .launch import Launch, allocate, architecture_of, refuse_second_derivative
-from .states import states_launch, states_of
-
-
-class Branches(NamedTuple):
-    """What the linear branch is merged with: block-sparse attention's branches by row; outputs contiguous."""
-
-    listed: torch.Tensor | None = None
-    """(B * H, R, D) like the query; None where MHLA is alone."""
-    listed_lse: torch.Tensor | None = None
-    """float32 (B * H, R), natural logarithm."""
-    pooled: torch.Tensor | None = None
-    """Like ``listed``, or None."""
-    pooled_lse: torch.Tensor | None = None
-    """Like ``listed_lse``, with β in it."""
-    linear_weight: torch.Tensor | None = None
-    """λ: float32 (H,), not negative."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What queries read, and what becomes of it."""
-
-    query: torch.Tensor
-    """(B, N, H, D) of any strides but the last, which is 1."""
-    states: torch.Tensor
-    """Mixed, (B, H, M, D, D), contiguous."""
-    sums: torch.Tensor | None
-    """Mixed normaliser states, float32 (B, H, M, D), contiguous; None for no normaliser, which the merge needs."""
-    blocks: Blocks
-    features: Features
-    """Of the query."""
-    branches: Branches = Branches()
-    output_norm: torch.Tensor | None = None
-    """Weight of an RMSNorm over channels, (D,)."""
-    gate: torch.Tensor | None = None
-    """(B, N, H, D), contiguous: the output is multiplied by its SiLU."""
-
-    def arguments(self, kernel: str, architecture: str) -> tuple[dict[str, Any], Tile, tuple[int, int, int]]:
-        """What reading and its backward share: arguments, tile and programs."""
-        tile = tile_of(kernel, self.query, self.blocks.longest, architecture)
-        batch, rows, heads, _ = self.query.shape
-        arguments = {
-            **{"query": self.query, "states": self.states, "sums": self.sums, **self.branches._asdict()},
-            **{"output_norm": self.output_norm, "norm_eps": OUTPUT_NORM_EPS, "gate": self.gate},
-            **{"heads": heads, "rows": rows, "BLOCK_T": tile.tokens, "BLOCK_C": tile.channels},
-            **self.blocks.arguments,
-            **self.features.arguments,
-            **constants_of(self.query, architecture),
-        }
-        return arguments, tile, (batch * heads, triton.cdiv(self.blocks.longest, tile.tokens), len(self.blocks))
-
-
-def read_launch(reading: Reading, with_normaliser: bool = False, architecture: str | None = None) -> Launch:
-    """What the queries read from the mixed states of their blocks, merged with the sparse branches.
-
-    Returns:
-        The launch that writes ``output`` (B, N, H, D) like the query, in the order of the sequence, contiguous, and
-        ``normalisers``, d of the linear branch alone, float32 (B, N, H, 1), or None.
-
-    Raises:
-        ValueError: branches without a normaliser.
-    """
-    if reading.branches.listed is not None and reading.sums is None:
-        raise ValueError("The linear branch beside block-sparse attention needs its normaliser: pass sums.")
-    query, device = reading.query, reading.query.device
-    architecture = architecture or architecture_of(device)
-    arguments, tile, programs = reading.arguments("read", architecture)
-    shape = len(query), len(reading.blocks.members), query.shape[2]
-    arguments["output"] = allocate((*shape, query.shape[3]), query.dtype, device)
-    arguments["normalisers"] = allocate((*shape, 1), torch.float32, device) if with_normaliser else None
-    return Launch(read_kernel, programs, arguments | strides_of(query=query), tile.warps, tile.stages)
-
-
-def query_gradient_launch(
-    reading: Reading,
-    output_gradient: torch.Tensor,
-    normaliser_gradient: torch.Tensor | None = None,
-    architecture: str | None = None,
-) -> Launch:
-    """The launch that writes gradients by query; those of the mixed states are sums of ``product_gradient``.
-
-    Those of output (B, N, H, D) and normaliser, float32 (B, N, H, 1), are contiguous, in the order of the sequence.
-    """
-    query, blocks, branches, gate = reading.query, reading.blocks, reading.branches, reading.gate
-    architecture = architecture or architecture_of(query.device)
-    arguments, tile, programs = reading.arguments("query_gradient", architecture)
-
-    def by_token(wanted: bool) -> torch.Tensor | None:
-        return allocate((programs[0], len(blocks.members)), torch.float32, query.device) if wanted else None
-
-    query_gradient = rows_like(query, blocks, query.dtype)
-    by_row = {name: x for name, x in branches._asdict().items() if name != "linear_weight"}
-    norm_shape = (*programs, query.shape[-1])
-    arguments |= {
-        "output_gradient": output_gradient,
-        "of_normalisers": normaliser_gradient,
-        "query_gradient": query_gradient,
-        "product_gradient": rows_like(query, blocks, reading.states.dtype),
-        "product_normaliser_gradient": by_token(reading.sums is not None),
-        **{f"{name}_gradient": None if x is None else filled(x, blocks) for name, x in by_row.items()},
-        "linear_weight_gradients": by_token(branches.linear_weight is not None),
-        "norm_gradients": None if reading.output_norm is None else allocate(norm_shape, torch.float32, query.device),
-        "gate_gradient": None if gate is None else allocate(gate.shape, gate.dtype, gate.device),
-        **strides_of(query=query, gradient=query_gradient),
-    }
-    return Launch(query_gradient_kernel, programs, arguments, tile.warps, tile.stages)
+from .operators import allocate, operator, refuse_second_derivative
+from .states import sum_states
 
 
 @triton.jit
@@ -237,8 +126,8 @@ def read_kernel(
     norm_eps,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
     ROPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -249,15 +138,15 @@ def read_kernel(
     whole = tl.program_id(0).to(tl.int64)
     batch, head = whole // heads, whole % heads
     block = tl.program_id(2)
-    begin, end = tl.load(starts + block) + tl.program_id(1) * BLOCK_T, tl.load(starts + block + 1)
+    begin, end = tl.load(starts + block) + tl.program_id(1) * BLOCK_M, tl.load(starts + block + 1)
     if begin < end:
         strides = (query_batch, query_head, query_token)
         of_tile = (query, strides, batch, head, angles, angle_tokens, members, places, begin, end, eps)
-        _, member, place, source = open_tile(*of_tile, HEAD_DIM, BLOCK_D, BLOCK_T, FEATURE_MAP, ROPE, ALIGNMENT)
+        _, member, place, source = open_tile(*of_tile, HEAD_DIM, BLOCK_D, BLOCK_M, FEATURE_MAP, ROPE, ALIGNMENT)
         there = source.there
         base, row = whole * blocks + block, whole * rows + member
         product, normaliser = read_state(
-            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE, PRECISION
+            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION
         )
         branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
         values, _, _, _, _ = merge(product, normaliser, *branches, row, head, there, NORMALIZE, HEAD_DIM, BLOCK_D)
@@ -319,8 +208,8 @@ def query_gradient_kernel(
     norm_eps,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
     ROPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -333,15 +222,15 @@ def query_gradient_kernel(
     block = tl.program_id(2)
     d = tl.arange(0, BLOCK_D)
     norm_gradient = tl.zeros((BLOCK_D,), tl.float32)
-    begin, end = tl.load(starts + block) + tl.program_id(1) * BLOCK_T, tl.load(starts + block + 1)
+    begin, end = tl.load(starts + block) + tl.program_id(1) * BLOCK_M, tl.load(starts + block + 1)
     if begin < end:
         strides = (query_batch, query_head, query_token)
         of_tile = (query, strides, batch, head, angles, angle_tokens, members, places, begin, end, eps)
-        index, member, place, source = open_tile(*of_tile, HEAD_DIM, BLOCK_D, BLOCK_T, FEATURE_MAP, ROPE, ALIGNMENT)
+        index, member, place, source = open_tile(*of_tile, HEAD_DIM, BLOCK_D, BLOCK_M, FEATURE_MAP, ROPE, ALIGNMENT)
         there = source.there
         base, row = whole * blocks + block, whole * rows + member
         product, normaliser = read_state(
-            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE, PRECISION
+            source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION
         )
         branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
         values, slope, of_listed, of_pooled, lse = merge(
@@ -396,91 +285,179 @@ def query_gradient_kernel(
         store_tile(product_gradient + out, there, d, gradient, HEAD_DIM)
         out += query_gradient
         of_read = (out, source, gradient, of_normaliser, row_product, states, sums, base)
-        store_input_gradient(*of_read, HEAD_DIM, BLOCK_D, BLOCK_C, FEATURE_MAP, ROPE, PRECISION)
+        store_input_gradient(*of_read, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION)
     if output_norm is not None:
         program = (whole * tl.num_programs(1) + tl.program_id(1)) * blocks + block
         tl.store(norm_gradients + program * HEAD_DIM + d, norm_gradient, mask=d < HEAD_DIM)
 
 
-_SCHEMA = (
+class Reading(NamedTuple):
+    """Inputs of the operators; what stands in the order of the sequence has the N tokens that the query has."""
+
+    query: torch.Tensor
+    """(B, N, H, D) of any strides but the last, 1; or rows (B, H, R, D), see PLACE."""
+    states: torch.Tensor
+    """Mixed, (B, H, M, D, D), contiguous, of the blocks that the tokens may lie in."""
+    sums: torch.Tensor | None
+    """Mixed normaliser states, float32 (B, H, M, D), contiguous; None for no normaliser, which a merge needs."""
+    listed: torch.Tensor | None
+    """Output of the listed keys (B H, R, D), contiguous; None where MHLA is alone."""
+    listed_lse: torch.Tensor | None
+    """float32 (B H, R), natural."""
+    pooled: torch.Tensor | None
+    """Output of the pooled keys, or None."""
+    pooled_lse: torch.Tensor | None
+    """Likewise, with β in it."""
+    linear_weight: torch.Tensor | None
+    """λ, float32 (H,), not negative."""
+    output_norm: torch.Tensor | None
+    """Weight of an RMSNorm over channels, (D,)."""
+    gate: torch.Tensor | None
+    """(B, N, H, D): the output is multiplied by its SiLU."""
+    angles: torch.Tensor | None
+    grid: list[int]
+    blocks: list[int]
+    first: int
+    block_size: int
+    feature_map: str
+    eps: float
+    rope_before: bool
+    with_normaliser: bool
+    """Whether d of the linear branch alone is wanted too."""
+
+    @property
+    def differentiable(self) -> tuple[torch.Tensor | None, ...]:
+        """Inputs that have a gradient if they are there."""
+        return self[:10]
+
+    def launch(self, kernel: str) -> tuple[torch.Tensor, Tables, tuple[int, ...], dict[str, Any], dict[str, Any]]:
+        """Return what both kernels are launched with.
+
+        Returns:
+            Query (B, N, H, D), tables, programs, arguments that all kernels of the linear branch take, and further ones
+            that both kernels take.
+        """
+        query = tokens_first(self.query, self.block_size)
+        _, tables = tables_of(query, self.grid, self.blocks, self.first, self.block_size)
+        tile = tables.tile_of(kernel, query)
+        programs = len(query) * query.shape[2], triton.cdiv(tables.longest, tile.m), tables.count
+        shared = shared_arguments(query, tables, self.angles, self.feature_map, self.eps, self.rope_before)
+        inputs = dict(zip(self._fields[1:9], self[1:9], strict=True)) | {
+            "query": query,
+            "gate": None if self.gate is None else self.gate.contiguous(),
+            "norm_eps": OUTPUT_NORM_EPS,
+            "rows": query.shape[1],
+        }
+        return query, tables, programs, shared, inputs | tile.arguments
+
+
+_INPUTS = (
     "Tensor query, Tensor states, Tensor? sums, Tensor? listed, Tensor? listed_lse, Tensor? pooled, "
     "Tensor? pooled_lse, Tensor? linear_weight, Tensor? output_norm, Tensor? gate, Tensor? angles, "
     f"{PLACE}, bool with_normaliser"
 )
-_TENSORS, _DIFFERENTIABLE = 11, 10
 
 
-@torch.library.custom_op("mhla_diffusers::read_states", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
-def read_states(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and normaliser of :func:`read_launch`; a normaliser that is not wanted is empty."""
-    launch = read_launch(_reading(arguments), arguments[-1])
-    launch.run()
-    output, normaliser = launch.arguments["output"], launch.arguments["normalisers"]
-    return output, output.new_empty(0, dtype=torch.float32) if normaliser is None else normaliser
+@operator(f"({_INPUTS}) -> (Tensor, Tensor)")
+def read_states(*inputs: Any):
+    """What the queries read from the mixed states of their blocks, merged with the sparse branches.
+
+    Takes the fields of :class:`Reading`.
+
+    Returns:
+        Output (B, N, H, D) in the order of the sequence, contiguous; and d, float32 (B, N, H, 1), empty where it is not
+        wanted.
+    """
+    reading = Reading(*inputs)
+    query, tables, programs, shared, arguments = reading.launch("read")
+    shape = len(query), len(tables.members), query.shape[2]
+    output = allocate((*shape, query.shape[3]), query.dtype, query.device)
+    normalisers = allocate((*shape, 1) if reading.with_normaliser else (0,), torch.float32, query.device)
+    read_kernel[programs](
+        output=output,
+        normalisers=normalisers if reading.with_normaliser else None,
+        **strides_of(query=query),
+        **shared,
+        **arguments,
+    )
+    return output, normalisers
 
 
-@torch.library.custom_op(
-    "mhla_diffusers::read_states_backward",
-    mutates_args=(),
-    schema=f"(Tensor output_gradient, Tensor? normaliser_gradient, {_SCHEMA}) -> "
-    f"({', '.join(['Tensor'] * _DIFFERENTIABLE)})",
-)
-def read_states_backward(
-    output_gradient: torch.Tensor, normaliser_gradient: torch.Tensor | None, *arguments: Any
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of the tensors up to ``gate``, contiguous, 0 in rows without a token; an absent one is empty."""
-    reading = _reading(arguments)
-    launch = query_gradient_launch(reading, output_gradient, normaliser_gradient)
-    launch.run()
-    of, query = launch.arguments, reading.query
-    products = of["product_gradient"], reading.blocks, reading.features, None, reading.sums is not None
-    of_mixture = states_of(states_launch(query, *products, of["product_normaliser_gradient"]))
-    of_weight, of_norm = of["linear_weight_gradients"], of["norm_gradients"]
-    if of_weight is not None:
-        of_weight = of_weight.view(len(query), query.shape[2], -1).sum((0, 2))
-    if of_norm is not None and reading.output_norm is not None:
-        of_norm = of_norm.sum((0, 1, 2)).to(reading.output_norm.dtype)
-    of_query = tokens_first(of["query_gradient"], arguments[_TENSORS + 3]).contiguous()
-    of_branches = (of[f"{name}_gradient"] for name in ("listed", "listed_lse", "pooled", "pooled_lse"))
-    gradients = of_query, *of_mixture, *of_branches, of_weight, of_norm, of["gate_gradient"]
-    return tuple(output_gradient.new_empty(0) if x is None else x for x in gradients)
+@operator(f"(Tensor output_gradient, Tensor normaliser_gradient, {_INPUTS}) -> Tensor[]")
+def read_states_backward(output_gradient, normaliser_gradient, *inputs: Any):
+    """Gradients of those of :attr:`Reading.differentiable` that are there, contiguous; 0 in rows without a token."""
+    reading = Reading(*inputs)
+    query, tables, programs, shared, arguments = reading.launch("query_gradient")
+    normalize, weight, norm = reading.sums is not None, reading.linear_weight, reading.output_norm
+    query_gradient = rows_like(query, tables, query.dtype)
+    product_gradient = rows_like(query, tables, reading.states.dtype)
+    new = allocate if query.shape[1] == len(tables.members) else torch.zeros
+    listed, listed_lse, pooled, pooled_lse = (
+        None if x is None else new(x.shape, dtype=x.dtype, device=x.device) for x in reading[3:7]
+    )
 
+    def float32(wanted: bool, *shape: int) -> torch.Tensor | None:
+        return allocate(shape, torch.float32, query.device) if wanted else None
 
-def _reading(arguments: Sequence[Any]) -> Reading:
-    query, states, sums, *branches, norm, gate, angles = arguments[:_TENSORS]
-    rows, _, blocks, features = tables_and_features(query, angles, arguments[_TENSORS:-1])
-    gate = None if gate is None else gate.contiguous()
-    return Reading(rows, states, sums, blocks, features, Branches(*branches), norm, gate)
+    by_token = programs[0], len(tables.members)
+    sum_weight = float32(normalize, *by_token)
+    weight_gradients = float32(weight is not None, *by_token)
+    norm_gradients = float32(norm is not None, *programs, query.shape[3])
+    gate_gradient = None if reading.gate is None else allocate(reading.gate.shape, reading.gate.dtype, query.device)
+    query_gradient_kernel[programs](
+        output_gradient=output_gradient,
+        of_normalisers=normaliser_gradient if reading.with_normaliser else None,
+        query_gradient=query_gradient,
+        product_gradient=product_gradient,
+        product_normaliser_gradient=sum_weight,
+        listed_gradient=listed,
+        listed_lse_gradient=listed_lse,
+        pooled_gradient=pooled,
+        pooled_lse_gradient=pooled_lse,
+        linear_weight_gradients=weight_gradients,
+        norm_gradients=norm_gradients,
+        gate_gradient=gate_gradient,
+        **strides_of(query=query, gradient=query_gradient),
+        **shared,
+        **arguments,
+    )
+    gradients = (
+        tokens_first(query_gradient, reading.block_size).contiguous(),
+        *sum_states(query, product_gradient, tables, shared, normalize, sum_weight=sum_weight),
+        *(listed, listed_lse, pooled, pooled_lse),
+        None if weight_gradients is None else weight_gradients.view(len(query), query.shape[2], -1).sum((0, 2)),
+        None if norm_gradients is None else norm_gradients.sum((0, 1, 2)).to(norm.dtype),
+        gate_gradient,
+    )
+    return [x for x in gradients if x is not None]
 
 
 @read_states.register_fake
-def _shapes(query: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    grid, _blocks, _first, block_size, *_, with_normaliser = arguments[_TENSORS - 1 :]
-    shape = query.shape
-    if block_size:
-        shape = torch.Size((shape[0], math.prod(list(grid)), shape[1], shape[3]))
-    normaliser = (*shape[:3], 1) if with_normaliser else (0,)
-    return query.new_empty(shape), query.new_empty(normaliser, dtype=torch.float32)
+def _(*inputs: Any):
+    reading = Reading(*inputs)
+    query = reading.query
+    batch, tokens, heads, head_dim = query.shape
+    if reading.block_size:
+        tokens, heads = math.prod(list(reading.grid)), query.shape[1]
+    normaliser = (batch, tokens, heads, 1) if reading.with_normaliser else (0,)
+    return query.new_empty(batch, tokens, heads, head_dim), query.new_empty(normaliser, dtype=torch.float32)
 
 
 @read_states_backward.register_fake
-def _gradient_shapes(output_gradient: torch.Tensor, _: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    tensors = arguments[:_DIFFERENTIABLE]
-    return tuple(output_gradient.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
+def _(output_gradient, normaliser_gradient, *inputs: Any):
+    return [x.new_empty(x.shape) for x in Reading(*inputs).differentiable if x is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_TENSORS])
-    ctx.settings = inputs[_TENSORS:]
-    ctx.mark_non_differentiable(*(() if inputs[-1] else output[1:]))
+    tensors, ctx.settings = inputs[:11], inputs[11:]
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, of_output: torch.Tensor, of_normaliser: torch.Tensor) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    upstream = of_output.contiguous(), of_normaliser.contiguous() if ctx.settings[-1] else None
-    found = read_states_backward(*upstream, *tensors, *ctx.settings)
-    present = (None if x is None else gradient for x, gradient in zip(tensors, found, strict=False))
-    return *present, *(None,) * (_TENSORS - len(found) + len(ctx.settings))
+    reading = Reading(*ctx.saved_tensors, *ctx.settings)
+    found = iter(read_states_backward(of_output.contiguous(), of_normaliser.contiguous(), *reading))
+    gradients = (None if x is None else next(found) for x in reading.differentiable)
+    return *gradients, None, *[None] * len(ctx.settings)
 
 
 read_states.register_autograd(_differentiate, setup_context=_save)

@@ -30,7 +30,7 @@ from .choose import choose
 from .linear import linear_beside, linear_read, linear_states, usable
 from .listed import listed
 from .pooled import pooled
-from .prepare import GRID, layout_for, prepare, weights
+from .prepare import GRID, block_weights, layout_for, prepare
 
 
 def sparse_attention(call: Call) -> torch.Tensor:
@@ -55,7 +55,7 @@ def sparse_attention(call: Call) -> torch.Tensor:
     rows = prepare(*tensors, table, mask, *place)
     (query, key, value), (pooled_query, pooled_key, pooled_value, spread) = rows[:3], rows[3:]
     with torch.no_grad():
-        bias, weight = weights(key, mask, *place)
+        bias, weight = block_weights(key, mask, *place)
         if isinstance(lists, BlockLists):
             indices, counts, bits = given_blocks(lists, batch, key.shape[1] // block_size)
         else:
@@ -231,7 +231,7 @@ def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
         mask = by_block(call.key_mask.float()).contiguous()
     query, key, value = (by_block(usable(x, "query")) for x in (call.query, call.key, call.value))
     query, key, value, *_ = prepare(query, key, value, table, mask, *place)
-    bias = None if mask is None else weights(key.detach(), mask, *place)[0]
+    bias = None if mask is None else block_weights(key.detach(), mask, *place)[0]
     groups, blocks = len(query), query.shape[1] // block_size
     indices, counts = all_blocks(groups, blocks, blocks, device)
     if is_causal:

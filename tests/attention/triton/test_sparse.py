@@ -256,8 +256,8 @@ def operator_calls(mask):
     yield prepare.prepare, (query, key, value, table, weights, *place)
     of_rows = [x.detach() for x in rows]
     yield prepare.prepare_backward, (*of_rows[:3], *of_rows[4:6], table, weights, *place, list(query.shape))
-    yield prepare.weights, (of_rows[1], weights, *place)
-    bias, of_blocks = prepare.weights(of_rows[1], weights, *place)
+    yield prepare.block_weights, (of_rows[1], weights, *place)
+    bias, of_blocks = prepare.block_weights(of_rows[1], weights, *place)
     bias = bias if mask else None
     chosen = of_rows[3], of_rows[4], of_rows[6], of_blocks, 0.4, scale, *place
     yield choose.choose, chosen
@@ -271,8 +271,8 @@ def operator_calls(mask):
     yield pooled.pooled, of_means
     outputs = [x.detach() for x in (*listed.listed(*of_lists), *pooled.pooled(*of_means))]
     for operator, inputs, (output, lse) in (
-        (listed.listed_gradients, of_lists, outputs[:2]),
-        (pooled.pooled_gradients, of_means, outputs[2:]),
+        (listed.listed_backward, of_lists, outputs[:2]),
+        (pooled.pooled_backward, of_means, outputs[2:]),
     ):
         detached = (x.detach() if isinstance(x, torch.Tensor) else x for x in inputs)
         yield operator, (torch.randn_like(output), torch.randn_like(lse) if mask else None, output, lse, *detached)
