@@ -177,32 +177,58 @@ def choose(query, key, spread, weight, density, scale, grid, block_size, extra):
     if key_blocks > MOST_KEY_BLOCKS:
         raise ValueError(f"{key_blocks} key blocks, {MOST_KEY_BLOCKS} at most can be chosen from: take larger blocks")
     n, extra_blocks = list_length(density, key_blocks), blocks - key_blocks
-    columns = triton.cdiv(key_blocks, ALIGNMENT.value) * ALIGNMENT.value
-    parts = list(_parts(*query.shape[:2], SCORE_BYTES // (4 * columns)))
-    scores = allocate((max(part[1] * part[3] for part in parts), columns), torch.float32, query.device)
-    rows = query.shape[:2].numel()
-    shapes = (rows, n + extra_blocks), (rows,), (rows, triton.cdiv(key_blocks, 32))
-    chosen = tuple(allocate(shape, torch.int32, query.device) for shape in shapes)
-    for part in parts:
-        score(query, key, spread, weight, scale, part, scores)
-        select(scores, part, query.shape[1], key_blocks, n, extra_blocks, chosen)
-    return chosen
+    (groups, query_blocks, head_dim), width = query.shape, triton.cdiv(key_blocks, ALIGNMENT.value) * ALIGNMENT.value
+    rows, columns = groups * query_blocks, max(32, triton.next_power_of_2(width))
+    indices = allocate((rows, n + extra_blocks), torch.int32, query.device)
+    counts = allocate((rows,), torch.int32, query.device)
+    listed = allocate((rows, triton.cdiv(key_blocks, 32)), torch.int32, query.device)
+    parts = list(_parts(groups, query_blocks, SCORE_BYTES // (4 * width)))
+    scores = allocate((max(part[1] * part[3] for part in parts), width), torch.float32, query.device)
+    tile = tile_of("score", query)
+    for first_group, part_groups, first_row, part_rows in parts:
+        shared = {
+            "scores": scores,
+            "columns": width // ALIGNMENT.value,
+            "first_group": first_group,
+            "first_row": first_row,
+            "query_blocks": query_blocks,
+            "key_blocks": key_blocks,
+        }
+        score_kernel[triton.cdiv(width, tile.n), triton.cdiv(part_rows, tile.m), part_groups](
+            query=query,
+            key=key,
+            spread=spread,
+            weight=weight,
+            scale=scale,
+            rows=part_rows,
+            heads=groups // len(weight),
+            D=head_dim,
+            BLOCK_K=128 // query.element_size(),
+            PRECISION=precision_of(query),
+            **shared,
+            **tile.arguments,
+        )
+        select_kernel[part_rows, part_groups](
+            indices=indices,
+            counts=counts,
+            listed=listed,
+            best=n,
+            extra=extra_blocks,
+            total=blocks,
+            words=listed.shape[1],
+            COLUMNS=columns,
+            num_warps=max(1, min(1024, columns // SCORES_OF_A_THREAD) // warp_size_of(query.device)),
+            num_stages=1,
+            **shared,
+        )
+    return indices, counts, listed
 
 
-@choose.register_fake
-def _(query, key, spread, weight, density, scale, grid, block_size, extra):
-    blocks, of_grid = block_counts(grid, block_size, extra)
-    lists = query.shape[0] * query.shape[1]
-    shapes = (lists, list_length(density, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)
-    return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)
+def _parts(groups: int, query_blocks: int, most_rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield first group, groups, first row and rows of the query blocks whose scores exist at once.
 
-
-Part = tuple[int, int, int, int]
-"""Query blocks whose scores exist at once: first group, groups, first row and rows of each group."""
-
-
-def _parts(groups: int, query_blocks: int, most_rows: int) -> Iterator[Part]:
-    """Yield some rows of one group, or all rows of some, of equal size but for the last."""
+    They are some rows of one group, or all rows of some, of equal size but for the last.
+    """
     at_once = min(groups, max(1, most_rows // query_blocks))
     at_once = -(-groups // -(-groups // at_once))
     rows = min(query_blocks, max(1, most_rows // at_once))
@@ -211,51 +237,9 @@ def _parts(groups: int, query_blocks: int, most_rows: int) -> Iterator[Part]:
             yield group, min(at_once, groups - group), row, min(rows, query_blocks - row)
 
 
-def score(query, key, spread, weight, scale: float, part: Part, scores) -> None:
-    """Fill ``scores``, float32 (rows of the part at least, T rounded up to ALIGNMENT), -inf behind the T of a row."""
-    first_group, groups, first_row, rows = part
-    tile = tile_of("score", query)
-    score_kernel[triton.cdiv(scores.shape[1], tile.n), triton.cdiv(rows, tile.m), groups](
-        query=query,
-        key=key,
-        spread=spread,
-        weight=weight,
-        scores=scores,
-        scale=scale,
-        columns=scores.shape[1] // ALIGNMENT.value,
-        first_group=first_group,
-        first_row=first_row,
-        rows=rows,
-        query_blocks=query.shape[1],
-        key_blocks=key.shape[1],
-        heads=len(query) // len(weight),
-        D=query.shape[2],
-        BLOCK_K=128 // query.element_size(),
-        PRECISION=precision_of(query),
-        **tile.arguments,
-    )
-
-
-def select(scores, part: Part, query_blocks: int, key_blocks: int, n: int, extra: int, chosen) -> None:
-    """Fill indices, counts and bits, ``chosen``, of a part's rows by their scores."""
-    first_group, groups, first_row, rows = part
-    indices, counts, listed = chosen
-    columns = max(32, triton.next_power_of_2(scores.shape[1]))
-    select_kernel[rows, groups](
-        scores=scores,
-        indices=indices,
-        counts=counts,
-        listed=listed,
-        columns=scores.shape[1] // ALIGNMENT.value,
-        first_group=first_group,
-        first_row=first_row,
-        query_blocks=query_blocks,
-        key_blocks=key_blocks,
-        best=n,
-        extra=extra,
-        total=key_blocks + extra,
-        words=listed.shape[1],
-        COLUMNS=columns,
-        num_warps=max(1, min(1024, columns // SCORES_OF_A_THREAD) // warp_size_of(scores.device)),
-        num_stages=1,
-    )
+@choose.register_fake
+def _(query, key, spread, weight, density, scale, grid, block_size, extra):
+    blocks, of_grid = block_counts(grid, block_size, extra)
+    lists = query.shape[0] * query.shape[1]
+    shapes = (lists, list_length(density, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)
+    return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)

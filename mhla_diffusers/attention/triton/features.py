@@ -19,8 +19,8 @@ from .tiles import Tile, constants_of, power_of_two, tile_of
 PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, SymInt block_size, str feature_map, float eps, bool rope_before"
 """Arguments by which an operator finds its tokens and computes their features: token grid; MHLA blocks per axis; place
 of the first token on the grid; 0 for tokens (B, N, H, D) as they come, or the rows of a uniform block for rows
-(B, H, R, D); "relu", "elu+1", "softmax" or "identity"; what is added to every feature of the first two; and whether RoPE
-comes before the feature map. After it, the normaliser reads features that are not rotated."""
+(B, H, R, D); "relu", "elu+1", "softmax" or "identity"; what is added to every feature of the first two; and whether
+RoPE comes before the feature map. After it, the normaliser reads features that are not rotated."""
 
 SIZES = [
     *("heads", "tokens", "rows", "blocks", "splits", "angle_tokens"),
@@ -198,42 +198,6 @@ def source_of(
         largest = tl.max(values, 1)
         source = Source(x, angles, there, largest, tl.sum(tl.exp(values - largest[:, None]), 1), eps)
     return source
-
-
-@triton.jit
-def open_tile(
-    x,
-    strides,
-    batch,
-    head,
-    angles,
-    angle_tokens,
-    members,
-    places,
-    begin,
-    end,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MAP: tl.constexpr,
-    ROPE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
-    """The tile of a block's tokens from ``begin`` on, of one sample and head; ``strides`` are of these and of tokens.
-
-    Returns:
-        Numbers of the tokens within the tables, their members and places, and what features are computed from.
-    """
-    index = begin + tl.arange(0, BLOCK_M)
-    there = index < end
-    member = tl.load(members + index, mask=there, other=0).to(tl.int64)
-    place = tl.load(places + index, mask=there, other=0).to(tl.int64)
-    at = x + (batch * strides[0] + head * strides[1] + member * strides[2]) * ALIGNMENT
-    turn = at
-    if angles is not None:
-        turn = angles + (batch * angle_tokens + place) * HEAD_DIM
-    return index, member, place, source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, MAP, ROPE)
 
 
 @triton.jit

@@ -26,10 +26,10 @@ from .features import (
     SIZES,
     Tables,
     load_tile,
-    open_tile,
     read_state,
     rows_like,
     shared_arguments,
+    source_of,
     store_input_gradient,
     store_tile,
     strides_of,
@@ -41,30 +41,22 @@ from .states import sum_states
 
 
 @triton.jit
-def merge(
-    product,
-    normaliser,
-    listed,
-    listed_lse,
-    pooled,
-    pooled_lse,
-    linear_weight,
-    row,
-    head,
-    there,
-    NORMALIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def merge(product, normaliser, branches, row, head, there, NORMALIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """All branches under one denominator.
 
     Args:
+        product: float32 (tokens, channels), what the linear branch reads.
+        normaliser: (tokens,), its denominator.
+        branches: the inputs of the kernel from ``listed`` to ``linear_weight``.
         row: of the tokens in the branches' outputs, (tokens,).
+        head: whose λ.
+        there: which tokens there are.
 
     Returns:
         Output float32 (tokens, channels), and of each token: what ``product`` was multiplied by, the weights of the
         listed and the pooled branch, and the logarithm of the denominator.
     """
+    listed, listed_lse, pooled, pooled_lse, linear_weight = branches
     slope = tl.full(normaliser.shape, 1.0, tl.float32)
     of_listed, of_pooled, lse = slope, slope, slope
     if listed is None:
@@ -72,7 +64,7 @@ def merge(
             slope = 1.0 / normaliser
         output = product * slope[:, None]
     else:
-        d = tl.arange(0, BLOCK_D)
+        d = tl.arange(0, product.shape[1])
         log_weight = tl.log(tl.load(linear_weight + head))
         log_linear = log_weight + tl.log(tl.maximum(normaliser, 1e-37))
         near = tl.load(listed_lse + row, mask=there, other=0.0)
@@ -140,16 +132,21 @@ def read_kernel(
     block = tl.program_id(2)
     begin, end = tl.load(starts + block) + tl.program_id(1) * BLOCK_M, tl.load(starts + block + 1)
     if begin < end:
-        strides = (query_batch, query_head, query_token)
-        of_tile = (query, strides, batch, head, angles, angle_tokens, members, places, begin, end, eps)
-        _, member, place, source = open_tile(*of_tile, HEAD_DIM, BLOCK_D, BLOCK_M, FEATURE_MAP, ROPE, ALIGNMENT)
-        there = source.there
+        index = begin + tl.arange(0, BLOCK_M)
+        there = index < end
+        member = tl.load(members + index, mask=there, other=0).to(tl.int64)
+        place = tl.load(places + index, mask=there, other=0).to(tl.int64)
+        at = query + (batch * query_batch + head * query_head + member * query_token) * ALIGNMENT
+        turn = at
+        if angles is not None:
+            turn = angles + (batch * angle_tokens + place) * HEAD_DIM
+        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE)
         base, row = whole * blocks + block, whole * rows + member
         product, normaliser = read_state(
             source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION
         )
         branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
-        values, _, _, _, _ = merge(product, normaliser, *branches, row, head, there, NORMALIZE, HEAD_DIM, BLOCK_D)
+        values, _, _, _, _ = merge(product, normaliser, branches, row, head, there, NORMALIZE, HEAD_DIM)
         d = tl.arange(0, BLOCK_D)
         here = (batch * tokens + place) * heads + head
         if normalisers is not None:
@@ -224,17 +221,22 @@ def query_gradient_kernel(
     norm_gradient = tl.zeros((BLOCK_D,), tl.float32)
     begin, end = tl.load(starts + block) + tl.program_id(1) * BLOCK_M, tl.load(starts + block + 1)
     if begin < end:
-        strides = (query_batch, query_head, query_token)
-        of_tile = (query, strides, batch, head, angles, angle_tokens, members, places, begin, end, eps)
-        index, member, place, source = open_tile(*of_tile, HEAD_DIM, BLOCK_D, BLOCK_M, FEATURE_MAP, ROPE, ALIGNMENT)
-        there = source.there
+        index = begin + tl.arange(0, BLOCK_M)
+        there = index < end
+        member = tl.load(members + index, mask=there, other=0).to(tl.int64)
+        place = tl.load(places + index, mask=there, other=0).to(tl.int64)
+        at = query + (batch * query_batch + head * query_head + member * query_token) * ALIGNMENT
+        turn = at
+        if angles is not None:
+            turn = angles + (batch * angle_tokens + place) * HEAD_DIM
+        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE)
         base, row = whole * blocks + block, whole * rows + member
         product, normaliser = read_state(
             source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION
         )
         branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
         values, slope, of_listed, of_pooled, lse = merge(
-            product, normaliser, *branches, row, head, there, NORMALIZE, HEAD_DIM, BLOCK_D
+            product, normaliser, branches, row, head, there, NORMALIZE, HEAD_DIM
         )
 
         # through gate and norm
@@ -284,8 +286,8 @@ def query_gradient_kernel(
         out = (batch * gradient_batch + head * gradient_head + member * gradient_token) * ALIGNMENT
         store_tile(product_gradient + out, there, d, gradient, HEAD_DIM)
         out += query_gradient
-        of_read = (out, source, gradient, of_normaliser, row_product, states, sums, base)
-        store_input_gradient(*of_read, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION)
+        tile = (out, source, gradient, of_normaliser, row_product, states, sums, base)
+        store_input_gradient(*tile, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION)
     if output_norm is not None:
         program = (whole * tl.num_programs(1) + tl.program_id(1)) * blocks + block
         tl.store(norm_gradients + program * HEAD_DIM + d, norm_gradient, mask=d < HEAD_DIM)

@@ -75,16 +75,7 @@ def softmax_end(top, total, sums):
 
 @triton.jit
 def load_upstream(
-    output,
-    output_gradient,
-    lse,
-    lse_gradient,
-    shift,
-    delta,
-    first,
-    rows,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """What comes from above for rows first + rows: the output's gradient, shift and delta; writes the last two.
 

@@ -21,7 +21,6 @@ from .features import (
     Tables,
     load_features,
     load_tile,
-    open_tile,
     read_state,
     rows_like,
     shared_arguments,
@@ -161,10 +160,15 @@ def key_gradient_kernel(
     block = tl.program_id(2)
     begin, end = tl.load(starts + block) + tl.program_id(1) * BLOCK_M, tl.load(starts + block + 1)
     if begin < end:
-        strides = (key_batch, key_head, key_token)
-        of_tile = (key, strides, batch, head, angles, angle_tokens, members, places, begin, end, eps)
-        _, member, place, source = open_tile(*of_tile, HEAD_DIM, BLOCK_D, BLOCK_M, FEATURE_MAP, ROPE, ALIGNMENT)
-        there = source.there
+        index = begin + tl.arange(0, BLOCK_M)
+        there = index < end
+        member = tl.load(members + index, mask=there, other=0).to(tl.int64)
+        place = tl.load(places + index, mask=there, other=0).to(tl.int64)
+        at = key + (batch * key_batch + head * key_head + member * key_token) * ALIGNMENT
+        turn = at
+        if angles is not None:
+            turn = angles + (batch * angle_tokens + place) * HEAD_DIM
+        source = source_of(at, turn, there, eps, HEAD_DIM, BLOCK_D, FEATURE_MAP, ROPE)
         base = whole * blocks + block
         of_value, of_sum = read_state(
             source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION
@@ -181,8 +185,8 @@ def key_gradient_kernel(
         if sums is not None:
             row_product += of_sum
         values = (values * weight[:, None]).to(states.dtype.element_ty)
-        of_state = (key_gradient + out, source, values, weight, weight * row_product, states, sums, base)
-        store_input_gradient(*of_state, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION)
+        tile = (key_gradient + out, source, values, weight, weight * row_product, states, sums, base)
+        store_input_gradient(*tile, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION)
 
 
 def sum_states(

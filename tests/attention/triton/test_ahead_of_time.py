@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from mhla_diffusers.attention.triton.launch import PROCESSORS
 
 KIB = 1024

@@ -134,8 +134,8 @@ def test_opcheck_of_the_backward(kind):
     upstream = [torch.randn_like(x) for x in states.block_states(*of_states)]
     torch.library.opcheck(states.block_states_backward, (*upstream, *of_states))
     output, normaliser = read.read_states(*of_read)
-    of_normaliser = torch.randn_like(normaliser) if of_read[-1] else None
-    torch.library.opcheck(read.read_states_backward, (torch.randn_like(output), of_normaliser, *of_read))
+    upstream = torch.randn_like(output), torch.randn_like(normaliser)
+    torch.library.opcheck(read.read_states_backward, (*upstream, *of_read))
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -6,26 +6,23 @@ some of it is copied by code of which modes see nothing, so functions that do it
 """
 
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
 from mhla_diffusers.attention.triton import backend
-from mhla_diffusers.attention.triton.launch import Launch
 from mhla_diffusers.families import AttentionInputs
 from mhla_diffusers.patching.layer import MHLALayer
 
 from ..problems import make_problem
 from ..test_extra import make as make_beside_text
 from ..test_sparse import make
+from .meta import Operators, nothing_launched
 from .test_kernels import EVERYTHING
 
 MADE_FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor)
@@ -46,40 +43,34 @@ class CopiedFromPython(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-class OnlyOn(TorchDispatchMode):
-    """Does what the package's operators do, and raises where an operation waits for the device or copies to it."""
-
-    def __init__(self, device, raises):
-        super().__init__()
-        self.device = device
-        self.raises = raises
+class Watched(Operators):
+    """Raises where an operation waits for the meta device or copies to it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "mhla_diffusers":
-            with watched(self.device) if self.raises else self:
-                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs or {})
-        if not self.raises:
-            return func(*args, **kwargs or {})
+            with CopiedFromPython():
+                return super().__torch_dispatch__(func, types, args, kwargs)
         indices = args[1] if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default) else ()
         if any(x is not None and x.dtype == torch.bool for x in indices):
             raise AssertionError(f"{func} with a mask waits for the device to count it")
         result = func(*args, **kwargs or {})
         for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, torch.Tensor) and x.device.type != self.device:
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
                 raise AssertionError(f"{func} has to do with a tensor on {x.device}")
         return result
 
 
 @contextmanager
-def watched(device: str) -> Iterator[None]:
-    with CopiedFromPython(), OnlyOn(device, raises=True):
+def watched():
+    with CopiedFromPython(), Watched():
         yield
 
 
 @pytest.fixture(autouse=True)
-def nothing_launched(monkeypatch):
+def no_device(monkeypatch):
     monkeypatch.setattr(backend, "why_not", lambda *_: None)
-    monkeypatch.setattr(Launch, "run", lambda launch: None)
+    with nothing_launched():
+        yield
 
 
 WAITING = {
@@ -100,7 +91,7 @@ WAITING = {
 @pytest.mark.parametrize("wait", WAITING.values(), ids=WAITING)
 def test_what_waits_is_seen(wait):
     x, index = torch.zeros(3, 3, device="meta"), torch.arange(3, device="meta")
-    with pytest.raises((AssertionError, RuntimeError)), watched("meta"):
+    with pytest.raises((AssertionError, RuntimeError)), watched():
         wait(x, index)
 
 
@@ -189,7 +180,7 @@ def test_a_compiler_meets_no_tables_of_the_layout():
 
 def twice(run):
     """The first call fills caches, as those before a capture do."""
-    with OnlyOn("meta", raises=False):
+    with Operators():
         run()
-    with watched("meta"):
+    with watched():
         run()
