@@ -6,17 +6,18 @@ The files of kernels import Triton and register their operators, so they are imp
 import logging
 import os
 from functools import cache
+from typing import Any
 
 import torch
 
 from ..call import Call
+from .tiles import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
 
 FEATURE_MAPS = ("relu", "elu+1", "softmax", "identity")
 """The feature maps that the kernels know; one that a user registered is a Python function."""
 BLOCK_SIZES = (16, 32, 64, 128)
-MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -48,71 +49,53 @@ def why_not(query: torch.Tensor, feature_map: str, block_size: int | None = None
 
 def linear(call: Call) -> torch.Tensor:
     """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
-    check_runnable(call)
-    from .linear import linear_attention
-
-    return linear_attention(call)
+    return _branches_for(call).linear(call)
 
 
 def states(call: Call) -> torch.Tensor:
     """KV and normaliser states of the call's tokens: float32 (B, H, M, D + normalize, D)."""
-    check_runnable(call)
-    from .linear import linear_states
-
-    return linear_states(call)
+    return _branches_for(call).states(call)
 
 
 def read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
-    check_runnable(call)
-    from .linear import linear_read
-
-    return linear_read(call, states)
+    return _branches_for(call).read(call, states)
 
 
 def sparse(call: Call) -> torch.Tensor:
     """The sparse branch, to extra tokens too, merged with MHLA where there is λ: (B, N, H, D)."""
-    check_runnable(call)
-    from .sparse import sparse_attention
-
-    return sparse_attention(call)
+    return _branches_for(call).sparse(call)
 
 
 def own_block(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention within the own frame block: output (B, N, H, D) and LSE (B, N, H, 1), float32."""
-    check_runnable(call)
-    from .sparse import own_block_attention
-
-    return own_block_attention(call)
+    return _branches_for(call).own_block(call)
 
 
-def check_runnable(call: Call) -> None:
-    """Ensure that the kernels can run a call.
+def _branches_for(call: Call) -> Any:
+    """The module :mod:`.branches`, for a call that it can run.
 
     Raises:
-        ValueError: they cannot, or its tensors are on several devices.
+        ValueError: the kernels cannot, or the call's tensors are on several devices.
     """
     reason = why_not(call.query, call.feature_map, None if call.sparse is None else call.sparse.block_size)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
-    if call.rotary is not None and call.rotary[0].device != call.query.device:
-        raise ValueError(
-            f"rotary is on {call.rotary[0].device}, but query is on {call.query.device}; they must be on the same "
-            "device."
-        )
-    for name in ("mixing", "key_mask", "output_norm", "output_gate", "linear_weight", "pooled_bias"):
-        tensor = getattr(call, name)
-        if tensor is not None and tensor.device != call.query.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but query is on {call.query.device}; they must be on the same device."
-            )
+    tensors = {"rotary": None if call.rotary is None else call.rotary[0]}
+    names = ("mixing", "key_mask", "output_norm", "output_gate", "linear_weight", "pooled_bias")
+    for name, x in (tensors | {name: getattr(call, name) for name in names}).items():
+        if x is not None and x.device != call.query.device:
+            raise ValueError(f"{name} is on {x.device}, but query is on {call.query.device}; move it there.")
+    from . import branches
+
+    return branches
 
 
 @cache
 def _try_import() -> str | None:
     """Why the kernels cannot be imported, said in the log too; None if they can."""
     try:
-        from . import sparse  # noqa: F401
+        from . import branches  # noqa: F401
     except Exception as error:  # noqa: BLE001 - another version of Triton raises what it likes
         reason = f"{type(error).__name__}: {error}"
         logger.warning("The Triton kernels cannot be imported, so eager operations take their place: %s", reason)

@@ -8,13 +8,16 @@ of the queries, and the splits are added in a fixed order.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
+import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..sparse import best_bias, fitting_rows
 from .operators import allocate, operator
+from .prepare import GRID, layout_for
 from .softmax import EMPTY, LOG2E, load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows
 from .tiles import constants_of, processors_of, tile_of
 
@@ -256,3 +259,28 @@ def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, valu
 
 
 register_branch(pooled, pooled_backward)
+
+
+@operator(
+    "(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor near, Tensor near_lse, Tensor far, Tensor far_lse, "
+    f"float scale, {GRID}) -> Tensor"
+)
+def fit_bias(query, key, value, bias, near, near_lse, far, far_lse, scale, grid, block_size, extra):
+    """β with which listed and pooled keys come closest to softmax attention, of the β tried: float32 (G,).
+
+    The queries are those of :func:`mhla_diffusers.attention.sparse.fit_pooled_bias`; ``near`` is what
+    :func:`.listed.listed` returns for the same query, key, value and bias, ``far`` what :func:`pooled` does.
+    """
+    layout, some = layout_for(grid, block_size, extra, query.device), fitting_rows(math.prod(grid), query.device)
+    if bias is None and len(layout.order) != len(layout.rows):  # padding is left out
+        bias = (layout.order >= 0).float().log()[None]
+    by_sample = (x.unflatten(0, (1 if bias is None else len(bias), -1)) for x in (query[:, some], key, value))
+    mask = None if bias is None else bias[:, None, None].to(query.dtype)
+    truth = torch.nn.functional.scaled_dot_product_attention(*by_sample, attn_mask=mask, scale=scale)
+    near, far = near[:, some].float(), far[:, some].float()
+    return best_bias(truth.flatten(0, 1).float(), near, near_lse[:, some], far, far_lse[:, some])
+
+
+@fit_bias.register_fake
+def _(query, *_: Any):
+    return query.new_empty(query.shape[:1], dtype=torch.float32)

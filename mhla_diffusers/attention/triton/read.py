@@ -315,7 +315,7 @@ class Reading(NamedTuple):
     output_norm: torch.Tensor | None
     """Weight of an RMSNorm over channels, (D,)."""
     gate: torch.Tensor | None
-    """(B, N, H, D): the output is multiplied by its SiLU."""
+    """(B, N, H, D), contiguous: the output is multiplied by its SiLU."""
     angles: torch.Tensor | None
     grid: list[int]
     blocks: list[int]
@@ -344,13 +344,8 @@ class Reading(NamedTuple):
         tile = tables.tile_of(kernel, query)
         programs = len(query) * query.shape[2], triton.cdiv(tables.longest, tile.m), tables.count
         shared = shared_arguments(query, tables, self.angles, self.feature_map, self.eps, self.rope_before)
-        inputs = dict(zip(self._fields[1:9], self[1:9], strict=True)) | {
-            "query": query,
-            "gate": None if self.gate is None else self.gate.contiguous(),
-            "norm_eps": OUTPUT_NORM_EPS,
-            "rows": query.shape[1],
-        }
-        return query, tables, programs, shared, inputs | tile.arguments
+        inputs = dict(zip(self._fields[1:10], self[1:10], strict=True)) | {"query": query, "rows": query.shape[1]}
+        return query, tables, programs, shared, inputs | tile.arguments | {"norm_eps": OUTPUT_NORM_EPS}
 
 
 _INPUTS = (

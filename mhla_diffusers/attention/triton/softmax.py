@@ -27,15 +27,12 @@ def load_rows(pointer, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
     """(rows, BLOCK_D), 0 beyond HEAD_DIM and in rows that are not inside (None: all are)."""
     channels = tl.arange(0, BLOCK_D)
     pointers = pointer + rows[:, None] * HEAD_DIM + channels[None, :]
-    if BLOCK_D == HEAD_DIM:
-        if inside is None:
-            return tl.load(pointers)
-        else:
-            return tl.load(pointers, mask=inside[:, None], other=0.0)
-    elif inside is None:
-        return tl.load(pointers, mask=(channels < HEAD_DIM)[None, :], other=0.0)
-    else:
-        return tl.load(pointers, mask=inside[:, None] & (channels < HEAD_DIM)[None, :], other=0.0)
+    mask = None
+    if BLOCK_D != HEAD_DIM:
+        mask = (channels < HEAD_DIM)[None, :]
+    if inside is not None:
+        mask = inside[:, None] if mask is None else inside[:, None] & mask
+    return tl.load(pointers, mask=mask, other=None if mask is None else 0.0)
 
 
 @triton.jit
@@ -43,16 +40,12 @@ def store_rows(pointer, rows, inside, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.
     """Write (rows, BLOCK_D) in the type of the pointer."""
     channels = tl.arange(0, BLOCK_D)
     pointers = pointer + rows[:, None] * HEAD_DIM + channels[None, :]
-    tile = tile.to(pointer.dtype.element_ty)
-    if BLOCK_D == HEAD_DIM:
-        if inside is None:
-            tl.store(pointers, tile)
-        else:
-            tl.store(pointers, tile, mask=inside[:, None])
-    elif inside is None:
-        tl.store(pointers, tile, mask=(channels < HEAD_DIM)[None, :])
-    else:
-        tl.store(pointers, tile, mask=inside[:, None] & (channels < HEAD_DIM)[None, :])
+    mask = None
+    if BLOCK_D != HEAD_DIM:
+        mask = (channels < HEAD_DIM)[None, :]
+    if inside is not None:
+        mask = inside[:, None] if mask is None else inside[:, None] & mask
+    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -39,9 +39,7 @@ TABLE = {
 PROBLEMS = TABLE | {
     "blocks of 128": BESIDE | {"block_size": 128},
     "MHLA": WAN | {"everything": True},
-    "RoPE after, masked": BESIDE | {"rope": "after", "everything": True},
-    "72 channels": BESIDE | {"head_dim": 72, "heads": 16, "everything": True},
-    "32 channels": BESIDE | {"head_dim": 32, "heads": 20, "dtype": FLOAT},
+    "72 channels": BESIDE | {"rope": "after", "head_dim": 72, "heads": 16, "everything": True},
     "causal": WAN | {"blocks": 21, "causal": "token"},
 }
 FULL = {"sm_90", "sm_86", "gfx942"}

@@ -1,6 +1,5 @@
 """When the Triton backend is taken or refused, and what PyTorch can do with its operators."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mhla_diffusers.attention import BlockLists, Call, ContentRule, mhla_attention, register_feature_map
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.rope import rotary_table
-from mhla_diffusers.attention.triton import linear, read, states
+from mhla_diffusers.attention.triton import read, states
 from mhla_diffusers.attention.triton.backend import why_not
 
 from ..problems import make_problem
@@ -75,15 +74,6 @@ def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
     with pytest.raises(ValueError, match="TRITON_INTERPRET"):
         mhla_attention(*torch.randn(3, 1, 24, 1, 8), LAYOUT["mixing"].cpu(), (4, 6), (2, 2), backend="triton")
     assert "meta" in why_not(torch.empty(1, 4, 1, 8, device="meta"), "relu")
-
-
-def test_a_copy_of_unusable_strides_is_logged_once(caplog):
-    linear._say_copied.cache_clear()
-    query, key, value = torch.randn(3, 1, 24, 8, 2, device=DEVICE).mT
-    with caplog.at_level(logging.DEBUG, logger=linear.logger.name):
-        for _ in range(2):
-            mhla_attention(query, key.contiguous(), value.contiguous(), **LAYOUT, backend="triton")
-    assert [record.getMessage().split()[0] for record in caplog.records] == ["query"]
 
 
 def operator_arguments(everything):

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
-from mhla_diffusers.attention.triton import choose, listed, pooled, prepare, sparse
+from mhla_diffusers.attention.triton import branches, choose, listed, pooled, prepare
 from mhla_diffusers.attention.triton.backend import BLOCK_SIZES
 
 from ..problems import errors_against_reference, relative_error
@@ -276,7 +276,7 @@ def operator_calls(mask):
     ):
         detached = (x.detach() if isinstance(x, torch.Tensor) else x for x in inputs)
         yield operator, (torch.randn_like(output), torch.randn_like(lse) if mask else None, output, lse, *detached)
-    yield sparse.fit_bias, (*(x.detach() for x in (q, k, v)), bias, *outputs, scale, *place)
+    yield pooled.fit_bias, (*(x.detach() for x in (q, k, v)), bias, *outputs, scale, *place)
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -307,5 +307,5 @@ def test_given_lists_are_those_that_the_kernel_chooses():
     length, base = round(0.3 * blocks), torch.arange(groups, device=DEVICE)[:, None, None] * (blocks + 2)
     keys = indices.view(groups, blocks, -1)[..., :length].long() - base
     lists = BlockLists(16, keys.view(2, 3, blocks, length))
-    for found, expected in zip(sparse.given_blocks(lists, 2, blocks + 2), (indices, counts, bits), strict=True):
+    for found, expected in zip(branches.given_blocks(lists, 2, blocks + 2), (indices, counts, bits), strict=True):
         assert torch.equal(found, expected)
