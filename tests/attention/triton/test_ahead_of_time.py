@@ -32,8 +32,8 @@ ALLOWED_STACK = {
     "float32": 328,
     "float32, 256 channels": 520,
 }
-"""Bytes of a thread's stack, by kernel and problem, or of all kernels of a problem. The tiles for 16 bits are those that
-an H100 was fastest with."""
+"""Bytes of a thread's stack, by kernel and problem, or of all kernels of a problem. The tiles for 16 bits are those with
+which an H100 was fastest."""
 OLDEST_TRITON = Path(sys.prefix) / "triton-oldest"
 """The oldest version that is allowed, beside the installed one; the Makefile puts it there."""
 

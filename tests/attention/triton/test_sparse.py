@@ -255,7 +255,7 @@ def operator_calls(mask):
     rows = prepare.prepare(query, key, value, table, weights, *place)
     yield prepare.prepare, (query, key, value, table, weights, *place)
     of_rows = [x.detach() for x in rows]
-    yield prepare.prepare_backward, (*of_rows[:3], *of_rows[4:6], table, weights, *place, list(query.shape))
+    yield prepare.prepare_backward, (*of_rows[:3], *of_rows[4:6], table, weights, *place, query.shape[2])
     yield prepare.block_weights, (of_rows[1], weights, *place)
     bias, of_blocks = prepare.block_weights(of_rows[1], weights, *place)
     bias = bias if mask else None
