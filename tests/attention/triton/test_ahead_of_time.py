@@ -24,6 +24,7 @@ SHARED_MEMORY = {
 KERNELS = 14
 ALLOWED_STACK = {
     ("pooled_dkv_kernel", "16 bits"): 16,
+    ("pooled_dkv_kernel", "72 channels"): 16,
     ("listed_forward_kernel", "blocks of 128"): 128,
     ("prepare_kernel", "blocks of 128"): 352,
     ("prepare_backward_kernel", "blocks of 128"): 208,
@@ -32,8 +33,7 @@ ALLOWED_STACK = {
     "float32": 328,
     "float32, 256 channels": 520,
 }
-"""Bytes of a thread's stack, by kernel and problem, or of all kernels of a problem. The tiles for 16 bits are those with
-which an H100 was fastest."""
+"""Bytes of a thread's stack, by kernel and problem, or of all kernels of a problem."""
 OLDEST_TRITON = Path(sys.prefix) / "triton-oldest"
 """The oldest version that is allowed, beside the installed one; the Makefile puts it there."""
 
@@ -57,8 +57,9 @@ def check(reports, architecture, kernels=KERNELS):
         kernel, problem = report["kernel"], report["problem"]
         assert report["shared_bytes"] <= SHARED_MEMORY[architecture], report
         assert report["stack_bytes"] <= ALLOWED_STACK.get((kernel, problem), ALLOWED_STACK.get(problem, 0)), report
-        if kernel.startswith("prepare") and architecture.startswith("sm_") and problem != "blocks of 128":
-            assert report["narrow_loads"] <= 5, report  # of order and valid; all else is read 16 bytes at a time
+        if kernel.startswith("prepare") and architecture.startswith("sm_"):
+            # of order, valid and, with 72 channels, key mask; all else is read 16 bytes at a time
+            assert report["narrow_loads"] <= (11 if problem == "72 channels" else 5), report
         if kernel.startswith(("listed", "pooled")) and architecture == "sm_90" and "float32" not in problem:
             assert report["loop"]["wgmma.mma_async"] >= 12, report
 
