@@ -38,7 +38,7 @@ class StageEstimate:
     activation_bytes: int
     """Peak of forward and backward."""
     flops: int
-    """Of one update: all forwards and backwards; only matrix products and attention count."""
+    """FLOPs of one update: all forwards and backwards; only matrix products and attention count."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def test_a_picture_of_a_folder_costs_few_bytes(tmp_path):
 
 
 def test_the_middle_of_a_picture_is_what_is_judged():
-    """Of 12 x 8 pixels the middle 8 x 8, of which the half is 4 x 4: rows 2 to 5, columns 4 to 7."""
+    """The middle of 12 x 8 pixels is 8 x 8, and half of it 4 x 4: rows 2 to 5, columns 4 to 7."""
     picture = Image.new("RGB", (12, 8))
     picture.paste(RED, (4, 2, 8, 6))
     whole, half = (View(4, crop, **PLAIN)(picture) for crop in (1.0, 0.5))
@@ -95,7 +95,7 @@ def test_the_middle_of_a_picture_is_what_is_judged():
 
 
 def test_a_random_view_is_a_part_of_the_picture_that_follows_from_torch_s_seed():
-    """Of a ramp from left to right every view is a ramp, and some are turned."""
+    """Every view of a ramp from left to right is a ramp, and some are turned."""
     picture = Image.linear_gradient("L").rotate(90).convert("RGB")
     torch.manual_seed(0)
     views = torch.stack([View(8, None, **PLAIN)(picture) for _ in range(20)])

@@ -161,7 +161,7 @@ def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path, capsys
 
 
 def test_a_stopped_training_without_chance_goes_on_and_ends_where_it_would_have(tmp_path):
-    """Of what was begun with the same settings, and from a whole checkpoint; the result has nothing of another one."""
+    """From a whole checkpoint of the same settings; the result has nothing of another one."""
     changes = {"steps": 4, "save_every": 1}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     expected = classify.load_classifier(str(classify.train_one(load(tmp_path, **changes), "MHLA + CPE", whole)))
@@ -323,7 +323,7 @@ def test_a_comparison_whose_figures_cannot_be_drawn_does_not_begin(tmp_path, run
 
 
 def test_top_1_and_top_5_over_a_folder(tmp_path, run):
-    """Of 3 + 1 + 0 + 2 + 1 + 2 + 1 = 10 pictures 3 are of class 0, and 7 of the first five classes."""
+    """There are 3 + 1 + 0 + 2 + 1 + 2 + 1 = 10 pictures: 3 are of class 0, and 7 of the first five classes."""
     counts = dict(zip("abcdefg", (3, 1, 0, 2, 1, 2, 1), strict=True))
     model, pictures = constant(tmp_path / "model", 7), write_folder(tmp_path / "val", counts)
     printed = run("evaluate", "--model", model, "--pictures", pictures, "--batch-size", 4)
