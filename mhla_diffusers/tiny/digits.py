@@ -36,12 +36,10 @@ _REST_SLACK = 4.0
 
 @dataclass(frozen=True)
 class Digits:
-    """Handwritten digits of one split."""
+    """Handwritten digits of one split: images (n, 8, 8), float32 in [0, 1], and labels (n,), int64."""
 
     images: torch.Tensor
-    """(n, 8, 8) float32 in [0, 1]."""
     labels: torch.Tensor
-    """(n,) int64, 0 to 9."""
 
     def pick(self, label: int, chance: random.Random) -> torch.Tensor:
         """A random (8, 8) digit with this label."""
@@ -63,12 +61,12 @@ class Scene:
     def caption(self) -> str:
         """For example "a three and an eight bouncing" or "a seven moving left"."""
         words = " and ".join(f"{'an' if NAMES[label] == 'eight' else 'a'} {NAMES[label]}" for label in self.labels)
-        if self.motion is None:
-            return words
-        return f"{words} bouncing" if self.motion == "bouncing" else f"{words} moving {self.motion}"
+        return words + (
+            f" moving {self.motion}" if self.motion in DIRECTIONS else f" {self.motion}" if self.motion else ""
+        )
 
     def fields(self) -> list[tuple[int, int, int, int]]:
-        """For each digit the part of the picture that is its own: (top, bottom, left, right) in pixels."""
+        """Return the part of the picture of each digit: (top, bottom, left, right) in pixels."""
         size, half = PICTURE_SIZE, PICTURE_SIZE // 2
         if len(self.labels) == 1:
             return [(0, size, 0, size)]
@@ -78,11 +76,7 @@ class Scene:
 
 
 def load_digits(split: Split) -> Digits:
-    """The digits of one split; every fifth of the 1797 is held out.
-
-    Raises:
-        ValueError: unknown split.
-    """
+    """Load the digits of one split; every fifth of the 1797 is held out. ValueError for an unknown split."""
     if split not in ("train", "held-out"):
         raise ValueError(f"split={split!r} is unknown; allowed: 'train', 'held-out'.")
     shipped = load_file(DIGITS_FILE)
@@ -93,11 +87,7 @@ def load_digits(split: Split) -> Digits:
 
 
 def parse_caption(caption: str) -> Scene:
-    """The scene that a caption describes: its digit words in order and its motion word.
-
-    Raises:
-        ValueError: a caption without a digit word or with more than two.
-    """
+    """Read the scene that a caption describes; ValueError for one without a digit word or with more than two."""
     words = caption.lower().split()
     labels = tuple(NAMES.index(word) for word in words if word in NAMES)
     if not 1 <= len(labels) <= 2:
@@ -106,13 +96,7 @@ def parse_caption(caption: str) -> Scene:
 
 
 def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:
-    """Draw a scene with handwritten digits, places and speeds taken from the seed.
-
-    Args:
-        scene: what to draw.
-        digits: where the digits are taken from.
-        size: height and width of a drawn digit in pixels.
-        seed: the same seed gives the same picture.
+    """Draw a scene with handwritten digits of ``size`` pixels; digits, places and speeds come from the seed.
 
     Returns:
         (1, 64, 64) float32 in [0, 1] for a still scene, (9, 64, 64) for a moving one.
@@ -122,21 +106,19 @@ def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:
     picture = torch.zeros(frames, PICTURE_SIZE, PICTURE_SIZE)
     for label, field in zip(scene.labels, scene.fields(), strict=True):
         centres = _path(scene.motion, field, size, chance)
-        digit, scale = digits.pick(label, chance), PICTURE_SIZE / size
-        drawn = _sample(
-            digit.expand(frames, *digit.shape), scale, -scale * (2 * centres / PICTURE_SIZE - 1), PICTURE_SIZE
-        )
+        digit, scale = digits.pick(label, chance).expand(frames, -1, -1), PICTURE_SIZE / size
+        drawn = _sample(digit, scale, -scale * (2 * centres / PICTURE_SIZE - 1), PICTURE_SIZE)
         picture = torch.maximum(picture, drawn)
     return picture
 
 
 def to_rgb(picture: torch.Tensor) -> torch.Tensor:
-    """(F, H, W) in [0, 1] to (3, F, H, W) in [-1, 1]."""
+    """Turn (F, H, W) in [0, 1] into (3, F, H, W) in [-1, 1]."""
     return (2 * picture - 1).expand(3, *picture.shape)
 
 
 def _path(motion: str | None, field: tuple[int, int, int, int], size: int, chance: random.Random) -> torch.Tensor:
-    """Centre of a digit in every frame, (F, 2) in pixels, within its field."""
+    """Draw the centre of a digit in every frame, (F, 2) in pixels, within its field."""
     top, bottom, left, right = field
     axes = []
     for axis, (low, high) in enumerate(((top + size / 2, bottom - size / 2), (left + size / 2, right - size / 2))):
@@ -157,7 +139,7 @@ def _path(motion: str | None, field: tuple[int, int, int, int], size: int, chanc
 
 
 def locate(picture: torch.Tensor, field: tuple[int, int, int, int]) -> torch.Tensor:
-    """Centre of mass of the ink within a field of each frame, (F, 2) in pixels; the middle of the field without ink."""
+    """Return the ink's centre of mass in a field of each frame, (F, 2) in pixels; without ink the field's middle."""
     top, bottom, left, right = field
     ink = (picture[:, top:bottom, left:right] - 0.25).clamp_min(0) + torch.finfo(torch.float32).eps
     weights = ink / ink.sum(dim=(1, 2), keepdim=True)
@@ -166,13 +148,9 @@ def locate(picture: torch.Tensor, field: tuple[int, int, int, int]) -> torch.Ten
 
 
 def crop(picture: torch.Tensor, field: tuple[int, int, int, int], size: int, resolution: int = 16) -> torch.Tensor:
-    """The digit of a field, centred on its ink: (F, resolution, resolution).
+    """Cut the digit of ``size`` pixels out of a field of (F, 64, 64), centred on its ink: (F, resolution, resolution).
 
-    Args:
-        picture: (F, 64, 64) in [0, 1].
-        field: (top, bottom, left, right); what lies outside it is not seen.
-        size: height and width of the digit in pixels.
-        resolution: height and width of the result.
+    What lies outside the field (top, bottom, left, right) is not seen.
     """
     top, bottom, left, right = field
     own = torch.zeros_like(picture)
@@ -181,7 +159,7 @@ def crop(picture: torch.Tensor, field: tuple[int, int, int, int], size: int, res
 
 
 def _sample(source: torch.Tensor, scale: float, centre: torch.Tensor, resolution: int) -> torch.Tensor:
-    """A scaled square of each frame around a centre (F, 2) in [-1, 1]: (F, resolution, resolution)."""
+    """Cut a scaled square of each frame around a centre (F, 2) in [-1, 1]: (F, resolution, resolution)."""
     frames = len(centre)
     theta = torch.zeros(frames, 2, 3)
     theta[:, 0, 0] = theta[:, 1, 1] = scale

@@ -21,22 +21,18 @@ class DamagedAssetError(OSError):
 
 
 def pipeline_folder(family: str) -> Path:
-    """Where the pipeline of a family lies.
-
-    Raises:
-        ValueError: the family has none; with the allowed names.
-    """
+    """Return where the pipeline of a family lies; ValueError for a family without one."""
     tiny_pipeline(family)
     return ASSET_FOLDER / f"tiny-{family}"
 
 
 def control_file(family: str) -> Path:
-    """The weights of a family's control: those that differ from the pipeline's, in float16."""
+    """Return the file of a family's control: the weights that differ from the pipeline's, in float16."""
     return ASSET_FOLDER / f"tiny-{family}-control.safetensors"
 
 
 def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool = False) -> Any:
-    """The tiny pipeline of a family: a ``DiTPipeline``, ``SanaPipeline`` or ``WanPipeline`` in float32.
+    """Load the tiny pipeline of a family: a ``DiTPipeline``, ``SanaPipeline`` or ``WanPipeline`` in float32.
 
     Args:
         family: dit, sana or wan.
@@ -50,11 +46,9 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
     """
     from diffusers import DiffusionPipeline
 
-    tiny_pipeline(family)
+    folder, place = pipeline_folder(family), choose_device(str(device))
     if not isinstance(control, bool):
         raise ValueError(f"control={control!r} must be True or False.")
-    place = choose_device(str(device))
-    folder = pipeline_folder(family)
     check_asset(folder)
     pipe = DiffusionPipeline.from_pretrained(folder)
     if control:
@@ -77,12 +71,9 @@ def load_control(transformer: nn.Module, file: Path) -> None:
 
 
 def call_settings(family: str) -> dict[str, Any]:
-    """Arguments of the pipeline's call that the tiny pipeline of a family was trained for.
+    """Return the call's arguments that the tiny pipeline of a family was trained for; ValueError if there is none.
 
     For example ``load_tiny("wan")("a seven moving left", **call_settings("wan")).frames[0]``.
-
-    Raises:
-        ValueError: unknown family.
     """
     return dict(tiny_pipeline(family).call_settings)
 
@@ -101,20 +92,16 @@ def check_asset(path: Path) -> None:
     expected = {file: value for file, value in recorded.items() if file == name or file.startswith(f"{name}/")}
     if not expected:
         raise _damaged([f"{name} (not in {CHECKSUM_FILE.name})"])
-    wrong = []
-    for file, value in expected.items():
-        if not (ASSET_FOLDER / file).is_file():
-            wrong.append(f"{file} (missing)")
-        elif _checksum(ASSET_FOLDER / file) != value:
-            wrong.append(f"{file} (damaged)")
-    if wrong:
-        raise _damaged(wrong)
+    missing = [file for file in expected if not (ASSET_FOLDER / file).is_file()]
+    damaged = [file for file in expected if file not in missing and _checksum(ASSET_FOLDER / file) != expected[file]]
+    if missing or damaged:
+        raise _damaged([*(f"{file} (missing)" for file in missing), *(f"{file} (damaged)" for file in damaged)])
 
 
 def record_checksums() -> None:
     """Write the checksums of all files in the asset folder."""
     files = sorted(path for path in ASSET_FOLDER.rglob("*") if path.is_file() and path != CHECKSUM_FILE)
-    checksums = {path.relative_to(ASSET_FOLDER).as_posix(): _checksum(path) for path in files}
+    checksums = {file.relative_to(ASSET_FOLDER).as_posix(): _checksum(file) for file in files}
     CHECKSUM_FILE.write_text(json.dumps(checksums, indent=1) + "\n", encoding="utf-8")
 
 

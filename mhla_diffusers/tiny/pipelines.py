@@ -49,7 +49,7 @@ class TinyPipeline:
         return self.motions != (None,)
 
     def random_scene(self, chance: random.Random) -> Scene:
-        """One digit, or one or two where there is room, in motion where they move."""
+        """Draw one digit, or one or two where there is room, in motion where they move."""
         count = chance.choice((1, 1, 2)) if self.most_digits == 2 else 1
         labels = tuple(chance.randrange(10) for _ in range(count))
         return Scene(labels, chance.choice(self.motions) if self.is_video else None)
@@ -60,11 +60,11 @@ class TinyPipeline:
         return [self.random_scene(chance) for _ in range(count)]
 
     def prompt(self, scene: Scene) -> str:
-        """What the pipeline is asked for, to get a scene."""
+        """Return what the pipeline is asked for, to get a scene."""
         return str(scene.labels[0]) if self.prompts_are_classes else scene.caption
 
     def scene(self, prompt: str) -> Scene | None:
-        """The scene that a prompt asks for; None for one that another tiny pipeline is meant to get.
+        """Return the scene that a prompt asks for; None for one that another tiny pipeline is meant to get.
 
         Raises:
             ValueError: a text without digit words.
@@ -100,11 +100,7 @@ TINY: dict[str, TinyPipeline] = {
 
 
 def tiny_pipeline(family: str) -> TinyPipeline:
-    """The description of a family's tiny pipeline.
-
-    Raises:
-        ValueError: there is none; with the allowed names.
-    """
+    """Return the description of a family's tiny pipeline; ValueError for a family without one."""
     if family not in TINY:
         raise ValueError(f"family={family!r} has no tiny pipeline; allowed: {', '.join(TINY)}.")
     return TINY[family]
