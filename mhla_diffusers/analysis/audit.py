@@ -227,7 +227,7 @@ class _Watch:
     def __init__(self, attn: Any, original: Any, steps: Sequence[Step | None]) -> None:
         self.attn, self.original = attn, original
         self.steps = steps
-        """Of the transformer's forwards so far, the running one last."""
+        """Steps of the transformer's forwards so far, the running one last."""
         self.forwards: list[int] = []
         """Index of the transformer's forward."""
         self.disabled: list[int] = []

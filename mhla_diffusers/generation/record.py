@@ -30,7 +30,7 @@ class Sample:
     image: str | None = None
     """Path of the picture that the model was given, if any."""
     seed: int | None = None
-    """Of its noise, if it has a seed of its own."""
+    """Seed of its noise, if it has one of its own."""
 
 
 def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
