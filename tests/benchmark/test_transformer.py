@@ -260,8 +260,8 @@ def test_rows_count_what_a_forecast_counts(folder, name):
 
 @pytest.mark.parametrize("command", ["transformer", "train"])
 def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch, command):
-    right = layer.mhla_attention
-    monkeypatch.setattr(layer, "mhla_attention", lambda *args, **options: 1.1 * right(*args, **options))
+    right = layer.attend
+    monkeypatch.setattr(layer, "attend", lambda *args, **options: 1.1 * right(*args, **options))
     with pytest.raises(IncorrectAttentionError, match="MHLA layers.*Nothing was timed"):
         measure(tmp_path, command, "--model", "tiny-dit")
     assert not list(tmp_path.rglob("*.json"))

@@ -115,8 +115,8 @@ def test_variants_of_vlt_differ_in_their_mhla_alone():
 
 
 def test_wrong_built_in_attention_is_not_timed(tmp_path, monkeypatch):
-    right = layer.mhla_attention
-    monkeypatch.setattr(layer, "mhla_attention", lambda *args, **options: 1.1 * right(*args, **options))
+    right = layer.attend
+    monkeypatch.setattr(layer, "attend", lambda *args, **options: 1.1 * right(*args, **options))
     with pytest.raises(IncorrectAttentionError, match="MHLA layers.*Nothing was timed"):
         measure(tmp_path, "transformer", "--model", "tiny-vlt")
     assert not list(tmp_path.rglob("*.json"))
