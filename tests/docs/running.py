@@ -127,8 +127,6 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     ),
     (r"finetune/classify\.py", "it takes minutes, or GPUs and ImageNet; tests/classify runs tiny ones"),
     (r"^python studies/language/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
-    (r"^python tools/(make|adapt)_tiny\.py", "it takes half an hour and more"),
-    (r"^python tools/stream_tiny\.py", "it takes minutes; tests/tools runs it"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 
