@@ -227,7 +227,7 @@ class AttentionAdapter:
         return bool(getattr(attn, "rope_type", None) == "split")
 
     def ordered(self, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
-        """What the model's own attention computes (B, N, ...), in the order in which :meth:`read` gives the tokens."""
+        """Reorder the output of the model's own attention, (B, N, ...), as :meth:`read` orders the tokens."""
         return output
 
     def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
@@ -350,11 +350,11 @@ class ParallelAdapter(JointAdapter):
         return replace(super().read(attn, {**arguments, "projected": projected}, grid, tokens), feed_forward=hidden)
 
     def project(self, attn: Any, arguments: Arguments) -> Projected:
-        """What the first layer made."""
+        """Split what the first layer made into heads."""
         return _in_heads(attn, arguments["projected"].chunk(3, dim=-1), attn.norm_q, attn.norm_k)
 
     def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
-        """By the second layer."""
+        """Run the second layer on heads and feed-forward."""
         return finite(attn.to_out(torch.cat([output.flatten(2), attn.mlp_act_fn(inputs.feed_forward)], dim=-1)))
 
 
@@ -375,7 +375,7 @@ def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
 
 
 def project_context(attn: Any, context: torch.Tensor) -> Projected:
-    """The same by the context's own projections."""
+    """Query, key and value of the context by its own projections."""
     if _is_fused(attn):
         projected = attn.to_added_qkv(context).chunk(3, dim=-1)
     else:

@@ -19,7 +19,7 @@ from .styles import ImageFamily
 
 _CLASS = "CogView4Transformer2DModel"
 _TEXT_TOKENS = 224
-"""Of texts in files: the number that the pipeline documents; its call takes up to 1024."""
+"""Tokens of texts in files: the number that the pipeline documents; its call takes up to 1024."""
 _STRIDE = 8
 """Pixels per latent of its autoencoder."""
 _TINY = {"in_channels": 4, "out_channels": 4, "text_embed_dim": 16, "time_embed_dim": 8, "condition_dim": 8}
@@ -31,11 +31,7 @@ class CogView4Adapter(JointAdapter):
     pairs_halves = True
 
     def key_mask(self, arguments: Arguments) -> Tensor | None:
-        """None.
-
-        Raises:
-            ValueError: a mask.
-        """
+        """Refuse a mask with ValueError."""
         if "attention_mask" in arguments:
             raise ValueError(
                 "CogView4's own attention adds its attention_mask to the scores, 1 or 0, and so hides no token; MHLA "

@@ -47,7 +47,7 @@ class CausalAttention(WithProcessor):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the base class, which passes further arguments to :func:`attend`.
+        """Run the base class, which passes further arguments to :func:`attend`.
 
         Raises:
             ValueError: another implementation has been set since the patch.

@@ -53,12 +53,12 @@ class Lumina2Adapter(JointAdapter):
         return super().run(processor, attn, {**arguments, "encoder_hidden_states": arguments["hidden_states"]})
 
     def ordered(self, arguments: Arguments, output: Tensor) -> Tensor:
-        """With the padding at the front."""
+        """Move the padding to the front."""
         mask = self.key_mask(arguments)
         return output if mask is None else _rolled(output, _padding(mask))
 
     def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
-        """With the padding at the end, as the model has it."""
+        """Move the padding back to the end, as the model has it."""
         if inputs.key_mask is not None:
             output = _rolled(output, -_padding(inputs.key_mask))
         return super().project_output(attn, output, inputs)

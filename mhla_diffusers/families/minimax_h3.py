@@ -22,7 +22,7 @@ from .values import compiled_for, keep_with, read_once
 
 _CLASS = "MiniMaxH3Transformer3DModel"
 _TEXT_TOKENS, _SOUND_TOKENS = 256, 414
-"""Of a long prompt, whose length is not limited, and of two channels of sound for 124 frames."""
+"""Tokens of a long prompt, whose length is not limited, and of two channels of sound for 124 frames."""
 _TINY = {"hidden_size": 24, "ffn_dim": 32, "num_refiner_layers": 1, "rope_freq_dim": 2}
 _TINY |= {"text_dim": 16, "freq_dim": 8, "time_embed_hidden_dim": 16, "time_embed_dim": 8}
 _LAYOUT = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")

@@ -43,7 +43,7 @@ class MochiAdapter(JointAdapter):
         return self.mask_of_context(arguments, arguments.get("attention_mask"))
 
     def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
-        """As the model returns text: tokens that take part come first, and the heads' output is 0 for the others."""
+        """Return text as the model does: tokens that take part first, and 0 for the others."""
         if inputs.key_mask is not None and inputs.context is not None:
             count = inputs.context.shape[1]
             kept, text = inputs.key_mask[:, -count:], output[:, -count:]

@@ -57,7 +57,7 @@ class Model:
     patch: int = 2
     """Latents per token along height and width."""
     frames: int | None = None
-    """Of a video; None for an image."""
+    """Frames of a video; None for an image."""
     temporal_stride: int = 1
     """Frames per latent frame, after the first one."""
     temporal_patch: int = 1

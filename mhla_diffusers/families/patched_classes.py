@@ -56,7 +56,7 @@ def _set_class(module: Any, cls: Any) -> None:
 
 
 class _ProcessorMethods(AttentionModuleMixin):
-    """For attentions that run a processor without a method to set another."""
+    """Mixin for attentions that run a processor without a method to set another."""
 
     _supports_qkv_fusion = False
 
@@ -114,7 +114,7 @@ class VisionAttention(WithProcessor):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the inherited forward.
+        """Run the processor, or the inherited forward.
 
         Returns:
             (B, N, hidden size), and weights if an attention that is not replaced returns them.

@@ -14,7 +14,7 @@ from .styles import ImageFamily, JointFamily
 
 _CLASS = "SD3Transformer2DModel"
 _CLIP_TOKENS, _T5_TOKENS = 77, 256
-"""As in training, and by the pipeline's default."""
+"""Tokens as in training, and by the pipeline's default."""
 _TINY = {"caption_projection_dim": 24, "joint_attention_dim": 32, "pooled_projection_dim": 12}
 _TINY |= {"in_channels": 4, "out_channels": 4}
 

@@ -54,7 +54,7 @@ def compiled_for(grid: tuple[int, ...], lie_on_it: Callable[[], Tensor]) -> tupl
 
 
 class WithoutValues(TorchFunctionMode):
-    """For a forward on the meta device that reads values: every condition holds and every mask keeps everything.
+    """Mode of a forward on the meta device that reads values: conditions hold, and masks keep everything.
 
     So a mask that was inverted keeps nothing, and shapes are those of the longest text.
 

@@ -189,7 +189,7 @@ class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """As the authors' code does: an untrained model predicts 0, and its blocks change nothing."""
+        """Initialise as the authors' code does: a fresh model predicts 0, and its blocks change nothing."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 # the gain of the attention's projections is that of GLA's authors

@@ -82,7 +82,7 @@ class VLTConfig(PreTrainedConfig):
     """Whether SiLU of a projection of its input multiplies the output of every attention (paper, Tab. 12). RAVLT's gate
     has no SiLU."""
     rope_theta: float | int | None = 10000.0
-    """Of RoPE, half of whose channels rotate with the row and half with the column; None for no RoPE."""
+    """Base of RoPE, half of whose channels rotate with the row and half with the column; None for no RoPE."""
     mlp_ratio: float | int = 3.5
     hidden_act: str = "gelu"
     head_size: int = 2048
@@ -137,13 +137,8 @@ class VLTConfig(PreTrainedConfig):
     @classmethod
     def vlt_s(cls, **settings: Any) -> "VLTConfig":
         """MHLA-VLT-S, likewise."""
-        size = {
-            "hidden_sizes": (64, 128, 320, 512),
-            "depths": (3, 5, 9, 3),
-            "num_attention_heads": (1, 2, 5, 8),
-            "drop_path_rate": 0.15,
-        }
-        return cls.vlt_t(**(size | settings))
+        size = {"hidden_sizes": (64, 128, 320, 512), "depths": (3, 5, 9, 3), "num_attention_heads": (1, 2, 5, 8)}
+        return cls.vlt_t(**(size | {"drop_path_rate": 0.15} | settings))
 
 
 def rotary_of_grid(grid: Grid, head_dim: int, theta: float, device: torch.device) -> Rotary:
@@ -309,7 +304,7 @@ class VLTStage(nn.Module):
 
 
 class VLTPreTrainedModel(PreTrainedModel):
-    """What the models below share: how weights begin, and what transformers may do with them."""
+    """Base of the models below: how weights begin, and what transformers may do with them."""
 
     config: VLTConfig
     base_model_prefix = "vlt"

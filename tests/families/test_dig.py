@@ -12,7 +12,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.analysis import attention_matrices
 from mhla_diffusers.families import AttentionInputs
 from mhla_diffusers.generation.pipelines import load_pipeline
-from mhla_diffusers.models.dig import DiGTransformer2DModel, GatedLinearAttnProcessor
+from mhla_diffusers.models.dig import DiGTransformer2DModel
 from mhla_diffusers.patching import TransformerCall
 from mhla_diffusers.training.roles import make_trainable, trainable_names
 
@@ -185,19 +185,6 @@ def test_what_is_trained_takes_gradients():
     output_with_gradients = model(**CASE.inputs(), return_dict=False)[0]
     output_with_gradients.square().mean().backward()
     assert all(parameter.grad is not None for parameter in trained.values())
-
-
-def test_the_own_processor_comes_back():
-    """Also where diffusers' own form, which keeps no record, has put MHLA's."""
-    model, arguments = transformer(), CASE.inputs()
-    expected = output(model, arguments)
-    model.set_attn_processor(mhla.MHLAProcessor(**BLOCKS, grid=(8, 8)))
-    changed = output(model, arguments)
-    assert_changed(changed, expected)
-    assert torch.equal(changed, output(mhla.apply_mhla(transformer(), **BLOCKS), arguments))
-    mhla.remove_mhla(model)
-    assert all(isinstance(p, GatedLinearAttnProcessor) for p in model.attn_processors.values())
-    assert torch.equal(output(model, arguments), expected)
 
 
 def test_a_pipeline_is_saved_and_loaded(tmp_path, monkeypatch):
