@@ -8,13 +8,13 @@ calls :func:`attend` for every layer. It runs the layer's processor; layers with
 import copy
 from collections.abc import Iterable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .patched_classes import WithProcessor, refuse_weights, switch, switch_back
 
@@ -184,8 +184,7 @@ def attend(
             "two axes, (batch, tokens), or leave it out."
         )
     if not module.has_processor:
-        eager = import_module(type(module).__module__).eager_attention_forward
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(replaced, eager)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(replaced, eager_attention_forward)
         mask = attention_mask.for_softmax()
         attended: tuple[torch.Tensor, torch.Tensor | None] = function(
             module, query, key, value, mask, dropout=dropout, **kwargs

@@ -31,13 +31,11 @@ class VisionAdapter(TransformersAdapter):
         return int(count), int(attn.head_dim)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """Tokens and mask; the mask may be positional."""
-        named = {**dict(zip(("hidden_states", "attention_mask"), args, strict=False)), **kwargs}
-        return {
-            name: value
-            for name, value in named.items()
-            if name in ("hidden_states", "attention_mask") and value is not None
-        }
+        """Name tokens and mask; transformers' attentions take the mask in the place of a context."""
+        named = dict(super().arguments(args, kwargs))
+        if "encoder_hidden_states" in named:
+            named["attention_mask"] = named.pop("encoder_hidden_states")
+        return named
 
     def key_mask(self, arguments: Arguments) -> Tensor | None:
         """(B, N) from transformers' mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
