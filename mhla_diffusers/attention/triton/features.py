@@ -43,7 +43,7 @@ class Tables(NamedTuple):
     """Tokens in the longest block."""
 
     @property
-    def count(self) -> int:
+    def blocks(self) -> int:
         """M."""
         return len(self.starts) - 1
 
@@ -94,7 +94,7 @@ def shared_arguments(
         "starts": tables.starts,
         "heads": x.shape[2],
         "tokens": len(tables.members),
-        "blocks": tables.count,
+        "blocks": tables.blocks,
         "angles": angles,
         "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
         "eps": eps,

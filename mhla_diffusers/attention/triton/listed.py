@@ -231,13 +231,13 @@ _INPUTS = (
 )
 
 
-def _arguments(query, key, value, bias, scale, place, causal) -> dict[str, Any]:
+def _arguments(query, key, value, bias, scale, grid, block_size, extra, causal) -> dict[str, Any]:
     """Arguments that all kernels take: with both axes flat, groups after each other."""
-    valid = layout_for(*place, query.device).valid.repeat(len(query))
+    valid = layout_for(grid, block_size, extra, query.device).valid.repeat(len(query))
     if bias is not None:
         bias = bias.repeat_interleave(len(query) // len(bias), dim=0)
     inputs = {"query": query, "key": key, "value": value, "valid": valid, "bias": bias, "scale": scale * LOG2E.value}
-    return inputs | constants_of(query) | {"BLOCK_SIZE": place[1], "CAUSAL": causal}
+    return inputs | constants_of(query) | {"BLOCK_SIZE": block_size, "CAUSAL": causal}
 
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
@@ -261,7 +261,7 @@ def listed(query, key, value, bias, indices, counts, scale, grid, block_size, ex
         Output (G, Q, D) in the type of the query and LSE float32 (G, Q), natural; 0 and EMPTY for a row that attends to
         nothing.
     """
-    shared = _arguments(query, key, value, bias, scale, (grid, block_size, extra), causal)
+    shared = _arguments(query, key, value, bias, scale, grid, block_size, extra, causal)
     tile = tile_of("softmax_forward_128" if block_size > 64 else "softmax_forward", query, block_size, block_size)
     output = allocate(query.shape, query.dtype, query.device)
     lse = allocate(query.shape[:2], torch.float32, query.device)
@@ -275,18 +275,18 @@ def listed(query, key, value, bias, indices, counts, scale, grid, block_size, ex
 )
 def listed_backward(output_gradient, lse_gradient, output, lse, *inputs: Any):
     """Gradients of query, key and value, in their types; the same bits for the same inputs."""
-    query, key, value, bias, indices, counts, scale, *place, causal = inputs
-    shared = _arguments(query, key, value, bias, scale, place, causal)
+    query, key, value, bias, indices, counts, scale, grid, block_size, extra, causal = inputs
+    shared = _arguments(query, key, value, bias, scale, grid, block_size, extra, causal)
     dq, dk, dv = (allocate(x.shape, x.dtype, x.device) for x in (query, key, value))
     shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
     shared |= {"output_gradient": output_gradient, "shift": shift, "delta": delta}
     lists = {"indices": indices, "counts": counts, "width": indices.shape[1]}
-    tile = tile_of("softmax_dq", query, place[1], place[1])
+    tile = tile_of("softmax_dq", query, block_size, block_size)
     listed_dq_kernel[(lse.numel() // tile.m,)](
         output=output, lse=lse, lse_gradient=lse_gradient, dq=dq, **lists, **shared, **tile.arguments
     )
     turns, starts, queries = transpose_lists(indices, counts, len(shared["valid"]))
-    tile = tile_of("softmax_dkv", query, place[1], place[1])
+    tile = tile_of("softmax_dkv", query, block_size, block_size)
     listed_dkv_kernel[(key.shape[:2].numel() // tile.n,)](
         turns=turns, starts=starts, queries=queries, dk=dk, dv=dv, **shared, **tile.arguments
     )

@@ -274,9 +274,9 @@ def fit_bias(query, key, value, bias, near, near_lse, far, far_lse, scale, grid,
     layout, some = layout_for(grid, block_size, extra, query.device), fitting_rows(math.prod(grid), query.device)
     if bias is None and len(layout.order) != len(layout.rows):  # padding is left out
         bias = (layout.order >= 0).float().log()[None]
-    by_sample = (x.unflatten(0, (1 if bias is None else len(bias), -1)) for x in (query[:, some], key, value))
-    mask = None if bias is None else bias[:, None, None].to(query.dtype)
-    truth = torch.nn.functional.scaled_dot_product_attention(*by_sample, attn_mask=mask, scale=scale)
+    samples, mask = (1, None) if bias is None else (len(bias), bias[:, None, None].to(query.dtype))
+    q, k, v = (x.unflatten(0, (samples, -1)) for x in (query[:, some], key, value))
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     near, far = near[:, some].float(), far[:, some].float()
     return best_bias(truth.flatten(0, 1).float(), near, near_lse[:, some], far, far_lse[:, some])
 

@@ -342,7 +342,7 @@ class Reading(NamedTuple):
         query = tokens_first(self.query, self.block_size)
         _, tables = tables_of(query, self.grid, self.blocks, self.first, self.block_size)
         tile = tables.tile_of(kernel, query)
-        programs = len(query) * query.shape[2], triton.cdiv(tables.longest, tile.m), tables.count
+        programs = len(query) * query.shape[2], triton.cdiv(tables.longest, tile.m), tables.blocks
         shared = shared_arguments(query, tables, self.angles, self.feature_map, self.eps, self.rope_before)
         inputs = dict(zip(self._fields[1:10], self[1:10], strict=True)) | {"query": query, "rows": query.shape[1]}
         return query, tables, programs, shared, inputs | tile.arguments | {"norm_eps": OUTPUT_NORM_EPS}
@@ -423,7 +423,7 @@ def read_states_backward(output_gradient, normaliser_gradient, *inputs: Any):
         *sum_states(query, product_gradient, tables, shared, normalize, sum_weight=sum_weight),
         *(listed, listed_lse, pooled, pooled_lse),
         None if weight_gradients is None else weight_gradients.view(len(query), query.shape[2], -1).sum((0, 2)),
-        None if norm_gradients is None else norm_gradients.sum((0, 1, 2)).to(norm.dtype),
+        None if norm is None or norm_gradients is None else norm_gradients.sum((0, 1, 2)).to(norm.dtype),
         gate_gradient,
     )
     return [x for x in gradients if x is not None]

@@ -217,12 +217,12 @@ def sum_states(
     tile = tables.tile_of("states", value if value.dtype == torch.float32 else key)
     columns = triton.cdiv(head_dim, tile.n)
     # four tiles at least, or writing splits would be most of the work
-    wanted = triton.cdiv(2 * processors_of(key.device), batch * heads * tables.count * columns)
+    wanted = triton.cdiv(2 * processors_of(key.device), batch * heads * tables.blocks * columns)
     splits = max(1, min(wanted, tables.longest // (4 * tile.m)))
-    shape, dtype = (splits, batch, heads, tables.count, head_dim), states_dtype(key.dtype)
+    shape, dtype = (splits, batch, heads, tables.blocks, head_dim), states_dtype(key.dtype)
     states = allocate((*shape, head_dim), dtype if splits == 1 else torch.float32, key.device)
     sums = allocate(shape, torch.float32, key.device) if normalize else None
-    states_kernel[batch * heads, columns, tables.count * splits](
+    states_kernel[batch * heads, columns, tables.blocks * splits](
         key=key,
         value=value,
         key_mask=key_mask,
@@ -262,7 +262,7 @@ def block_states_backward(states_gradient, sums_gradient, key, value, key_mask, 
     tables, _ = tables_of(key, grid, blocks, first, block_size)
     key_gradient, value_gradient = (rows_like(key, tables, key.dtype) for _ in range(2))
     tile = tables.tile_of("key_gradient", key)
-    key_gradient_kernel[len(key) * key.shape[2], triton.cdiv(tables.longest, tile.m), tables.count](
+    key_gradient_kernel[len(key) * key.shape[2], triton.cdiv(tables.longest, tile.m), tables.blocks](
         states=states_gradient,
         sums=sums_gradient if normalize else None,
         key=key,
