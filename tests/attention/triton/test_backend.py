@@ -201,14 +201,3 @@ def test_autocast_does_not_lower_the_accumulation():
         cast = problem.run(mhla_attention, backend="triton")
     for name in plain:
         assert torch.equal(plain[name], cast[name]), name
-
-
-def test_shapes_propagate_without_running():
-    of_states, of_read = tree_map_only(torch.Tensor, lambda x: x.to("meta"), operator_arguments(True))
-    output, normaliser = read.read_states(*of_read)
-    assert output.shape == (1, 24, 1, 8) and output.dtype == torch.float32
-    assert normaliser.shape == (1, 24, 1, 1) and normaliser.dtype == torch.float32
-    of_blocks, sums = states.block_states(*of_states)
-    assert of_blocks.shape == (1, 1, 2, 8, 8) and sums.shape == (1, 1, 2, 8)
-    half = of_states[0].bfloat16(), of_states[1].bfloat16(), *of_states[2:]
-    assert states.block_states(*half)[0].dtype == torch.bfloat16

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.attention.triton import features, read, states
+from mhla_diffusers.attention.triton import tiles
 
 from ..problems import (
     GRIDS,
@@ -106,8 +106,7 @@ def test_head_dims(head_dim, dtype):
 @pytest.mark.parametrize("head_dim", [72, 128])
 def test_tiles_of_a_real_card(head_dim, dtype, monkeypatch):
     """The interpreter's own tiles are smaller than those that Wan and DiT run with."""
-    for module in (read, states):
-        monkeypatch.setattr(module, "architecture_of", lambda _: "sm_90")
+    monkeypatch.setattr(tiles, "architecture_of", lambda _: "sm_90")
     problem = make_problem(
         (3, 5, 14), (1, 1, 2), batch=1, heads=1, head_dim=head_dim, rotary=True, mask=True, norm=True
     )
@@ -133,8 +132,7 @@ def test_the_floor_of_relu_counts_above_and_below(eps, dtype):
 @pytest.mark.parametrize("feature_map", ["relu", "softmax"])
 def test_states_read_in_parts(feature_map, monkeypatch):
     """As on cards with little shared memory, and for 256 channels."""
-    tiles = dict.fromkeys(features.TILES["interpreter"], features.Tile(16, 16, 4, 1))
-    monkeypatch.setitem(features.TILES, "interpreter", tiles)
+    monkeypatch.setattr(tiles, "TILES", dict.fromkeys(tiles.TILES, {"": ((16, 16, 4, 1),) * 4}))
     check(make_problem((49,), (2,), batch=1, heads=1, head_dim=40, feature_map=feature_map, rotary=True))
 
 

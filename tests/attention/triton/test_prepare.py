@@ -119,8 +119,3 @@ def test_spread_of_keys_far_from_zero():
     problem = make_problem((16,), 16, 0, 1, 1, 16, torch.float32, angles=None)
     problem[1] = problem[1] + 1000
     check(problem)
-
-
-def test_the_same_bits_twice():
-    problem = make_problem((21,), 16, 0, 2, 2, 16, torch.bfloat16, mask=True)
-    assert all(map(torch.equal, check(problem), check(problem)))

@@ -195,13 +195,6 @@ def test_half_precision(make, dtype):
         assert nearness(found[i], exact[i]) <= 2 * nearness(peer[i].to(dtype), exact[i])
 
 
-@either
-def test_the_same_bits_twice(make):
-    problem = make()
-    upstream = torch.randn(problem.rows[0].shape)
-    assert all(map(torch.equal, problem.run(upstream, None), problem.run(upstream, None)))
-
-
 def test_transposed_lists():
     """Ascending, without the entries that do not count; a block that all name comes first."""
     indices = torch.tensor([[0, 9, 2], [9, 1, 7], [9, 4, 3]] * 4, dtype=torch.int32)
