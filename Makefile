@@ -2,6 +2,7 @@
 # make quick  what to run before every commit: checks and the fast tests, in under two minutes
 # make test   set everything up and run the tests
 # make check  lint, types, structure
+# make gpu    the tests that use a GPU: run them first on a new card
 # make docs   the pages and the API reference, into build/site
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ QUICK := tests/attention/test_layout.py tests/attention/test_linear.py tests/att
 # Python keeps what it compiled of the packages, which else every process of a test would compile anew, for ten seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check docs clean
+.PHONY: demo quick test check gpu docs clean
 
 # the oldest version that pyproject.toml allows: on Linux the tests compile kernels with it too
 OLDEST_TRITON := 3.6.0
@@ -54,6 +55,9 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_structure.py
+
+gpu: $(VENV)/ready
+	$(BIN)/python -m pytest -m gpu
 
 docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

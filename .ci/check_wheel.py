@@ -6,7 +6,6 @@ from pathlib import Path
 from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers
-from mhla_diffusers.benchmark.speeds import known_cards
 from mhla_diffusers.config import patch_names
 from mhla_diffusers.tiny import call_settings, load_tiny
 
@@ -17,9 +16,6 @@ if tops != {"mhla_diffusers"}:
     raise SystemExit(f"top-level names in the wheel: {sorted(tops)}; wanted mhla_diffusers alone")
 if len(patch_names()) < 9:
     raise SystemExit(f"patches in the wheel: {patch_names()}; at least nine are promised")
-
-if not known_cards():
-    raise SystemExit("no card's times in the wheel; mhla info --device h100 is promised")
 
 transformer = WanTransformer3DModel(
     num_attention_heads=2,

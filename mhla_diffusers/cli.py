@@ -5,8 +5,7 @@ Commands import their dependencies when called, so that ``--help`` does not wait
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -47,50 +46,23 @@ def info(
         bool, typer.Option("--report", help="Plain text to paste into an issue; with --patch, that patch's settings.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Forecast the effect of a patch on wan2.1-1.3b, dit-xl-2, …")
+        str | None, typer.Option(help="Count what a patch can bring to wan2.1-1.3b, dit-xl-2, … at most.")
     ] = None,
-    height: Annotated[
-        int | None, typer.Option(help="Of the forecast, in pixels; default: the model's first size.")
-    ] = None,
-    width: Annotated[int | None, typer.Option(help="In pixels.")] = None,
+    size: Annotated[str | None, typer.Option(help="Of the model: 720x1280, or 512; default: its first size.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
     density: Annotated[float | None, typer.Option(help="Of the sparse branch, default 0.05; or give --patch.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Sampler steps, default 50.")] = None,
-    passes: Annotated[int | None, typer.Option(help="Forwards per step: 2, or 1 without guidance.")] = None,
-    softmax_steps: Annotated[
-        str | None, typer.Option(help="First steps in which the patch is disabled: 3, or 20%.")
-    ] = None,
-    device: Annotated[
-        Path | None, typer.Option(help="Known card such as h100, or a JSON of mhla bench transformer.")
-    ] = None,
-    matmul_rate: Annotated[float | None, typer.Option(help="FLOP/s, for a bound; with --copy-rate.")] = None,
-    copy_rate: Annotated[float | None, typer.Option(help="Bytes/s, for a bound.")] = None,
 ) -> None:
-    """Versions, devices, backends, supported models and patches; with --model, a forecast for a patch."""
-    from .info import configs_of, print_any_patch, print_info, report
+    """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
+    from .info import configs_of, print_any_patch, print_info, print_model, report
 
-    of_forecast: dict[str, Any] = {
-        "height": height,
-        "width": width,
-        "frames": frames,
-        "density": density,
-        "steps": steps,
-        "passes": passes,
-        "softmax_steps": softmax_steps,
-        "device": device,
-        "matmul_rate": matmul_rate,
-        "copy_rate": copy_rate,
-    }
-    given = [f"--{name.replace('_', '-')}" for name, value in of_forecast.items() if value is not None]
-    if model is None and given:
-        raise ValueError(f"{', '.join(given)} belongs to a forecast: give --model as well, such as wan2.1-1.3b.")
+    given = {"size": size, "frames": frames, "density": density}
+    if model is None and any(value is not None for value in given.values()):
+        names = ", ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
+        raise ValueError(f"{names} belongs to a model: give --model as well, such as wan2.1-1.3b.")
     if model is not None and as_report:
         raise ValueError("--report and --model ask for different things; give one of them.")
     if model is not None:
-        from .benchmark.forecast import Options, forecast_text
-
-        config = None if patch is None else configs_of(patch)[0]
-        typer.echo(forecast_text(model, config, Options(**of_forecast)))
+        print_model(model, size, frames, None if patch is None else configs_of(patch)[0], density)
     elif as_report:
         typer.echo(report(patch))
     elif patch is None:

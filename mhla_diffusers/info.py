@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from .attention import BACKENDS, feature_map_names
 from .attention.layout import block_count
-from .benchmark.speeds import known_cards, what_was_measured
+from .benchmark.counts import ATTENTION, PARTS, count_forward
+from .benchmark.models import choose_sizes, family_of_model, find_models, token_grid
 from .config import (
     MHLAConfig,
     Patch,
@@ -24,7 +25,7 @@ from .config import (
 )
 from .families import families
 from .patching.loading import check_file, read_record
-from .reporting import text_table, times
+from .reporting import scaled, text_table, times
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
@@ -56,9 +57,6 @@ def print_info() -> None:
         adapted.append((name, record.base_model, next(iter(record.transformers.values())).family, steps))
     typer.echo()
     _print_table("Adapted patches, for load_mhla", ["name", "for", "family", "steps"], adapted)
-    typer.echo()
-    cards = [(name, *what_was_measured(folder)) for name, folder in known_cards().items()]
-    _print_table("Cards whose times are known, for --model … --device h100", ["name", "on", "models"], cards)
 
 
 def report(patch: str | None) -> str:
@@ -103,6 +101,52 @@ def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
         return [(ready.family, ready.config)]
     parts = read_record(folder).transformers.values()
     return [(part.family, MHLAConfig.from_dict(part.mhla)) for part in parts]
+
+
+def print_model(
+    name: str, size: str | None, frames: int | None, patch: tuple[str, MHLAConfig] | None, density: float | None
+) -> None:
+    """Print the FLOPs of one forward of a model by part, unpatched and patched, and the most that the patch can bring.
+
+    Nothing is downloaded and nothing runs: the transformer is built without values.
+
+    Args:
+        name: of a model that ``mhla bench transformer`` knows.
+        size: such as "720x1280"; the model's first one for None.
+        frames: of a video; the model's for None.
+        patch: name of its family and its settings; that of ``apply_mhla(pipe)`` for None.
+        density: of the sparse branch of the latter; the family's for None.
+
+    Raises:
+        ValueError: an unknown model, or a size, a patch or a density that it does not take.
+    """
+    (model,) = find_models([name])
+    if frames is not None and not model.is_video:
+        raise ValueError(f"--frames {frames} was given, but {name} makes images; leave it out.")
+    chosen, *_ = choose_sizes(model, size and [size], None if frames is None else [frames], "cpu")
+    family, grid = family_of_model(model), token_grid(model, chosen)
+    if patch is None:
+        config = family.default_config.replace(blocks=model.blocks)
+        if density is not None and family.own_attention != "softmax":
+            raise ValueError(f"--density {density}: the patch of {name} has no sparse branch; leave it out.")
+        config = config if density is None else config.replace(density=density)
+    else:
+        of_family, config = patch
+        if density is not None:
+            raise ValueError(f"--density {density} and --patch both give a density; give one of them.")
+        if of_family != family.name:
+            raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
+    plain, patched = count_forward(model, chosen), count_forward(model, chosen, config)
+    whole, left = sum(plain.values()), sum(patched.values())
+    typer.echo(f"{name} at {chosen}: {times(grid)} = {math.prod(grid):,} tokens; {family.own_attention} attention")
+    sparse = "" if config.sparse == "none" else f", sparse {config.sparse}, density {config.listed_on(grid):.1%}"
+    typer.echo(f"patched: MHLA of {times(config.blocks_on(grid))} blocks{sparse}, in layers {config.layers}\n")
+    rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
+    rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
+    _print_table("FLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
+    share = plain[ATTENTION] / whole
+    most = f"; an attention that cost nothing would bring {1 / (1 - share):.2f}" if share < 1 else ""
+    typer.echo(f"\nSelf-attention is {share:.0%} of them. Counted, the patch brings at most {whole / left:.2f}{most}.")
 
 
 def print_any_patch(patch: str) -> None:

@@ -1,9 +1,10 @@
 """Models and sizes by name: transformers with random weights, and inputs for them."""
 
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,46 +46,29 @@ def family_of_model(model: Model) -> Family:
     return next(family for family in families() if model.transformer in family.transformers)
 
 
-def find_models(names: Sequence[str] | None, device_type: str, others: Collection[str] = ()) -> list[Model]:
-    """Models by name; for None on a GPU the real ones that need not be asked for, and the smallest of them on a CPU.
+def find_models(names: Sequence[str], others: Mapping[str, Model] = MappingProxyType({})) -> list[Model]:
+    """Models by name.
 
     Args:
         names: of models.
-        device_type: cpu, cuda, …
-        others: names that are allowed too and belong to no family; they are passed over.
+        others: name → model that is allowed too and belongs to no family.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, with the nearest ones, or that of a preset.
     """
-    known = models()
-    for name in names or ():
-        if name not in known and name not in others:
-            raise ValueError(_unknown(name, (*known, *others)))
-    if names:
-        return [known[name] for name in names if name in known]
-    real = models_unasked()
-    return real if device_type != "cpu" else [min(real, key=_weights_of_layers)]
-
-
-def _unknown(name: str, allowed: Sequence[str]) -> str:
-    """A sentence with the nearest names; points out if the name is a preset."""
-    if name in patch_names():
-        family = load_patch(name).family
-        own = ", ".join(model.name for model in models().values() if family_of_model(model).name == family)
-        return f"{name!r} is a preset, which --patch takes, and no model; models of its family are {own}."
-    begin = [one for one in allowed if one.startswith(name)] if name else []
-    near = dict.fromkeys([*begin, *get_close_matches(name, allowed, n=3, cutoff=0.4)])
-    return f"Unknown model {name!r}; the nearest names are {', '.join(list(near or allowed)[:5])}."
-
-
-def models_unasked() -> list[Model]:
-    """The real models that are measured on a GPU where none is named."""
-    return [model for family in families() if family.measured_unasked for model in family.models if not model.is_tiny]
-
-
-def _weights_of_layers(model: Model) -> int:
-    """Up to a factor."""
-    return model.layers * (model.heads * model.head_dim) ** 2
+    known = {**models(), **others}
+    for name in names:
+        if name not in known and name in patch_names():
+            family = next(family for family in families() if family.name == load_patch(name).family)
+            own = ", ".join(model.name for model in family.models)
+            raise ValueError(
+                f"{name!r} is a preset, which --patch takes, and no model; models of its family are {own}."
+            )
+        if name not in known:
+            begin = [one for one in known if one.startswith(name)] if name else []
+            near = dict.fromkeys([*begin, *get_close_matches(name, known, n=3, cutoff=0.4)])
+            raise ValueError(f"Unknown model {name!r}; the nearest names are {', '.join(list(near or known)[:5])}.")
+    return [known[name] for name in names]
 
 
 def choose_sizes(
@@ -97,13 +81,27 @@ def choose_sizes(
     Raises:
         ValueError: a size that cannot be read, or that the model's stride and patch size do not divide.
     """
-    own = model.sizes[:1] if device_type == "cpu" else model.sizes
-    chosen = [parse_size(text) for text in sizes] if sizes else own
+    chosen = [parse_size(text) for text in sizes] if sizes else model.sizes[: 1 if device_type == "cpu" else None]
     counts = (frames or (model.frames,)) if model.is_video else (None,)
-    found = [Size(height, width, count, batch) for height, width in chosen for count in counts]
-    for size in found:
-        _check_size(model, size)
-    return found
+    step, stride = model.stride * model.patch, model.temporal_stride
+    square = {name for family in families() if family.squares_only for name in family.transformers}
+    for height, width in chosen:
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels < step or pixels % step:
+                below = max(1, pixels // step) * step
+                raise ValueError(
+                    f"{name}={pixels} is not divisible by {step} ({model.stride} pixels per latent of {model.name}, "
+                    f"patches of {model.patch}); near it are {below} and {below + step}."
+                )
+        if model.transformer in square and height != width:
+            raise ValueError(f"{model.name} takes square images only; got {height}x{width}.")
+    for count in counts:
+        if count is not None and (count < 1 or (count - 1) % stride):
+            below = max(0, count - 1) // stride * stride + 1
+            raise ValueError(
+                f"frames={count} must be a multiple of {stride} and 1 more; near it are {below} and {below + stride}."
+            )
+    return [Size(height, width, count, batch) for height, width in chosen for count in counts]
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -116,25 +114,6 @@ def parse_size(text: str) -> tuple[int, int]:
     if len(parts) not in (1, 2) or not all(part.isdigit() for part in parts):
         raise ValueError(f"size={text!r} is unknown; write HEIGHTxWIDTH such as 480x832, or 512 for a square.")
     return int(parts[0]), int(parts[-1])
-
-
-def _check_size(model: Model, size: Size) -> None:
-    step = model.stride * model.patch
-    for name, pixels in (("height", size.height), ("width", size.width)):
-        if pixels < step or pixels % step:
-            below = max(1, pixels // step) * step
-            raise ValueError(
-                f"{name}={pixels} is not divisible by {step} ({model.stride} pixels per latent of {model.name}, "
-                f"patches of {model.patch}); near it are {below} and {below + step}."
-            )
-    stride = model.temporal_stride
-    if size.frames is not None and (size.frames < 1 or (size.frames - 1) % stride):
-        below = max(0, size.frames - 1) // stride * stride + 1
-        raise ValueError(
-            f"frames={size.frames} must be a multiple of {stride} and 1 more; near it are {below} and {below + stride}."
-        )
-    if family_of_model(model).squares_only and size.height != size.width:
-        raise ValueError(f"{model.name} takes square images only; got {size.height}x{size.width}.")
 
 
 def class_settings(model: Model, size: Size, layers: int | None = None) -> dict[str, Any]:
@@ -223,3 +202,14 @@ def small_size(model: Model) -> Size:
     if len(model.blocks) == 2:
         return Size(height, width, 1)
     return Size(height, width, model.temporal_stride * (2 * model.blocks[0] - 1) + 1)
+
+
+def token_grid(model: Model, size: Size) -> tuple[int, ...]:
+    """Token grid of a model at a size, of a single frame where frames attend by themselves."""
+    step = model.stride * model.patch
+    frames = []
+    if size.frames is not None:
+        config = SimpleNamespace(patch_size_t=model.temporal_patch)  # all that a family asks of it
+        latents = family_of_model(model).latent_frames(config, size.frames, model.temporal_stride)
+        frames.append(latents // model.temporal_patch)
+    return (*frames, size.height // step, size.width // step)[-len(model.blocks) :]

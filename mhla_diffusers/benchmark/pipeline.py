@@ -1,125 +1,197 @@
-"""A whole call of a pipeline and its parts: text encoding, denoising, VAE; and how near its result is to the plain one.
-
-A variant is an attention, alone or with LoRA, quantised weights, a step cache and other numbers of steps.
-"""
+"""A whole call of a pipeline and its parts, unpatched and with patches, and how near their samples are."""
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy
 import torch
 
-from ..devices import FLOAT_TYPES
+from ..config import adapted_patch_folder, load_patch
+from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.similarity import image_metrics, psnr, ssim
-from ..patching import find_transformers
-from .caches import counted
+from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
+from ..patching.few_step_scheduler import few_steps_of
+from ..tiny import tiny_pipeline
 from .correctness import check_operation
-from .operation import fastest_backend
-from .results import CONTENT, PART, Recorder, Row
+from .measure import Results, Row, measured_row, peak_bytes, refused_row, synchronize, with_progress
+from .models import models
+from .operation import CONTENT, fastest_backend
 from .shapes import Shape
-from .timing import Outcome, outcome_of, peak_bytes, show_progress, summarise, synchronize
-from .variants import PipelineCase, PipelineVariant
+from .transformer import CLASSIFIERS, LINEAR_KINDS, PATCHES, patch_settings
 
+UNPATCHED = "unpatched"
 WHOLE = "whole call"
-PARTS = ("text encoding", "denoising", "VAE", "rest")
+PARTS = ("text encoding", "denoising", "VAE")
 
 
-def benchmark_pipeline(case: PipelineCase, recorder: Recorder) -> list[Row]:
-    """Check MHLA, then call the pipeline with every variant in turns.
-
-    The samples of all variants are made from the same noise. Each is compared with the first one of the plain pipeline;
-    so is the plain pipeline's own last one, which tells whether a call can be repeated.
-
-    Returns:
-        A row per variant for the whole call, and one per variant and part.
-
-    Raises:
-        ImportError: torchmetrics is missing, which compares the samples.
-        IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
-        OSError: no such pipeline, patch or LoRA.
-        ValueError: it is of another family, or the call is refused or fails with every variant.
-    """
-    image_metrics()  # raises before anything is timed
-    pipe = case.load()
-    _check(pipe, case)
-    caches: dict[PipelineVariant, Any] = {}
-    peaks: dict[PipelineVariant, int | None] = {}
-    refused: dict[PipelineVariant, Outcome] = {}
-    notes: dict[PipelineVariant, str] = {}
-    reference: torch.Tensor | None = None
-    for variant in show_progress(case.variants, "warming up"):
-        try:
-            with case.applied(pipe, variant, caches):
-                with counted(pipe) as forwards:
-                    frames = frames_of(case.run(pipe, variant))
-                if variant.cache is not None:
-                    notes[variant] = f"{sum(forwards)} of {len(forwards)} forwards computed"
-                reference = frames if variant.is_plain else reference
-                peaks[variant] = peak_bytes(partial(case.run, pipe, variant), case.place)
-        except (RuntimeError, ValueError) as error:
-            refused[variant] = outcome_of(error)
-    if not peaks:
-        raise ValueError(f"{case.name} fails with every variant: {next(iter(refused.values())).reason}.")
-    calls: dict[PipelineVariant, list[dict[str, float]]] = {variant: [] for variant in peaks}
-    samples: dict[PipelineVariant, torch.Tensor] = {}
-    turns = [variant for _ in range(case.repetitions) for variant in calls]
-    for variant in show_progress(turns, "timing"):
-        with case.applied(pipe, variant, caches):
-            seconds, sample = _timed_call(pipe, case, variant)
-        calls[variant].append(seconds)
-        samples[variant] = frames_of(sample)
-    rows = []
-    for variant in case.variants:
-        if variant in refused:
-            rows.append(case.row(recorder, refused[variant], WHOLE, variant))
-            continue
-        for part in (WHOLE, *PARTS):
-            stage, peak = (part, peaks[variant]) if part == WHOLE else (PART + part, None)
-            near = similarities(samples[variant], reference) if part == WHOLE and reference is not None else {}
-            timing = summarise([call[part] for call in calls[variant]])
-            note = notes.get(variant, "") if part == WHOLE else ""
-            rows.append(case.row(recorder, Outcome("measured", timing, peak), stage, variant, note=note, **near))
-    return rows
-
-
-def frames_of(sample: Any) -> torch.Tensor:
-    """A PIL image, or frames (F, H, W, 3) in [0, 1], as uint8 (F, 3, H, W)."""
-    values = numpy.asarray(sample)
-    frames = torch.from_numpy(values.copy())
-    if frames.is_floating_point():
-        frames = (255 * frames.float().clamp(0, 1)).round().to(torch.uint8)
-    return (frames if frames.ndim == 4 else frames[None]).movedim(-1, 1)
-
-
-def similarities(frames: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    """``psnr`` in dB and ``ssim``, each the mean over the frames; no SSIM of frames smaller than its window.
+def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
+    """A pipeline by name: tiny-dit, tiny-sana, tiny-wan, or a Hub id or folder; checked before anything is loaded.
 
     Args:
-        frames: uint8 (F, 3, H, W).
-        reference: like ``frames``.
+        name: of the pipeline.
+        **settings: further fields of :class:`PipelineChoice`.
+
+    Raises:
+        FileNotFoundError: no such pipeline.
+        ValueError: it has no transformer that MHLA supports, does not take a setting, or is no pipeline.
     """
-    found = {"psnr": psnr(frames, reference).mean().item(), "ssim": ssim(frames, reference).mean().item()}
-    return {name: value for name, value in found.items() if not math.isnan(value)}
+    is_tiny = name.startswith("tiny-")
+    if name in CLASSIFIERS.keys() | models().keys() and not is_tiny:
+        raise ValueError(
+            f"{name!r} is a configuration without weights and without a pipeline, which mhla bench transformer --model "
+            f"{name} measures. Give the Hub id or folder of a pipeline, or tiny-dit, tiny-sana or tiny-wan."
+        )
+    family = tiny_pipeline(name.removeprefix("tiny-")).family if is_tiny else family_of(name).name
+    choice = PipelineChoice(family, model=None if is_tiny else name, **settings)
+    choice.check()
+    return choice
 
 
-def _timed_call(pipe: Any, case: PipelineCase, variant: PipelineVariant) -> tuple[dict[str, float], Any]:
-    """Seconds of the whole call and of each part, and the sample.
+def benchmark_pipeline(
+    choice: PipelineChoice,
+    patches: Sequence[str],
+    results: Results,
+    *,
+    softmax_steps: int | float = 0,
+    repetitions: int = 3,
+) -> None:
+    """Check MHLA, then call the pipeline unpatched and with every patch in turns, after one call each to warm up.
 
-    Methods are replaced on the instances and put back.
+    All samples are made from the same prompt and noise. Each is compared with the first one of the unpatched pipeline;
+    so is the unpatched pipeline's own last one, which tells whether a call can be repeated.
+
+    Args:
+        choice: the pipeline and the settings of its call.
+        patches: of ``PATCHES``, presets, YAML files, or names, folders or Hub ids of saved patches; all kinds that the
+            family takes if empty.
+        results: gets a row per patch for the whole call and for each of its parts.
+        softmax_steps: first denoising steps in which patches are disabled, see :class:`mhla_diffusers.MHLAConfig`.
+        repetitions: calls of each.
+
+    Raises:
+        IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
+        ImportError: torchmetrics is missing, which compares the samples.
+        OSError: no such pipeline or patch.
+        ValueError: a value that is not allowed, or the call fails with every patch.
     """
+    image_metrics()  # raises before anything is timed
+    if repetitions < 1:
+        raise ValueError(f"repetitions={repetitions} must be positive.")
+    family, device = choice.of_family, results.device
+    config = family.default_config.replace(softmax_steps=softmax_steps)
+    for name in patches:
+        if name == CONTENT and family.own_attention != "softmax":
+            raise ValueError(
+                f"patch={name!r} is for softmax attention; that of {choice.family} is {family.own_attention}."
+            )
+        if name not in PATCHES:
+            is_saved_patch(name)
+    names = (UNPATCHED, *(patches or (PATCHES if family.own_attention == "softmax" else LINEAR_KINDS)))
+
+    pipe = choice.load()
+    attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
+    shape = Shape(choice.family, config.blocks, config.blocks, *family.adapter_of(attn).heads(attn), config.block_size)
+    for sparse in (False, CONTENT in names):
+        backend = fastest_backend(shape, device, results.dtype)
+        check_operation(shape, device, results.dtype, backend, sparse=sparse)
+
+    def run() -> Any:
+        prompt, arguments = "3" if family.prompts_are_classes else "a seven", {}
+        if (few_steps := few_steps_of(pipe)) is not None:  # a patch that was distilled takes its own number
+            arguments = {"num_inference_steps": len(few_steps.times), **family.guidance_arguments(1.0)}
+        (sample,) = choice.call(pipe, [prompt], [generator_for(0)], **arguments)
+        return sample
+
+    refused: dict[str, Row] = {}
+    peaks: dict[str, int | None] = {}
+    reference: torch.Tensor | None = None
+    for name in with_progress(names, "warming up"):
+        try:
+            with patched(pipe, name, choice, softmax_steps):
+                frames = frames_of(run())
+                peaks[name] = peak_bytes(run, device)
+            reference = frames if name == UNPATCHED else reference
+        except (RuntimeError, ValueError) as error:
+            refused[name] = refused_row(name, error)
+    if not peaks:
+        raise ValueError(f"{choice.model or choice.family} fails with every patch: {refused[UNPATCHED].reason}.")
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
+    samples: dict[str, torch.Tensor] = {}
+    for name in with_progress([name for _ in range(repetitions) for name in peaks], "timing"):
+        with patched(pipe, name, choice, softmax_steps):
+            times, sample = timed_call(pipe, run, device)
+        seconds[name].append(times)
+        samples[name] = frames_of(sample)
+
+    settings = {**choice.settings, **({"softmax_steps": softmax_steps} if softmax_steps else {})}
+    case = ", ".join([choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items())])
+    rows = []
+    for stage in (WHOLE, *PARTS):
+        for name in names:
+            if name in refused:
+                row = refused[name]
+            else:
+                peak = peaks[name] if stage == WHOLE else None
+                row = measured_row(name, [call[stage] for call in seconds[name]], peak)
+                if stage == WHOLE and reference is not None:
+                    row = replace(row, **similarities(samples[name], reference))
+            if name not in refused or stage == WHOLE:
+                rows.append(replace(row, case=case, stage=stage, baseline=name == UNPATCHED))
+    results.add(rows)
+
+
+def is_saved_patch(name: str) -> bool:
+    """Whether a patch comes with weights: the name of one that ships, a folder or a Hub id.
+
+    Raises:
+        ValueError: an unknown name, or a folder without a saved patch.
+        FileNotFoundError: no such YAML file.
+    """
+    if Path(name).is_dir() and not Path(name, CONFIG_NAME).is_file():
+        raise ValueError(f"patch={name!r} holds no saved patch: {CONFIG_NAME} is missing; save one with save_mhla.")
+    is_file = Path(name).suffix in (".yaml", ".yml")
+    if adapted_patch_folder(name) is not None or (not is_file and "/" in name) or Path(name).is_dir():
+        return True
+    try:
+        load_patch(name)
+    except ValueError as error:
+        raise ValueError(f"{error} Kinds without a file: {', '.join(map(repr, PATCHES))}.") from error
+    return False
+
+
+@contextmanager
+def patched(pipe: Any, patch: str, choice: PipelineChoice, softmax_steps: int | float) -> Iterator[None]:
+    """Within the context the pipeline has a patch; behind it, it is as it was."""
+    with ExitStack() as stack:
+        if patch in PATCHES:
+            apply_mhla(pipe, **patch_settings(patch, choice.of_family.default_config.blocks))
+        elif patch != UNPATCHED and is_saved_patch(patch):
+            load_result(pipe, adapted_patch_folder(patch) or patch)
+        elif patch != UNPATCHED:
+            apply_mhla(pipe, patch)
+        if patch != UNPATCHED:
+            stack.callback(remove_mhla, pipe)
+            if softmax_steps:
+                change_mhla(pipe, softmax_steps=softmax_steps)
+        yield
+
+
+def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], Any]:
+    """Seconds of a whole call and of each part, and the sample; methods are replaced on instances and put back."""
     seconds = dict.fromkeys((WHOLE, *PARTS), 0.0)
 
     def watched(function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            synchronize(case.place)
+            synchronize(device)
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            synchronize(case.place)
+            synchronize(device)
             seconds[part] += time.perf_counter() - start
             return result
 
@@ -132,18 +204,25 @@ def _timed_call(pipe: Any, case: PipelineCase, variant: PipelineVariant) -> tupl
             if hasattr(owner, name):
                 # which puts back a forward that accelerate's offloading has put on an instance
                 stack.enter_context(mock.patch.object(owner, name, watched(getattr(owner, name), part)))
-        sample = watched(case.run, WHOLE)(pipe, variant)
-    seconds["rest"] = seconds[WHOLE] - sum(seconds[part] for part in PARTS if part != "rest")
+        sample = watched(run, WHOLE)()
     return seconds, sample
 
 
-def _check(pipe: Any, case: PipelineCase) -> None:
-    """MHLA, and the sparse branch with lists given, with the heads of the pipeline's transformer."""
-    transformer = next(iter(find_transformers(pipe).values()))
-    attn = next(iter(case.of_family.self_attentions(transformer).values()))
-    heads, head_dim = case.of_family.adapter_of(attn).heads(attn)
-    config, dtype = case.of_family.default_config, FLOAT_TYPES[case.dtype]
-    shape = Shape(case.name, config.blocks, config.blocks, heads, head_dim, config.block_size)
-    backend = fastest_backend(shape, case.place, dtype)
-    for sparse in (False, CONTENT in (variant.attention for variant in case.variants)):
-        check_operation(shape, case.place, dtype, backend, sparse=sparse)
+def frames_of(sample: Any) -> torch.Tensor:
+    """A PIL image, or frames (F, H, W, 3) in [0, 1], as uint8 (F, 3, H, W)."""
+    values = numpy.asarray(sample)
+    frames = torch.from_numpy(values.copy())
+    if frames.is_floating_point():
+        frames = (255 * frames.float().clamp(0, 1)).round().to(torch.uint8)
+    return (frames if frames.ndim == 4 else frames[None]).movedim(-1, 1)
+
+
+def similarities(frames: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
+    """``psnr`` in dB and ``ssim``, each the mean over the frames; none that is not defined for their size.
+
+    Args:
+        frames: uint8 (F, 3, H, W).
+        reference: like ``frames``.
+    """
+    found = {"psnr": psnr(frames, reference).mean().item(), "ssim": ssim(frames, reference).mean().item()}
+    return {name: value for name, value in found.items() if not math.isnan(value)}

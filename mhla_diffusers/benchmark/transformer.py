@@ -1,143 +1,451 @@
-"""A whole model with random weights, a forward or a training step: softmax against linear attentions."""
+"""A whole model with random weights, a forward or a training step: softmax against linear attentions.
 
-from collections.abc import Mapping, Sequence
+All variants of a model share one set of weights. A transformer of a family gets another self-attention by a patch; VLT,
+the paper's classifier with MHLA built in, by its configuration.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
-from .cases import REST, Candidate, Case, Counts
-from .parts import time_parts
-from .results import PART, Recorder, Row
-from .timing import Absent, Outcome, Variant, free_bytes, show_progress
+from ..attention.layout import block_count
+from ..families import Model, find_family, get_family, imported
+from ..families.models import squares
+from ..patching import apply_mhla
+from .correctness import check_operation, check_patched
+from .counts import count_forward
+from .measure import Results, Row, Variant, free_bytes
+from .models import (
+    Size,
+    build_transformer,
+    cast_weights,
+    family_of_model,
+    make_forward_inputs,
+    small_size,
+    token_grid,
+)
+from .operation import CONTENT, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, fastest_backend, why_no_softmax
+from .shapes import shape_of
 
 FORWARD, TRAINING_STEP = "forward", "training step"
+MHLA = "MHLA"
+HYBRID = "MHLA hybrid 2/3"
+"""The model's own attention in every third layer."""
+LINEAR_KINDS = (PLAIN, MHLA, HYBRID)
+PATCHES = (*LINEAR_KINDS, CONTENT)
+"""Attentions that are a patch; the sparse branch is for models whose own attention is softmax."""
+COMPILED = " + torch.compile"
+"""Ends the name of a variant whose repeated blocks are compiled."""
+WITHOUT = "without layers"
+"""A transformer whose layers return their input; what is left when the time of layers is extrapolated."""
 
 
-def benchmark_transformer(case: Case, recorder: Recorder, *, compile: bool) -> list[Row]:
-    """Check the patched attention, then time a forward of all variants in turns, and then the parts of each.
+@dataclass(frozen=True)
+class Choice:
+    """One self-attention to measure a model with."""
 
-    With ``compile`` every variant is timed with its repeated blocks compiled as well.
+    name: str
+    kind: str
+    """softmax, own, without layers, or one of ``PATCHES``."""
+    baseline: bool = False
+    blocks: int | None = None
+    """M of the replaced layers; None for softmax."""
+    backend: str | None = None
+    """Of softmax attention: diffusers' name, where the family dispatches attention, or a key of ``SOFTMAX_BACKENDS``;
+    None for the default.
+    """
+    absent: str | None = None
+    """Why it cannot run here."""
+    note: str = ""
+
+
+def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
+    """Arguments of :func:`apply_mhla` for one of ``PATCHES``; plain linear attention has one block."""
+    if kind == CONTENT:
+        return {"blocks": blocks, "sparse": "content"}
+    layers = "2/3" if kind == HYBRID else "all"
+    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": layers, "sparse": "none"}
+
+
+def softmax_choices(
+    tokens: int, heads: int, device: torch.device, *, baseline: bool, dispatched: bool = False
+) -> list[Choice]:
+    """Softmax attention as it comes, and through each backend.
+
+    Args:
+        tokens: of the attention with the most pairs.
+        heads: of it, of all samples of the batch.
+        device: where it runs.
+        baseline: whether it is the attention to be faster than.
+        dispatched: whether diffusers' backends reach the attentions; else each of PyTorch's is chosen.
+    """
+    choices = [Choice("softmax native", SOFTMAX, baseline)]
+    names = list(SOFTMAX_BACKENDS)
+    if dispatched:
+        from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+
+        # but for other accelerators, packed sequences, and the default
+        others = ("varlen", "npu", "xla")
+        found = [backend.value for backend in AttentionBackendName]
+        names = [name for name in found if name != "native" and not any(word in name for word in others)]
+    for name in names:
+        absent = why_no_softmax(name.removeprefix("_native_"), device, tokens, heads)
+        if dispatched and name.endswith("_hub"):
+            absent = "its kernels are downloaded from the Hub, and benchmarks download nothing"
+        elif dispatched:
+            try:
+                with attention_backend(name):
+                    pass
+            except (RuntimeError, ValueError) as error:
+                absent = str(error)
+        is_exact = "sage" not in name  # which multiplies in 8 bits
+        choices.append(Choice(f"softmax {name}", SOFTMAX, baseline and is_exact, backend=name, absent=absent))
+    return choices
+
+
+# ---- a model at one size --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A transformer of a family at one size, which a patch gives another self-attention.
+
+    Raises:
+        ValueError: no layers, or more than the model has.
+    """
+
+    model: Any
+    """Which, a :class:`mhla_diffusers.families.Model`."""
+    size: Size
+    layers: int | None
+    """Build only so many; None for all."""
+    device: torch.device
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and not 1 <= self.layers <= self.model.layers:
+            raise ValueError(
+                f"layers={self.layers} must be from 1 to {self.model.layers}, the layers of {self.model.name}."
+            )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether times must be extrapolated to the whole model."""
+        return self.layers is not None and self.layers < self.model.layers
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return math.prod(token_grid(self.model, self.size))
+
+    def build(self, device: torch.device | None = None) -> Any:
+        """The model, on the device of the case or on another."""
+        return build_transformer(self.model, self.size, self.layers, device or self.device, self.dtype)
+
+    def inputs(self, model: Any, size: Size | None = None) -> dict[str, Any]:
+        """Arguments of the forward, on the model's device."""
+        return make_forward_inputs(self.model, model, size or self.size, model.device, self.dtype)
+
+    def choices(self) -> list[Choice]:
+        """All self-attentions that the model can be measured with, its own first."""
+        family, grid, blocks = family_of_model(self.model), token_grid(self.model, self.size), self.model.blocks
+        softmax_is_own, count = family.own_attention == SOFTMAX, math.prod(blocks)
+        own = [] if softmax_is_own else [Choice(f"own {family.own_attention}", "own", baseline=True, blocks=1)]
+        softmax = softmax_choices(
+            self.tokens,
+            self.model.heads * self.size.batch,
+            self.device,
+            baseline=softmax_is_own,
+            dispatched=family.dispatches_attention,
+        )
+        cut = None
+        if self.is_cut and int(self.layers or 0) % 3:
+            cut = (
+                f"{self.layers} of {self.model.layers} layers cannot stand for two of every three; use a multiple of 3"
+            )
+        patches = [
+            Choice(PLAIN, PLAIN, blocks=1),
+            Choice(MHLA, MHLA, blocks=count),
+            Choice(HYBRID, HYBRID, blocks=count, absent=cut),
+        ]
+        if softmax_is_own:
+            config = family.default_config.replace(**patch_settings(CONTENT, blocks))
+            number = block_count(grid, config.block_size)
+            # of few blocks, one for every query block is more than the density that is asked for
+            note = f"{config.listed_on(grid):.1%} of the pairs of {number} blocks of {config.block_size} tokens"
+            patches.append(Choice(CONTENT, CONTENT, blocks=count, note=f"{note}, chosen at every call"))
+        return [*own, *softmax, *patches, *([Choice(WITHOUT, WITHOUT)] if self.is_cut else [])]
+
+    def flops(self, choice: Choice) -> int:
+        """Counted for one forward of all samples."""
+        change = None if choice.kind in PATCHES else partial(self._change, choice=choice)
+        config = None
+        if choice.kind in PATCHES:
+            settings = patch_settings(choice.kind, self.model.blocks)
+            config = family_of_model(self.model).default_config.replace(**settings)
+        return sum(count_forward(self.model, self.size, config, layers=self.layers, change=change).values())
+
+    def check(self, model: Any) -> None:
+        """Compare MHLA in the model, and the sparse branch where it is measured, with the reference on a small input.
+
+        Raises:
+            IncorrectAttentionError: it is wrong here.
+        """
+        check_patched(self.variant(model, Choice(MHLA, MHLA)), self.inputs(model, small_size(self.model)))
+        shape = shape_of(self.model, self.model.blocks, self.model.name)
+        if shape.block_size is not None:
+            backend = fastest_backend(shape, self.device, self.dtype)
+            check_operation(shape, self.device, self.dtype, backend, sparse=True)
+
+    def variant(self, model: Any, choice: Choice) -> Any:
+        """The model with another self-attention; what weights both have, they share."""
+        tensors = (*model.parameters(), *model.buffers())
+        variant = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        self._change(variant, choice)
+        return variant
+
+    def layers_of(self, variant: Any) -> Iterable[Any]:
+        """The repeated blocks, which are compiled one by one."""
+        return get_family(variant).blocks_of(variant).values()
+
+    def _change(self, variant: Any, choice: Choice) -> None:
+        """Give a model the self-attention of a choice, in place."""
+        family = get_family(variant)
+        if choice.kind == WITHOUT:
+            for block in family.blocks_of(variant).values():
+                block.forward = _return_input  # DiT asks its first layer for the time embedding, so layers must stay
+        if choice.kind == SOFTMAX and family.own_attention != SOFTMAX:
+            for attn in family.self_attentions(variant).values():
+                attn.set_processor(imported(family.softmax_processor or family.processor)())
+        if choice.kind in PATCHES:
+            apply_mhla(variant, **patch_settings(choice.kind, self.model.blocks))
+        if choice.backend is not None and family.dispatches_attention:
+            from diffusers.models.attention_dispatch import attention_backend
+
+            with attention_backend("native"):  # which restores what set_attention_backend changes for all models
+                variant.set_attention_backend(choice.backend)
+
+
+def _return_input(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return hidden_states
+
+
+# ---- VLT ------------------------------------------------------------------------------------------------------------
+
+_TINY_VLT = {
+    "preset": "vlt_t",
+    "hidden_sizes": (8, 16, 16, 24),
+    "depths": (1, 1, 1, 1),
+    "num_attention_heads": (1, 2, 2, 3),
+    "mhla": ({"blocks": [2, 2]}, {"blocks": [2, 2]}, None, None),
+    "head_size": 32,
+    "num_labels": 5,
+}
+_VLT, _SIDES = "VLTForImageClassification", squares(224, 384, 512, 1024, 2048)
+CLASSIFIERS = {
+    model.name: model
+    for model in (
+        Model("vlt-t", _VLT, 1, 64, 12, (7, 7), _SIDES, {"preset": "vlt_t"}, stride=4, patch=1),
+        Model("vlt-s", _VLT, 1, 64, 20, (7, 7), _SIDES, {"preset": "vlt_s"}, stride=4, patch=1),
+        Model("tiny-vlt", _VLT, 1, 8, 4, (2, 2), squares(64), _TINY_VLT, stride=4, patch=1),
+    )
+}
+"""Classifiers of the paper; heads, blocks and tokens are the first stage's, which has the most. The preset is a method
+of ``VLTConfig``, and the other settings are its arguments.
+"""
+
+
+@dataclass(frozen=True)
+class ClassifierCase(Case):
+    """VLT at one size of pictures: its attention is a setting, so every variant is a model of its own.
+
+    Raises:
+        ValueError: a number of layers, since they differ.
+    """
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            raise ValueError(
+                f"layers={self.layers}: the layers of {self.model.name} differ, so it is measured whole; leave "
+                "--layers out."
+            )
+
+    def config(self, kind: str) -> Any:
+        """Its ``VLTConfig`` with a kind of attention in the stages that have MHLA."""
+        from ..models import VLTConfig
+
+        settings = dict(self.model.settings)
+        make = getattr(VLTConfig, settings.pop("preset"))
+        changes: dict[str, dict[str, Any]] = {PLAIN: {"blocks": [1, 1]}, CONTENT: {"sparse": "content"}}
+        own = make(**settings).mhla
+        mhla = [None if stage is None or kind == SOFTMAX else dict(stage) | changes.get(kind, {}) for stage in own]
+        return make(**(settings | {"mhla": mhla}))
+
+    def build(self, device: torch.device | None = None, kind: str = MHLA) -> Any:
+        """A model with seeded random weights and a kind of attention, in eval mode.
+
+        Mixing matrices stay float32, as where ``from_pretrained`` casts.
+        """
+        from ..models import VLTForImageClassification
+
+        torch.manual_seed(0)
+        with device or self.device:
+            model = VLTForImageClassification(self.config(kind))
+        named = chain(model.named_parameters(), model.named_buffers())
+        cast_weights(named, self.dtype, model._keep_in_fp32_modules_strict)
+        return model.eval()
+
+    def inputs(self, model: Any, size: Size | None = None) -> dict[str, Any]:
+        """Pictures, on the model's device."""
+        chosen = size or self.size
+        shape = chosen.batch, model.config.num_channels, chosen.height, chosen.width
+        return {"pixel_values": torch.randn(shape, device=model.device, dtype=self.dtype), "return_dict": False}
+
+    def choices(self) -> list[Choice]:
+        """Softmax and linear attentions of the stages that have MHLA; the others always keep softmax."""
+        blocks = [math.prod(own["blocks"]) for own in self.config(MHLA).mhla if own is not None]
+        others = f"{' and '.join(map(str, blocks))} blocks in the first stages, softmax in the others"
+        return [
+            *softmax_choices(self.tokens, self.model.heads * self.size.batch, self.device, baseline=True),
+            Choice(PLAIN, PLAIN, blocks=1, note="in the stages that have MHLA, softmax in the others"),
+            Choice(MHLA, MHLA, blocks=blocks[0], note=others),
+            Choice(CONTENT, CONTENT, blocks=blocks[0], note="lists chosen at every call"),
+        ]
+
+    def flops(self, choice: Choice) -> int:
+        """Counted by :func:`mhla_diffusers.models.counts.count`."""
+        from ..models.counts import count
+
+        counts = count(self.build(torch.device("meta"), choice.kind), self.size.height, self.size.width)
+        return 2 * self.size.batch * (counts.weight_macs + counts.attention_macs)
+
+    def check(self, model: Any) -> None:
+        """Compare MHLA of a fresh model with the reference, on 16 x 16 and 8 x 8 tokens in the stages that have it."""
+        check_patched(self.variant(model, Choice(MHLA, MHLA)), self.inputs(model, Size(64, 64, None)))
+
+    def variant(self, model: Any, choice: Choice) -> Any:
+        """A model with another attention, which shares the weights that both have."""
+        variant = self.build(model.device, choice.kind)
+        own = variant.state_dict()
+        shared = {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if name in own and tensor.shape == own[name].shape
+        }
+        variant.load_state_dict(shared, strict=False, assign=True)
+        return variant
+
+    def layers_of(self, variant: Any) -> Iterable[Any]:
+        """The layers of all stages."""
+        return chain.from_iterable(stage.layers for stage in variant.vlt.stages)
+
+
+# ---- mhla bench transformer -----------------------------------------------------------------------------------------
+
+
+def benchmark_transformer(
+    case: Case, results: Results, *, train: bool = False, checkpointing: bool = False, compile: bool = False
+) -> None:
+    """Check the patched attention, then time a forward, or a training step, of all variants in turns.
+
+    Args:
+        case: the model at a size.
+        results: gets a row per variant.
+        train: time forward, backward and optimizer step; all weights train.
+        checkpointing: compute activations again in the backward pass instead of keeping them.
+        compile: time every variant with its repeated blocks compiled as well.
 
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
     """
-    counts = case.count()
-    if (refused := _refuse_for_memory(case, counts.weight_bytes, recorder, FORWARD)) is not None:
-        return [refused]
-    candidates, inputs = _make_candidates(case, counts, compile=compile)
-    runs = {candidate.name: candidate.run(inputs) for candidate in candidates}
-    # every variant compiles the same code anew; beyond the limit torch would silently stop compiling
-    with torch._dynamo.config.patch(cache_size_limit=64):
-        rows = _measure(case, counts, candidates, runs, recorder, FORWARD)
-    measured = {row.variant for row in rows if row.median is not None}
-    for candidate in show_progress(candidates, "looking at parts"):
-        run = runs[candidate.name]
-        told_apart = case.is_uniform and not candidate.compiled and candidate.choice != REST
-        if told_apart and candidate.name in measured and not isinstance(run, Absent):
-            costs = counts.costs[candidate.choice.kind]
-            rows += [
-                case.row(
-                    recorder,
-                    Outcome("measured", timing),
-                    stage=PART + part,
-                    variant=candidate.name,
-                    baseline=False,
-                    tokens=counts.tokens,
-                    flops=costs[part].flops or None,  # none of a part that the model does not have
-                    bytes=costs[part].bytes or None,
-                )
-                for part, timing in time_parts(candidate.model, run, case.device).items()
-            ]
-    torch.compiler.reset()
-    return rows
-
-
-def benchmark_training(case: Case, recorder: Recorder, *, checkpointing: bool) -> list[Row]:
-    """Check the patched attention, then time a step of every variant in turns; all weights train.
-
-    With ``checkpointing`` activations are computed again in the backward pass instead of kept.
-
-    Raises:
-        IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
-    """
-    counts = case.count()
-    copies = 4  # weights, gradients and both moments of AdamW
-    if (refused := _refuse_for_memory(case, copies * counts.weight_bytes, recorder, TRAINING_STEP)) is not None:
-        return [refused]
-    candidates, inputs = _make_candidates(case, counts, compile=False)
-    models = [candidate.model for candidate in candidates if candidate.model is not None]
-    weights = {id(weight): weight for model in models for weight in model.parameters()}
-    # a learning rate of 0 moves the same bytes and leaves every repetition the same weights
-    optimizer = torch.optim.AdamW(list(weights.values()), lr=0.0)
-    for model in models:
-        model.train()
-        if checkpointing:  # by the method that diffusers gives its models, or transformers
-            (getattr(model, "enable_gradient_checkpointing", None) or model.activation_checkpointing_enable)()
-    runs = {candidate.name: candidate.run(inputs, optimizer) for candidate in candidates}
-    return _measure(case, counts, candidates, runs, recorder, TRAINING_STEP)
-
-
-def _refuse_for_memory(case: Case, needed: int, recorder: Recorder, stage: str) -> Row | None:
-    """A row that says so if not even the weights fit; asked beforehand, as Linux ends a process that tries."""
-    free = free_bytes(case.device)
-    if needed <= free:
-        return None
-    reason = f"the weights need {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
-    reason += ". --layers builds fewer" if case.is_uniform else ""
-    return case.row(recorder, Outcome("out of memory", reason=reason), stage=stage, variant="all", baseline=False)
-
-
-def _make_candidates(case: Case, counts: Counts, *, compile: bool) -> tuple[list[Candidate], dict[str, Any]]:
-    """Of a model that was built and checked, with the inputs of its forward."""
+    stage = TRAINING_STEP if train else FORWARD
+    name = f"{case.model.name} {case.size}"
+    what: dict[str, Any] = {"case": name, "stage": stage, "tokens": case.tokens, "batch": case.size.batch}
+    weights = list(case.build(torch.device("meta")).parameters())
+    # weights, gradients and both moments of AdamW
+    needed, free = (4 if train else 1) * sum(x.numel() * x.itemsize for x in weights), free_bytes(case.device)
+    if needed > free:  # asked beforehand, as Linux ends a process that tries
+        reason = f"the weights need {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
+        results.add([Row("all", status="out of memory", reason=reason, **what)])
+        return
     model = case.build()
     case.check(model)
-    found = [
-        case.candidate(model, choice, compiled=compiled)
-        for choice in counts.choices
-        for compiled in ((False, True) if compile else (False,))
-    ]
-    return [*found, case.candidate(model, REST)] if case.is_cut else found, case.inputs(model)
+    inputs = case.inputs(model)
+    models: list[Any] = []
+    variants: list[Variant] = []
+    choices = case.choices()
+    kinds = {choice.kind: choice for choice in reversed(choices) if choice.absent is None and choice.kind != WITHOUT}
+    flops = {kind: (3 if train else 1) * case.flops(choice) for kind, choice in kinds.items()}
+    for choice in choices:
+        for compiled in (False, True) if compile and choice.kind != WITHOUT else (False,):
+            absent = choice.absent
+            if compiled and choice.backend in SOFTMAX_BACKENDS:
+                absent = absent or "torch.compile chooses PyTorch's backend itself"
+            run: Callable[[], object] | str = absent or ""
+            if absent is None:
+                models.append(case.variant(model, choice))
+                if compiled:
+                    for layer in case.layers_of(models[-1]):
+                        layer.compile(dynamic=False)
+                run = forward_of(models[-1], choice, inputs)
+            name = choice.name + (COMPILED if compiled else "")
+            variants.append(Variant(name, run, choice.baseline, flops.get(choice.kind), choice.blocks, choice.note))
+    if train:
+        parameters = {id(weight): weight for one in models for weight in one.parameters()}
+        # a learning rate of 0 moves the same bytes and leaves every repetition the same weights
+        optimizer = torch.optim.AdamW(list(parameters.values()), lr=0.0)
+        for one in models:
+            one.train()
+            if checkpointing:  # by the method that diffusers gives its models, or transformers
+                (getattr(one, "enable_gradient_checkpointing", None) or one.activation_checkpointing_enable)()
+        variants = [
+            one if isinstance(one.run, str) else replace(one, run=partial(_training_step, one.run, optimizer))
+            for one in variants
+        ]
+    # every variant compiles the same code anew; beyond the limit torch would silently stop compiling
+    with torch.set_grad_enabled(train), torch._dynamo.config.patch(cache_size_limit=64):
+        rows = results.measure(variants, **what)
+    torch.compiler.reset()
+    if case.is_cut:
+        rows = [extrapolated(row, rows, case) for row in rows]
+    results.add(rows)
 
 
-def _measure(
-    case: Case,
-    counts: Counts,
-    candidates: Sequence[Candidate],
-    runs: Mapping[str, Variant],
-    recorder: Recorder,
-    stage: str,
-) -> list[Row]:
-    """Time all in turns, and make a row of each.
+def forward_of(model: Any, choice: Choice, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """The forward of a variant, with PyTorch's backend chosen where diffusers does not pass the choice on."""
+    family = find_family(model)
+    chosen = choice.backend is not None and not (family is not None and family.dispatches_attention)
 
-    Where layers are cut, with the time of all layers, extrapolated from the time of those and of ``REST``.
-    """
-    outcomes, rows = recorder.measure(runs), []
-    rest = outcomes.get(REST.name)
-    for candidate in candidates:
-        choice, outcome = candidate.choice, outcomes[candidate.name]
-        flops, notes = counts.flops(choice.kind), [choice.note] if choice.note else []
-        whole = None if outcome.timing is None or choice == REST else outcome.timing.median
-        if case.is_cut and whole is not None:
-            without = None if rest is None or rest.timing is None else rest.timing.median
-            if without is None:
-                whole = None
-            else:
-                whole = without + (whole - without) * case.all_layers / int(case.layers or 1)
-                notes.append(f"{case.layers} of {case.all_layers} layers; all would take {1000 * whole:.3g} ms")
-        rows.append(
-            case.row(
-                recorder,
-                outcome,
-                stage=stage,
-                variant=candidate.name,
-                baseline=choice.baseline,
-                blocks=choice.blocks,
-                tokens=counts.tokens,
-                # a backward pass counts two forwards
-                flops=None if flops is None else flops * (3 if stage == TRAINING_STEP else 1),
-                whole_seconds=whole,
-                note="; ".join(notes),
-                **({"layers": 0} if choice == REST else {}),
-            )
-        )
-    return rows
+    def forward() -> Any:
+        with sdpa_kernel([SOFTMAX_BACKENDS[str(choice.backend)]]) if chosen else nullcontext():
+            return model(**inputs)
+
+    return forward
+
+
+def _training_step(forward: Callable[[], Any], optimizer: torch.optim.Optimizer) -> None:
+    try:
+        forward()[0].float().square().mean().backward()
+        optimizer.step()
+    finally:
+        optimizer.zero_grad(set_to_none=True)  # also after running out of memory
+
+
+def extrapolated(row: Row, rows: Iterable[Row], case: Case) -> Row:
+    """A row with the time of all layers, from its own and that of the model without layers, if both were measured."""
+    if row.variant == WITHOUT:
+        return replace(row, stage=f"{row.stage}, {WITHOUT}", batch=None)
+    rest = next(other.median for other in rows if other.variant == WITHOUT)
+    if row.median is None or rest is None:
+        return row
+    whole = rest + (row.median - rest) * case.model.layers / int(case.layers or 1)
+    cut = f"{case.layers} of {case.model.layers} layers were timed"
+    return replace(row, whole_seconds=whole, reason="; ".join(filter(None, (row.reason, cut))))

@@ -18,7 +18,7 @@ import torch
 from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import draw_mixing_matrices
 from ..attention import initial_mixing
-from ..benchmark.timing import Budget, time_interleaved
+from ..benchmark.measure import Budget, time_interleaved
 from ..config import adapted_patch_names
 from ..devices import free_threads, threads
 from ..families import arguments_of, predict
@@ -215,9 +215,9 @@ class Demo:
         runs = {name: partial(predict, p.transformer, self._last_samples(p, 2)) for name, p in self.pipes.items()}
         with threads(1):
             timed = time_interleaved(runs, torch.device(self.config.device), Budget(seconds=2.0, least=7))
-        timings = {name: outcome.timing for name, outcome in timed.items() if outcome.timing is not None}
-        is_steady = all(one.p80 - one.p20 <= speed.STEADY * one.median for one in timings.values())
-        return {name: one.median for name, one in timings.items()} if is_steady and len(timings) == len(runs) else {}
+        medians = {name: row.median for name, row in timed.items() if row.median is not None}
+        is_steady = all(row.spread <= speed.STEADY for row in timed.values())
+        return medians if is_steady and len(medians) == len(runs) else {}
 
     def show_speed(self) -> None:
         """Time attention over growing N: ``speed.json`` and ``speed.png``."""

@@ -15,10 +15,8 @@ from pathlib import Path
 import torch
 
 from ..attention import ContentRule, initial_mixing, mhla_attention
+from ..benchmark.measure import Budget, gather_conditions, time_interleaved
 from ..benchmark.models import models
-from ..benchmark.results import gather_conditions
-from ..benchmark.speeds import find_card, read_card
-from ..benchmark.timing import Budget, time_interleaved
 from ..config import DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY
 from ..files import written_aside
 from ..reporting import html_table, require_matplotlib, times
@@ -128,38 +126,37 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
             SPARSE: partial(linear, sparse=rule, linear_weight=torch.ones(heads, device=device)),
             MHLA: linear,
         }
-        outcomes = time_interleaved(runs, device, _BUDGET)
-        timings = {name: one.timing for name, one in outcomes.items() if one.timing is not None}
-        if len(timings) < len(runs):
-            missing = [f"{name}: {one.reason or one.status}" for name, one in outcomes.items() if one.timing is None]
+        rows = time_interleaved(runs, device, _BUDGET)
+        missing = [f"{name}: {row.reason or row.status}" for name, row in rows.items() if row.median is None]
+        if missing:
             ended = f"at {tokens:,} tokens: {'; '.join(missing)}"
             break
         expected = 0.0
-        for name, timing in timings.items():
-            curves[name].append((tokens, timing.median))
-            spread = max(spread, (timing.p80 - timing.p20) / timing.median)
+        for name, row in rows.items():
+            median = row.median or 0.0
+            curves[name].append((tokens, median))
+            spread = max(spread, row.spread)
             # twice the tokens take four times as long where pairs of them are weighed; each run is warmed up once
-            expected += (_BUDGET.least + 1) * timing.median * (2 if name == MHLA else 4)
+            expected += (_BUDGET.least + 1) * median * (2 if name == MHLA else 4)
     if not curves[MHLA]:
         raise RuntimeError(f"Attention cannot be timed on {device} {ended}. Leave it out: --speed-seconds 0.")
     conditions = gather_conditions(device)
-    return Growth(conditions.device, str(dtype).removeprefix("torch."), conditions.date, heads, curves, spread, ended)
+    name, date = conditions["device"], conditions["date"]
+    return Growth(name, str(dtype).removeprefix("torch."), date, heads, curves, spread, ended)
 
 
 def shipped_growth() -> Growth:
-    """Return times of the same attentions on an H100, at Wan2.1-1.3B's own sizes, from the measurements that ship.
+    """Return times of the same attentions on an H100, at Wan2.1-1.3B's own sizes, as assets/benchmarks has them.
 
     Softmax by FlashAttention-3, the fastest there; the sparse branch is the version before this one, which alone was
     measured there.
     """
-    kept = {SOFTMAX: "softmax FlashAttention-3", SPARSE: "MHLA, exact tiles by content triton", MHLA: "MHLA triton"}
-    run = next(run for run in read_card(find_card("h100")) if run.command == "op")
-    rows = [row for row in run.rows if row.case.startswith(f"{MODEL}-") and row.stage == "forward"]
     curves = {
-        name: sorted((row.tokens, row.median) for row in rows if row.variant == variant and row.tokens and row.median)
-        for name, variant in kept.items()
+        SOFTMAX: [(31_500, 8.3e-3), (75_600, 49.8e-3)],
+        SPARSE: [(31_500, 11.7e-3), (75_600, 29.3e-3)],
+        MHLA: [(31_500, 1.1e-3), (75_600, 1.39e-3)],
     }
-    return Growth(run.conditions.device, rows[0].dtype, run.conditions.date, models()[MODEL].heads, curves)
+    return Growth("NVIDIA H100 80GB HBM3", "bfloat16", "2026-11-23", models()[MODEL].heads, curves)
 
 
 def html_speed(here: Growth, shipped: Growth, picture: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.benchmark.timing import Budget, time_interleaved
+from mhla_diffusers.benchmark.measure import Budget, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION, TRANSFER_STEPS, Adaptation, held_out_curve
 from mhla_diffusers.families import predict
 from mhla_diffusers.reporting import mean_and_spread, write_table
@@ -163,8 +163,8 @@ def main() -> None:
         for step in columns:
             reached = step in found[0]
             cells.append(mean_and_spread([curve[step] for curve in found], ".4f") if reached else "–")
-        timing = timed[attention].timing
-        rows.append([name, attention, *cells, f"{1000 * timing.median:.0f}" if timing else "–"])
+        seconds = timed[attention].median
+        rows.append([name, attention, *cells, f"{1000 * seconds:.0f}" if seconds else "–"])
     header = ["losses", "attention", "untrained", *map(str, columns), "ms forward+backward"]
     sys.stdout.write(write_table(header, rows, arguments.output, arguments.table))
 

@@ -19,7 +19,7 @@ from fidelity import CALIBRATION_SAMPLES, Row
 
 from mhla_diffusers import apply_mhla, audit
 from mhla_diffusers.analysis import draw_audit
-from mhla_diffusers.benchmark.forecast import Question, make_forecast
+from mhla_diffusers.benchmark.counts import count_forward
 from mhla_diffusers.benchmark.models import choose_sizes, family_of_model, find_models
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import generate_scenes
@@ -56,22 +56,20 @@ def draw_forecast(plt: Any) -> Any:
     figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
     names, colours = [], plt.colormaps["tab10"].colors
     for name, size, frames in MODELS:
-        (model,) = find_models([name], "cpu")
+        (model,) = find_models([name])
         (chosen,) = choose_sizes(model, [size], None if frames is None else [frames], "cpu")
         config = family_of_model(model).default_config.replace(blocks=model.blocks)
-        found = make_forecast(Question(model, chosen, config, 1, 1), torch.bfloat16)
-        whole = sum(cost.flops for cost in found.unpatched.values())
-        for kind in ("unpatched", "patched"):
-            left, costs = 0.0, getattr(found, kind)
-            for place, (part, cost) in enumerate(costs.items()):
-                width = cost.flops / whole
+        counted = {"unpatched": count_forward(model, chosen), "patched": count_forward(model, chosen, config)}
+        whole = sum(counted["unpatched"].values())
+        for kind, costs in counted.items():
+            left = 0.0
+            for place, (part, flops) in enumerate(costs.items()):
+                width = flops / whole
                 axis.barh(len(names), width, left=left, color=colours[place], label=part if not names else None)
                 left += width
             axis.text(left + 0.01, len(names), f"{left:.0%}", va="center", fontsize=8)
             names.append(f"{name}, {chosen}, {kind}")
-            sys.stdout.write(
-                f"{names[-1]}: self-attention {costs['self-attention'].flops / whole:.1%}, all {left:.1%}\n"
-            )
+            sys.stdout.write(f"{names[-1]}: self-attention {costs['self-attention'] / whole:.1%}, all {left:.1%}\n")
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel("FLOPs of a forward, as part of the unpatched one's")

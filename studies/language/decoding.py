@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mhla_diffusers import MHLACache, apply_mhla
-from mhla_diffusers.benchmark.results import gather_conditions
+from mhla_diffusers.benchmark.measure import gather_conditions
 from mhla_diffusers.reporting import scaled, write_table
 
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -76,8 +76,8 @@ def measure(settings: LlamaConfig, lengths: Sequence[int], tokens: int, turns: i
     names = ["softmax", "MHLA, softmax in the own block", "MHLA"]
     header = ["tokens before", *(f"{name}, tokens/s" for name in names), *(f"{name}, cache" for name in names)]
     table = write_table(header, rows, output, "decoding")
-    conditions = gather_conditions(torch.device("cpu"))
-    where = f"{conditions.device}, torch {torch.__version__}"
+    device = gather_conditions(torch.device("cpu"))["device"]
+    where = f"{device}, torch {torch.__version__}"
     return f"{table}\n{where}; medians of {turns} turns of {tokens} tokens\n"
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from scenes import Clips, ColourClassifier, Scenes, fine_detail, look, train_classifier
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla, mhla_layers
-from mhla_diffusers.benchmark.timing import Budget, time_interleaved
+from mhla_diffusers.benchmark.measure import Budget, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION, train_or_go_on
 from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
@@ -312,12 +312,12 @@ class Study:
                 predict(model, batch)
 
         outcome = time_interleaved({row.name: forward}, self.device, Budget(size.timing_seconds, 3, 10))[row.name]
-        if outcome.timing is None:
+        if outcome.median is None:
             raise RuntimeError(outcome.reason)
         found: dict[str, Any] = {
             "loss": fmean(losses),
             "error": fmean(self.attention_errors(model, batch)),
-            "seconds": outcome.timing.median,
+            "seconds": outcome.median,
             "peak bytes": outcome.peak_bytes,
         }
         if row.generated:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark.results import Run, read_runs
+from mhla_diffusers.benchmark.measure import Row, read_rows
 from mhla_diffusers.cli import app
 
 
@@ -17,15 +17,16 @@ def bench(*arguments: object) -> str:
     return result.output
 
 
-def measure(folder: Path, *arguments: object) -> Run:
+def measure(folder: Path, *arguments: object) -> list[Row]:
     """Run a command on the CPU, as short as possible, and read what it wrote."""
-    bench(*arguments, "--device", "cpu", "--seconds", 0.01, "--output", folder)
-    (run,) = read_runs([folder])
-    return run
+    short = () if arguments[0] == "pipeline" else ("--seconds", 0.01)
+    bench(*arguments, "--device", "cpu", *short, "--output", folder)
+    (file,) = folder.glob("*/*.csv")
+    return read_rows(file)
 
 
-def medians(run: Run, stage: str = "forward") -> dict[str, float]:
+def medians(rows: list[Row], stage: str = "forward") -> dict[str, float]:
     """Variant → seconds of those that were measured."""
-    rows = [row for row in run.rows if row.stage == stage and row.status == "measured"]
-    assert all(0 < row.p20 <= row.median <= row.p80 for row in rows)
-    return {row.variant: row.median for row in rows}
+    found = [row for row in rows if row.stage == stage and row.status == "measured"]
+    assert all(0 < row.p20 <= row.median <= row.p80 for row in found)
+    return {row.variant: row.median for row in found}

@@ -1,14 +1,26 @@
 """``mhla bench pipeline`` on the tiny pipelines."""
 
 import pytest
+import torch
 
-from mhla_diffusers.benchmark.pipeline import PARTS, WHOLE
-from mhla_diffusers.benchmark.results import CONTENT, read_runs
-from mhla_diffusers.tiny import TINY, pipeline_folder
+import mhla_diffusers as mhla
+from mhla_diffusers import is_patched
+from mhla_diffusers.benchmark.operation import CONTENT
+from mhla_diffusers.benchmark.pipeline import (
+    PARTS,
+    UNPATCHED,
+    WHOLE,
+    choose_pipeline,
+    frames_of,
+    patched,
+    similarities,
+)
+from mhla_diffusers.benchmark.transformer import LINEAR_KINDS
+from mhla_diffusers.patching import require_patched
+from mhla_diffusers.patching.few_step_scheduler import FewSteps
+from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
-from .commands import bench, medians
-
-VARIANTS = ("unpatched", "plain linear", "MHLA", "MHLA hybrid 2/3")
+from .commands import bench, measure, medians
 
 
 @pytest.mark.parametrize(
@@ -20,36 +32,75 @@ VARIANTS = ("unpatched", "plain linear", "MHLA", "MHLA hybrid 2/3")
     ],
 )
 def test_a_call_and_its_parts(tmp_path, family, model, more):
-    options = ("--steps", 2, "--repetitions", 1, "--device", "cpu", "--output", tmp_path)
-    bench("pipeline", "--model", model, *options, *more)
-    (run,) = read_runs([tmp_path])
-    whole = medians(run, WHOLE)
-    assert tuple(whole) == (*VARIANTS, *(() if family == "sana" else (CONTENT,)))
-    for variant in whole:
-        parts = {row.stage: row.median for row in run.rows if row.variant == variant and row.stage != WHOLE}
-        assert list(parts) == [f"part: {part}" for part in PARTS]
-        assert sum(parts.values()) == pytest.approx(whole[variant])
-        assert parts["part: denoising"] > 0 and parts["part: VAE"] > 0
-        assert (parts["part: text encoding"] > 0) == (not TINY[family].prompts_are_classes)
+    rows = measure(tmp_path, "pipeline", "--model", model, "--steps", 2, "--repetitions", 1, *more)
+    whole = medians(rows, WHOLE)
+    assert tuple(whole) == (UNPATCHED, *LINEAR_KINDS, *(() if family == "sana" else (CONTENT,)))
+    for variant, seconds in whole.items():
+        parts = {row.stage: row.median for row in rows if row.variant == variant and row.stage != WHOLE}
+        assert tuple(parts) == PARTS
+        assert 0.5 * seconds < sum(parts.values()) < seconds
+        assert parts["denoising"] > 0 and parts["VAE"] > 0
+        assert (parts["text encoding"] > 0) == (not TINY[family].prompts_are_classes)
     described = "num_inference_steps=2" + (", softmax_steps=0.5" if more else "")
-    assert {(row.case, row.model) for row in run.rows} == {(f"{model}, {described}", model)}
+    assert {row.case for row in rows} == {f"{model}, {described}"}
+    assert {row.variant for row in rows if row.baseline} == {UNPATCHED}
+    similar = {row.variant: (row.psnr, row.ssim) for row in rows if row.stage == WHOLE}
+    if family != "dit":  # whose sampler draws noise of its own
+        assert similar.pop(UNPATCHED) == (100, pytest.approx(1))
+        assert all(0 < psnr < 100 and ssim < 1 for psnr, ssim in similar.values())
+    assert all(row.psnr is None for row in rows if row.stage != WHOLE)
+
+
+def test_a_patch_is_put_on_and_leaves_no_trace():
+    """Also one that samples in few steps with a scheduler of its own."""
+    pipe, choice = load_tiny("wan"), choose_pipeline("tiny-wan")
+    scheduler, weights = pipe.scheduler, [weight.clone() for weight in pipe.transformer.parameters()]
+    for name in ("MHLA", "tiny-wan-exact", "tiny-wan-4-steps", "wan2.1-t2v-1.3b"):
+        with patched(pipe, name, choice, 0):
+            assert is_patched(pipe)
+        assert not is_patched(pipe) and pipe.scheduler is scheduler
+        assert all(map(torch.equal, pipe.transformer.parameters(), weights))
+
+
+def test_a_patch_of_few_steps_takes_its_own_number(tmp_path):
+    pipe = mhla.apply_mhla(load_tiny("wan"), blocks=(3, 4, 4), sparse="none")
+    require_patched(pipe)["transformer"].sample_in(FewSteps((1.0, 0.5)), pipe)
+    folder = mhla.save_mhla(pipe, tmp_path / "patch")
+    options = ("--model", "tiny-wan", "--steps", 3, "--repetitions", 1, "--patch", folder)
+    assert set(medians(measure(tmp_path, "pipeline", *options), WHOLE)) == {UNPATCHED, str(folder)}
+
+
+def test_a_frame_by_hand():
+    """From [0, 1] to 8 bits, and the mean over frames: one equal, one that differs by 16 everywhere."""
+    frames = torch.full((2, 12, 12, 3), 100 / 255)
+    reference = frames_of(frames.numpy())
+    assert reference.shape == (2, 3, 12, 12) and reference.unique().tolist() == [100]
+    frames[1] += 16 / 255
+    found = similarities(frames_of(frames.numpy()), reference)
+    assert found["psnr"] == pytest.approx((100 + 24.0485) / 2, abs=1e-3)  # 20 log10(255 / 16)
+    # flat frames differ in luminance alone: (2 · 100 · 116 + c) / (100² + 116² + c) with c = 6.5025
+    assert found["ssim"] == pytest.approx((1 + 0.989091) / 2, abs=1e-4)
+    assert list(similarities(reference[..., :10], reference[..., :10])) == ["psnr"]
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error", "offending"),
     [
-        (["--model", "tiny-flux"], ValueError, "'flux' has no tiny pipeline"),
-        (["--repetitions", 0], ValueError, "repetitions=0 must be positive"),
-        (["--size", 64], ValueError, "'height' is no setting of a call of DiTPipeline"),
-        (["--model", "."], OSError, r"model_index\.json is missing"),
-        (["--softmax-steps", "many"], ValueError, "'many'.* a number such as 3"),
-        (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2 must be"),
+        (["--model", "tiny-flux"], ValueError, "'flux'"),
+        (["--repetitions", 0], ValueError, "repetitions=0"),
+        (["--size", 64], ValueError, "'height'"),
+        (["--model", "."], OSError, r"model_index\.json"),
+        (["--softmax-steps", "many"], ValueError, "'many'"),
+        (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),
+        (["--patch", "tiny-dit-exakt"], ValueError, "'tiny-dit-exakt'.*tiny-dit-exact"),
+        (["--patch", "."], ValueError, r"'\.'"),
+        (["--model", "tiny-sana", "--patch", CONTENT], ValueError, "sana is linear"),
         # of sizes that no machine has the memory for, torch raises a RuntimeError before any attention
-        (["--model", "tiny-sana", "--size", 2**24], ValueError, "tiny-sana fails with every variant: .*memory"),
+        (["--model", "tiny-sana", "--size", 2**24], ValueError, "sana.*memory"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, options, error, message):
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, options, error, offending):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=offending):
         bench("pipeline", *options, "--device", "cpu", "--output", tmp_path)
-    assert not list(tmp_path.rglob("*.json"))
+    assert not list(tmp_path.rglob("*.csv"))

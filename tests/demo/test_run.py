@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mhla_diffusers import load_mhla
-from mhla_diffusers.benchmark.timing import Budget
+from mhla_diffusers.benchmark.measure import Budget
 from mhla_diffusers.demo import run
 from mhla_diffusers.demo.run import STREAM_HEADER, DemoConfig, run_demo, stream_cells, stream_scenes
 from mhla_diffusers.tiny import TINY, load_tiny

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhla_diffusers.benchmark.timing import Budget
+from mhla_diffusers.benchmark.measure import Budget, read_rows
 from mhla_diffusers.demo import speed
 from mhla_diffusers.demo.speed import MHLA, SOFTMAX, SPARSE, Growth, draw_growth, html_speed, measure_growth
 
@@ -99,9 +99,9 @@ def test_the_results_page_says_what_was_measured():
 
 
 def test_times_of_the_card_are_those_that_ship():
-    rows = json.loads((ROOT / "assets/benchmarks/nvidia-h100-80gb-hbm3/op.json").read_text())["rows"]
-    softmax = {(row["tokens"], row["median"]) for row in rows if row["variant"] == "softmax FlashAttention-3"}
-    known = {(row["tokens"], row["median"]) for row in rows if row["stage"] == "forward" and "wan" in row["case"]}
+    rows = [row for row in read_rows(ROOT / "assets/benchmarks/nvidia-h100-80gb-hbm3/op.csv") if "wan" in row.case]
+    softmax = {(row.tokens, row.median) for row in rows if row.variant == "softmax FlashAttention-3"}
+    known = {(row.tokens, row.median) for row in rows if row.stage == "forward"}
     curves = speed.shipped_growth().curves
     for curve in curves.values():
         assert [n for n, _ in curve] == [31500, 75600]

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.benchmark.cases import Case
-from mhla_diffusers.benchmark.forecast import Question
-from mhla_diffusers.benchmark.models import Size, find_models
-from mhla_diffusers.families import get_family
+from mhla_diffusers.benchmark.models import Size, find_models, token_grid
+from mhla_diffusers.benchmark.transformer import Case
 from mhla_diffusers.patching import attn_processors
 from mhla_diffusers.training import InMemoryData
 from mhla_diffusers.training.checks import check_fits
@@ -54,9 +52,9 @@ def test_training_takes_latents_of_videos():
 
 def test_measured_at_any_number_of_frames():
     """The model has a table of as many positions; the small input that is checked first has one frame."""
-    (model,) = find_models(["tiny-latte"], "cpu")
+    (model,) = find_models(["tiny-latte"])
     case = Case(model, Size(64, 96, 5), 1, torch.device("cpu"), torch.float32)
     transformer = case.build()
     assert transformer.config.video_length == 5
     case.check(transformer)
-    assert Question(model, case.size, get_family(transformer).default_config).grid == (4, 6)
+    assert token_grid(model, case.size) == (4, 6)

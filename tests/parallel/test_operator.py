@@ -10,7 +10,8 @@ import torch
 from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
 from mhla_diffusers.attention.layout import block_count
 from mhla_diffusers.attention.parallel.place import Group, Parallel, parts
-from mhla_diffusers.benchmark.parallel import Layout, make_world
+from mhla_diffusers.benchmark.parallel import make_config
+from mhla_diffusers.patching.parallel import parallel_of
 
 from .processes import Processes
 
@@ -19,7 +20,7 @@ HEADS, HEAD_DIM = 4, 12
 
 def parallel(ring: int, ulysses: int, anything: bool = False) -> Parallel:
     """As diffusers sets it up."""
-    return replace(make_world(Layout(ring, ulysses)).parallel, anything=anything)
+    return replace(parallel_of(make_config(ring, ulysses)), anything=anything)
 
 
 def random_mask(grid: tuple[int, ...], block_size: int, samples: int, density: float = 0.3) -> torch.Tensor:

@@ -5,13 +5,19 @@ import torch
 from transformers import PreTrainedModel
 
 from mhla_diffusers import mhla_layers
-from mhla_diffusers.benchmark.cases import CLASSIFIERS, LINEAR_KINDS, Case, Choice, ClassifierCase
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
+from mhla_diffusers.benchmark.measure import table_of
 from mhla_diffusers.benchmark.models import Size, choose_sizes, models
-from mhla_diffusers.benchmark.parts import PARTS
-from mhla_diffusers.benchmark.report import draw_throughput
-from mhla_diffusers.benchmark.results import CONTENT, PLAIN
-from mhla_diffusers.benchmark.transformer import TRAINING_STEP
+from mhla_diffusers.benchmark.operation import CONTENT, PLAIN
+from mhla_diffusers.benchmark.transformer import (
+    CLASSIFIERS,
+    LINEAR_KINDS,
+    MHLA,
+    TRAINING_STEP,
+    Case,
+    Choice,
+    ClassifierCase,
+)
 from mhla_diffusers.families import families
 from mhla_diffusers.models import PooledViTConfig
 from mhla_diffusers.patching import layer
@@ -24,33 +30,37 @@ BOTH = ("--model", "tiny-pooled-vit", "--model", "tiny-vlt")
 OF_PATCHES = [model for family in families() if family.kind == "vision" for model in family.models]
 
 
-def whole(name, only):
-    """Multiply-adds of a forward of one picture of 224 pixels by the name of its attention, and parameters."""
-    if name in CLASSIFIERS:
-        case = ClassifierCase(CLASSIFIERS[name], Size(224, 224, None), None, CPU, torch.float32)
-    else:
-        case = Case(models()[name], Size(224, 224, None), None, CPU, torch.float32)
-    counts = case.count([only])
-    (kind,) = counts.costs
-    return counts.flops(kind) / 2, counts.weight_bytes / 4
-
-
 @pytest.mark.parametrize(
-    ("name", "only", "paper"),
-    [("deit-s-16", "softmax native", "DeiT-S, softmax"), ("vlt-t", "MHLA", "MHLA-VLT-T")],
+    ("model", "kind", "paper"),
+    [
+        (models()["deit-s-16"], "softmax", "DeiT-S, softmax"),
+        (CLASSIFIERS["vlt-t"], MHLA, "MHLA-VLT-T"),
+    ],
 )
-def test_what_is_measured_are_the_papers_models(name, only, paper):
+def test_what_is_measured_are_the_papers_models(model, kind, paper):
+    """Multiply-adds of a forward of one picture of 224 pixels, and parameters."""
+    of_class = ClassifierCase if model.name in CLASSIFIERS else Case
+    case = of_class(model, Size(224, 224, None), None, CPU, torch.float32)
     expected = paper_counts(paper)
-    assert whole(name, only) == (expected.weight_macs + expected.attention_macs, expected.parameters)
+    assert case.flops(Choice(kind, kind)) == 2 * (expected.weight_macs + expected.attention_macs)
+    assert sum(weight.numel() for weight in case.build(torch.device("meta")).parameters()) == expected.parameters
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_table_of_classifiers_says_what_their_first_stage_is(name):
+    model = CLASSIFIERS[name]
+    config = ClassifierCase(model, Size(64, 64, None), None, CPU, torch.float32).config(MHLA)
+    first = config.num_attention_heads[0], config.hidden_sizes[0] // config.num_attention_heads[0]
+    assert (model.heads, model.head_dim, model.layers) == (*first, sum(config.depths))
+    assert list(model.blocks) == config.mhla[0]["blocks"]
 
 
 @pytest.mark.parametrize("model", OF_PATCHES, ids=lambda model: model.name)
 def test_models_of_families_are_counted_without_weights(model):
     (size,) = choose_sizes(model, None, None, "cpu")
     case = Case(model, size, 1, CPU, torch.float32)
-    counts = case.count(["softmax native", "MHLA", CONTENT])
-    assert set(counts.costs) == {"softmax", "MHLA", CONTENT}
-    assert 0 < counts.flops("MHLA") < counts.flops("softmax")
+    softmax, mhla, sparse = (case.flops(Choice(kind, kind)) for kind in ("softmax", MHLA, CONTENT))
+    assert 0 < mhla < softmax and sparse > 0
     other = {"deit-t-16": PooledViTConfig.deit_t, "deit-s-16": PooledViTConfig.deit_s}.get(model.name)
     if other is not None:
         found = Case(model, size, None, CPU, torch.float32).build(torch.device("meta")).config
@@ -58,30 +68,21 @@ def test_models_of_families_are_counted_without_weights(model):
 
 
 def test_every_attention_has_a_row_and_a_throughput(tmp_path):
-    run = measure(tmp_path, "transformer", *BOTH, "--size", "32", "--size", "64x64", "--batch", 2)
-    rows = {(row.model, row.height, row.variant): row for row in run.rows if row.stage == "forward"}
+    rows = measure(tmp_path, "transformer", *BOTH, "--size", "32", "--size", "64x64", "--batch", 2)
+    found = {(row.case, row.variant): row for row in rows}
     for side in (32, 64):
-        patched, built_in = (
-            {variant: row for (model, height, variant), row in rows.items() if (model, height) == (name, side)}
-            for name in ("tiny-pooled-vit", "tiny-vlt")
-        )
-        assert {"softmax native", "softmax math", *LINEAR_KINDS, CONTENT} <= set(patched)
-        assert {"softmax native", "softmax math", PLAIN, "MHLA", CONTENT} <= set(built_in)
-        for found in (patched, built_in):
-            assert found["softmax cudnn"].status == "absent"
-            assert found["softmax native"].baseline and not found["MHLA"].baseline
-            mhla = found["MHLA"]
-            assert run.times_baseline(mhla) > 0 and mhla.samples_per_second == pytest.approx(2 / mhla.median)
-            assert 0 < found[PLAIN].flops <= mhla.flops < found["softmax native"].flops
-    assert {row.stage for row in run.rows if row.model == "tiny-pooled-vit"} == {
-        "forward",
-        *(f"part: {p}" for p in PARTS),
-    }
-    assert {row.stage for row in run.rows if row.model == "tiny-vlt"} == {"forward"}
-    assert "4 and 4 blocks" in rows["tiny-vlt", 64, "MHLA"].reason
-    header, _ = run.table(list(rows.values()))
+        for name in ("tiny-pooled-vit", "tiny-vlt"):
+            case = f"{name} {side}x{side}, batch 2"
+            measured = {row.variant: row for row in rows if row.case == case and row.median}
+            kinds = LINEAR_KINDS if name == "tiny-pooled-vit" else (PLAIN, MHLA)
+            assert {"softmax native", "softmax math", *kinds, CONTENT} <= set(measured)
+            assert found[case, "softmax cudnn"].status == "absent"
+            assert measured["softmax native"].baseline and not measured[MHLA].baseline
+            assert (measured[MHLA].batch, measured[MHLA].stage) == (2, "forward")
+            assert 0 < measured[PLAIN].flops <= measured[MHLA].flops < measured["softmax native"].flops
+    assert "4 and 4 blocks" in found["tiny-vlt 64x64, batch 2", MHLA].reason
+    header, _ = table_of(rows)
     assert "samples/s" in header
-    assert [axis.get_title(loc="left") for axis in draw_throughput(run).axes[:2]] == ["tiny-pooled-vit", "tiny-vlt"]
 
 
 def test_a_step_of_every_attention_with_checkpointing(tmp_path, monkeypatch):
@@ -93,8 +94,8 @@ def test_a_step_of_every_attention_with_checkpointing(tmp_path, monkeypatch):
         asked.append((type(model).__name__, model.is_activation_checkpointing))
 
     monkeypatch.setattr(PreTrainedModel, "activation_checkpointing_enable", watched)
-    run = measure(tmp_path, "train", *BOTH, "--checkpointing")
-    assert {"softmax native", PLAIN, "MHLA", CONTENT} <= set(medians(run, TRAINING_STEP))
+    rows = measure(tmp_path, "transformer", "--train", *BOTH, "--checkpointing")
+    assert {"softmax native", PLAIN, "MHLA", CONTENT} <= set(medians(rows, TRAINING_STEP))
     assert set(asked) == {("PooledViTForImageClassification", True), ("VLTForImageClassification", True)}
 
 
@@ -116,17 +117,17 @@ def test_variants_of_vlt_differ_in_their_mhla_alone():
 
 def test_wrong_built_in_attention_is_not_timed(tmp_path, monkeypatch):
     right = layer.attend
-    monkeypatch.setattr(layer, "attend", lambda *args, **options: 1.1 * right(*args, **options))
-    with pytest.raises(IncorrectAttentionError, match="MHLA layers.*Nothing was timed"):
+    monkeypatch.setattr(layer, "attend", lambda call, backend: 1.1 * right(call, backend))
+    with pytest.raises(IncorrectAttentionError, match="MHLA layers"):
         measure(tmp_path, "transformer", "--model", "tiny-vlt")
-    assert not list(tmp_path.rglob("*.json"))
+    assert not list(tmp_path.rglob("*.csv"))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("transformer", "--model", "vlt-t", "--layers", 3), "layers=3: the layers of vlt-t differ"),
-        (("transformer", "--model", "vlt-t", "--size", "16x64"), "size=16x64 must be at least 32 pixels for vlt-t"),
+        (("transformer", "--model", "vlt-t", "--size", "226"), "height=226.*224 and 228"),
         (("transformer", "--model", "vlt-t", "--batch", 0), "batch=0 must be positive"),
         (("transformer", "--model", "vlt"), "Unknown model 'vlt'; the nearest names are vlt-t"),
         (("transformer", "--model", "deit-t-16", "--size", "200"), "height=200 is not divisible by 16 .*192 and 208"),

@@ -1,0 +1,147 @@
+"""FLOPs of a transformer by part, counted on the meta device, and the most that a patch can bring."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..attention.layout import check_layout
+from ..config import AUTOMATIC, MHLAConfig, is_automatic
+from ..families import Model, get_family
+from ..patching.describe import sizes_of
+from ..patching.patch import choose_layers
+from .models import Size, build_transformer, choose_sizes, family_of_model, make_forward_inputs, token_grid
+
+ATTENTION = "self-attention"
+"""Without its projections."""
+REST = "rest"
+_PROJECTIONS = "projections"
+PARTS = (ATTENTION, _PROJECTIONS, "cross-attention", "feed-forward", REST)
+CEILINGS = ("model", "size", "tokens", "forward, TFLOP", "attention", "patched, TFLOP", "at most")
+"""Header of the table of ceilings."""
+
+
+def count_parts(transformer: Any, inputs: Mapping[str, Any], config: MHLAConfig | None = None) -> dict[str, int]:
+    """Count the FLOPs of each part of one forward; the rest is what is left: embeddings, modulation, the last layer.
+
+    They are counted operator by operator, except for the self-attention of a patch, which follows from its sizes:
+    eager operations pad short blocks, kernels do not.
+
+    Args:
+        transformer: without a patch, on the meta device, where nothing is computed.
+        inputs: of its forward, there too.
+        config: of a patch whose self-attention is counted in place of the model's own, in every layer.
+
+    Raises:
+        ValueError: block counts that do not fit the token grid.
+    """
+    flops = dict.fromkeys(PARTS, 0)
+    patched = 0
+    family = get_family(transformer)
+    grid = family.grid_of_arguments(transformer, inputs)
+    if config is not None:
+        check_layout(grid, config.blocks_on(grid))
+    begun: list[int] = []
+    handles = []
+
+    def begin(*_: Any) -> None:
+        begun.append(int(counter.get_total_flops()))
+
+    def end(part: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal patched
+        flops[part] += int(counter.get_total_flops()) - begun.pop()
+        if part == ATTENTION and config is not None:
+            adapter = family.adapter_of(module)
+            arguments = adapter.arguments(args, kwargs)
+            sizes = sizes_of(module, family, config, grid, sum(adapter.extra(arguments, math.prod(grid))))
+            patched += len(arguments["hidden_states"]) * sizes.flops
+
+    with torch.no_grad(), family.without_values(), FlopCounterMode(display=False) as counter:
+        for part, module in _modules(transformer):
+            handles.append(module.register_forward_pre_hook(begin))
+            after = lambda module, args, kwargs, output, part=part: end(part, module, args, kwargs)  # noqa: E731
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
+        try:
+            transformer(**inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        flops[REST] = int(counter.get_total_flops()) - sum(flops[part] for part in PARTS if part != _PROJECTIONS)
+    # projections lie inside of self-attention
+    flops[ATTENTION] = flops[ATTENTION] - flops[_PROJECTIONS] if config is None else patched
+    return flops
+
+
+def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Part and module of everything that is counted as one."""
+    family = get_family(transformer)
+    for attn in family.self_attentions(transformer).values():
+        yield ATTENTION, attn
+        yield from ((_PROJECTIONS, linear) for linear in family.adapter_of(attn).projections(attn))
+    cross = ("attn2",) if "attn2" not in family.attentions else ()
+    for block in family.blocks_of(transformer).values():
+        for part, names in (("cross-attention", cross), ("feed-forward", family.feed_forwards)):
+            for name in names:
+                module = getattr(block, name, None)
+                if isinstance(module, nn.Module):
+                    yield part, module
+
+
+def count_forward(
+    model: Model,
+    size: Size,
+    config: MHLAConfig | None = None,
+    *,
+    layers: int | None = None,
+    change: Callable[[Any], object] | None = None,
+) -> dict[str, int]:
+    """Count the FLOPs of one forward by part, from those of one layer and of two, since all are alike.
+
+    Args:
+        model: which.
+        size: of the samples.
+        config: of a patch in the layers that it names; None for none.
+        layers: how many; None for all.
+        change: what is done to the transformer before.
+
+    Raises:
+        ValueError: a patch that does not fit the model or the size.
+    """
+    built, meta = layers or model.layers, torch.device("meta")
+    found: list[dict[str, float]] = []
+    for count in (1, 2) if built > 1 else (1,):
+        transformer = build_transformer(model, size, count, meta, torch.bfloat16)
+        if change is not None:
+            change(transformer)
+        inputs = make_forward_inputs(model, transformer, size, meta, torch.bfloat16)
+        plain = count_parts(transformer, inputs)
+        found.append({**plain})
+        if config is not None:
+            # which layers an automatic choice takes is open until it is made, and all cost the same
+            chosen = str(config.layers).removeprefix(AUTOMATIC) if is_automatic(config.layers) else config.layers
+            share = len(choose_layers(chosen, built)) / built
+            patched = count_parts(transformer, inputs, config)
+            found[-1] = {part: share * patched[part] + (1 - share) * plain[part] for part in PARTS}
+    return {part: round(first + (built - 1) * (found[-1][part] - first)) for part, first in found[0].items()}
+
+
+def ceilings(chosen: Iterable[Model]) -> list[tuple[str, ...]]:
+    """Rows of a table: every model at all of its sizes, with the patch of ``apply_mhla(pipe)`` in every layer.
+
+    The last cell is the most that a patch brings where arithmetic is all that takes time. Models whose own attention is
+    linear are left out, since a patch saves nothing there.
+    """
+    rows: list[tuple[str, ...]] = []
+    for model in chosen:
+        family = family_of_model(model)
+        for size in choose_sizes(model, None, None, "cuda") if family.own_attention == "softmax" else ():
+            config = family.default_config.replace(blocks=model.blocks, layers="all")
+            plain, patched = count_forward(model, size), count_forward(model, size, config)
+            whole, left = sum(plain.values()), sum(patched.values())
+            tera = [f"{one / 1e12:,.0f}" if one >= 1e14 else f"{one / 1e12:.3g}" for one in (whole, left)]
+            share, tokens = f"{plain[ATTENTION] / whole:.0%}", f"{math.prod(token_grid(model, size)):,}"
+            rows.append((model.name, str(size), tokens, tera[0], share, tera[1], f"{whole / left:.2f} x"))
+    return rows

@@ -1,0 +1,111 @@
+"""Timing in turns, ratios, and the files of results."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mhla_diffusers.benchmark.measure import (
+    Budget,
+    Results,
+    Row,
+    Variant,
+    gather_conditions,
+    measured_row,
+    read_rows,
+    table_of,
+    time_interleaved,
+)
+
+from .commands import bench
+
+CPU = torch.device("cpu")
+SHORT = Budget(seconds=1e-9, least=3)
+
+
+def row(variant, seconds, **what):
+    known = {"case": "a", "stage": "forward", "baseline": variant.startswith("softmax")}
+    return replace(measured_row(variant, [seconds] * 3, 2**30), **known | what)
+
+
+def test_variants_take_turns():
+    calls = []
+    rows = time_interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, CPU, SHORT)
+    assert calls[-6:] == ["a", "b", "a", "b", "a", "b"]
+    assert rows["a"].repetitions == 3 and rows["a"].peak_bytes is None and rows["a"].median > 0
+
+
+def test_median_and_percentiles_by_hand():
+    found = measured_row("a", [6.0, 1.0, 2.0, 3.0, 5.0, 4.0], None)
+    assert (found.p20, found.median, found.p80, found.repetitions) == pytest.approx((2, 3.5, 5, 6))
+
+
+def test_what_cannot_run_is_listed_with_its_reason():
+    def too_large():
+        torch.empty(2**58)
+
+    def refused():
+        raise RuntimeError("No available kernel.\nmore")
+
+    variants = {"gone": "not installed", "large": too_large, "refused": refused, "runs": lambda: None}
+    rows = time_interleaved(variants, CPU, SHORT)
+    assert [(name, one.variant) for name, one in rows.items()] == [(name, name) for name in variants]
+    assert [one.status for one in rows.values()] == ["absent", "out of memory", "absent", "measured"]
+    assert (rows["gone"].reason, rows["refused"].reason) == ("not installed", "No available kernel.")
+
+
+@pytest.mark.parametrize(("seconds", "repetitions"), [(1e-3, 2), (10.0, 4)])
+def test_the_budget_bounds_repetitions(seconds, repetitions):
+    calls = []
+    found = time_interleaved(
+        {"a": lambda: (calls.append(0), torch.ones(2**16).exp_())}, CPU, Budget(seconds=seconds, least=2, most=4)
+    )
+    assert found["a"].repetitions in (repetitions, 4) and len(calls) >= repetitions
+    with pytest.raises(ValueError, match="seconds=0"):
+        Budget(seconds=0)
+
+
+def test_ratios_are_to_the_fastest_baseline_of_case_and_stage():
+    rows = [row("softmax", 2.0), row("MHLA", 0.5), row("softmax slow", 4.0), row("MHLA", 1.0, stage="backward")]
+    rows += [Row("gone", "a", "forward", baseline=True, status="absent", reason="none"), row("cut", 1, whole_seconds=8)]
+    header, lines = table_of(rows)
+    column = header.index("times baseline")
+    assert [line[column] for line in lines] == ["1.00", "4.00", "0.50", "", "", "0.25"]
+    assert lines[4][header.index("remark")] == "absent: none"
+    assert "PSNR, dB" not in header, "a column without numbers"
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    results = Results("op", CPU, torch.float32, tmp_path, SHORT)
+    for case in ("a", "b, c"):
+        variants = [Variant("softmax", lambda: None, baseline=True, flops=10**9), Variant("gone", "x | y", blocks=4)]
+        results.add(results.measure(variants, case=case, stage="forward", tokens=7))
+        assert read_rows(results.file.with_suffix(".csv")) == results.rows, "also of a run that is cut off"
+    assert [(one.flops, one.blocks, one.tokens, one.dtype) for one in results.rows[:2]] == [
+        (10**9, None, 7, "float32"),
+        (None, 4, 7, "float32"),
+    ]
+    page = results.file.with_suffix(".md").read_text()
+    for name, value in gather_conditions(CPU).items():
+        assert name in page and (name == "date" or value in page)
+    assert f"torch: {torch.__version__}" in page and "absent: x" in page
+    results.rows = results.rows[1::2]
+    with pytest.raises(ValueError, match=r"gone is absent \(x"):
+        results.finish()
+
+
+def test_a_plot_of_several_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = Results("op", CPU, torch.float32, tmp_path, SHORT)
+    results.add([row("softmax", 2.0), row("MHLA", 0.01), row("MHLA", 0.02, stage="forward+backward")])
+    file = results.file.with_suffix(".csv")
+    bench("plot", file, file, "--output", tmp_path / "new" / "times.png")
+    assert (tmp_path / "new" / "times.png").stat().st_size > 5000
+    with pytest.raises(OSError, match="absent.csv"):
+        bench("plot", tmp_path / "absent.csv")
+    (tmp_path / "other.csv").write_text("animal,legs\ncow,4\n")
+    with pytest.raises(ValueError, match="other.csv"):
+        bench("plot", tmp_path / "other.csv")
+    file.write_text(file.read_text().splitlines()[0] + "\n")
+    with pytest.raises(ValueError, match="no row"):
+        bench("plot", file)
