@@ -31,7 +31,7 @@ from .sparse import least_mixing, under_common_sum
 
 Causal = Literal["token", "block"]
 _BYTES = 2**23
-"""Of scores, or of query, key or value, that are formed at once."""
+"""Bytes of scores, or of query, key or value, that are formed at once."""
 Own = tuple[torch.Tensor, torch.Tensor | None]
 """Output (B, N, H, D) and LSE (B, N, H, 1), None without normaliser; in float32 (float64 for float64 inputs)."""
 

@@ -48,7 +48,7 @@ class AttentionSizes:
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key, of all heads: those that softmax attention in its place sees."""
+        """Pairs of a query and a key that softmax attention would see, over all heads."""
         return self._all_pairs if self.seen_pairs is None else self.seen_pairs
 
     @property
@@ -62,23 +62,23 @@ class AttentionSizes:
 
     @property
     def softmax_flops(self) -> int:
-        """Of softmax attention in its place: two products of D channels for every pair."""
+        """FLOPs of softmax attention: two products of D channels for every pair."""
         return 4 * self.pairs * self.head_dim
 
     @property
     def linear_flops(self) -> int:
-        """Of MHLA alone: KV states, Multi-Head Mixing and reading, each with the normaliser."""
+        """FLOPs of MHLA alone: KV states, Multi-Head Mixing and reading, each with the normaliser."""
         state = self.heads * self.head_dim * (self.head_dim + 1)
         return 4 * self.tokens * state + (2 * self.blocks**2 * state if self.blocks > 1 else 0)
 
     @property
     def listed_flops(self) -> int:
-        """Of softmax attention over the listed blocks, from and to extra tokens alone."""
+        """FLOPs of softmax attention over the listed blocks, and from and to extra tokens."""
         return 4 * self.listed_pairs * self.head_dim
 
     @property
     def flops(self) -> int:
-        """Of all branches and extra tokens together; of MHLA where there is nothing else."""
+        """FLOPs of all branches and extra tokens together."""
         pooled = 4 * self.heads * self.tokens * self.pooled_keys * self.head_dim
         own = 4 * self.own_pairs * self.head_dim
         return (self.linear_flops if self.linear_branch else 0) + self.listed_flops + own + pooled

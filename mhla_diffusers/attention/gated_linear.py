@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from .precision import sum_dtype, without_autocast
 
 GATE_RANK = 16
-"""Of the projection of the gate, in all of its authors' models."""
+"""Rank of the gate's projection, in all of its authors' models."""
 _TEMPERATURE = 16.0
 """A gate forgets a sixteenth as fast as a sigmoid would."""
 

@@ -18,7 +18,7 @@ from .precision import OUTPUT_NORM_EPS, sum_dtype, without_autocast
 from .rope import apply_rotary, rotary_table
 
 _CACHED_BYTES = 2**19
-"""Of query, key or value, as the sums are kept, that are worked on at once on a CPU, if that is a block or more."""
+"""Bytes of query, key or value, in the type of sums, that a CPU works on at once, if that is a block or more."""
 _MOST_BYTES = 2**23
 """The same of a part of one block, whose state is then the sum of several."""
 _Part = tuple[slice, slice]

@@ -103,7 +103,7 @@ class Row:
     psnr: float | None = None
     """In dB, of a sample against the unpatched pipeline's from the same noise; 100 where they are equal."""
     ssim: float | None = None
-    """Of the same samples; 1 where they are equal."""
+    """SSIM of the same samples; 1 where they are equal."""
 
     @property
     def spread(self) -> float:

@@ -34,7 +34,7 @@ SOFTMAX_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""Of PyTorch's scaled_dot_product_attention."""
+"""Backends of PyTorch's scaled_dot_product_attention."""
 Attend = Callable[[], torch.Tensor]
 
 

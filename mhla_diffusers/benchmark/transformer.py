@@ -59,9 +59,8 @@ class Choice:
     blocks: int | None = None
     """M of the replaced layers; None for softmax."""
     backend: str | None = None
-    """Of softmax attention: diffusers' name, where the family dispatches attention, or a key of ``SOFTMAX_BACKENDS``;
-    None for the default.
-    """
+    """Backend of softmax attention: diffusers' name, where the family dispatches attention, or a key of
+    ``SOFTMAX_BACKENDS``; None for the default."""
     absent: str | None = None
     """Why it cannot run here."""
     note: str = ""

@@ -223,12 +223,12 @@ class Demo:
         """Time attention over growing N: ``speed.json`` and ``speed.png``."""
         seconds = self.config.speed_seconds
         say(f"Timing attention over growing N, for {seconds:g} s at most")
-        here, shipped = speed.measure_growth(torch.device(self.config.device), seconds), speed.shipped_growth()
+        here = speed.measure_growth(torch.device(self.config.device), seconds)
         say(f"  {here}\n")
         write_json(asdict(here), self.output / "speed.json")
-        speed.draw_growth(here, shipped, self.output / "speed.png")
+        speed.draw_growth(here, self.output / "speed.png")
         picture = html_media(self.output / "speed.png", "Milliseconds of an attention over N")
-        self.sections["Is it fast?"] = speed.html_speed(here, shipped, picture)
+        self.sections["Is it fast?"] = speed.html_speed(here, picture)
 
     def show_longer_clip(self) -> None:
         """Stream clips longer than those that were trained on: ``stream.gif``."""
@@ -297,7 +297,7 @@ class Demo:
         """Write the record and last the page, whose images are inside it, so that the file can be sent alone."""
         write_json({**self.results, "circumstances": circumstances}, self.output / "results.json")
         facts = escape(", ".join(f"{name}: {value}" for name, value in circumstances.items()))
-        said = "Everything on this page was computed in one run, but for the times of the card that is not here"
+        said = "Everything on this page was computed in one run"
         sections = "".join(f"<h2>{escape(heading)}</h2>{part}" for heading, part in self.sections.items())
         page = html_page(f"MHLA on tiny-{self.tiny.family}", f"<p>{said} ({facts}).</p>{sections}")
         write_text(page, self.output / "index.html")

@@ -1,7 +1,7 @@
 """Is it fast here? Attention timed over growing N on this machine, where the curves cross, and a picture of it.
 
-The attention is that of Wan2.1-1.3B by itself, whose times on an H100 ship with this package. A CPU computes 4 of its
-12 heads: every head costs about the same, and the same seconds reach a larger N.
+The attention is that of Wan2.1-1.3B by itself. A CPU computes 4 of its 12 heads: every head costs about the same, and
+the same seconds reach a larger N.
 """
 
 import math
@@ -46,9 +46,9 @@ class Growth:
     heads: int
     curves: dict[str, list[tuple[int, float]]]
     """Attention → (N, seconds) by growing N, the same N for all."""
-    spread: float | None = None
-    """The largest (80th − 20th percentile) / median; None where nobody noted it."""
-    ended: str = ""
+    spread: float
+    """The largest (80th − 20th percentile) / median."""
+    ended: str
     """Why no larger N was measured."""
 
     def speedups(self, name: str) -> list[tuple[int, float]]:
@@ -145,32 +145,11 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
     return Growth(name, str(dtype).removeprefix("torch."), date, heads, curves, spread, ended)
 
 
-def shipped_growth() -> Growth:
-    """Return times of the same attentions on an H100, at Wan2.1-1.3B's own sizes, as assets/benchmarks has them.
-
-    Softmax by FlashAttention-3, the fastest there; the sparse branch is the version before this one, which alone was
-    measured there.
-    """
-    curves = {
-        SOFTMAX: [(31_500, 8.3e-3), (75_600, 49.8e-3)],
-        SPARSE: [(31_500, 11.7e-3), (75_600, 29.3e-3)],
-        MHLA: [(31_500, 1.1e-3), (75_600, 1.39e-3)],
-    }
-    return Growth("NVIDIA H100 80GB HBM3", "bfloat16", "2026-11-23", models()[MODEL].heads, curves)
-
-
-def html_speed(here: Growth, shipped: Growth, picture: str) -> str:
+def html_speed(here: Growth, picture: str) -> str:
     """Write the part of the page: sentences, the picture, which is HTML, and the times of this machine."""
-    own = f"On this machine ({here.device}, {here.dtype}, {here.heads} heads), {here}"
-    if here.ended:
-        own += f" N ends there: {here.ended}."
-    if here.spread is not None and here.spread > STEADY:
+    own = f"On this machine ({here.device}, {here.dtype}, {here.heads} heads), {here} N ends there: {here.ended}."
+    if here.spread > STEADY:
         own += f" The machine was busy: repeated times spread by up to {here.spread:.0%}, so the crossings are coarse."
-    sizes = " and ".join(f"{n:,}" for n, _ in shipped.curves[SOFTMAX])
-    card = (
-        f"On one {shipped.device} ({shipped.dtype}, {shipped.heads} heads, {shipped.date}, measured at {sizes} tokens "
-        f"only; softmax by FlashAttention-3, the sparse branch in the version before this one), {shipped}"
-    )
     remark = (
         f"One self-attention of {MODEL}, forward: as many of its heads of {models()[MODEL].head_dim} as are said, MHLA "
         f"blocks {times(models()[MODEL].blocks)}, density {DEFAULT_DENSITY:.0%}, blocks chosen at every call. At small "
@@ -181,36 +160,32 @@ def html_speed(here: Growth, shipped: Growth, picture: str) -> str:
         (f"{row[0][0]:,}", *(f"{1000 * one:.3g}" if one < 1 else f"{1000 * one:,.0f}" for _, one in row))
         for row in zip(*(here.curves[name] for name in _MARKS), strict=True)
     ]
-    sentences = "".join(f"<p>{escape(text)}</p>" for text in (own, card, remark))
+    sentences = "".join(f"<p>{escape(text)}</p>" for text in (own, remark))
     return f"{sentences}{picture}{html_table(('tokens N', *(f'{name}, ms' for name in _MARKS)), rows)}"
 
 
-def draw_growth(here: Growth, shipped: Growth, file: Path) -> None:
-    """Draw milliseconds over N, this machine beside the card whose times ship; a line marks where a curve crosses."""
+def draw_growth(growth: Growth, file: Path) -> None:
+    """Draw milliseconds over N; a line marks where a curve crosses that of softmax."""
     plt = require_matplotlib()
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), width_ratios=(3, 2), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12)
-    remarks = "this machine", "block-sparse: version before"
-    for axis, growth, remark in zip(axes, (here, shipped), remarks, strict=True):
-        tokens = [n for n, _ in growth.curves[SOFTMAX]]
-        for name, (marker, colour) in _MARKS.items():
-            points = [(n, 1000 * seconds) for n, seconds in growth.curves[name]]
-            axis.plot(*zip(*points, strict=True), marker=marker, color=colour, label=name)
-            at = None if name == SOFTMAX else growth.crossing(name)
-            if at is not None and at > tokens[0]:
-                axis.axvline(at, linestyle=":", color=colour, linewidth=1)
-                place = {"xytext": (3, 3), "textcoords": "offset points", "xycoords": axis.get_xaxis_transform()}
-                axis.annotate(about(at), (at, 0), color=colour, fontweight="bold", **place)
-        axis.set(xscale="log", yscale="log", xlim=(tokens[0] / 1.3, tokens[-1] * 1.3), xlabel="tokens N")
-        axis.set_xticks(tokens, [f"{n:,}" for n in tokens])
-        axis.minorticks_off()
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_ylabel("ms per attention")
-        axis.set_title(f"{growth.device}, {growth.dtype}\n{growth.heads} heads; {remark}", fontsize=10, loc="left")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    figure, axis = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    tokens = [n for n, _ in growth.curves[SOFTMAX]]
+    for name, (marker, colour) in _MARKS.items():
+        points = [(n, 1000 * seconds) for n, seconds in growth.curves[name]]
+        axis.plot(*zip(*points, strict=True), marker=marker, color=colour, label=name)
+        at = None if name == SOFTMAX else growth.crossing(name)
+        if at is not None and at > tokens[0]:
+            axis.axvline(at, linestyle=":", color=colour, linewidth=1)
+            place = {"xytext": (3, 3), "textcoords": "offset points", "xycoords": axis.get_xaxis_transform()}
+            axis.annotate(about(at), (at, 0), color=colour, fontweight="bold", **place)
+    axis.set(xscale="log", yscale="log", xlim=(tokens[0] / 1.3, tokens[-1] * 1.3), xlabel="tokens N")
+    axis.set_xticks(tokens, [f"{n:,}" for n in tokens])
+    axis.minorticks_off()
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_ylabel("ms per attention")
+    axis.set_title(f"{growth.device}, {growth.dtype}, {growth.heads} heads", fontsize=10, loc="left")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
     with written_aside(file) as aside:
         figure.savefig(aside, dpi=130)
     plt.close(figure)

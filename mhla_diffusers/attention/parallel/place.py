@@ -35,7 +35,7 @@ class Parallel:
     """Whether shares, and numbers of heads, may differ by one."""
 
     def shares(self, tokens: int, kind: str = "tokens") -> list[Share]:
-        """Of all processes, of so many tokens of a kind, as errors call it.
+        """Shares of all processes, of so many tokens of a kind, as errors call it.
 
         Raises:
             ValueError: the processes do not divide the tokens, and shares may not differ.
@@ -55,7 +55,7 @@ class Parallel:
         return parts(tokens, size)
 
     def own_share(self, tokens: int) -> Share:
-        """Of this process, of so many tokens."""
+        """Share of this process, of so many tokens."""
         return self.shares(tokens)[self.whole.rank]
 
     def heads(self, count: int) -> slice:

@@ -36,7 +36,7 @@ class Segment:
             for count in call.extra
         )
         self.pieces = list(zip(before, (count for _, count in shares), after, strict=True))
-        """Of every process: tokens before the grid, of the grid, and after it."""
+        """Every process's tokens before the grid, of the grid, and after it."""
 
     def of_heads(self, call: Call) -> Call:
         """The call of all tokens and some heads, from that of the own tokens and all heads.
