@@ -43,7 +43,7 @@ PROBLEMS = TABLE | {
     "causal": WAN | {"blocks": 21, "causal": "token"},
 }
 FULL = {"sm_90", "sm_86", "gfx942"}
-"""Of these together every entry of the table is compiled; of other cards the tiles for 16 bits."""
+"""Cards that together meet every entry of the table; others are compiled for with the tiles for 16 bits."""
 
 
 def launches_of(architecture, tokens, blocks, heads, head_dim, dtype, rope="after", everything=False, **kinds):

@@ -77,7 +77,7 @@ def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
 
 
 def operator_arguments(everything):
-    """Of both operators; with everything, of a share of the tokens."""
+    """Arguments of both operators; with everything, of a share of the tokens."""
     problem = on_device(make_problem((5, 7), (2, 1), batch=1, heads=1, **(EVERYTHING if everything else {})))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
     call = Call(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
@@ -94,7 +94,7 @@ def operator_arguments(everything):
 
 
 def beside_arguments():
-    """Of both operators beside the sparse branch, whose rows are padded."""
+    """Arguments of both operators beside the sparse branch, whose rows are padded."""
     rows, output = torch.randn(2, 1, 2, 48, 16, device=DEVICE)
     lse = torch.randn(2, 48, device=DEVICE)
     leaves = [rows, torch.rand(1, 2, 2, 16, 16), torch.rand(1, 2, 2, 16), output[0].clone(), lse, torch.rand(2)]
