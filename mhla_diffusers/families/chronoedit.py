@@ -30,7 +30,6 @@ class ChronoEditFamily(WanFamily):
     processor = cross_processor = "diffusers.models.transformers.transformer_chronoedit.WanAttnProcessor"
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content", clamp_blocks=True)
     default_clip = Clip(frames=_FRAMES, fps=16.0, sizes=((720, 1280),))
-    measured_unasked = False
     models = (
         wan_model("chronoedit-14b", 40, 13824, 40, transformer=_CLASS, settings=_REAL, frames=_FRAMES, **_AT_720P),
         tiny_wan("chronoedit", _CLASS, _TINY, frames=_FRAMES),

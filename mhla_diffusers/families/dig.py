@@ -61,7 +61,6 @@ class DiGFamily(DiTFamily):
     attention_class = "DiGAttention"
     default_config = MHLAConfig(blocks=(4, 4))
     own_attention = "gated linear"
-    measured_unasked = False
     models = (_model("dig-s-2", 6, 12), _model("dig-xl-2", 18, 28), tiny_image("dig", _CLASS, _WIDE))
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:

@@ -37,7 +37,6 @@ class DiTFamily(ImageFamily):
     conditions = (Condition("class_labels", (), dtype=torch.int64),)
     default_clip = Clip(frames=1, fps=1.0, sizes=((256, 256),))
     prompts_are_classes = True
-    measured_unasked = True
     models = (
         _model("dit-s-2", 6, 64, 12),
         _model("dit-xl-2", 16, 72, 28, grids={f"{16 * side}px": (side, side) for side in (32, 64, 128)}),

@@ -67,8 +67,6 @@ class Family:
     """Frames, rate and size that are generated or encoded by default."""
     models: ClassVar[tuple[Model, ...]] = ()
     """Configurations that ``mhla bench`` builds with random weights."""
-    measured_unasked: ClassVar[bool] = False
-    """Whether ``mhla bench`` on a GPU measures them by default."""
     why_not_trained: ClassVar[str] = (
         "This family can be patched, but it does not say how its models are encoded, trained and called by a pipeline; "
         "derive it from TrainedFamily."

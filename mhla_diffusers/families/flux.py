@@ -41,7 +41,7 @@ class FluxFamily(PackedImageFamily):
     )
     guidance: ClassVar[float | None] = 3.5  # the pipeline's default
     models: ClassVar[tuple[Model, ...]] = (
-        image_model("flux-dev", _CLASS, 24, 128, 19, settings=_DEV, more_layers={"num_single_layers": 38}, passes=1),
+        image_model("flux-dev", _CLASS, 24, 128, 19, settings=_DEV, more_layers={"num_single_layers": 38}),
         tiny_image("flux", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     )
 

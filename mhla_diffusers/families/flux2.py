@@ -38,7 +38,7 @@ class Flux2Family(FluxFamily):
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)
     guidance = 4.0  # the pipeline's default
     models = (
-        image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}, passes=1),
+        image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}),
         image_model(
             "flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}, passes=1
         ),

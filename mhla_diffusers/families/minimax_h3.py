@@ -59,7 +59,7 @@ class MiniMaxH3Family(JointFamily):
         Condition("audio_hidden_states", (_SOUND_TOKENS, "audio_in_channels")),
     )
     models = (
-        Model("minimax-h3", _CLASS, 56, 128, 50, (12, 3, 5), ((768, 1344),), stride=16, frames=124, passes=1),
+        Model("minimax-h3", _CLASS, 56, 128, 50, (12, 3, 5), ((768, 1344),), stride=16, frames=124),
         tiny_video("minimax_h3", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), stride=16, frames=21),
     )
 

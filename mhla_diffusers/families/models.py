@@ -62,8 +62,6 @@ class Model:
     """Frames per latent frame, after the first one."""
     temporal_patch: int = 1
     """Latent frames per token."""
-    passes: int = 2
-    """Forwards per step of the pipeline's usual call: 1 for a model that embeds its guidance."""
     layers_argument: str = "num_layers"
     """Argument of the class that takes :attr:`layers`."""
     more_layers: Mapping[str, int] = field(default_factory=dict)

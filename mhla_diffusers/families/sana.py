@@ -44,7 +44,6 @@ class SanaFamily(ImageFamily):
     default_config = MHLAConfig(blocks=(4, 4))
     own_attention = "linear"
     own_attention_eps = 1e-15
-    measured_unasked = True
     # Gemma's
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),

@@ -33,7 +33,6 @@ class SanaVideoFamily(SanaFamily):
     softmax_processor = "diffusers.models.transformers.transformer_wan.WanAttnProcessor"
     default_config = MHLAConfig(blocks=(7, 3, 5))
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
-    measured_unasked = False
     models = (
         Model("sana-video-2b", _CLASS, 20, 112, 20, (7, 3, 5), ((480, 832),), **_REAL),
         tiny_video("sana_video", _CLASS, _TINY),

@@ -91,7 +91,6 @@ class SkyReelsV2Family(WanFamily):
     default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=97, fps=24.0, sizes=((544, 960),))
     # numbers of diffusers' script that converts the checkpoints
-    measured_unasked = False
     models = (
         _model("skyreels-v2-1.3b", 12, 8960, 30),
         _model("skyreels-v2-14b", 40, 13824, 40),

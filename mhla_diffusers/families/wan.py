@@ -59,7 +59,6 @@ class WanFamily(TabledRotaryFamily):
     streamed: ClassVar[tuple[str, ...]] = (_CLASS,)
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),)
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
-    measured_unasked = True
     models: ClassVar[tuple[Model, ...]] = (
         wan_model("wan2.1-1.3b", 12, 8960, 30),
         wan_model("wan2.1-14b", 40, 13824, 40),

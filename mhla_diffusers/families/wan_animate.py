@@ -36,7 +36,6 @@ class WanAnimateFamily(WanFamily):
     attention_class = "transformer_wan_animate.WanAttention"
     processor = cross_processor = "diffusers.models.transformers.transformer_wan_animate.WanAttnProcessor"
     default_clip = Clip(frames=77, fps=30.0, sizes=((720, 1280),))
-    measured_unasked = False
     models = (
         wan_model("wan2.2-animate-14b", 40, 13824, 40, **_REAL),
         tiny_wan("wan_animate", _CLASS, _TINY, more_layers={"inject_face_latents_blocks": 1}),
