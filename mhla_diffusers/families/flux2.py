@@ -39,9 +39,7 @@ class Flux2Family(FluxFamily):
     guidance = 4.0  # the pipeline's default
     models = (
         image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}),
-        image_model(
-            "flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}, passes=1
-        ),
+        image_model("flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}),
         tiny_image("flux2", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     )
 
