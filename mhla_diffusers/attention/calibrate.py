@@ -29,7 +29,7 @@ def tokens_along(call: Call, block_size: int, count: int, shift: int) -> tuple[t
     """Choose tokens of the grid, evenly along the curve of uniform blocks: both int64 (at most count,).
 
     Returns:
-        The tokens, which another ``shift`` chooses anew, and their blocks.
+        The tokens, which another ``shift`` chooses again, and their blocks.
     """
     order = layout_of(call.grid, block_size).order.long()
     order = order[order >= 0]
@@ -74,7 +74,7 @@ def weight_held(call: Call, block_size: int, densities: Sequence[float], count: 
     """Part of softmax attention's weight that the lists chosen by content hold, extra tokens counted with them.
 
     Returns:
-        float64 (densities,), mean over samples, heads and ``count`` queries, which another ``shift`` chooses anew.
+        float64 (densities,), mean over samples, heads and ``count`` queries, which another ``shift`` chooses again.
     """
     tokens, block = tokens_along(call, block_size, count, shift)
     sampled = SampledQueries(call, tokens)

@@ -183,7 +183,7 @@ def attend_to_lists(
     """Attend to listed blocks, to all extra blocks, and to the pooled keys of those that are not listed.
 
     Some query blocks of some heads at a time, so that no more than ``_LOGITS`` logits are formed; in the backward pass
-    these are formed anew, so that none are kept.
+    these are formed again, so that none are kept.
 
     Args:
         query: (B, H, T, L, D), scaled.

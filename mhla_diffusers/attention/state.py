@@ -258,7 +258,7 @@ class MHLAState:
         return least_mixing(mixing)
 
     def _mix_earlier(self, mixing: torch.Tensor) -> None:
-        """Mix the past for the open frame block, unless it is; with gradients anew, as they need this step's mixing."""
+        """Mix the past for the open frame block, once; with gradients in every step, whose mixing they need."""
         if self._closed is not None and (self._earlier is None or torch.is_grad_enabled()):
             coefficients = mixing[..., :-1, :].flatten(-2).expand(self._closed.shape[1], -1, -1)
             closed = self._closed.flatten(2, 3).flatten(3)

@@ -409,7 +409,7 @@ def benchmark_transformer(
             one if isinstance(one.run, str) else replace(one, run=partial(_training_step, one.run, optimizer))
             for one in variants
         ]
-    # every variant compiles the same code anew; beyond the limit torch would silently stop compiling
+    # every variant compiles the same code again; beyond the limit torch would silently stop compiling
     with torch.set_grad_enabled(train), torch._dynamo.config.patch(cache_size_limit=64):
         rows = results.measure(variants, **what)
     torch.compiler.reset()

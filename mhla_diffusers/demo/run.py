@@ -262,7 +262,7 @@ class Demo:
         live = [variant for variant in self.variants if variant.short in _LIVE] or self.variants[-1:]
         updates, file = self.config.updates, self.output / "loss.png"
         names = " and ".join(variant.name for variant in live)
-        say(f"Live: {names}, {updates} updates each; {file} is drawn anew as they go on")
+        say(f"Live: {names}, {updates} updates each; {file} is drawn again as they go on")
         shutil.rmtree(self.output / "live", ignore_errors=True)  # from an earlier demo, perhaps with another length
         curves: dict[str, list[tuple[int, float]]] = {}
         for variant in live[::-1]:

@@ -59,7 +59,7 @@ class MHLACache(Cache):
         if known not in (None, given):
             raise ValueError(
                 f"This cache goes on with a batch of {known} texts, and the model was given {given}. Make another "
-                "MHLACache(model), or reset() this one to begin anew."
+                "MHLACache(model), or reset() this one to begin again."
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
@@ -179,7 +179,7 @@ class StateLayer(CacheLayerMixin):
         if layer is not self._layer:
             raise ValueError(
                 f"Layer {attn.layer_idx} has another MHLA layer than when the text began; make a new "
-                "MHLACache(model), or reset() this one to begin anew."
+                "MHLACache(model), or reset() this one to begin again."
             )
         self.is_awaited = False
         return self.state

@@ -49,7 +49,7 @@ class CallContext(NamedTuple):
     """The denoising step, where the pipeline passes it to ``cache_context``."""
     step_disabled: bool = False
     """Whether the patch is disabled in that step. Worked out outside of the transformer: a compiled one that compared
-    numbers of steps would be compiled anew for each."""
+    numbers of steps would be compiled again for each."""
     in_every_step: bool = False
     """Whether patches run in every step, for forwards that are no part of a denoising loop."""
     outer: Optional["CallContext"] = None

@@ -78,7 +78,7 @@ class Patched:
         self._hooks: list[RemovableHandle] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what a copied or pickled transformer makes anew."""
+        """Leave out what a copied or pickled transformer makes again."""
         return {name: value for name, value in vars(self).items() if name != "_meet_processes"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -258,7 +258,7 @@ def check_file(folder: Path, record: PatchRecord) -> Path:
         raise ValueError(f"{path} is no readable safetensors file: {error}.") from error
     check(
         "mhla" in metadata,
-        f"{record.file} was written anew without its settings, so it is unknown whether those in {CONFIG_NAME} "
+        f"{record.file} was written again without its settings, so it is unknown whether those in {CONFIG_NAME} "
         "belong to its tensors; keep the metadata of the safetensors file, or save with save_mhla().",
     )
     changed = next(_differences(record.settings(), json.loads(metadata["mhla"]), ""), None)

@@ -143,7 +143,7 @@ def _choose_automatically(
         if config.output_norm:
             raise ValueError(
                 "layers='auto:…' cannot judge an output norm that is not fitted yet. Patch all layers, call "
-                "calibrate_output_norm(), look at layer_sensitivity(), and patch anew with the list of layers."
+                "calibrate_output_norm(), look at layer_sensitivity(), and patch again with the list of layers."
             )
     plans = {
         name: plan_patch(transformers[name], MHLAProcessor(config.replace(layers="all"), backend=backend))
@@ -312,7 +312,7 @@ def _plan_change(
     if config.mixing_init != old_config.mixing_init:
         raise ValueError(
             f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
-            "remove_mhla() and apply_mhla() to begin anew."
+            "remove_mhla() and apply_mhla() to begin again."
         )
     keeps_parameters = share_parameters(old_config, config)
     tensors = {f"{name}.mhla.{key}": x for name, layer in before.items() for key, x in layer.state_dict().items()}
@@ -357,7 +357,7 @@ def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping
             raise ValueError(
                 f"{name}.mhla.{key} has shape {tuple(tensors[key].shape)}, which these settings would make "
                 f"{tuple(state[key].shape)}; what it has learned cannot be carried over. Call remove_mhla() and "
-                "apply_mhla() to begin anew."
+                "apply_mhla() to begin again."
             )
         with torch.no_grad():
             state[key].copy_(tensors[key])

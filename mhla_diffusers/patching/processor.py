@@ -40,9 +40,9 @@ class MHLAProcessor:
         grid: token grid of every input; None to find it out. It is believed: of an input with as many tokens in
             another shape, such as portrait for landscape, the blocks would be wrong.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        **settings: fields of :class:`MHLAConfig`; unknown ones are an error. Without any argument it is blank:
-            diffusers makes such ones of the class of a processor while it loads or unloads an adapter, and a patched
-            transformer gives its attentions their own back at its next forward.
+        **settings: fields of :class:`MHLAConfig`; unknown ones are an error. Without any argument it is a placeholder:
+            diffusers instantiates processor classes when it (un)loads adapters, and the next forward restores the real
+            one.
 
     Raises:
         ValueError: settings that are not allowed, or both ``config`` and settings.
@@ -225,7 +225,7 @@ class MHLAProcessor:
         else:
             _check_cache(cache)
             if key.shape[1] > count:
-                # nothing of the keys is summed up, so that is done anew in every call: right, slower than MHLACache
+                # nothing of the keys is summed up, so that is done again in every call: right, slower than MHLACache
                 state = layer.new_state((1,), self.backend)
         inputs = AttentionInputs(query, key, value, hidden_states, (count,))
         output: torch.Tensor = attn.mhla(inputs, backend=self.backend, state=state)
@@ -284,7 +284,7 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         if len(hidden_states) % self.parts:
             raise ValueError(
                 f"This layer is set up for perturbed-attention guidance with a batch of {self.parts} parts, but got "
-                f"{len(hidden_states)} samples: a guided call was interrupted. change_mhla(model) sets it up anew."
+                f"{len(hidden_states)} samples: a guided call was interrupted. change_mhla(model) sets it up again."
             )
         *parts, perturbed = hidden_states.chunk(self.parts)
         mask = attention_mask[: -len(perturbed)] if attention_mask is not None else None

@@ -34,7 +34,7 @@ SCORES = {
     "digits recognised": (".1%", "↑", 1000),
     "Fréchet distance": (".1f", "↓", 200),
 }
-"""Score → how it is written, which way is better, and how often its samples are drawn anew."""
+"""Score → how it is written, which way is better, and how often its samples are drawn again."""
 
 Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of one attention: losses (samples,), digits recognised (scenes,), features (scenes, digits and frames, 64)."""
@@ -76,7 +76,7 @@ def judge(tiny: TinyPipeline, pipelines: dict[str, Callable[[], Any]], count: in
     adaptation, yardstick = Adaptation(tiny, 1, HELD_OUT), Yardstick(tiny, tiny.random_scenes(count, "scenes"), 0)
 
     def features_of(pictures: list[torch.Tensor]) -> torch.Tensor:
-        # as many of every scene, so that scenes can be drawn anew: of a scene with one digit the digit twice
+        # as many of every scene, so that scenes can be drawn again: of a scene with one digit the digit twice
         found = zip(yardstick.features(pictures), yardstick.scenes, strict=True)
         return torch.stack([one.repeat(tiny.most_digits // len(scene.labels), 1) for one, scene in found])
 
