@@ -92,7 +92,6 @@ REFUSED = {
         lambda: layer_sensitivity(mhla.apply_mhla(vit(), blocks=(2, 2)), lambda: None),
         "must call the pipeline or the model",
     ),
-    "density as text": (lambda: mhla.change_mhla(sparse_dit(), density="0.1"), "density='0.1'"),
     "configuration of a processor": (lambda: mhla.MHLAProcessor(3), "config=3"),
     "processors of a pipeline": (lambda: attn_processors(wan_pipeline()), "WanPipeline is a pipeline"),
     "stream of what has MHLA built in": (lambda: mhla.VideoStream(vlt()), "MHLA built in"),

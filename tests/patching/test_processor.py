@@ -103,8 +103,10 @@ def test_diffusers_own_form_is_removed_too(name, ran):
     mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", ["wan", "wan_i2v", "wan_ti2v", "wan_vace"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("wan", torch.no_grad), *((name, torch.inference_mode) for name in ("wan", "wan_i2v", "wan_ti2v", "wan_vace"))],
+)
 def test_diffusers_own_form_reads_the_grid_off_the_rotary_tables_of_wan(name, mode):
     """Landscape, portrait of as many tokens, another size, and landscape again."""
     model, reference = FAMILIES[name].build(), patched(name, blocks=(2, 2, 2), convolution=3)

@@ -96,6 +96,7 @@ def test_gradients_reach_the_weights(settings):
         assert all(weight.grad.abs().sum() > 0 for weight in learned if weight is not None)
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph():
     model, arguments, _ = patched("wan")
     del model.blocks[1:]

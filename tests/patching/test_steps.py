@@ -81,14 +81,17 @@ def test_the_patch_rests_in_the_first_steps_of_every_pipeline(name):
     pipe = PIPELINES[name].build()
     before = pictures(name, pipe)
     mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks, sparse="none")
-    every = steps_with_mhla(pipe, run_of(name, pipe))
+    found = {}
+
+    def layers_that_run(steps):
+        return steps_with_mhla(pipe, lambda: found.update({steps: pictures(name, pipe)}))
+
+    every = layers_that_run(0)
     assert len(every) == 4 and all(every)
-    found = {0: pictures(name, pipe)}
-    for steps, resting in ((1, 1), (0.5, 2), (0.51, 3), (3, 3), (1.0, 4), (9, 4)):
+    for steps, resting in ((1, 1), (0.5, 2), (0.51, 3), (3, 3), (1.0, 4)):
         mhla.change_mhla(pipe, softmax_steps=steps)
-        assert steps_with_mhla(pipe, run_of(name, pipe)) == [0] * resting + every[resting:]
-        found[steps] = pictures(name, pipe)
-    assert torch.equal(found[1.0], before) and torch.equal(found[9], before)
+        assert layers_that_run(steps) == [0] * resting + every[resting:]
+    assert torch.equal(found[1.0], before)
     assert_changed(found[3], before)
     assert_changed(found[1], found[0])
     assert torch.equal(found[0.51], found[3])
@@ -192,12 +195,12 @@ def test_a_step_is_one_of_num_inference_steps(name, scheduler, expected, setting
     """Two of four rest, whatever number of forwards the scheduler's solver makes in a step."""
     pipe, blocks, call = pipeline_of(name)
     own = {} if "Flow" in scheduler else pipe.scheduler.config
-    mhla.apply_mhla(pipe, blocks=blocks, sparse="none")
+    mhla.apply_mhla(pipe, blocks=blocks, sparse="none", softmax_steps=2)
     pipe.scheduler = getattr(diffusers, scheduler).from_config(own, **settings)  # after patching
-    for steps in (2, 0.5):
-        mhla.change_mhla(pipe, softmax_steps=steps)
-        for _ in range(2):  # another call begins anew
-            assert forwards_at_rest(pipe, lambda: pipe(**call, generator=seeded())) == expected
+    for steps in (2, 2, 0.5):  # another call begins anew
+        if steps == 0.5:
+            mhla.change_mhla(pipe, softmax_steps=steps)
+        assert forwards_at_rest(pipe, lambda: pipe(**call, generator=seeded())) == expected
 
 
 @pytest.mark.parametrize(("strength", "steps"), [(1.0, 4), (0.5, 2)])

@@ -99,17 +99,6 @@ def test_patching_and_removing_a_compiled_model(counter):
 
 
 @pytest.mark.slow
-def test_repeated_blocks_compile_once_per_resolution(counter):
-    """Once for all blocks, whatever their number, at three resolutions."""
-    model, usual = patched("wan"), inputs("wan")
-    narrow = usual | {"hidden_states": usual["hidden_states"][..., :8, :6]}
-    requests = [usual, inputs("wan", ragged=True), narrow] * 2
-    expected = [output(model, arguments) for arguments in requests]
-    model.compile_repeated_blocks(backend=counter, fullgraph=True)
-    assert runs(model, counter, requests, expected) == [1, 2, 3, 3, 3, 3]
-
-
-@pytest.mark.slow
 def test_diffusers_own_form_compiles_after_its_first_forward(counter):
     """Its weights are made in the first forward, which therefore runs uncompiled."""
     model = FAMILIES["wan"].build()

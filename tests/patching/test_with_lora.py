@@ -1,5 +1,7 @@
 """LoRA and fused projections on patched models."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
@@ -20,20 +22,8 @@ def lora_layers(model):
 
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_lora_is_merged_and_unmerged(name):
-    model = with_lora(patched(name, layers="2/3"), *PROJECTIONS)
-    adapted = output(model, inputs(name))
-    for layer in lora_layers(model):
-        layer.merge()
-    assert_equal_up_to_order(output(model, inputs(name)), adapted)
-    for layer in lora_layers(model):
-        layer.unmerge()
-    assert_equal_up_to_order(output(model, inputs(name)), adapted)
-
-
-@pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_patching_and_removing_under_lora(name, tmp_path):
-    """The order of the two does not matter, removal leaves the adapter in place, and its file holds nothing else."""
+    """In either order, merged and unmerged; removal leaves the adapter in place, and its file holds nothing else."""
     only_lora = with_lora(FAMILIES[name].build(), *PROJECTIONS)
     before = output(only_lora, inputs(name))
     mhla.apply_mhla(only_lora, sparse="none", blocks=FAMILIES[name].blocks)
@@ -41,6 +31,11 @@ def test_patching_and_removing_under_lora(name, tmp_path):
     expected = output(both, inputs(name))
     assert_changed(expected, output(patched(name), inputs(name)))
     assert torch.equal(output(only_lora, inputs(name)), expected)
+    merged = copy.deepcopy(both)
+    for change in ("merge", "unmerge"):
+        for layer in lora_layers(merged):
+            getattr(layer, change)()
+        assert_equal_up_to_order(output(merged, inputs(name)), expected)
     if name != "dit":  # diffusers has no LoRA files of DiT
         both.save_lora_adapter(tmp_path)
         (file,) = tmp_path.glob("*.safetensors")
