@@ -35,8 +35,7 @@ def _attend(degrees: tuple[int, int], what_happens: str) -> tuple[str, float]:
     raise AssertionError("the call went through alone")
 
 
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["ring", "heads"])
-@pytest.mark.parametrize("what_happens", ["ends", "sleeps"])
+@pytest.mark.parametrize(("degrees", "what_happens"), [((2, 1), "ends"), ((1, 2), "sleeps")])
 def test_others_end_with_one_message(degrees: tuple[int, int], what_happens: str) -> None:
     processes = Processes(2, timeout=_TIMEOUT)
     try:
