@@ -173,8 +173,8 @@ def test_sharded_lora_with_gradient_checkpointing_is_that_of_one_process(tmp_pat
 def test_few_steps_in_two_processes_are_those_of_one(trainable: Trainable, tmp_path: Path) -> None:
     """Student and critic, whose gradients DistributedDataParallel does not see."""
     lora: dict[str, Any] = {"lora_rank": 2, "lora_layers": "blocks"} if trainable == "lora" else {}
-    few = FewStepsConfig((1.0, 0.8), guidance=3.0, critic_updates=2, critic_warmup=1, critic_learning_rate=3e-2)
-    stage = StageConfig(3, 1e-3, trainable, few_steps=few, **lora)
+    few = FewStepsConfig((1.0, 0.8), guidance=3.0, critic_updates=2, critic_warmup=2, critic_learning_rate=3e-2)
+    stage = StageConfig(6, 1e-3, trainable, few_steps=few, **lora)
     settings: dict[str, Any] = {"stages": (stage,), "prompt_dropout": 0.0}
     finish(start_distributed_training(_config(tmp_path / "two", 1, **settings), processes=2))
     _train_alone(_config(tmp_path / "one", 2, **settings))
