@@ -19,8 +19,6 @@ from fidelity import CALIBRATION_SAMPLES, Row
 
 from mhla_diffusers import apply_mhla, audit
 from mhla_diffusers.analysis import draw_audit
-from mhla_diffusers.benchmark.counts import count_forward
-from mhla_diffusers.benchmark.models import choose_sizes, family_of_model, find_models
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import generate_scenes
 from mhla_diffusers.files import written_aside
@@ -30,12 +28,6 @@ from mhla_diffusers.tiny import TINY, load_tiny
 FOLDER = Path("studies/fidelity")
 STEPS_TABLE = Path("studies/fidelity/steps-wan.csv")
 DENSITIES = (0.25, 0.15, 0.1, 0.05)
-MODELS = (
-    ("dit-xl-2", "256", None),
-    ("dit-xl-2", "1024", None),
-    ("wan2.1-1.3b", "480x832", 81),
-    ("wan2.1-1.3b", "720x1280", 81),
-)
 _SPARSE = {"sparse": "content", "density": 0.05}
 
 
@@ -49,33 +41,6 @@ def scenes_of(family: str, count: int, seed: int = 5) -> Callable[[Any], list[to
     tiny = TINY[family]
     scenes = tiny.random_scenes(count, seed)
     return lambda pipe: generate_scenes(pipe, tiny, scenes, seed)
-
-
-def draw_forecast(plt: Any) -> Any:
-    """FLOPs of a forward by part, as parts of the unpatched one's."""
-    figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
-    names, colours = [], plt.colormaps["tab10"].colors
-    for name, size, frames in MODELS:
-        (model,) = find_models([name])
-        (chosen,) = choose_sizes(model, [size], None if frames is None else [frames], "cpu")
-        config = family_of_model(model).default_config.replace(blocks=model.blocks)
-        counted = {"unpatched": count_forward(model, chosen), "patched": count_forward(model, chosen, config)}
-        whole = sum(counted["unpatched"].values())
-        for kind, costs in counted.items():
-            left = 0.0
-            for place, (part, flops) in enumerate(costs.items()):
-                width = flops / whole
-                axis.barh(len(names), width, left=left, color=colours[place], label=part if not names else None)
-                left += width
-            axis.text(left + 0.01, len(names), f"{left:.0%}", va="center", fontsize=8)
-            names.append(f"{name}, {chosen}, {kind}")
-            sys.stdout.write(f"{names[-1]}: self-attention {costs['self-attention'] / whole:.1%}, all {left:.1%}\n")
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("FLOPs of a forward, as part of the unpatched one's")
-    axis.set_xlim(0, 1.07)
-    figure.legend(fontsize=8, loc="outside upper center", ncols=5)
-    return figure
 
 
 def draw_untrained(plt: Any) -> Any:
@@ -138,7 +103,6 @@ def _mean_and_error(cell: str) -> tuple[float, float]:
 
 
 PICTURES: dict[str, Callable[[Any], Any]] = {
-    "forecast": draw_forecast,
     "untrained": draw_untrained,
     "audit": draw_audit_of_wan,
     "steps": draw_steps,

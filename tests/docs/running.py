@@ -105,7 +105,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
 ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^make ", "it would run these tests, or the demo for minutes"),
     (r"^\.ci/run", "it would run these tests"),
-    (r"^mkdocs build", "tests/docs/test_site builds the pages"),
     (r"^pip (install|download|wheel) ", "it would change the environment, or download packages"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^mhla finetune .* --dry-run --processes 8", "it reads a model of the Hub; tests/training counts tiny ones"),
