@@ -16,7 +16,9 @@ from mhla_diffusers.attention import (
     mhla_attention,
     reference_attention,
 )
+from mhla_diffusers.attention.triton.backend import FEATURE_MAPS
 
+POSITIVE_MAPS = [name for name in FEATURE_MAPS if name != "identity"]
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
     ((12,), (1,)),

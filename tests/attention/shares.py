@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention import Call
 from mhla_diffusers.attention.precision import sum_dtype
 
-from .problems import make_problem
+from .problems import POSITIVE_MAPS, make_problem
 
 CUTS = [
     # grid, blocks, tokens per share: begun inside a row or a frame, shorter than a row, of whole frames, of one token
@@ -73,7 +73,7 @@ def cut_problems(draw, most_blocks: int = 24, most_channels: int = 16):
         head_dim=2 * draw(st.integers(1, most_channels // 2)),
         seed=draw(st.integers(0, 2**16)),
         rope=draw(st.sampled_from(["after", "before"])),
-        feature_map=draw(st.sampled_from(["relu", "elu+1", "softmax"])),
+        feature_map=draw(st.sampled_from(POSITIVE_MAPS)),
         **{name: draw(st.booleans()) for name in ("rotary", "mask", "norm", "gate", "per_head", "normalize")},
     )
     tokens = math.prod(grid)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention import feature_map_names, mhla_attention
 from mhla_diffusers.attention.feature_maps import get_feature_map
 
-from .problems import GRIDS, errors_against_reference, make_problem
+from .problems import GRIDS, POSITIVE_MAPS, errors_against_reference, make_problem
 
 # float32: some hundred roundings of 6e-8 in sums of positive terms. bfloat16 and float16: one rounding of the result
 # (and of its gradient) to 8 or 11 significant bits, so 2**-9 and 2**-12 per element; the bounds are twice that.
@@ -28,7 +28,7 @@ def test_grids(grid, blocks, dtype):
     check(make_problem(grid, blocks), dtype)
 
 
-@pytest.mark.parametrize("feature_map", ["relu", "elu+1", "softmax"])
+@pytest.mark.parametrize("feature_map", POSITIVE_MAPS)
 @pytest.mark.parametrize("rope", [None, "after", "before"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_feature_maps_and_rope(feature_map, rope, normalize):
@@ -61,7 +61,7 @@ def problems(draw):
         head_dim=2 * draw(st.integers(1, 8)),
         seed=draw(st.integers(0, 2**16)),
         rope=draw(st.sampled_from(["after", "before"])),
-        feature_map=draw(st.sampled_from(["relu", "elu+1", "softmax"])),
+        feature_map=draw(st.sampled_from(POSITIVE_MAPS)),
         **flags,
     )
 

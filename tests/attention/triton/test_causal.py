@@ -9,7 +9,7 @@ from mhla_diffusers.attention import Call, eager
 from mhla_diffusers.attention.causal import with_causal_mixing
 from mhla_diffusers.attention.triton import backend
 
-from ..problems import errors_against_reference, make_problem, reference
+from ..problems import POSITIVE_MAPS, errors_against_reference, make_problem, reference
 from ..test_causal import of_length, streamed
 from .test_kernels import FLOAT32_TOLERANCE, HALF_TO_EAGER, TRITON, on_device
 
@@ -54,7 +54,7 @@ def test_blocks_of_several_tiles(options):
     check(sequence(220, 2, whole=281, mask=True, head_dim=16, **options))
 
 
-@pytest.mark.parametrize("feature_map", ["relu", "elu+1", "softmax"])
+@pytest.mark.parametrize("feature_map", POSITIVE_MAPS)
 @pytest.mark.parametrize("rope", [None, "after", "before"])
 def test_feature_maps_and_rope(feature_map, rope):
     options = {"rotary": True, "rope": rope} if rope else {}

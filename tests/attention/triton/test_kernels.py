@@ -16,6 +16,7 @@ from mhla_diffusers.attention.triton import tiles
 
 from ..problems import (
     GRIDS,
+    POSITIVE_MAPS,
     Problem,
     check_empty_sample,
     errors_against_reference,
@@ -69,7 +70,7 @@ def test_grids(grid, blocks):
     check(make_problem(grid, blocks, batch=1, rotary=True))
 
 
-@pytest.mark.parametrize("feature_map", ["relu", "elu+1", "softmax"])
+@pytest.mark.parametrize("feature_map", POSITIVE_MAPS)
 @pytest.mark.parametrize("rope", [None, "after", "before"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_feature_maps_and_rope(feature_map, rope, normalize):
@@ -176,7 +177,7 @@ def problems(draw):
         head_dim=2 * draw(st.integers(1, 20)),
         seed=draw(st.integers(0, 2**16)),
         rope=draw(st.sampled_from(["after", "before"])),
-        feature_map=draw(st.sampled_from(["relu", "elu+1", "softmax"])),
+        feature_map=draw(st.sampled_from(POSITIVE_MAPS)),
         **{name: draw(st.booleans()) for name in (*EVERYTHING, "normalize")},
     )
 
@@ -251,7 +252,7 @@ def test_half_precision_does_not_overflow(dtype):
     assert torch.equal(output, value)
 
 
-@pytest.mark.parametrize("feature_map", ["relu", "elu+1", "softmax"])
+@pytest.mark.parametrize("feature_map", POSITIVE_MAPS)
 def test_nan_is_not_hidden(feature_map):
     query, key, value = torch.randn(3, 1, 12, 1, 16, device=DEVICE)
     query[0, 5, 0, 3] = float("nan")
