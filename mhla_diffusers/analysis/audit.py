@@ -272,7 +272,7 @@ class _Watch:
             density = config.listed_on(inputs.grid)
             with without_autocast(inputs.query.device):
                 call = in_float32(attn.mhla.call(inputs))
-                held = weight_held(call, config.block_size, (density,), _QUERIES, len(self.masses))
+                held = weight_held(call, config.block_size, density, _QUERIES, len(self.masses))
             self.densities.append(density)
             self.masses.append(float(held))
 

@@ -64,7 +64,7 @@ def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], t
 
 
 def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], file: Path) -> Path:
-    """Draw the mixing matrices of all layers, name → (M, M) or (H, M, M), of which the mean over heads is drawn."""
+    """Draw the mixing matrices of all layers, name → (M, M), or (H, M, M) for the mean over heads."""
     plt = require_matplotlib()
     shared = {
         name: matrix.detach().float().cpu().reshape(-1, *matrix.shape[-2:]).mean(dim=0)

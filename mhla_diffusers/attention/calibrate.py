@@ -4,7 +4,7 @@ With p the weights of softmax attention over all keys and o its output, what a Î
 are seen through the head's part of the output projection, so that those of different heads compare.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -70,30 +70,26 @@ class SampledQueries:
             yield here, weights, weights @ value, lse
 
 
-def weight_held(call: Call, block_size: int, densities: Sequence[float], count: int, shift: int) -> torch.Tensor:
+def weight_held(call: Call, block_size: int, density: float, count: int, shift: int) -> torch.Tensor:
     """Part of softmax attention's weight that the lists chosen by content hold, extra tokens counted with them.
 
     Returns:
-        float64 (densities,), mean over samples, heads and ``count`` queries, which another ``shift`` chooses again.
+        float64 (), mean over samples, heads and ``count`` queries, which another ``shift`` chooses again.
     """
     tokens, block = tokens_along(call, block_size, count, shift)
     sampled = SampledQueries(call, tokens)
     member = layout_of(call.grid, block_size).rows.long().to(tokens.device) // block_size
-    listed = []
-    for density in densities:
-        lists = with_lists(replace(call, sparse=ContentRule(block_size, density), pooled_bias=None)).sparse
-        if isinstance(lists, BlockLists):
-            listed.append(lists.mask()[:, :, block])
+    lists = with_lists(replace(call, sparse=ContentRule(block_size, density), pooled_bias=None)).sparse
+    assert isinstance(lists, BlockLists)
+    listed = lists.mask()[:, :, block]
     batch, queries, heads, head_dim = sampled.query.shape
-    found = torch.zeros(len(densities), dtype=torch.float64, device=tokens.device)
+    found = torch.zeros((), dtype=torch.float64, device=tokens.device)
     nothing = torch.eye(head_dim, device=tokens.device)
     for head in range(heads):
         for here, weights, _, _ in sampled.rows(head, nothing):
             blocks = weights.new_zeros(*weights.shape[:2], block_count(call.grid, block_size))
             blocks.index_add_(2, member, weights[..., : len(member)])
-            of_extra = weights[..., len(member) :].sum().double()
-            for place, mask in enumerate(listed):
-                found[place] += (blocks * mask[:, head, here]).sum().double() + of_extra
+            found += (blocks * listed[:, head, here]).sum().double() + weights[..., len(member) :].sum().double()
     return found / (batch * heads * queries)
 
 

@@ -64,7 +64,7 @@ def with_causal_mixing(call: Call) -> Call:
 
 
 def least_mask(call: Call) -> torch.Tensor | None:
-    """Key mask of which masked keys still weigh something, in the type of sums."""
+    """Key mask in the type of sums, in which masked keys keep a tiny weight."""
     return None if call.key_mask is None else call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK)
 
 

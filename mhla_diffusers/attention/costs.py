@@ -99,11 +99,6 @@ class AttentionSizes:
         return (2 * self.state_bytes if self.linear_branch else 0) + self.pooled_bytes
 
     @property
-    def moved_bytes(self) -> int:
-        """The least that moves beside query, key, value and output: states and pooled keys, written and read once."""
-        return (2 * self.state_bytes if self.linear_branch else 0) + 2 * self.pooled_bytes
-
-    @property
     def weight_bytes(self) -> int:
         """All weights of softmax attention, written out in float32; a fused kernel holds next to none."""
         return _FLOAT32 * self.pairs

@@ -119,7 +119,7 @@ def linear_branch(call: Call) -> Call:
 
 
 def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
-    """A mixing matrix of which no entry is 0, in the type of sums."""
+    """Mixing matrix in the type of sums, without an entry of 0."""
     return mixing.to(sum_dtype(mixing.dtype)) + LEAST_MIXING
 
 

@@ -147,7 +147,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
 
 
 class Demo:
-    """The parts of the demo, each of which adds a section to the page."""
+    """The parts of the demo; each adds a section to the page."""
 
     def __init__(self, config: DemoConfig) -> None:
         self.config, self.tiny, self.output = config, tiny_pipeline(config.family), config.output

@@ -87,7 +87,7 @@ class AttentionAdapter:
     """Attributes of an attention that are linear layers before the heads, that of the queries first; some are absent.
     """
     outputs: ClassVar[tuple[str, ...]] = ("to_out",)
-    """Attributes of which one is the linear layer after the heads, or a list that begins with it."""
+    """Attributes that may hold the linear layer after the heads, or a list that begins with it."""
     idle: ClassVar[tuple[str, ...]] = ()
     """Attributes of an attention that do not run while it is patched."""
 

@@ -1,6 +1,6 @@
 """The diffusion process of each family: how latents are noised and what the model learns to predict.
 
-Shapes: B batch, C channels, then the axes of the latents, of which F are frames.
+Shapes: B batch, C channels, then the axes of the latents, the first of a video being F frames.
 """
 
 import math

@@ -99,7 +99,7 @@ def compare_patches(layers: Mapping[str, MHLALayer], config: Any, parallel: Para
 
 
 def _weights(layers: Iterable[MHLALayer]) -> Iterable[bytes]:
-    """Yield the bytes of the layers' weights, but not of those of which every process holds a part, as under FSDP."""
+    """Yield the bytes of the layers' weights, except those that are sharded over the processes, as under FSDP."""
     from torch.distributed.tensor import DTensor
 
     for layer in layers:

@@ -104,7 +104,7 @@ def synthesize_command(
 def _load(
     model: str, device: str, precision: str, frames: int | None, fps: float | None, sizes: Sequence[str] | None
 ) -> tuple[Any, "Clip"]:
-    """Load a pipeline, and return it with the default clip of its family, of which some values may be given."""
+    """Load a pipeline, and return it with its family's default clip, overridden by the values given."""
     from dataclasses import replace
 
     from ..devices import FLOAT_TYPES, dtype_name

@@ -107,7 +107,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
 
 @contextmanager
 def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[None]:
-    """Context in which tokens are split over simulated processes, of which this is the first."""
+    """Context in which tokens are split over simulated processes; this one is the first."""
     if degrees.processes == 1:
         yield
         return

@@ -106,7 +106,7 @@ class NamedRun:
         if self.is_encoded:
             cache = LatentCache(self.data)
             name = read_json(pipeline_file(self.model, "model_index.json"))["_class_name"]
-            pipeline = getattr(diffusers, name, None)  # None for one of the user's own, of which nothing is known
+            pipeline = getattr(diffusers, name, None)  # None for the user's own classes, which are not known here
             picture = None if pipeline is None else family.keeps_first_frame(pipeline, self._settings)
             cache.check_made_for(self.model, model_header(self.model, family), picture)
             if config.clip is not None:

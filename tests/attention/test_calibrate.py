@@ -87,7 +87,7 @@ def test_candidates_of_a_linear_branch_beside_extra_tokens_alone():
 def test_the_weight_held_is_that_of_the_listed_blocks_and_of_extra_tokens(extra):
     grid, densities = (7, 5), (0.2, 0.5, 1.0)
     call, whole, key_mask = call_of(grid, True, extra)
-    held = weight_held(call, BLOCK, densities, 35, 0)
+    held = [weight_held(call, BLOCK, density, 35, 0) for density in densities]
     weights = of_grid(softmax_of(whole, key_mask).transpose(1, 2), extra).transpose(1, 2)
     of_tokens = of_grid(weights.flatten(0, 1).mT, extra).mT.unflatten(0, (2, HEADS))
     block = layout_of(grid, BLOCK).rows.long() // BLOCK

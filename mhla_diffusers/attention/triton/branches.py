@@ -36,7 +36,7 @@ from .read import read_states
 from .states import block_states, states_dtype
 
 _OWN_BLOCK_SIZES = 16, 64
-"""The least and the most rows of a block of which a frame block is cut."""
+"""Fewest and most rows of the blocks that a frame block is cut into."""
 Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Output (B H, R, D) and LSE (B H, R) of the listed keys, and of the pooled keys or None."""
 

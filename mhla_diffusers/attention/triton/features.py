@@ -26,7 +26,7 @@ SIZES = [
     *("heads", "tokens", "rows", "blocks", "splits", "angle_tokens"),
     *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
 ]
-"""Arguments that change with the resolution, for any of which Triton would compile again."""
+"""Arguments that change with the resolution; specialising on them would compile a kernel per resolution."""
 
 
 class Tables(NamedTuple):
