@@ -2,8 +2,8 @@
 
 A program of its own, because a kernel is made either for the interpreter or for a GPU:
 
-    python -m tests.attention.triton.ahead_of_time sm_90     registers, spills and shared memory
-    python -m tests.attention.triton.ahead_of_time variants  how many variants three resolutions compile
+    python -m tests.attention.triton.ahead_of_time sm_90 sm_80  registers, spills and shared memory
+    python -m tests.attention.triton.ahead_of_time variants     how many variants three resolutions compile
 """
 
 import json
@@ -42,8 +42,11 @@ PROBLEMS = TABLE | {
     "72 channels": BESIDE | {"rope": "after", "head_dim": 72, "heads": 16, "everything": True},
     "causal": WAN | {"blocks": 21, "causal": "token"},
 }
-FULL = {"sm_90", "sm_86", "gfx942"}
-"""Cards that together meet every entry of the table; others are compiled for with the tiles for 16 bits."""
+COLUMNS = {"sm_90": list(PROBLEMS)} | dict.fromkeys(
+    ("sm_86", "gfx942"), ["16 bits", "16 bits, 256 channels", "float32, 256 channels"]
+)
+"""What the cards compile that together meet every entry of the table; others compile the tiles for 16 bits. Narrow heads
+in float32 have the same tiles on every card, or those of wide ones, which need more memory."""
 
 
 def launches_of(architecture, tokens, blocks, heads, head_dim, dtype, rope="after", everything=False, **kinds):
@@ -121,16 +124,16 @@ def main_loop(text):
 
 
 def report_all(architecture, names):
-    """Everything for an H100, every column of the table for some cards, its first for others."""
+    """Everything for an H100, some columns of the table for other cards."""
     assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing; unset TRITON_INTERPRET"
     known = set()
-    for name in names or (PROBLEMS if architecture == "sm_90" else TABLE if architecture in FULL else list(TABLE)[:1]):
+    for name in names or COLUMNS.get(architecture, ["16 bits"]):
         for kernel, arguments in launches_of(architecture, **PROBLEMS[name]):
             source, options = variant_of(kernel, arguments, architecture)
             if (variant := (source.hash(), *options.values())) not in known:
                 known.add(variant)
-                report = report_of(source, options, architecture)
-                print(json.dumps({"kernel": kernel.__name__, "problem": name} | report), flush=True)
+                report = {"architecture": architecture, "kernel": kernel.__name__, "problem": name}
+                print(json.dumps(report | report_of(source, options, architecture)), flush=True)
 
 
 def count_variants():
@@ -148,4 +151,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "variants":
         count_variants()
     else:
-        report_all(sys.argv[1], sys.argv[2:])
+        chosen = [name for name in sys.argv[1:] if name in PROBLEMS]
+        for architecture in sys.argv[1:]:
+            if architecture not in PROBLEMS:
+                report_all(architecture, chosen)
