@@ -45,8 +45,8 @@ PROBLEMS = TABLE | {
 COLUMNS = {"sm_90": list(PROBLEMS)} | dict.fromkeys(
     ("sm_86", "gfx942"), ["16 bits", "16 bits, 256 channels", "float32, 256 channels"]
 )
-"""What the cards compile that together meet every entry of the table; others compile the tiles for 16 bits. Narrow heads
-in float32 have the same tiles on every card, or those of wide ones, which need more memory."""
+"""What the cards compile that together meet every entry of the table; others compile the tiles for 16 bits. Narrow
+heads in float32 have the same tiles on every card, or those of wide ones, which need more memory."""
 
 
 def launches_of(architecture, tokens, blocks, heads, head_dim, dtype, rope="after", everything=False, **kinds):
