@@ -217,7 +217,7 @@ class View:
         size: height and width in pixels.
         crop: part of the shorter side that is kept around the middle, 0.875 for 224 of 256 pixels; None for a random
             part of the picture, flipped every other time, as models are trained.
-        mean: of each channel, of pixels from 0 to 1. ImageNet's unless told.
+        mean: of each channel, of pixels from 0 to 1; by default ImageNet's.
         std: likewise.
 
     Raises:
@@ -239,7 +239,7 @@ class View:
         """A picture in RGB as (3, size, size)."""
         turned = False
         if self.crop is None:
-            # torch's generator, of which every process that reads has its own state
+            # torch's generator: every process that reads has its own state
             chance = random.Random(int(torch.randint(2**62, ()).item()))
             box, turned = random_box(*picture.size, chance), chance.random() < 0.5
         else:
@@ -377,7 +377,7 @@ def pictures_of(config: ClassifyConfig, seed: int, held_out: bool = False) -> Da
 
 
 def make_batch(config: ClassifyConfig, classes: int, call: Mapping[str, Any], samples: list[Sample]) -> dict[str, Any]:
-    """``pixel_values`` (B, 3, H, W) and ``labels``, probabilities (B, classes), and what else the model is told.
+    """``pixel_values`` (B, 3, H, W) and ``labels``, probabilities (B, classes), with further arguments of the model.
 
     mixup (Zhang et al., 2018) blends every picture with one from the other end of the batch, λ to 1 - λ; cutmix (Yun et
     al., 2019) pastes a rectangle of 1 - λ of the area from it. λ is drawn per batch from Beta(α, α), and of both kinds

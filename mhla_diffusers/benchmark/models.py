@@ -133,8 +133,8 @@ def class_settings(model: Model, size: Size, layers: int | None = None) -> dict[
         "sample_size": size.height // model.stride,
         "video_length": size.frames,
     }
-    told = {name: value for name, value in shape.items() if name in known}
-    return {**told, **model.settings, model.layers_argument: built, **others}
+    taken = {name: value for name, value in shape.items() if name in known}
+    return {**taken, **model.settings, model.layers_argument: built, **others}
 
 
 def build_transformer(model: Model, size: Size, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:

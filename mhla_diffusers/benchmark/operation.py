@@ -41,25 +41,6 @@ Attend = Callable[[], torch.Tensor]
 # ---- attentions, and why one cannot run here ------------------------------------------------------------------------
 
 
-def linear_attention(
-    shape: Shape, inputs: Sequence[torch.Tensor], backend: str, mixing: torch.Tensor | None = None, **options: Any
-) -> Attend:
-    """A call of MHLA, or of plain linear attention where the shape has one block.
-
-    Args:
-        shape: with the blocks.
-        inputs: query, key and value.
-        backend: of :func:`mhla_attention`, or "torch.compile" of the eager one.
-        mixing: the initial mixing matrix if None.
-        **options: further arguments of :func:`mhla_attention`.
-    """
-    matrix = initial_mixing(shape.blocks).to(inputs[0].device) if mixing is None else mixing
-    function: Any = mhla_attention
-    if backend == "torch.compile":
-        function, backend = torch.compile(mhla_attention, dynamic=False), "eager"
-    return lambda: function(*inputs, matrix, shape.grid, shape.blocks, backend=backend, **options)
-
-
 def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the fused kernels cannot be timed; None if they can."""
     if device.type == "cpu":
@@ -92,7 +73,7 @@ def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) 
         return None
     if backend in ("cudnn", "efficient"):
         return "PyTorch has this backend on GPUs only"
-    # Linux promises memory that it does not have and ends the process that takes it, so this must be told beforehand
+    # Linux promises memory that it does not have and ends the process that takes it, so this must be known beforehand
     needed, free = 2 * 4 * heads * tokens**2, free_bytes(device)
     if backend in ("math", "flex") and needed > free:
         return f"its N x N weights need {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free"
@@ -117,7 +98,7 @@ PACKAGES: dict[str, tuple[tuple[str, ...], Callable[..., torch.Tensor]]] = {
     "FlashAttention-3": (("fa3_fwd_interface", "flash_attn_interface"), _flash),
     "flash-linear-attention": (("fla",), _chunked),
 }
-"""Package → modules of which one must be there, and its attention of query, key and value, each (B, N, H, D).
+"""Package → modules, one of which must be there, and its attention of query, key and value, each (B, N, H, D).
 FlashAttention-3 is in fa3-fwd and in flash-attn-3.
 """
 
@@ -156,7 +137,7 @@ def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLi
         mask = BlockMask.from_kv_blocks(*nothing, count, order, BLOCK_SIZE=block, seq_lengths=lengths)
     else:
         mask = BlockMask.from_kv_blocks(count, order, BLOCK_SIZE=block, mask_mod=holds_token, seq_lengths=lengths)
-    # its kernels on GPUs have to be told what to take at once where blocks are small
+    # on GPUs its kernels need smaller tiles where blocks are small
     small: Any = {"BLOCK_M": block, "BLOCK_N": block} if block <= 64 and device.type != "cpu" else None
 
     @torch.compile(dynamic=False)
@@ -238,7 +219,11 @@ def operation_variants(
         if kind == CONTENT:
             del weights["pooled_bias"]
             options["sparse"] = rule_of(shape, fit_pooled_bias=True)
-        attend = absent or linear_attention(of_kind, inputs, backend, mixing, **options, **weights)
+        function: Any = mhla_attention
+        options |= {"backend": backend}
+        if backend == "torch.compile" and absent is None:
+            function, options["backend"] = torch.compile(mhla_attention, dynamic=False), "eager"
+        attend = absent or partial(function, *inputs, mixing, of_kind.grid, of_kind.blocks, **options, **weights)
         add(kind, backend, "sparse" if kind in (CONTENT, GIVEN) else "linear", attend, (mixing, *weights.values()))
 
     for kind in ("MHLA", CONTENT, GIVEN, PLAIN) if lists is not None else ("MHLA", PLAIN):

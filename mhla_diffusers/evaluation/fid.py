@@ -143,12 +143,19 @@ def reference_statistics(reference: Path, extractor: FeatureExtractor, name: str
         ValueError: damaged images.
         OSError: statistics cannot be written beside the reference.
     """
-    published, holds_images = _read_published(reference)
-    if published and not holds_images:
-        return published
+    import numpy
+
+    published: Statistics = {}
+    if reference.suffix == ".npz" and zipfile.is_zipfile(reference):
+        with numpy.load(reference, allow_pickle=False) as content:
+            pairs = [pair for pair in (("mu", "sigma"), ("mu_s", "sigma_s")) if {*pair} <= set(content.files)]
+            found = {name: torch.from_numpy(content[name]) for pair in pairs for name in pair}
+            published = found if "mu" in found else {}
+            if published and "arr_0" not in content.files:
+                return published
     images, file = Images(reference), statistics_file(reference, name)
     made_of = {"extractor": name, "fingerprint": images.fingerprint()}
-    found: Statistics = {}
+    found = {}
     if file.is_file():
         with safe_open(file, "pt") as opened:
             if opened.metadata() == made_of:
@@ -168,15 +175,3 @@ def reference_statistics(reference: Path, extractor: FeatureExtractor, name: str
                 "writable folder, and pass the link."
             ) from error
     return {**published, "features": found["features"]} if published else found
-
-
-def _read_published(file: Path) -> tuple[Statistics, bool]:
-    """Read the statistics of an npz, empty if it has none, and whether it holds images."""
-    import numpy
-
-    if file.suffix != ".npz" or not zipfile.is_zipfile(file):
-        return {}, False
-    with numpy.load(file, allow_pickle=False) as content:
-        pairs = [pair for pair in (("mu", "sigma"), ("mu_s", "sigma_s")) if {*pair} <= set(content.files)]
-        found = {name: torch.from_numpy(content[name]) for pair in pairs for name in pair}
-        return found if "mu" in found else {}, "arr_0" in content.files

@@ -51,7 +51,13 @@ class Images:
     def batches(self, size: int) -> Iterator[torch.Tensor]:
         """Yield at most ``size`` images of one resolution at a time: uint8 (B, 3, H, W), or (B, F, 3, H, W)."""
         if not self._files:
-            yield from self._batches_of_array(size)
+            with _open_array(self.path) as (stream, (count, *shape)):
+                for start in range(0, count, size):
+                    wanted = min(size, count - start) * shape[0] * shape[1] * 3
+                    content = stream.read(wanted)
+                    if len(content) < wanted:
+                        raise UnreadableImageError(f"{self.path} ends after {start} of {count} images; it is cut off.")
+                    yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, *shape).permute(0, 3, 1, 2)
             return
         batch: list[torch.Tensor] = []
         for file in self._files:
@@ -61,15 +67,6 @@ class Images:
                 batch = []
             batch.append(sample)
         yield torch.stack(batch)
-
-    def _batches_of_array(self, size: int) -> Iterator[torch.Tensor]:
-        with _open_array(self.path) as (stream, (count, *shape)):
-            for start in range(0, count, size):
-                wanted = min(size, count - start) * shape[0] * shape[1] * 3
-                content = stream.read(wanted)
-                if len(content) < wanted:
-                    raise UnreadableImageError(f"{self.path} ends after {start} of {count} images; it is cut off.")
-                yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, *shape).permute(0, 3, 1, 2)
 
     def fingerprint(self) -> str:
         """Return a hash that changes when a file is added, removed, resized or written again."""

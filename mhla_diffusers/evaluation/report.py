@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..files import write_json, write_text
-from ..reporting import html_media, html_page, html_table, html_table_of
+from ..reporting import html_media, html_page, html_table
 from .compare import Variant
 
 Table = tuple[list[str], list[list[str]]]
@@ -55,17 +55,6 @@ def difference_table(variants: Sequence[Variant]) -> Table:
     return ["variant", "score", f"difference from {base.name}", "95 % interval", "sign settled"], rows
 
 
-def similarity_table(variants: Sequence[Variant]) -> Table:
-    """Tabulate similarities to the first variant; no rows if none was measured."""
-    base, *others = variants
-    rows = [
-        [variant.name, _HEADINGS.get(name, name), f"{found.value:.4g}", f"{found.low:.4g} to {found.high:.4g}"]
-        for variant in others
-        for name, found in variant.similarities.items()
-    ]
-    return ["variant", "measure", f"similarity to {base.name}", "95 % interval"], rows
-
-
 def write_report(
     variants: Sequence[Variant],
     folder: Path,
@@ -94,8 +83,13 @@ def write_report(
     }
     parts = [html_table(*score_table(variants))]
     parts.append(f"<p>{escape(', '.join(f'{name}: {value}' for name, value in facts.items()))}</p>")
-    tables = {"Paired differences": difference_table(variants), "Similarity": similarity_table(variants)}
-    for title, table in tables.items():
+    alike = [
+        [variant.name, _HEADINGS.get(name, name), f"{found.value:.4g}", f"{found.low:.4g} to {found.high:.4g}"]
+        for variant in variants[1:]
+        for name, found in variant.similarities.items()
+    ]
+    similarity = ["variant", "measure", f"similarity to {base.name}", "95 % interval"], alike
+    for title, table in (("Paired differences", difference_table(variants)), ("Similarity", similarity)):
         if table[1]:
             parts.append(f"<h2>{title}</h2><p>Over the same samples, with 95 % bootstrap intervals of the samples.</p>")
             parts.append(html_table(*table))
@@ -105,7 +99,7 @@ def write_report(
         for sample in base.samples[:shown]
     ]
     parts.append("<h2>The same noise and text</h2>")
-    parts.append(html_table_of(["text", *(variant.name for variant in variants)], pictures))
+    parts.append(html_table(["text", *(variant.name for variant in variants)], pictures, is_html=True))
 
     found = {
         variant.name: {

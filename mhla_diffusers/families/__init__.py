@@ -96,17 +96,6 @@ def register_family(family: Family) -> None:
         ValueError: not an instance of a family, attributes that patching needs are missing, or another class has this
             name.
     """
-    _check_family(family)
-    known = _FAMILIES.get(family.name)
-    if known is not None and _class_path(known) != _class_path(family):
-        raise ValueError(
-            f"Family {family.name!r} is already registered by {_class_path(known)}; choose another name for "
-            f"{_class_path(family)}."
-        )
-    _FAMILIES[family.name] = family
-
-
-def _check_family(family: Any) -> None:
     if isinstance(family, type):
         raise ValueError(f"{family.__name__} is a class; register an instance of it, {family.__name__}().")
     if not isinstance(family, Family):
@@ -124,10 +113,10 @@ def _check_family(family: Any) -> None:
             raise ValueError(
                 f"{type(family).__name__}.{name}={value!r} must be a tuple of names, such as ({value!r},)."
             )
-
-
-def _class_path(family: Family) -> str:
-    return f"{type(family).__module__}.{type(family).__qualname__}"
+    there, here = (f"{type(x).__module__}.{type(x).__qualname__}" for x in (_FAMILIES.get(family.name, family), family))
+    if there != here:
+        raise ValueError(f"Family {family.name!r} is already registered by {there}; choose another name for {here}.")
+    _FAMILIES[family.name] = family
 
 
 def families() -> list[Family]:
@@ -177,22 +166,13 @@ def supported_instead(kind: str | type) -> str:
     Args:
         kind: the class, or its name.
     """
-    near = _nearest(kind)
-    nearest = "" if near is None else f"the nearest family is {near[0].name!r} ({near[1]}). "
-    return (
-        f'{nearest}{"T" if nearest else "t"}he page "Models" of the documentation (docs/models.md) lists what is '
-        'supported, and "Add a model" (docs/add-a-model.md) shows how to add a family with register_family().'
-    )
-
-
-def _nearest(kind: str | type) -> tuple[Family, str] | None:
-    """The most similar supported class and its family: by the names of base classes, else by the start of its own."""
     import diffusers
 
     def stem(name: str) -> str:
         """The model in a class name: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
         return _KIND_OF_CLASS.split(name)[0]
 
+    # the most similar supported class: by the names of base classes, else by the start of its own
     found = getattr(diffusers, kind, None) if isinstance(kind, str) else kind
     own = stem(kind if isinstance(kind, str) else kind.__name__)
     owners = {transformer: family for family in families() for transformer in family.transformers}
@@ -202,7 +182,11 @@ def _nearest(kind: str | type) -> tuple[Family, str] | None:
     near += sorted((one for one in stems if own.startswith(one)), key=len, reverse=True)
     # alike from the start: all images end in "Image", which says nothing of their model
     near += get_close_matches(own, [one for one in stems if one[:3] == own[:3]], n=1)
-    return (owners[stems[near[0]]], stems[near[0]]) if near else None
+    nearest = f"the nearest family is {owners[stems[near[0]]].name!r} ({stems[near[0]]}). " if near else ""
+    return (
+        f'{nearest}{"T" if nearest else "t"}he page "Models" of the documentation (docs/models.md) lists what is '
+        'supported, and "Add a model" (docs/add-a-model.md) shows how to add a family with register_family().'
+    )
 
 
 def classes_that_are_split() -> list[str]:

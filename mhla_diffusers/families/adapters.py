@@ -36,7 +36,7 @@ _FLOAT16_MAX = 65504.0
 class AttentionInputs:
     """What one self-attention attends with: N tokens, those of the grid and the extra ones.
 
-    Of tokens that are split over processes, all of it is of the own ones.
+    If tokens are split over processes, all fields hold this process's tokens.
     """
 
     query: torch.Tensor
@@ -57,7 +57,7 @@ class AttentionInputs:
     context: torch.Tensor | None = None
     """(B, n, channels): extra tokens that the model passes on their own, and gets back on their own."""
     attended: torch.Tensor | None = None
-    """(B, 1, 1), 1 for samples that attend, 0 for samples of which every token gets its own value."""
+    """(B, 1, 1): 1 for samples that attend, 0 for samples whose tokens each get their own value."""
     feed_forward: torch.Tensor | None = None
     """(B, N, ...): hidden channels of the feed-forward that the attention runs too."""
 
@@ -140,10 +140,15 @@ class AttentionAdapter:
         query, key, value = self.project(attn, arguments)
         if rotary is not None and self.pairs_halves:
             channels = rotary[0].shape[-1]
-            query, key = _paired(query, channels), _paired(key, channels)
-            rotary = _neighbours(rotary, self.heads(attn)[1])
+            query, key, cos, sin = (_paired(x, channels) for x in (query, key, *rotary))
+            still = query.shape[-1] - channels  # channels that the tables lack are not rotated
+            rotary = functional.pad(cos, (0, still), value=1.0), functional.pad(sin, (0, still))
         elif rotary is not None and self.rope_by_head:
-            query, key = (self.rotated_by_head(attn, x, rotary) for x in (query, key))
+            if self.rotates_halves(attn):
+                query, key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (query, key))
+            query, key = (rotated(x, rotary) for x in (query, key))
+            if self.rotates_halves(attn):
+                query, key = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (query, key))
             rotary = None
         device = value.device.type
         if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
@@ -213,12 +218,6 @@ class AttentionAdapter:
         """Query, key and value of all tokens, before RoPE."""
         return project_tokens(attn, arguments["hidden_states"])
 
-    def rotated_by_head(self, attn: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Query or key after RoPE that differs between heads."""
-        if not self.rotates_halves(attn):
-            return rotated(x, rotary)
-        return rotated(x.unflatten(-1, (2, -1)).mT.flatten(-2), rotary).unflatten(-1, (-1, 2)).mT.flatten(-2)
-
     def rotates_halves(self, attn: Any) -> bool:
         """Whether RoPE that differs between heads rotates the halves of a head against each other, not neighbours.
 
@@ -266,14 +265,18 @@ class JointAdapter(AttentionAdapter):
     """
 
     has_extra = True
+    text_mask: ClassVar[str | None] = None
+    """Argument that masks the context alone, (B, n); every token of the grid then takes part."""
 
     def __init__(self, context_first: bool = False, rotary_argument: str = "image_rotary_emb") -> None:
         super().__init__(rotary_argument)
         self.context_first = context_first
 
-    def mask_of_context(self, arguments: Arguments, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """(B, N), bool, from a mask (B, n) of the context alone: all tokens of the grid take part."""
-        if mask is None:
+    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
+        """(B, N) of all tokens, bool if :attr:`text_mask` names the mask."""
+        if self.text_mask is None:
+            return super().key_mask(arguments)
+        if (mask := arguments.get(self.text_mask)) is None:
             return None
         return self.joined(mask.new_ones(arguments["hidden_states"].shape[:2]), mask).bool()
 
@@ -408,13 +411,6 @@ def _paired(x: torch.Tensor, channels: int) -> torch.Tensor:
     """Channels i and i + n / 2 of the first n as neighbours; the others stay where they are."""
     pairs = x[..., :channels].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     return pairs if channels == x.shape[-1] else torch.cat([pairs, x[..., channels:]], dim=-1)
-
-
-def _neighbours(rotary: Rotary, head_dim: int) -> Rotary:
-    """Tables of paired halves as tables of paired neighbours; channels that they lack are not rotated."""
-    missing = head_dim - rotary[0].shape[-1]
-    cos, sin = (_paired(table, table.shape[-1]) for table in rotary)
-    return functional.pad(cos, (0, missing), value=1.0), functional.pad(sin, (0, missing))
 
 
 def finite(output: torch.Tensor) -> torch.Tensor:

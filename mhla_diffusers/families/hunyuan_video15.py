@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import MHLAConfig
-from .adapters import Arguments, AttentionInputs, JointAdapter
+from .adapters import AttentionInputs, JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .styles import JointFamily, VideoFamily
@@ -22,14 +22,8 @@ from .values import WithoutValues
 _CLASS = "HunyuanVideo15Transformer3DModel"
 _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
 """Lengths that the pipeline pads to; image tokens are masked if there is no image."""
-_TINY: dict[str, Any] = {
-    "in_channels": 9,
-    "out_channels": 4,
-    "num_refiner_layers": 1,
-    "text_embed_dim": 16,
-    "text_embed_2_dim": 32,
-}
-_TINY |= {"image_embed_dim": 8, "rope_axes_dim": (4, 4, 4), "task_type": "t2v"}
+_TINY: dict[str, Any] = {"in_channels": 9, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16}
+_TINY |= {"text_embed_2_dim": 32, "image_embed_dim": 8, "rope_axes_dim": (4, 4, 4), "task_type": "t2v"}
 _REAL: dict[str, Any] = {"settings": {"task_type": "t2v"}, "stride": 16, "patch": 1, "frames": 121}
 _REAL |= {"temporal_stride": 4, "grids": {"480p": (31, 30, 53), "720p": (31, 45, 80)}}
 
@@ -37,9 +31,7 @@ _REAL |= {"temporal_stride": 4, "grids": {"480p": (31, 30, 53), "720p": (31, 45,
 class HunyuanVideo15Adapter(JointAdapter):
     """The mask covers the text alone."""
 
-    def key_mask(self, arguments: Arguments) -> Tensor | None:
-        """(B, N) of all tokens; all tokens of the video take part."""
-        return self.mask_of_context(arguments, arguments.get("attention_mask"))
+    text_mask = "attention_mask"
 
     def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
         """The model masks queries as well: the heads' output is 0 for masked text."""

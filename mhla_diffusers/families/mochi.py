@@ -1,7 +1,7 @@
 """Mochi 1: ``MochiTransformer3DModel``.
 
-Joint attention in blocks of two streams: video, then 256 tokens of text, of which masked ones are cut off, sample by
-sample. RoPE rotates the tokens of the video alone, by frequencies that each head has learned. A token is a patch of one
+Joint attention in blocks of two streams: video, then 256 tokens of text, whose masked ones are cut off in every sample.
+RoPE rotates the tokens of the video alone, by frequencies that each head has learned. A token is a patch of one
 latent frame. Time runs from the noise to the data. Default blocks cut 28x30x53 tokens, 163 frames at 480p, into about
 three latent frames by ten tokens each way.
 """
@@ -30,6 +30,7 @@ class MochiAdapter(JointAdapter):
     """RoPE has a table for each head, the mask covers the text alone, and masked text is moved last."""
 
     rope_by_head = True
+    text_mask = "attention_mask"
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """(cos, sin), each (1, N, H, D), of tables (N, H, D / 2) with an angle for each channel pair."""
@@ -37,10 +38,6 @@ class MochiAdapter(JointAdapter):
             tables = tuple(table[None].repeat_interleave(2, dim=-1) for table in rotary)
             arguments = {**arguments, "rotary_emb": tables}
         return super().rotary(attn, arguments)
-
-    def key_mask(self, arguments: Arguments) -> Tensor | None:
-        """(B, N) of all tokens; all tokens of the video take part."""
-        return self.mask_of_context(arguments, arguments.get("attention_mask"))
 
     def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
         """Return text as the model does: tokens that take part first, and 0 for the others."""

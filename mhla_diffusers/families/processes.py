@@ -181,12 +181,9 @@ class LearnedVarianceDDPM(_DDPM):
                 f"A DiT with learned variance predicts {2 * channels} channels for {channels} of latents, "
                 f"got {prediction.shape[1]}."
             )
-        noise, fraction = prediction.float().split(channels, dim=1)
+        noise, variance = prediction.float().split(channels, dim=1)
         simple = (noise - batch.noise.float()).square().flatten(1).mean(dim=1)
-        return simple + self._bound(noise.detach(), (fraction + 1) / 2, batch)
-
-    def _bound(self, noise: Tensor, fraction: Tensor, batch: NoisedBatch) -> Tensor:
-        """Variational bound per sample, in bits per dimension, at variances from the smallest to the largest."""
+        noise, fraction = noise.detach(), (variance + 1) / 2
         latents, hidden_states, time = batch.latents.float(), batch.hidden_states.float(), batch.time
         signal, rest = self.amplitudes(time, latents)
         tables = (*self.log_variances, *self.posterior)
@@ -199,7 +196,7 @@ class LearnedVarianceDDPM(_DDPM):
         )
         likelihood = _discretised_negative_log_likelihood(latents, mean, log_variance)
         bound = torch.where(_along(time == 0, latents), likelihood, divergence)
-        return bound.flatten(1).mean(dim=1) / math.log(2)
+        return simple + bound.flatten(1).mean(dim=1) / math.log(2)
 
 
 class VelocityDDPM(_DDPM):

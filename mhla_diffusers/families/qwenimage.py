@@ -29,17 +29,15 @@ _TINY = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "in_channels": 
 class QwenImageAdapter(JointAdapter):
     """The text has its own mask and RoPE table."""
 
-    def key_mask(self, arguments: Arguments) -> Tensor | None:
-        """(B, N): all tokens of the grid take part.
+    text_mask = "encoder_hidden_states_mask"
 
-        Raises:
-            ValueError: a mask of another kind.
-        """
+    def key_mask(self, arguments: Arguments) -> Tensor | None:
+        """(B, N) of all tokens; ValueError for a mask of another kind."""
         if "attention_mask" in arguments:
             raise ValueError(
                 "Qwen-Image masks its text with encoder_hidden_states_mask and takes no attention_mask; leave it out."
             )
-        return self.mask_of_context(arguments, arguments.get("encoder_hidden_states_mask"))
+        return super().key_mask(arguments)
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """RoPE of image and text."""

@@ -32,7 +32,7 @@ class SkyReelsV2Adapter(AttentionAdapter):
         return super().key_mask(without(arguments, "attention_mask") if is_block_causal else arguments)
 
     def frames_in_block(self, arguments: Arguments) -> int | None:
-        """Frames per block of a block-causal mask; None of no such mask."""
+        """Frames per block of a block-causal mask; None for any other mask."""
         mask, rotary = arguments.get("attention_mask"), arguments.get("rotary_emb")
         if mask is None or mask.ndim != 4 or mask.shape[2] != mask.shape[3] or rotary is None:
             return None
@@ -43,12 +43,12 @@ class SkyReelsV2Adapter(AttentionAdapter):
         length = self.frames_in_block(arguments)
         if length is None or (config is not None and config.causal == "block" and config.block_length == length):
             return
-        told = "sees all frames"
+        order = "sees all frames"
         if config is not None and config.causal is not None:
-            told = f"has causal={config.causal!r} with block_length={config.block_length}"
+            order = f"has causal={config.causal!r} with block_length={config.block_length}"
         raise ValueError(
             f"SkyReels-V2's diffusion forcing masks later blocks of {length} latent frames from every frame, since the "
-            f"pipeline was called with causal_block_size={length}, and this patch {told}: its KV states know no mask "
+            f"pipeline was called with causal_block_size={length}, and this patch {order}: its KV states know no mask "
             f"that differs between queries. Patch with causal='block', block_length={length}, which needs no mask; or "
             "call the pipeline with causal_block_size=1, with any ar_step, for which there is none. Left out, it is "
             "that of the last call, transformer.config.num_frame_per_block. The mask goes to all layers, so no choice "

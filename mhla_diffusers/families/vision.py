@@ -160,13 +160,6 @@ class VisionFamily(TransformersFamily):
         for attn in self.self_attentions(transformer).values():
             switch(attn, VisionAttention)
 
-    def restore(self, transformer: Any) -> None:
-        """Take the processor away."""
-        from .patched_classes import switch_back
-
-        for attn in self.self_attentions(transformer).values():
-            switch_back(attn)
-
 
 class ViTFamily(VisionFamily):
     """ViT: a class token before the patches."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..families import TrainedFamily, trained_family
+from ..families import trained_family
 from ..families.trained import unscaled_latents
 from ..patching import VideoStream, require_layers
 
@@ -65,7 +65,27 @@ def stream_latents(
         raise TypeError(f"prompt={prompt!r} must be a text, or a list of texts for a batch.")
     if not prompts:
         raise ValueError("There are no prompts; give a text, or a list of texts for a batch.")
-    _check(pipe, family, height, width, steps, frame_blocks)
+    wholes = {"height": height, "width": width, "steps": steps}
+    for name, value in (wholes if frame_blocks is None else {**wholes, "frame_blocks": frame_blocks}).items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be a whole number.")
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if getattr(pipe, "transformer_2", None) is not None:
+        raise ValueError(
+            f"This {type(pipe).__name__} has a second transformer for the last steps, whose stream would lack the "
+            "states that the first one stored; stream with a pipeline of one transformer."
+        )
+    config, (_, stride) = transformer.config, family.strides(pipe.vae.config)
+    if family.channels(config) != config.out_channels:
+        raise ValueError(
+            f"This {type(pipe).__name__} takes {family.channels(config)} channels and predicts {config.out_channels}: "
+            "the others hold a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
+        )
+    side = stride * family.patch(transformer)[-1]
+    if height % side or width % side:
+        raise ValueError(f"height={height} and width={width} must be multiples of {side}.")
+
     texts = [list(prompts), [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
     streams = [VideoStream(transformer) for _ in texts]
     layers = list(require_layers(transformer).values())
@@ -77,7 +97,6 @@ def stream_latents(
             if too_late is not None:
                 raise ValueError(too_late)
     encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
-    config, (_, stride) = transformer.config, family.strides(pipe.vae.config)
     frames = int(layers[0].config.block_length or 0) * int(config.patch_size[0])
     shape = len(prompts), family.channels(config), frames, height // stride, width // stride
     generators = generator if generator is None or isinstance(generator, torch.Generator) else list(generator)
@@ -123,26 +142,3 @@ def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     scaled = unscaled_latents(pipe.vae, latents.float())
     pixels = pipe.vae.decode(scaled.to(pipe.vae.device, pipe.vae.dtype), return_dict=False)[0]
     return torch.as_tensor(pipe.video_processor.postprocess_video(pixels, output_type="np"))
-
-
-def _check(pipe: Any, family: TrainedFamily, height: int, width: int, steps: int, frame_blocks: int | None) -> None:
-    wholes = {"height": height, "width": width, "steps": steps}
-    for name, value in (wholes if frame_blocks is None else {**wholes, "frame_blocks": frame_blocks}).items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} must be a whole number.")
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
-    if getattr(pipe, "transformer_2", None) is not None:
-        raise ValueError(
-            f"This {type(pipe).__name__} has a second transformer for the last steps, whose stream would lack the "
-            "states that the first one stored; stream with a pipeline of one transformer."
-        )
-    config = pipe.transformer.config
-    if family.channels(config) != config.out_channels:
-        raise ValueError(
-            f"This {type(pipe).__name__} takes {family.channels(config)} channels and predicts {config.out_channels}: "
-            "the others hold a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
-        )
-    side = family.strides(pipe.vae.config)[1] * family.patch(pipe.transformer)[-1]
-    if height % side or width % side:
-        raise ValueError(f"height={height} and width={width} must be multiples of {side}.")

@@ -32,9 +32,7 @@ class StageEstimate:
     weight_bytes: int
     """All weights, trained ones in float32; with sharding this process's part and what is gathered at a time."""
     training_bytes: int
-    """Gradients, both moments of AdamW, the moving average and the teacher's original values; or this process's
-    part.
-    """
+    """Gradients, AdamW's moments, the moving average and the teacher's original values; or this process's part."""
     activation_bytes: int
     """Peak of forward and backward."""
     flops: int
@@ -149,11 +147,11 @@ def _estimate_stage(
     empty = {name: x[0] for name, x in batch.conditioning.items()}
     teacher = Teacher(transformer, ()) if stage.needs_teacher else None
     parts = _parts_of_update(Roles(transformer, process, teacher, critic, empty), stage, batch)
-
-    def drop_gradient(parameter: torch.Tensor) -> None:  # gradients are counted separately
-        parameter.grad = None
-
-    hooks = [x.register_post_accumulate_grad_hook(drop_gradient) for x in (*trained_weights, *critics)]
+    # gradients are counted separately
+    hooks = [
+        x.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        for x in (*trained_weights, *critics)
+    ]
     flops = 0.0
     for share, run in parts:
         with FlopCounterMode(display=False) as counter, family.without_values(), _FusedAttention():

@@ -10,6 +10,7 @@ import torch
 
 from ..config import check, load_patch
 from ..devices import FLOAT_TYPES, dtype_name, launched_on_cpus
+from ..families import Clip
 from ..files import read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..patching import apply_mhla, load_mhla, read_record
@@ -112,7 +113,9 @@ class NamedRun:
             if config.clip is not None:
                 cache.check_cut_as(config.clip)
             else:  # prompts are generated as the data was cut
-                self.clip = cache.cut_as(family.default_clip)
+                made, usual = cache.settings, family.default_clip
+                sizes = tuple((int(height), int(width)) for height, width in made.get("sizes", usual.sizes))
+                self.clip = Clip(made.get("frames", usual.frames), made.get("fps", usual.fps), sizes)
             check(
                 cache.settings.get("steps") != 0 or all(stage.few_steps for stage in config.stages),
                 f"{self.data} holds prompts without latents (mhla synthesize --steps 0), which only few_steps is "

@@ -461,7 +461,7 @@ def _make_accelerator(config: TrainingConfig) -> Any:
         mixed_precision=config.precision,
         log_with=config.tracker,
         project_dir=config.output,
-        # the cache would hold a bfloat16 copy of all trained weights, each of which is used once per forward
+        # the cache would hold a bfloat16 copy of all trained weights, each used once per forward
         kwargs_handlers=[AutocastKwargs(cache_enabled=False)],
     )
     if accelerator.num_processes != launched_processes():

@@ -37,7 +37,15 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold named settings, got {settings!r}.")
     for override in overrides:
-        _override(settings, override)
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ValueError(f"Override {override!r} must look like key=value, for example stages.0.steps=100.")
+        where: Any = settings
+        *names, last = key.split(".")
+        for name in names:
+            place = _place(where, name, override)
+            where = where.setdefault(place, {}) if isinstance(where, dict) else where[place]
+        where[_place(where, last, override)] = yaml.safe_load(text)
     own = next(name for name in _SCRIPTS if name in get_type_hints(cls))
     theirs = next((name for name in _SCRIPTS if name in settings), own)
     if own not in settings and theirs != own:
@@ -51,24 +59,14 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
         raise ValueError(f"{path}: {error}") from error
 
 
-def _override(settings: dict[str, Any], override: str) -> None:
-    """Set one ``dotted.key=value`` in nested settings."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ValueError(f"Override {override!r} must look like key=value, for example stages.0.steps=100.")
-    where: Any = settings
-    names = key.split(".")
-    for depth, name in enumerate(names):
-        place: Any = name
-        if isinstance(where, list) and name.isdigit() and int(name) < len(where):
-            place = int(name)
-        elif not isinstance(where, dict):
-            count = f"; the list has {len(where)} entries, counted from 0" if isinstance(where, list) else ""
-            raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
-        if depth == len(names) - 1:
-            where[place] = yaml.safe_load(text)
-        else:
-            where = where.setdefault(place, {}) if isinstance(where, dict) else where[place]
+def _place(where: Any, name: str, override: str) -> Any:
+    """Key of a mapping, or index of a list, that a part of an override names."""
+    if isinstance(where, list) and name.isdigit() and int(name) < len(where):
+        return int(name)
+    if not isinstance(where, dict):
+        count = f"; the list has {len(where)} entries, counted from 0" if isinstance(where, list) else ""
+        raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
+    return name
 
 
 def from_mapping(cls: type[Settings], settings: Any, path: str = "") -> Settings:

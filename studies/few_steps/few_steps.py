@@ -47,7 +47,7 @@ TIMES = (1.0, 0.9, 0.75, 0.5)
 """σ of four even steps, shifted by 3 as the pipeline's scheduler shifts them."""
 GUIDANCE: float = TINY_WAN.call_settings["guidance_scale"]
 MATCHED_GUIDANCE = 2.0
-"""Of the teacher in distribution matching: less than it samples with, see ``few-steps-tried.csv``."""
+"""Guidance of the teacher in distribution matching: less than it samples with, see ``few-steps-tried.csv``."""
 CLIPS, PROMPTS, BOOTSTRAPS = 100, 512, 200
 TIMED_CLIPS, ROUNDS = 10, 5
 """Generated together; how often."""
@@ -93,7 +93,7 @@ class Row:
     seconds_per_clip: float | None = None
     """Wall clock, on one thread; None before it is measured."""
     minutes: float | None = None
-    """Of the training."""
+    """CPU minutes of training."""
 
 
 def train_student(student: Student, seed: int, run: Path) -> float | None:

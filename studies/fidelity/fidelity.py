@@ -4,11 +4,11 @@ python studies/fidelity/fidelity.py untrained             # all three pipelines
 python studies/fidelity/fidelity.py untrained --family dit --scenes 200
 python studies/fidelity/fidelity.py steps --family wan    # untrained and adapted, 0 to 30 % of the steps softmax
 
-Every row is patched again, and where it says so calibrated on training samples, of which none is among those that it is
-measured on, or an adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss, digits
-recognised, Fréchet distance to real digits, and the distance of every picture to the unpatched pipeline's for the same
-noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so a
-command goes on where it was stopped.
+Every row is patched again, and where it says so calibrated on training samples, which are never those that it is
+measured on; or it is an adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss,
+digits recognised, Fréchet distance to real digits, and the distance of every picture to the unpatched pipeline's for
+the same noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so
+a command goes on where it was stopped.
 """
 
 import argparse
@@ -49,13 +49,13 @@ class Fidelity:
     """What was measured of one pipeline."""
 
     losses: list[float]
-    """Of every held-out sample."""
+    """Loss of every held-out sample."""
     right: list[float]
-    """Of every scene: part of its digits that is recognised."""
+    """Part of the digits recognised, for every scene."""
     distances: list[float]
-    """Of every scene: ‖picture − unpatched‖ / ‖unpatched‖ for the same noise; empty for the unpatched pipeline."""
+    """‖picture − unpatched‖ / ‖unpatched‖ for every scene, from the same noise; empty for the unpatched pipeline."""
     frechet_distance: float
-    """Of the digits' features to those of the same scenes of real digits, over all scenes."""
+    """Distance of the digits' features from those of the same scenes with real digits, over all scenes."""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -156,8 +156,8 @@ def measure(tiny: TinyPipeline, rows: Iterable[Row], scenes: int, held_out: int,
         name, pictures = "unpatched", folder / "unpatched.safetensors"
         if row is not None:
             steps = percent(row, "softmax_steps")
-            told = steps == "0%" or steps in row.name
-            name = f"{row.name} {percent(row, 'density')} {'' if told else steps}".strip()
+            is_known = steps == "0%" or steps in row.name
+            name = f"{row.name} {percent(row, 'density')} {'' if is_known else steps}".strip()
             name = name.translate({ord(","): None, ord(" "): "-", ord("%"): None})
         file = folder / f"{name}.json"
         if file.is_file() and (row is not None or pictures.is_file()):

@@ -65,7 +65,7 @@ def draw_untrained(plt: Any) -> Any:
 
 
 def draw_audit_of_wan(plt: Any) -> Any:
-    """Of a patch by content, on two clips."""
+    """Audit a patch whose lists are chosen by content, on two clips."""
     generate, pipe = scenes_of("wan", 2), load_tiny("wan")
     run = partial(generate, pipe)
     tiny = TINY["wan"]

@@ -52,7 +52,7 @@ def measure(settings: LlamaConfig, lengths: Sequence[int], tokens: int, turns: i
         settings: of the models, with random weights.
         lengths: of the texts before what is decoded, ascending.
         tokens: decoded in a turn.
-        turns: of which the median counts.
+        turns: how many; the median counts.
         output: folder of the table.
     """
     models = [LlamaForCausalLM(settings).eval() for _ in range(3)]

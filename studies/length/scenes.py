@@ -16,11 +16,11 @@ from torch.nn.functional import affine_grid, cross_entropy, grid_sample, pad
 from mhla_diffusers.tiny.digits import Split, load_digits
 
 COLOURS = ((0.95, 0.10, 0.10), (0.10, 0.90, 0.10), (0.15, 0.20, 1.00))
-"""Of the digits in order; each has the most of one channel."""
+"""Colours of the digits in order; each has the most of one channel."""
 CELLS = (4, 8, 16, 32)
 """Cells of the texture along a side, at each of its scales."""
 _MEAN, _SPREAD = 0.38, 0.2
-"""Of brightness, which they bring to mean 0 and variance 1."""
+"""Mean and spread of brightness, with which it is normalised."""
 _FINE = 0.125
 """Cycles per pixel from which detail is fine; pixels hold up to a half along an axis."""
 
@@ -128,7 +128,7 @@ class ColourClassifier(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, clips: torch.Tensor, digits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of (B, 3, F, S, S): logits (B, F, K, 10), and features (B, F, K, 64)."""
+        """Return logits (B, F, K, 10) and features (B, F, K, 64) of clips (B, 3, F, S, S)."""
         colour = (clips * _SPREAD + _MEAN).clamp(0, 1).movedim(2, 1)
         shown = [
             colour[:, :, own] - colour[:, :, [c for c in range(3) if c != own]].amax(dim=2) for own in range(digits)
@@ -158,7 +158,7 @@ def train_classifier(scenes: Scenes, steps: int, batch_size: int) -> ColourClass
 
 @torch.no_grad()
 def look(classifier: ColourClassifier, clips: Clips) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every scene the part of its digits that is recognised (B,), and features of digits and frames (n, 64).
+    """Return the part of each scene's digits that is recognised (B,), and features of digits and frames (n, 64).
 
     A digit that others hide for a while is recognised by the frames that show it, over which logits are averaged.
     """

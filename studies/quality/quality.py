@@ -37,7 +37,7 @@ SCORES = {
 """Score → how it is written, which way is better, and how often its samples are drawn again."""
 
 Samples = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of one attention: losses (samples,), digits recognised (scenes,), features (scenes, digits and frames, 64)."""
+"""Losses of one attention (samples,), digits recognised (scenes,), features (scenes, digits and frames, 64)."""
 
 
 def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> Any:
@@ -62,7 +62,7 @@ def kept_pictures(file: Path, count: int, make: Callable[[], list[torch.Tensor]]
 
 
 def judge(tiny: TinyPipeline, pipelines: dict[str, Callable[[], Any]], count: int, output: Path) -> dict[str, Any]:
-    """Measure each pipeline, the first of which is the control, on the same scenes and samples.
+    """Measure each pipeline, the control first, on the same scenes and samples.
 
     Args:
         tiny: which.

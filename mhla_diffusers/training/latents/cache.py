@@ -157,12 +157,6 @@ class LatentCache:
             f"pipeline for {kinds[picture]} as the model.",
         )
 
-    def cut_as(self, default: Clip) -> Clip:
-        """Return the frames, frames per second and sizes of the cache, the default's where it does not have them."""
-        made = self.settings
-        sizes = tuple((int(height), int(width)) for height, width in made.get("sizes", default.sizes))
-        return Clip(made.get("frames", default.frames), made.get("fps", default.fps), sizes)
-
     def check_cut_as(self, clip: Clip) -> None:
         """Raise ValueError unless the cache holds the frames, frames per second and sizes of a clip."""
         made, sizes = self.settings, [list(size) for size in clip.sizes]

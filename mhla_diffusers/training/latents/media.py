@@ -219,21 +219,17 @@ def read_clip(media: Media, clip: Clip) -> torch.Tensor:
         return torch.stack(list(_read_frames(source, clip)), dim=1)
     if clip.frames != 1:
         raise UnreadableMediaError(f"an image has no {clip.frames} frames")
-    return _read_image(source, clip)[:, None]
-
-
-def _read_image(source: str | BytesIO, clip: Clip) -> torch.Tensor:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(source) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
-            size = clip.size_for(upright.height, upright.width)
-            fitted = ImageOps.fit(upright, (size[1], size[0]), method=Image.Resampling.BICUBIC)
+            height, width = clip.size_for(upright.height, upright.width)
+            fitted = ImageOps.fit(upright, (width, height), method=Image.Resampling.BICUBIC)
     except (OSError, Image.DecompressionBombError, UnidentifiedImageError, ValueError, SyntaxError) as error:
         raise UnreadableMediaError(f"no readable image: {error}") from error
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-    return pixels.view(*size, 3).permute(2, 0, 1)
+    return pixels.view(height, width, 3).permute(2, 0, 1)[:, None]
 
 
 def _read_frames(source: str | BytesIO, clip: Clip) -> Iterator[torch.Tensor]:
