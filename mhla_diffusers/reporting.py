@@ -34,7 +34,7 @@ _KINDS = {
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
-    """A table with aligned columns.
+    """Format a table with aligned columns.
 
     Args:
         header: names of the columns.
@@ -53,12 +53,12 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
 
 
 def times(counts: Sequence[int] | None) -> str:
-    """Counts along axes, such as ``"7x3x5"``; ``"-"`` for None."""
+    """Format counts along axes, such as ``"7x3x5"``; ``"-"`` for None."""
     return "x".join(map(str, counts)) if counts else "-"
 
 
 def from_to(ends: tuple[int, int] | None) -> str:
-    """A range, such as ``"45 to 60"``, or one number; ``"-"`` for None."""
+    """Format a range, such as ``"45 to 60"``, or one number; ``"-"`` for None."""
     if ends is None:
         return "-"
     low, high = ends
@@ -66,7 +66,7 @@ def from_to(ends: tuple[int, int] | None) -> str:
 
 
 def scaled(value: float, base: int, unit: str) -> str:
-    """A number with three digits or four, and the prefix of its unit for powers of 1000 or of 1024."""
+    """Format a number with three digits or four, and the prefix of its unit for powers of 1000 or of 1024."""
     prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
     power = 0
     while value >= base and power < len(prefixes) - 1:
@@ -75,7 +75,7 @@ def scaled(value: float, base: int, unit: str) -> str:
 
 
 def mean_and_spread(values: Sequence[float], style: str) -> str:
-    """Mean, with the standard deviation if there are several: ``"0.0802 ± 0.0007"`` for the style ``".4f"``."""
+    """Format a mean, and the deviation if there are several values: ``"0.0802 ± 0.0007"`` for ``".4f"``."""
     return f"{fmean(values):{style}}" + (f" ± {stdev(values):{style}}" if len(values) > 1 else "")
 
 
@@ -104,7 +104,7 @@ def show_progress(done: int, total: int) -> None:
 
 
 def html_page(title: str, body: str) -> str:
-    """A whole page; ``body`` is HTML."""
+    """Make a whole page; ``body`` is HTML."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
@@ -113,7 +113,7 @@ def html_page(title: str, body: str) -> str:
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], is_html: bool = False) -> str:
-    """A table of texts, or of cells that are HTML."""
+    """Make a table of texts, or of cells that are HTML."""
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
     lines = ("".join(f"<td>{cell if is_html else escape(cell)}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -121,7 +121,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], is_html: bo
 
 
 def html_media(file: Path, description: str) -> str:
-    """An image or a looping video, embedded in the page.
+    """Embed an image or a looping video in the page.
 
     Raises:
         ValueError: an unsupported kind of file.
@@ -136,7 +136,7 @@ def html_media(file: Path, description: str) -> str:
 
 
 def require_matplotlib() -> Any:
-    """Matplotlib's pyplot.
+    """Import matplotlib's pyplot, without a display.
 
     Raises:
         ImportError: it is missing.

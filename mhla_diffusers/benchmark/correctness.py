@@ -57,7 +57,7 @@ def check_operation(
 
 
 def cut(shape: Shape, most_tokens: int) -> Shape:
-    """Two heads of a shape on a grid of fewer MHLA blocks, each as long as the real ones; uniform blocks stay.
+    """Cut a shape to two heads on a grid of fewer MHLA blocks, each as long as the real ones; uniform blocks stay.
 
     Args:
         shape: of a real model; a block of it has two tokens per axis at least.
@@ -83,7 +83,7 @@ def cut(shape: Shape, most_tokens: int) -> Shape:
 def differentiate(
     attend: Callable[..., torch.Tensor], tensors: Mapping[str, torch.Tensor], upstream: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The output of an attention, and the gradients of the tensors that it takes by name."""
+    """Return the output of an attention, and the gradients of the tensors that it takes by name."""
     inputs = {name: x.detach().requires_grad_() for name, x in tensors.items()}
     output = attend(**inputs)
     gradients = torch.autograd.grad(output, list(inputs.values()), upstream.to(output.dtype))
@@ -91,7 +91,7 @@ def differentiate(
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖, in float64."""
+    """Return ‖found − expected‖ / ‖expected‖, in float64."""
     one, other = found.detach().double(), expected.detach().double()
     return float((one - other).norm() / other.norm())
 

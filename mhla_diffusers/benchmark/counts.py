@@ -76,7 +76,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: MHLAConfig 
 
 
 def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Part and module of everything that is counted as one."""
+    """Yield part and module of everything that is counted as one."""
     family = get_family(transformer)
     for attn in family.self_attentions(transformer).values():
         yield ATTENTION, attn
@@ -129,7 +129,7 @@ def count_forward(
 
 
 def ceilings(chosen: Iterable[Model]) -> list[tuple[str, ...]]:
-    """Rows of a table: every model at all of its sizes, with the patch of ``apply_mhla(pipe)`` in every layer.
+    """Tabulate every model at all of its sizes, with the patch of ``apply_mhla(pipe)`` in every layer.
 
     The last cell is the most that a patch brings where arithmetic is all that takes time. Models whose own attention is
     linear are left out, since a patch saves nothing there.

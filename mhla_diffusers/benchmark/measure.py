@@ -164,21 +164,21 @@ def time_interleaved(
 
 
 def measured_row(name: str, seconds: Sequence[float], peak: int | None) -> Row:
-    """A row with the median and the percentiles of some repetitions."""
+    """Return a row with the median and the percentiles of some repetitions."""
     quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     p20, median, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(quantiles).tolist()
     return Row(name, median=median, p20=p20, p80=p80, repetitions=len(seconds), peak_bytes=peak)
 
 
 def refused_row(name: str, error: BaseException) -> Row:
-    """A row of a variant that raised this; the CPU's allocator has no error class of its own."""
+    """Return a row of a variant that raised this; the CPU's allocator has no error class of its own."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     no_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
     return Row(name, status="out of memory" if no_memory else "absent", reason=lines[0][:300])
 
 
 def with_progress(items: Collection[Item], what: str) -> Iterable[Item]:
-    """The items, with a bar in a terminal that goes away at the end."""
+    """Return the items, with a bar in a terminal that goes away at the end."""
     from tqdm.auto import tqdm
 
     return tqdm(items, desc=what, leave=False, disable=None)
@@ -193,7 +193,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Most bytes that the CUDA allocator holds during a run; None on other devices."""
+    """Return the most bytes that the CUDA allocator holds during a run; None on other devices."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -204,7 +204,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that are free on a CUDA device, or in the machine for any other; what nothing uses is given back first."""
+    """Return the free bytes of a CUDA device, or of the machine for any other, after unused memory is given back."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -230,7 +230,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _warnings_of(run: Callable[[], object]) -> str:
-    """What PyTorch warns of when a backend refuses a call: the reasons, which its error leaves out."""
+    """Return why a backend refuses a call: PyTorch warns of the reasons, and its error leaves them out."""
     with warnings.catch_warnings(record=True) as caught, suppress(*_REFUSALS):
         warnings.simplefilter("always")
         run()
@@ -242,7 +242,7 @@ def _warnings_of(run: Callable[[], object]) -> str:
 
 
 def gather_conditions(device: torch.device) -> dict[str, str]:
-    """What two runs must share for their times to be comparable: name of a condition → text."""
+    """Gather what two runs must share for their times to be comparable: name of a condition → text."""
     found = {}
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
@@ -359,7 +359,7 @@ class Results:
 
 
 def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of the rows of some cases, with those columns in which something stands.
+    """Return header and cells of the rows of some cases, with the columns that are not empty.
 
     "times baseline" says how many times faster a row is than the fastest baseline of its case and stage among them.
     """
@@ -394,7 +394,7 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a CSV that ``mhla bench`` has written.
+    """Read the rows of a CSV that ``mhla bench`` has written.
 
     Raises:
         OSError: no such file.

@@ -37,17 +37,17 @@ class Size:
 
 
 def models() -> dict[str, Model]:
-    """Name → configuration, of all registered families."""
+    """Return the configurations of all registered families, by name."""
     return {model.name: model for family in families() for model in family.models}
 
 
 def family_of_model(model: Model) -> Family:
-    """The family that a configuration belongs to."""
+    """Return the family that a configuration belongs to."""
     return next(family for family in families() if model.transformer in family.transformers)
 
 
 def find_models(names: Sequence[str], others: Mapping[str, Model] = MappingProxyType({})) -> list[Model]:
-    """Models by name.
+    """Find models by name.
 
     Args:
         names: of models.
@@ -74,7 +74,7 @@ def find_models(names: Sequence[str], others: Mapping[str, Model] = MappingProxy
 def choose_sizes(
     model: Model, sizes: Sequence[str] | None, frames: Sequence[int] | None, device_type: str, batch: int = 1
 ) -> list[Size]:
-    """Sizes to measure a model at: as asked for, such as "480x832", or its own, on a CPU the smallest of them.
+    """Choose sizes to measure a model at: as asked for, such as "480x832", or its own, on a CPU the smallest of them.
 
     Frames are ignored for image models.
 
@@ -105,7 +105,7 @@ def choose_sizes(
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Height and width from "480x832", or from "512" for a square.
+    """Parse height and width from "480x832", or from "512" for a square.
 
     Raises:
         ValueError: neither.
@@ -117,7 +117,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def class_settings(model: Model, size: Size, layers: int | None = None) -> dict[str, Any]:
-    """Arguments of a model's class, or of its configuration where that is an object.
+    """Return the arguments of a model's class, or of its configuration where that is an object.
 
     Args:
         model: which.
@@ -138,7 +138,7 @@ def class_settings(model: Model, size: Size, layers: int | None = None) -> dict[
 
 
 def build_transformer(model: Model, size: Size, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
-    """A transformer with seeded random weights, in eval mode.
+    """Build a transformer with seeded random weights, in eval mode.
 
     Weights that diffusers keeps in float32 when it loads a model stay float32 here, and so do positions, which are
     buffers. Some transformers must know the size of their inputs.
@@ -162,7 +162,7 @@ def cast_weights(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, 
 def make_forward_inputs(
     model: Model, transformer: Any, size: Size, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of the transformer's forward: random latents, and conditioning of the family's shapes.
+    """Make the arguments of the transformer's forward: random latents, and conditioning of the family's shapes.
 
     Args:
         model: which.
@@ -191,7 +191,7 @@ def make_forward_inputs(
 
 
 def small_size(model: Model) -> Size:
-    """A size whose token grid has two tokens or so per block and axis, to check correctness on; square for images.
+    """Return a size with about two tokens per block and axis, to check correctness on; square for images.
 
     One frame, which all of them take, where frames attend by themselves.
     """
@@ -205,7 +205,7 @@ def small_size(model: Model) -> Size:
 
 
 def token_grid(model: Model, size: Size) -> tuple[int, ...]:
-    """Token grid of a model at a size, of a single frame where frames attend by themselves."""
+    """Return the token grid of a model at a size; of a single frame where frames attend by themselves."""
     step = model.stride * model.patch
     frames = []
     if size.frames is not None:

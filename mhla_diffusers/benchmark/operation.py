@@ -42,19 +42,19 @@ Attend = Callable[[], torch.Tensor]
 
 
 def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the fused kernels cannot be timed; None if they can."""
+    """Return why the fused kernels cannot be timed; None if they can."""
     if device.type == "cpu":
         return "the fused kernels run on CUDA and ROCm devices"  # their interpreter is for tests and has no speed
     return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu")
 
 
 def fastest_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
-    """The fused kernels where they can run, else eager."""
+    """Return "triton" where the fused kernels can run, else "eager"."""
     return "triton" if why_no_triton(shape, device, dtype) is None else "eager"
 
 
 def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """PyTorch's softmax attention of (B, N, H, D) tensors by one backend.
+    """Run PyTorch's softmax attention of (B, N, H, D) tensors by one backend.
 
     Raises:
         RuntimeError: that backend cannot run the call.
@@ -65,7 +65,7 @@ def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, valu
 
 
 def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) -> str | None:
-    """Why a softmax backend is not to be tried; None if it is, which does not mean that it can run the call.
+    """Return why a softmax backend is not to be tried; None if it is, though it may still refuse the call.
 
     Heads are those of all samples of the batch.
     """
@@ -81,13 +81,13 @@ def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) 
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, module: str) -> torch.Tensor:
-    """FlashAttention of a package; some versions return the log-sum-exp too."""
+    """Run FlashAttention of a package; some versions return the log-sum-exp too."""
     output: Any = import_module(module).flash_attn_func(query, key, value)
     return output[0] if isinstance(output, tuple) else output
 
 
 def _chunked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, module: str) -> torch.Tensor:
-    """Causal linear attention of flash-linear-attention, φ = ReLU."""
+    """Run causal linear attention of flash-linear-attention, φ = ReLU."""
     linear: Any = import_module(f"{module}.ops.linear_attn")
     output: torch.Tensor = linear.chunk_linear_attn(query.relu(), key.relu(), value, normalize=False)[0]
     return output
@@ -104,7 +104,7 @@ FlashAttention-3 is in fa3-fwd and in flash-attn-3.
 
 
 def package_attention(name: str, inputs: Sequence[torch.Tensor]) -> Attend | str:
-    """A call of another package's attention, or why there is none."""
+    """Return a call of another package's attention, or why there is none."""
     modules, attention = PACKAGES[name]
     if inputs[0].device.type == "cpu":
         return f"{name} runs on GPUs only"
@@ -115,7 +115,7 @@ def package_attention(name: str, inputs: Sequence[torch.Tensor]) -> Attend | str
 
 
 def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLists) -> Attend:
-    """Softmax attention over listed blocks by compiled FlexAttention: what attends gives (B, N, H, D).
+    """Return a call of compiled FlexAttention over listed blocks, which gives (B, N, H, D).
 
     Tokens are brought into the order of the uniform blocks and back again. Blocks that are not listed are left out.
     """
@@ -185,7 +185,7 @@ def benchmark_operation(shape: Shape, results: Results, stages: Sequence[str], *
 def operation_variants(
     shape: Shape, device: torch.device, dtype: torch.dtype, *, backward: bool, compile: bool
 ) -> list[Variant]:
-    """MHLA with and without its sparse branch, plain linear attention and softmax, each by all of its backends."""
+    """List MHLA with and without its sparse branch, plain linear attention and softmax, each by all backends."""
     inputs = tuple(x.requires_grad_(backward) for x in make_inputs(shape, device, dtype))
     upstream = torch.ones_like(inputs[0])
     lists = draw_lists(shape, device) if shape.block_size is not None else None

@@ -65,7 +65,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _sent(name: str, given: Mapping[str, Any]) -> float:
-    """Bytes that this process sends in a collective with these arguments."""
+    """Count the bytes that this process sends in a collective with these arguments."""
     kind = next((kind for kind in _FACTORS if name.startswith(kind)), None)
     if kind is None:
         raise NotImplementedError(
@@ -88,7 +88,7 @@ def _sent(name: str, given: Mapping[str, Any]) -> float:
 
 
 def make_config(ring: int, ulysses: int, device_type: str = "cpu") -> Any:
-    """Diffusers' ``ParallelConfig``, set up for the default process group, which has been made.
+    """Make diffusers' ``ParallelConfig`` for the default process group, which must be there.
 
     Args:
         ring: processes that keep their tokens.
@@ -105,7 +105,7 @@ def make_config(ring: int, ulysses: int, device_type: str = "cpu") -> Any:
 
 
 def make_share(shape: Shape, config: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of :func:`mhla_attention` for random values of this process's tokens.
+    """Make the arguments of :func:`mhla_attention` for random values of this process's tokens.
 
     Query, key and value are (1, own tokens, H, D), with a mixing matrix per head as patches have it, and RoPE.
 
@@ -124,7 +124,7 @@ def make_share(shape: Shape, config: Any, device: torch.device, dtype: torch.dty
 
 
 def attend(attention: str, share: Mapping[str, Any], config: Any) -> torch.Tensor:
-    """The output of softmax, by diffusers, or of MHLA for this process's tokens, (1, own tokens, H, D)."""
+    """Attend by diffusers' softmax or by MHLA with this process's tokens: (1, own tokens, H, D)."""
     if attention == MHLA:
         return mhla_attention(**share, parallel=parallel_of(config))
     from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -200,7 +200,7 @@ def benchmark_parallel(
 
 
 def _make_run(attention: str, share: Mapping[str, Any], config: Any, stage: str) -> Callable[[], object]:
-    """A forward, or one with the gradients of query, key, value and, of MHLA, the mixing matrices."""
+    """Return a forward, or one with the gradients of query, key, value and MHLA's mixing matrices."""
     if stage == "forward":
         return torch.no_grad()(partial(attend, attention, share, config))
     names = ("query", "key", "value", *(("mixing",) if attention == MHLA else ()))

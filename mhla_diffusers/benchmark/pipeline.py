@@ -31,7 +31,7 @@ PARTS = ("text encoding", "denoising", "VAE")
 
 
 def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
-    """A pipeline by name: tiny-dit, tiny-sana, tiny-wan, or a Hub id or folder; checked before anything is loaded.
+    """Choose a pipeline, tiny-dit, tiny-sana, tiny-wan, or a Hub id or folder; checked before anything is loaded.
 
     Args:
         name: of the pipeline.
@@ -167,7 +167,7 @@ def is_saved_patch(name: str) -> bool:
 
 @contextmanager
 def patched(pipe: Any, patch: str, choice: PipelineChoice, softmax_steps: int | float) -> Iterator[None]:
-    """Within the context the pipeline has a patch; behind it, it is as it was."""
+    """Context in which the pipeline has a patch; afterwards it is as it was."""
     with ExitStack() as stack:
         if patch in PATCHES:
             apply_mhla(pipe, **patch_settings(patch, choice.of_family.default_config.blocks))
@@ -183,7 +183,7 @@ def patched(pipe: Any, patch: str, choice: PipelineChoice, softmax_steps: int | 
 
 
 def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], Any]:
-    """Seconds of a whole call and of each part, and the sample; methods are replaced on instances and put back."""
+    """Time a whole call and each part, and return the sample too; methods are replaced on instances meanwhile."""
     seconds = dict.fromkeys((WHOLE, *PARTS), 0.0)
 
     def watched(function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -209,7 +209,7 @@ def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple
 
 
 def frames_of(sample: Any) -> torch.Tensor:
-    """A PIL image, or frames (F, H, W, 3) in [0, 1], as uint8 (F, 3, H, W)."""
+    """Convert a PIL image, or frames (F, H, W, 3) in [0, 1], to uint8 (F, 3, H, W)."""
     values = numpy.asarray(sample)
     frames = torch.from_numpy(values.copy())
     if frames.is_floating_point():
@@ -218,7 +218,7 @@ def frames_of(sample: Any) -> torch.Tensor:
 
 
 def similarities(frames: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
-    """``psnr`` in dB and ``ssim``, each the mean over the frames; none that is not defined for their size.
+    """Return ``psnr`` in dB and ``ssim``, each the mean over the frames, without those undefined for their size.
 
     Args:
         frames: uint8 (F, 3, H, W).

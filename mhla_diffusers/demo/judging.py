@@ -134,7 +134,7 @@ class Yardstick:
 
 
 def picture_features(images: torch.Tensor) -> ImageFeatures:
-    """What the classifier sees of pictures with one digit: an extractor for ``mhla eval fid``.
+    """Extract the classifier's features of pictures with one digit, for ``mhla eval fid``.
 
     Takes uint8 images (B, 3, H, W), or videos (B, F, 3, H, W), whose features are the means over their frames. Sizes
     other than the 64x64 of the tiny pipelines are brought to that.
@@ -151,7 +151,7 @@ def picture_features(images: torch.Tensor) -> ImageFeatures:
 
 
 def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
-    """How many of the digits that were asked for the classifier sees: a score for ``mhla eval compare``.
+    """Score how many of the digits asked for the classifier recognises, for ``mhla eval compare``.
 
     Args:
         images: uint8, each (3, 64, 64) or (F, 3, 64, 64), as the tiny pipelines make them.

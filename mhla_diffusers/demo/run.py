@@ -201,7 +201,7 @@ class Demo:
         return rows
 
     def _last_samples(self, pipe: Any, count: int) -> Any:
-        """The last samples of the data, half noised."""
+        """Return the last samples of the data, half noised."""
         total = len(self.adaptation.data)
         return self.adaptation.batch(pipe.transformer, range(total - count, total), torch.full((count,), 0.5))
 

@@ -120,12 +120,12 @@ def register_family(family: Family) -> None:
 
 
 def families() -> list[Family]:
-    """All registered families."""
+    """Return all registered families."""
     return list(_FAMILIES.values())
 
 
 def find_family(transformer: Any) -> Family | None:
-    """The family of a transformer, by the name of its class or of a base class, or None.
+    """Return the family of a transformer, by the name of its class or of a base class, or None.
 
     Args:
         transformer: a model, its class, the name of its class, or the name of the family.
@@ -137,7 +137,7 @@ def find_family(transformer: Any) -> Family | None:
 
 
 def get_family(transformer: Any) -> Family:
-    """The family of a transformer, as :func:`find_family`; ValueError if there is none."""
+    """Return the family of a transformer, as :func:`find_family`; ValueError if there is none."""
     family = find_family(transformer)
     if family is None and hasattr(transformer, "components"):
         raise ValueError(f"{type(transformer).__name__} is a pipeline; give its transformer, such as pipe.transformer.")
@@ -149,7 +149,7 @@ def get_family(transformer: Any) -> Family:
 
 
 def trained_family(transformer: Any) -> TrainedFamily:
-    """The family of a transformer that is to be encoded for, trained or called; ValueError if it is none for that."""
+    """Return the family of a transformer to encode for, train or call; ValueError if it cannot be used so."""
     family = get_family(transformer)
     if not isinstance(family, TrainedFamily):
         raise ValueError(f"{family.name!r}: {family.why_not_trained}")
@@ -161,7 +161,7 @@ def _class_of(model: Any) -> type:
 
 
 def supported_instead(kind: str | type) -> str:
-    """Text of an error about an unsupported class: the nearest family, and the pages on models and on adding one.
+    """Explain that a class is not supported: the nearest family, and the pages on models and on adding one.
 
     Args:
         kind: the class, or its name.
@@ -169,7 +169,7 @@ def supported_instead(kind: str | type) -> str:
     import diffusers
 
     def stem(name: str) -> str:
-        """The model in a class name: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
+        """Return the model in a class name: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
         return _KIND_OF_CLASS.split(name)[0]
 
     # the most similar supported class: by the names of base classes, else by the start of its own
@@ -190,7 +190,7 @@ def supported_instead(kind: str | type) -> str:
 
 
 def classes_that_are_split() -> list[str]:
-    """Supported transformer classes for which diffusers defines how to split tokens over processes (``_cp_plan``).
+    """List supported transformers for which diffusers defines how to split tokens over processes (``_cp_plan``).
 
     Without those that the plan does not fit.
     """
@@ -201,7 +201,7 @@ def classes_that_are_split() -> list[str]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile`` or data parallelism."""
+    """Return the module inside ``torch.compile`` or data parallelism."""
     from accelerate.utils import extract_model_from_parallel
 
     inside: nn.Module = extract_model_from_parallel(module, keep_torch_compile=False)
@@ -209,20 +209,20 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def arguments_of(transformer: nn.Module, batch: NoisedBatch) -> dict[str, Any]:
-    """Arguments of a transformer's forward for a batch."""
+    """Return the arguments of a transformer's forward for a batch."""
     family = get_family(transformer)
     return family.forward_arguments(transformer, batch.hidden_states, batch.timestep, batch.conditioning)
 
 
 def predict(model: nn.Module, batch: NoisedBatch) -> torch.Tensor:
-    """Prediction of a transformer, possibly wrapped for training, for a batch: (B, output channels, ...)."""
+    """Return the prediction of a transformer, possibly wrapped for training, for a batch: (B, output channels, ...)."""
     transformer = unwrapped(model)
     output = model(**arguments_of(transformer, batch), return_dict=False)[0]
     return trained_family(transformer).prediction(transformer, output, batch.hidden_states)
 
 
 def cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
-    """A processor equivalent to diffusers' own for a cross-attention of the class ``Attention``.
+    """Return a processor equivalent to diffusers' own for a cross-attention of the class ``Attention``.
 
     Without a family, which the module does not know, every family is asked whether it recognises the module.
     """
@@ -231,7 +231,7 @@ def cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
 
 
 def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | None:
-    """The token grid that the RoPE tables of a self-attention imply; may read them from the device.
+    """Return the token grid that the RoPE tables of a self-attention imply; may read them from the device.
 
     The module does not know its model, so every family is asked whether it recognises the module.
     """
@@ -240,7 +240,7 @@ def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | Non
 
 
 def family_of_attention(attn: Any) -> Family | None:
-    """The family of a self-attention module, or None if no family recognises it."""
+    """Return the family of a self-attention module, or None if no family recognises it."""
     return next((family for family in families() if family.recognises_self_attention(attn)), None)
 
 

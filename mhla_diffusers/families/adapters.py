@@ -95,15 +95,15 @@ class AttentionAdapter:
         self.rotary_argument = rotary_argument
 
     def heads(self, attn: Any) -> tuple[int, int]:
-        """Number of heads and head dim."""
+        """Return the number of heads and head dim."""
         return int(attn.heads), int(attn.inner_dim) // int(attn.heads)
 
     def query_projection(self, attn: Any) -> Any:
-        """The linear layer that makes the queries."""
+        """Return the linear layer that makes the queries."""
         return getattr(attn, self.inputs[0])
 
     def output_projection(self, attn: Any) -> Any:
-        """The linear layer after the heads; None in blocks that project them in another layer.
+        """Return the linear layer after the heads; None in blocks that project them in another layer.
 
         If it also takes other channels, they come after those of the heads.
         """
@@ -111,7 +111,7 @@ class AttentionAdapter:
         return found[0] if isinstance(found, nn.ModuleList) else found
 
     def projections(self, attn: Any) -> list[nn.Module]:
-        """All linear layers that the attention runs."""
+        """Return all linear layers that the attention runs."""
         names = (*(("to_qkv", "to_added_qkv") if _is_fused(attn) else self.inputs), "to_add_out", "to_gate_logits")
         found = [getattr(attn, name, None) for name in names]
         return [module for module in (*found, self.output_projection(attn)) if module is not None]
@@ -168,7 +168,7 @@ class AttentionAdapter:
         )
 
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
-        """(B, N) of all tokens; by default ``attention_mask`` covers them all.
+        """Return (B, N) of all tokens; by default ``attention_mask`` covers them all.
 
         Raises:
             ValueError: a mask that is no key-padding mask.
@@ -177,7 +177,7 @@ class AttentionAdapter:
         return None if mask is None else key_padding_mask(mask, len(hidden_states), _count(arguments))
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D), or None.
+        """Return RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D), or None.
 
         By default the model passes complex numbers (N or B, N, D / 2), tables (N, D), or tables of this shape. With
         :attr:`rope_by_head` each is (1 or B, N, H, D).
@@ -215,7 +215,7 @@ class AttentionAdapter:
         return 0, 0
 
     def project(self, attn: Any, arguments: Arguments) -> Projected:
-        """Query, key and value of all tokens, before RoPE."""
+        """Return query, key and value of all tokens, before RoPE."""
         return project_tokens(attn, arguments["hidden_states"])
 
     def rotates_halves(self, attn: Any) -> bool:
@@ -247,7 +247,7 @@ class AttentionAdapter:
         return processor(attn, **named)
 
     def heads_output(self, attn: Any, found: Any) -> torch.Tensor:
-        """Output of the heads, from the input of the output projection, or without one the attention's return value."""
+        """Return the heads' output, given the output projection's input or, without one, the attention's output."""
         output: torch.Tensor = found[0] if isinstance(found, tuple) else found
         heads, head_dim = self.heads(attn)
         return output[..., : heads * head_dim]
@@ -273,7 +273,7 @@ class JointAdapter(AttentionAdapter):
         self.context_first = context_first
 
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
-        """(B, N) of all tokens, bool if :attr:`text_mask` names the mask."""
+        """Return (B, N) of all tokens, bool if :attr:`text_mask` names the mask."""
         if self.text_mask is None:
             return super().key_mask(arguments)
         if (mask := arguments.get(self.text_mask)) is None:
@@ -281,7 +281,7 @@ class JointAdapter(AttentionAdapter):
         return self.joined(mask.new_ones(arguments["hidden_states"].shape[:2]), mask).bool()
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """RoPE of all tokens; where the model's RoPE lacks the context, the context is not rotated."""
+        """Return RoPE of all tokens; where the model's RoPE lacks the context, the context is not rotated."""
         rotary = super().rotary(attn, arguments)
         if rotary is None or not (missing := _count(arguments) - rotary[0].shape[1]):
             return rotary
@@ -290,11 +290,11 @@ class JointAdapter(AttentionAdapter):
         return self.joined(cos, still), self.joined(sin, torch.zeros_like(still))
 
     def joined(self, tokens: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """(B, N, ...) and (B, n, ...) as one sequence."""
+        """Return (B, N, ...) and (B, n, ...) as one sequence."""
         return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
 
     def extra(self, arguments: Arguments, tokens: int) -> Extra:
-        """All tokens but those of the grid.
+        """Count all tokens but those of the grid.
 
         Raises:
             ValueError: fewer tokens than the grid has, or more beside a context.
@@ -306,7 +306,7 @@ class JointAdapter(AttentionAdapter):
         return (others, 0) if self.context_first else (0, others)
 
     def project(self, attn: Any, arguments: Arguments) -> Projected:
-        """Query, key and value of all tokens, before RoPE."""
+        """Return query, key and value of all tokens, before RoPE."""
         own, context = project_tokens(attn, arguments["hidden_states"]), arguments.get("encoder_hidden_states")
         if context is None:
             return own
@@ -315,7 +315,7 @@ class JointAdapter(AttentionAdapter):
         return query, key, value
 
     def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
-        """The tokens of ``hidden_states``; a pair with the context if that is its own argument."""
+        """Return the tokens of ``hidden_states``; a pair with the context if that is its own argument."""
         own, of_context = getattr(attn, "to_out", None), getattr(attn, "to_add_out", None)
         output = output.flatten(2)
         if inputs.context is None:
@@ -339,7 +339,7 @@ class ParallelAdapter(JointAdapter):
     inputs = ("to_qkv_mlp_proj",)
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """Its processor gets mask and RoPE one place earlier than others, for want of a context of its own."""
+        """Name mask and RoPE, which its processor gets one place earlier than others, having no context of its own."""
         named = super().arguments(args, kwargs)
         if "rotary_emb" in named:
             return named
@@ -362,12 +362,12 @@ class ParallelAdapter(JointAdapter):
 
 
 def without(arguments: Arguments, name: str) -> dict[str, Any]:
-    """The arguments but one."""
+    """Return the arguments but one."""
     return {other: value for other, value in arguments.items() if other != name}
 
 
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
-    """Query, key and value by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
+    """Return query, key and value by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
     if _is_fused(attn):
         fused = attn.to_qkv(hidden_states)
         of_keys = (fused.shape[-1] - int(attn.inner_dim)) // 2  # fewer than the queries' where heads share them
@@ -378,7 +378,7 @@ def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
 
 
 def project_context(attn: Any, context: torch.Tensor) -> Projected:
-    """Query, key and value of the context by its own projections."""
+    """Return query, key and value of the context by its own projections."""
     if _is_fused(attn):
         projected = attn.to_added_qkv(context).chunk(3, dim=-1)
     else:
@@ -387,7 +387,7 @@ def project_context(attn: Any, context: torch.Tensor) -> Projected:
 
 
 def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, norm_key: Any) -> Projected:
-    """(B, N, H * D) to (B, N, H, D), normed; a norm across heads acts before the split, any other after it.
+    """Bring (B, N, H * D) to (B, N, H, D), normed; a norm across heads acts before the split, any other after it.
 
     Keys and values that groups of heads share are repeated.
     """
@@ -408,7 +408,7 @@ def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, n
 
 
 def _paired(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """Channels i and i + n / 2 of the first n as neighbours; the others stay where they are."""
+    """Return channels i and i + n / 2 of the first n as neighbours; the others stay where they are."""
     pairs = x[..., :channels].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     return pairs if channels == x.shape[-1] else torch.cat([pairs, x[..., channels:]], dim=-1)
 
@@ -419,7 +419,7 @@ def finite(output: torch.Tensor) -> torch.Tensor:
 
 
 def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """The (B, N) mask of ``mhla_attention`` from the mask that diffusers passes to an attention.
+    """Return the (B, N) mask of ``mhla_attention`` from the mask that diffusers passes to an attention.
 
     A bias that softmax attention adds to a key's scores multiplies the key's weight by its exponential, which linear
     attention can do too. It cannot apply a mask that differs between queries.
@@ -447,7 +447,7 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
 
 
 def _count(arguments: Arguments) -> int:
-    """Number of tokens: the grid's and any context passed separately."""
+    """Return the number of tokens: the grid's and any context passed separately."""
     context = arguments.get("encoder_hidden_states")
     return int(arguments["hidden_states"].shape[1]) + (int(context.shape[1]) if context is not None else 0)
 

@@ -27,7 +27,7 @@ class ChromaAdapter(JointAdapter):
     """Blocks make a mask of pairs, (B, 1, N, N), of one of tokens."""
 
     def key_mask(self, arguments: Arguments) -> Tensor | None:
-        """(B, N): what the last query sees, which is of the image."""
+        """Take (B, N) of the last query, which is of the image."""
         if (mask := arguments.get("attention_mask")) is not None:
             arguments = {**arguments, "attention_mask": mask[:, :, -1:]}
         return super().key_mask(arguments)

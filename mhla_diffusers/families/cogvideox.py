@@ -58,7 +58,7 @@ class CogVideoXFamily(VideoFamily):
         return self.token_grid(transformer, arguments["hidden_states"].transpose(1, 2))
 
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
-        """Rounded up to whole tokens, as the pipeline does."""
+        """Round up to whole tokens, as the pipeline does."""
         in_token = int(config.patch_size_t or 1)
         return math.ceil(super().latent_frames(config, frames, stride) / in_token) * in_token
 
@@ -101,7 +101,7 @@ class CogVideoXFamily(VideoFamily):
 
 
 def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each (N, D), as the pipeline makes them: 1.0 scales them to the training size, 1.5 slices them."""
+    """Make (cos, sin), each (N, D), as the pipeline does: 1.0 scales them to the training size, 1.5 slices them."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
     from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 

@@ -40,7 +40,7 @@ class CogView4Adapter(JointAdapter):
         return None
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """The tables on the device of the tokens."""
+        """Return the tables on the device of the tokens."""
         if (rotary := arguments.get("rotary_emb")) is not None:
             device = arguments["hidden_states"].device
             arguments = {**arguments, "rotary_emb": tuple(table.to(device) for table in rotary)}

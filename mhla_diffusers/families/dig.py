@@ -29,7 +29,7 @@ class DiGAdapter(AttentionAdapter):
         return finite(attn.project_output(output, inputs.hidden_states))
 
     def projections(self, attn: Any) -> list[nn.Module]:
-        """All linear layers that the attention runs, including the gate of the state, which a patch does not run."""
+        """Return all linear layers of the attention, including the gate of the state, which a patch does not run."""
         return [*super().projections(attn), attn.to_gate, *attn.to_decay]
 
 

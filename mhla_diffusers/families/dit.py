@@ -50,18 +50,18 @@ class DiTFamily(ImageFamily):
                 module.eval()
 
     def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
-        """The embeddings of the first block, which the last layer uses too."""
+        """Return the embeddings of the first block, which the last layer uses too."""
         from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings
 
         return [module for module in transformer.modules() if isinstance(module, CombinedTimestepLabelEmbeddings)]
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """``class_labels`` (); the empty prompt is the class after the last one."""
+        """Return ``class_labels`` (); the empty prompt is the class after the last one."""
         none = int(pipe.transformer.config.num_embeds_ada_norm)
         return {"class_labels": torch.tensor(class_label(pipe, prompt) if prompt else none)}
 
     def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """The labelled classes; all classes of the transformer if there are no labels."""
+        """Return the labelled classes; all classes of the transformer if there are no labels."""
         return len(index.get("id2label") or {}) or int(config["num_embeds_ada_norm"])
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:
@@ -91,7 +91,7 @@ class DiTFamily(ImageFamily):
 
 
 def class_label(pipe: Any, prompt: str) -> int:
-    """The number of a class, from its number, its name, or a phrase that ends in its name, such as "a seven".
+    """Return the number of a class, from its number, its name, or a phrase that ends in its name, such as "a seven".
 
     Raises:
         ValueError: the pipeline has no such class.

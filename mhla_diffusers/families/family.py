@@ -36,7 +36,7 @@ class Condition(NamedTuple):
     """int64 or bool for a mask; floating-point values keep the text encoder's type."""
 
     def sizes(self, config: Any) -> list[int]:
-        """The shape for a transformer of this configuration."""
+        """Return the shape for a transformer of this configuration."""
         return [int(getattr(config, size)) if isinstance(size, str) else size for size in self.shape]
 
 
@@ -148,7 +148,7 @@ class Family:
         return self.transformer_class(name)(**settings)
 
     def trunk(self, transformer: Any) -> Any:
-        """The module that takes the pixels or latents and runs the blocks; by default the transformer."""
+        """Return the module that takes the pixels or latents and runs the blocks; by default the transformer."""
         return transformer
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
@@ -169,11 +169,11 @@ class Family:
         }
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
-        """The adapter of one self-attention, by default :attr:`adapter`."""
+        """Return the adapter of one self-attention, by default :attr:`adapter`."""
         return self.adapter
 
     def self_attention_processor(self, attn: Any = None) -> Any:
-        """A fresh processor of the kind that the library gives the self-attentions, or one of them."""
+        """Return a fresh processor of the kind that the library gives the self-attentions, or one of them."""
         return imported(self.processor)()
 
     def recognises_self_attention(self, attn: Any) -> bool:
@@ -186,7 +186,7 @@ class Family:
         return False
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
-        """Why a transformer of this family cannot have these settings, and what to do instead; None if it can."""
+        """Return why a transformer cannot have these settings, and what to do instead; None if it can."""
         return None
 
     def prepare(self, transformer: Any) -> None:
@@ -204,7 +204,7 @@ class Family:
     # The token grid
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
-        """Latents per token on each axis of the grid: :attr:`fixed_patch`, else ``patch_size`` and ``patch_size_t``."""
+        """Return latents per token and axis: :attr:`fixed_patch`, else ``patch_size`` and ``patch_size_t``."""
         if self.fixed_patch is not None:
             return self.fixed_patch
         size = transformer.config.patch_size
@@ -215,7 +215,7 @@ class Family:
         return getattr(transformer.config, "patch_size_t", size) or 1, size, size
 
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
-        """Token grid of latents (B, C, ...).
+        """Return the token grid of latents (B, C, ...).
 
         Raises:
             ValueError: latent frames that do not fill the last token.
@@ -229,44 +229,44 @@ class Family:
         return tuple(size // length for size, length in zip(latents.shape[2:], patch, strict=True))
 
     def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kwargs:
-        """Kwargs of the forward of a transformer, or of its :meth:`trunk`, by name."""
+        """Return the kwargs of the forward of a transformer, or of its :meth:`trunk`, by name."""
         forward: Any = type(transformer).forward
         return {**dict(zip(_names_of_arguments(forward), args, strict=False)), **kwargs} if args else {**kwargs}
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Token grid of a forward of the transformer; by default the latents are (B, C, ...)."""
+        """Return the token grid of a forward of the transformer; by default the latents are (B, C, ...)."""
         return self.token_grid(transformer, arguments[self.latents_name])
 
     def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
-        """Token grid that the RoPE tables of a self-attention imply; None for another model, or if they imply none.
+        """Return the token grid that RoPE tables of a self-attention imply; None for another model, or no grid.
 
         With it diffusers' own ``set_attn_processor`` needs no ``grid``.
         """
         return None
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Token grid of what a pipeline generates for frames and a size in pixels."""
+        """Return the token grid of what a pipeline generates for frames and a size in pixels."""
         shape = self.latent_shape(transformer.config, pipe.vae.config, clip)
         return tuple(int(size) for size in self.token_grid(transformer, torch.empty(1, *shape, device="meta")))
 
     def latent_shape(self, config: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """Shape of a sample's latents, (C, H, W) or (C, F, H, W), from the configurations of transformer and vae."""
+        """Return the shape of a sample's latents, (C, H, W) or (C, F, H, W), by transformer's and vae's settings."""
         temporal, spatial = self.strides(vae)
         frames = [self.latent_frames(config, clip.frames, temporal)] if self.makes_videos else []
         return self.channels(config), *frames, *(side // spatial for side in clip.sizes[0])
 
     def strides(self, vae: Mapping[str, Any]) -> tuple[int, int]:
-        """Frames per latent frame after the first one, and pixels per latent, from an autoencoder's configuration."""
+        """Return frames per latent frame after the first, and pixels per latent, by an autoencoder's configuration."""
         return strides_of(vae, of_videos=self.axes == 3)
 
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
-        """Latent frames of a video with a stride of frames; by default the first becomes one of its own."""
+        """Return the latent frames of a video with a stride of frames; by default the first becomes one of its own."""
         return (frames - 1) // stride + 1
 
     # RoPE, time and processes
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
-        """RoPE of later frames of a video, from position ``first`` of the grid's first axis on.
+        """Return RoPE of later frames of a video, from position ``first`` of the grid's first axis on.
 
         ``rotary`` is what the model passes to its attentions, (cos, sin), as if the frames began a video.
 
@@ -276,19 +276,19 @@ class Family:
         raise ValueError(f"The {self.name!r} family does not define RoPE of later frames; implement rotary_from().")
 
     def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
-        """Why a transformer has no RoPE for frames ``first`` to ``last - 1`` of the grid; None if it has."""
+        """Return why a transformer has no RoPE for frames ``first`` to ``last - 1`` of the grid; None if it has."""
         return None
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Why the tokens of a call, given by its arguments, cannot be split over processes; None if they can."""
+        """Return why the tokens of a call, given by its arguments, cannot be split over processes; None if they can."""
         return self.why_never_split
 
     def time_of(self, arguments: Mapping[str, Any]) -> Any:
-        """The time of the grid's tokens in a forward, in the transformer's scale; None if it is not given."""
+        """Return the time of the grid's tokens in a forward, in the transformer's scale; None if it is not given."""
         return arguments.get(self.timestep_name)
 
     def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
-        """The scheduler's timestep, from the transformer's argument for the time."""
+        """Return the scheduler's timestep, from the transformer's argument for the time."""
         if not self.takes_sigma:
             return timestep
         return 1000 * (1 - timestep if self.time_is_reversed else timestep)
@@ -296,15 +296,15 @@ class Family:
     # Inputs of a forward
 
     def channels(self, config: Any) -> int:
-        """Channels of the latents that a transformer of this configuration takes."""
+        """Return the channels of the latents that a transformer of this configuration takes."""
         return int(config.in_channels)
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
-        """What a transformer of this configuration gets from a prompt, by default :attr:`conditions`."""
+        """Return what a transformer of this configuration gets from a prompt, by default :attr:`conditions`."""
         return self.conditions
 
     def conditioning_shapes(self, config: Any) -> Sample:
-        """What conditions a transformer of this configuration, on the meta device, without values.
+        """Return what conditions a transformer of this configuration, on the meta device, without values.
 
         Raises:
             ValueError: the family does not say what conditions the model.
@@ -315,7 +315,7 @@ class Family:
         return {one.name: torch.empty(one.sizes(config), dtype=one.dtype, device="meta") for one in conditions}
 
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Kwargs of the transformer's forward: latents, time, conditioning, and guidance if the model embeds it.
+        """Make the forward's kwargs: latents, time, conditioning, and guidance if the model embeds it.
 
         Args:
             transformer: which.
@@ -329,7 +329,7 @@ class Family:
         return {**arguments, **conditioning}
 
     def undefined(self, what: str, method: str) -> ValueError:
-        """The error about something that this family does not define."""
+        """Return the error about something that this family does not define."""
         return ValueError(
             f"The {self.name!r} family does not define {what}; implement {type(self).__name__}.{method}()."
         )

@@ -60,7 +60,7 @@ class FluxFamily(PackedImageFamily):
         return {"img_ids": ids, "txt_ids": text_ids, **arguments}
 
     def ids(self, latents: Tensor, grid: tuple[int, ...], text_tokens: int) -> tuple[Tensor, Tensor]:
-        """Picture, row and column of the grid's tokens, (N, 3), and zeros for the text."""
+        """Return picture, row and column of the grid's tokens, (N, 3), and zeros for the text."""
         rows, columns = (torch.arange(size).float() for size in grid)
         places = torch.cartesian_prod(torch.zeros(1), rows, columns)
         return places.to(latents), torch.zeros(text_tokens, 3).to(latents)
@@ -68,7 +68,7 @@ class FluxFamily(PackedImageFamily):
 
 @read_once
 def _grid_of_ids(ids: Tensor) -> tuple[int, int]:
-    """Height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
+    """Return the height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
 
     Counts the tokens of the first row and of the first column. A second picture adds to both counts, and bfloat16
     rounds no larger number to 0.

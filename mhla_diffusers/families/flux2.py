@@ -44,11 +44,11 @@ class Flux2Family(FluxFamily):
     )
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
-        """The adapter of the kind of block."""
+        """Return the adapter of the kind of block."""
         return self.single_adapter if hasattr(attn, "to_qkv_mlp_proj") else self.adapter
 
     def self_attention_processor(self, attn: Any = None) -> Any:
-        """A processor of the kind of block."""
+        """Return a processor of the kind of block."""
         return super().self_attention_processor() if attn is None else attn._default_processor_cls()
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class Flux2Family(FluxFamily):
         return super().grid_of_arguments(transformer, arguments)
 
     def ids(self, latents: Tensor, grid: tuple[int, ...], text_tokens: int) -> tuple[Tensor, Tensor]:
-        """Picture, row, column and place in the text of tokens and of text, (B, N, 4)."""
+        """Return picture, row, column and place in the text of tokens and of text, (B, N, 4)."""
         of_grid, of_text = (1, *grid, 1), (1, 1, 1, text_tokens)
         places = (torch.cartesian_prod(*map(torch.arange, sizes)) for sizes in (of_grid, of_text))
         ids, text_ids = (one.to(latents.device).expand(len(latents), -1, -1) for one in places)

@@ -76,7 +76,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
         }
 
     def channels(self, config: Any) -> int:
-        """Channels of a video."""
+        """Return the channels of a video."""
         return int(config.out_channels)
 
     def needs_pictures(self, config: Any) -> bool:

@@ -48,7 +48,7 @@ class LatteFamily(ImageFamily):
         return True
 
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
-        """Grid of every frame, (height, width)."""
+        """Return the grid of every frame, (height, width)."""
         return super().token_grid(transformer, latents[:, :, 0])
 
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:

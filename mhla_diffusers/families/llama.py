@@ -15,7 +15,7 @@ class LlamaAdapter(TransformersAdapter):
     """Llama's projections; the attention itself runs through transformers' attention interface."""
 
     def heads(self, attn: Any) -> tuple[int, int]:
-        """Heads of the queries and head dim."""
+        """Return the heads of the queries and head dim."""
         return int(attn.config.num_attention_heads), int(attn.head_dim)
 
 
@@ -34,14 +34,14 @@ class LlamaFamily(TransformersFamily):
     default_config = MHLAConfig(blocks=(32,), block_length=64, causal="token", sparse="own", rope="before")
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
-        """Decoder layers, by their names in the model."""
+        """Return the decoder layers, by their names in the model."""
         inside = getattr(transformer, "model", None)
         if inside is None:
             return super().blocks_of(transformer)
         return {f"model.{name}": block for name, block in super().blocks_of(inside).items()}
 
     def grid_of_arguments(self, transformer: Any, arguments: Any) -> tuple[int, ...]:
-        """The number of tokens of the text."""
+        """Return the number of tokens of the text."""
         ids = arguments.get("input_ids")
         return (int((ids if ids is not None else arguments["inputs_embeds"]).shape[1]),)
 

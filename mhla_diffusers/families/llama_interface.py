@@ -114,7 +114,7 @@ class CausalMask:
         self._made: tuple[Any, ...] = ()
 
     def for_softmax(self) -> Any:
-        """The mask that transformers makes for the original implementation."""
+        """Return the mask that transformers makes for the original implementation."""
         if not self._made:
             make = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(self.replaced)
             self._made = (make(**self.arguments) if make is not None else None,)

@@ -36,7 +36,7 @@ class LTXAdapter(AttentionAdapter):
     rope_by_head = True
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """(cos, sin), each (B, N, H, D), of tables over the channels of all heads."""
+        """Return (cos, sin), each (B, N, H, D), of tables over the channels of all heads."""
         if "rotary_emb" not in arguments:
             return None
         cos, sin = (table.unflatten(2, (attn.heads, -1)) for table in arguments["rotary_emb"])

@@ -45,7 +45,7 @@ class LTX2Adapter(LTXAdapter):
     """Further tokens come after the grid, each head may have a gate, and guidance may skip the attention of samples."""
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """(cos, sin), each (B, N, H, D); of halves tables (B, H, N, D / 2), an angle for each channel pair."""
+        """Return (cos, sin), each (B, N, H, D); of halves tables (B, H, N, D / 2), an angle for each channel pair."""
         if "rotary_emb" not in arguments or not self.rotates_halves(attn):
             return super().rotary(attn, arguments)
         cos, sin = (table.transpose(1, 2).repeat_interleave(2, dim=-1) for table in arguments["rotary_emb"])
@@ -83,7 +83,7 @@ class LTX2Family(PackedVideoFamily):
     )
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
-        """Text and mask that the connectors make for the video."""
+        """Return text and mask that the connectors make for the video."""
         width = "caption_channels" if config.use_prompt_embeddings else "cross_attention_dim"
         mask = Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64)
         return Condition("encoder_hidden_states", (_TEXT_TOKENS, width)), mask

@@ -65,12 +65,12 @@ class Lumina2Adapter(JointAdapter):
 
 
 def _padding(key_mask: Tensor) -> Tensor:
-    """Tokens of each sample that take no part: (B,)."""
+    """Return the tokens of each sample that take no part: (B,)."""
     return (key_mask == 0).sum(dim=1)
 
 
 def _rolled(x: Tensor, by: Tensor) -> Tensor:
-    """The tokens (B, N, ...) of each sample moved to later places, those at the end to the front."""
+    """Return the tokens (B, N, ...) of each sample moved to later places, those at the end to the front."""
     places = torch.arange(x.shape[1], device=x.device) - by[:, None]
     return x[torch.arange(len(by), device=x.device)[:, None], places % x.shape[1]]
 
@@ -101,7 +101,7 @@ class Lumina2Family(JointFamily, ImageFamily):
     )
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
-        """The empty prompt without the pipeline's instruction, as its negative prompt is."""
+        """Return the empty prompt without the pipeline's instruction, as its negative prompt is."""
         if prompt:
             return super().encode_text(pipe, prompt, settings)
         return pipe.encode_prompt(prompt, True, max_sequence_length=settings["max_sequence_length"])[2:]

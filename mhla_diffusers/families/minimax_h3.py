@@ -64,7 +64,7 @@ class MiniMaxH3Family(JointFamily):
     )
 
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
-        """Five for every 17 frames, and two for the last five; the pipeline rounds up to that."""
+        """Count five for every 17 frames, and two for the last five; the pipeline rounds up to that."""
         return -((5 - frames) // 17) * 5 + 2
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ class MiniMaxH3Family(JointFamily):
         return self.token_grid(transformer, latents)
 
     def time_of(self, arguments: Mapping[str, Any]) -> Any:
-        """The time of the last row, which is of the video."""
+        """Return the time of the last row, which is of the video."""
         return arguments["timestep"][arguments["timestep_indices"][-1]]
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class MochiAdapter(JointAdapter):
     text_mask = "attention_mask"
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """(cos, sin), each (1, N, H, D), of tables (N, H, D / 2) with an angle for each channel pair."""
+        """Return (cos, sin), each (1, N, H, D), of tables (N, H, D / 2) with an angle for each channel pair."""
         if (rotary := arguments.get("rotary_emb")) is not None:
             tables = tuple(table[None].repeat_interleave(2, dim=-1) for table in rotary)
             arguments = {**arguments, "rotary_emb": tables}

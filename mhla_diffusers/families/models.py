@@ -29,7 +29,7 @@ class Clip:
             raise ValueError(f"sizes={self.sizes} must hold at least one (height, width) in pixels.")
 
     def size_for(self, height: int, width: int) -> tuple[int, int]:
-        """The size nearest in aspect ratio."""
+        """Return the size nearest in aspect ratio."""
         return min(self.sizes, key=lambda size: abs(math.log(size[0] / size[1]) - math.log(height / width)))
 
 
@@ -81,31 +81,31 @@ class Model:
 
 
 def squares(*sides: int) -> tuple[tuple[int, int], ...]:
-    """Sizes of square images."""
+    """Return sizes of square images."""
     return tuple((side, side) for side in sides)
 
 
 def image_model(name: str, transformer: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
-    """A text-to-image model of 16 pixels per token at 1024, 2048 and 4096 pixels; arguments override."""
+    """Return a text-to-image model of 16 pixels per token at 1024, 2048 and 4096 pixels; arguments override."""
     grids = {f"{side}px": (side // 16, side // 16) for side in (1024, 2048, 4096)}
     usual = {"blocks": (4, 4), "sizes": squares(1024, 2048, 4096), "grids": grids}
     return Model(name, transformer, heads, head_dim, layers, **{**usual, **different})
 
 
 def tiny_image(name: str, transformer: str, settings: Mapping[str, Any], **different: Any) -> Model:
-    """A tiny image model: 3 layers of 2 heads of 12 channels, at 64 pixels; arguments override."""
+    """Return a tiny image model: 3 layers of 2 heads of 12 channels, at 64 pixels; arguments override."""
     usual = {"heads": 2, "head_dim": 12, "layers": 3, "blocks": (2, 2), "sizes": squares(64)}
     return Model(f"tiny-{name}", transformer, settings=settings, **{**usual, **different})
 
 
 def tiny_video(name: str, transformer: str, settings: Mapping[str, Any], **different: Any) -> Model:
-    """A tiny video model: the same, at 9 frames of 64x96 pixels."""
+    """Return a tiny video model: the same, at 9 frames of 64x96 pixels."""
     usual = {"blocks": (1, 2, 2), "sizes": ((64, 96),), "frames": 9, "temporal_stride": 4}
     return tiny_image(name, transformer, settings, **{**usual, **different})
 
 
 def strides_of(vae: Mapping[str, Any], *, of_videos: bool = False) -> tuple[int, int]:
-    """Frames per latent frame after the first one, and pixels per latent along height and width.
+    """Return the frames per latent frame after the first one, and pixels per latent along height and width.
 
     Args:
         vae: configuration of an autoencoder, with the strides or with stages that each halve.

@@ -41,7 +41,7 @@ class PackedVideoFamily(PackedFamily, VideoFamily):
 
 
 def grid_of_coordinates(coordinates: Tensor) -> tuple[int, ...]:
-    """Token grid of coordinates (B, 3, N): time, height and width of every token.
+    """Return the token grid of coordinates (B, 3, N): time, height and width of every token.
 
     The grid begins at the first token of time 0. Tokens before it are conditioning frames, at later times.
 
@@ -66,7 +66,7 @@ def _read_coordinates(coordinates: Tensor) -> tuple[int, ...]:
 
 
 def grid_of_places(places: Tensor) -> tuple[int, ...] | None:
-    """Token grid of a video's tokens in raster order, (3, N) times, rows and columns; None if they are no grid."""
+    """Return the grid of tokens in raster order, (3, N) times, rows and columns; None if they are no grid."""
     width = _rising(places[2])
     height = _rising(places[1, ::width])
     grid = places.shape[1] // (height * width), height, width
@@ -81,6 +81,6 @@ def lies_on(grid: tuple[int, ...], places: Tensor) -> Tensor:
 
 
 def _rising(values: Tensor) -> int:
-    """Length of the strictly increasing run at the start; at least 1."""
+    """Return the length of the strictly increasing run at the start; at least 1."""
     falls = (values.diff() <= 0).nonzero()
     return int(falls[0]) + 1 if len(falls) else max(1, len(values))

@@ -25,7 +25,7 @@ class _Patched:
 
 @cache
 def _subclass(mixin: Any, base: Any) -> Any:
-    """A subclass that has the name and module of its base, which diffusers writes into ``config.json``."""
+    """Return a subclass that has the name and module of its base, which diffusers writes into ``config.json``."""
     return type(base.__name__, (_Patched, mixin, base), {"__module__": base.__module__, _BASE: base})
 
 
@@ -99,7 +99,7 @@ class WithProcessor:
             del self.processor
 
     def get_processor(self) -> Any:
-        """The processor, or a placeholder for none."""
+        """Return the processor, or a placeholder for none."""
         return self.processor
 
     @property

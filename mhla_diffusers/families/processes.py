@@ -47,7 +47,7 @@ class DiffusionProcess(ABC):
 
     @abstractmethod
     def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Latents at a time, like ``latents``."""
+        """Return the latents at a time, like ``latents``."""
 
     @abstractmethod
     def timestep(self, time: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class DiffusionProcess(ABC):
 
     @abstractmethod
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
-        """Training loss per sample: float32 (B,)."""
+        """Return the training loss per sample: float32 (B,)."""
 
     def make_batch(
         self, latents: Tensor, noise: Tensor, quantile: Tensor, conditioning: Mapping[str, Tensor]

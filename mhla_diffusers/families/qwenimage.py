@@ -32,7 +32,7 @@ class QwenImageAdapter(JointAdapter):
     text_mask = "encoder_hidden_states_mask"
 
     def key_mask(self, arguments: Arguments) -> Tensor | None:
-        """(B, N) of all tokens; ValueError for a mask of another kind."""
+        """Return (B, N) of all tokens; ValueError for a mask of another kind."""
         if "attention_mask" in arguments:
             raise ValueError(
                 "Qwen-Image masks its text with encoder_hidden_states_mask and takes no attention_mask; leave it out."
@@ -40,7 +40,7 @@ class QwenImageAdapter(JointAdapter):
         return super().key_mask(arguments)
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """RoPE of image and text."""
+        """Return RoPE of image and text."""
         if "rotary_emb" not in arguments:
             return None
         of_grid, of_text = (rotary_of_complex(numbers) for numbers in arguments["rotary_emb"])

@@ -47,13 +47,13 @@ class TabledRotaryFamily(VideoFamily):
 
 
 def thirds(head_dim: int) -> tuple[int, ...]:
-    """A third of the channels for each axis; frames also take the remainder."""
+    """Return a third of the channels for each axis; frames also take the remainder."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
 
 def grid_of_table(table: Any) -> tuple[int, ...]:
-    """Token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
+    """Return the token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
 
     The table is a flattened (frames, height, width, D), and outside of inference mode a view of it. Once the
     coordinates have been checked against that shape, the shape alone is enough, and nothing waits for the device.

@@ -65,7 +65,7 @@ class SanaFamily(ImageFamily):
         return FlowMatching(flow_shift, timestep_scale=float(transformer.config.timestep_scale))
 
     def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
-        """The time without its factor; for SANA-Sprint, which embeds its guidance, t of sin t / (sin t + cos t)."""
+        """Drop the factor; for SANA-Sprint, which embeds its guidance, return t of sin t / (sin t + cos t)."""
         if transformer.config.guidance_embeds:
             return torch.atan2(timestep, 1 - timestep)
         return timestep / float(transformer.config.timestep_scale)

@@ -45,5 +45,5 @@ class SanaVideoFamily(SanaFamily):
         return FlowMatching(flow_shift)
 
     def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
-        """The argument itself, whose largest value is that of the noised tokens."""
+        """Return the argument itself, whose largest value is that of the noised tokens."""
         return timestep

@@ -47,5 +47,5 @@ class SD3Family(JointFamily, ImageFamily):
     )
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
-        """The joint adapter, or for ``attn2`` that of an attention without text."""
+        """Return the joint adapter, or for ``attn2`` that of an attention without text."""
         return self.adapter if attn.add_q_proj is not None else AttentionAdapter()

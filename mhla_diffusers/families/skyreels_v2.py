@@ -32,7 +32,7 @@ class SkyReelsV2Adapter(AttentionAdapter):
         return super().key_mask(without(arguments, "attention_mask") if is_block_causal else arguments)
 
     def frames_in_block(self, arguments: Arguments) -> int | None:
-        """Frames per block of a block-causal mask; None for any other mask."""
+        """Return the frames per block of a block-causal mask; None for any other mask."""
         mask, rotary = arguments.get("attention_mask"), arguments.get("rotary_emb")
         if mask is None or mask.ndim != 4 or mask.shape[2] != mask.shape[3] or rotary is None:
             return None
@@ -57,7 +57,7 @@ class SkyReelsV2Adapter(AttentionAdapter):
 
 
 def _frames_in_block(mask: Any, frames: int) -> int:
-    """Frames of a block of a block-causal mask, (1, 1, N, N); any other raises ValueError."""
+    """Return the frames of a block of a block-causal mask, (1, 1, N, N); any other raises ValueError."""
     if not hasattr(mask, "frames_in_block"):  # all layers of a forward are handed the same mask
         step = max(1, mask.shape[2] // frames)
         between = mask[0, 0, ::step, ::step].cpu()  # the model repeats what it lets frames see for all their tokens

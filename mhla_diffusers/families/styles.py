@@ -59,11 +59,11 @@ class VideoFamily(TrainedFamily):
         return torch.cat([super().encode_pixels(pipe, pixels[:, :, :1]), latents[:, :, 1:]], dim=2)
 
     def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
-        """The number of given frames, where the first latent frame is a picture."""
+        """Return the number of given frames, where the first latent frame is a picture."""
         return {KNOWN_FRAMES: torch.tensor(1)} if self.keeps_first_frame(pipe, pipe.transformer.config) else {}
 
     def picture_settings(self, pipe: Any, pixels: Tensor) -> Mapping[str, Any]:
-        """The first frame as ``image``, where prompts are encoded with a picture."""
+        """Return the first frame as ``image``, where prompts are encoded with a picture."""
         takes_picture = "image" in inspect.signature(pipe.encode_prompt).parameters
         return {"image": first_picture(pipe, pixels)} if takes_picture else {}
 
@@ -125,7 +125,7 @@ class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
     has_rope = True
 
     def channels(self, config: Any) -> int:
-        """Channels of a token, without packing."""
+        """Return the channels of a token, without packing."""
         return int(config.in_channels) // 4
 
 
@@ -136,7 +136,7 @@ class PaddedTextFamily(TrainedFamily):
     """
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """The text, padded to the pipeline's default maximum length, and the mask of its tokens."""
+        """Return the text, padded to the pipeline's default maximum length, and the mask of its tokens."""
         text, mask = self.conditions
         tokens = {"max_sequence_length": text.shape[0], **(settings or {})}
         embeddings, own = self.encode_text(pipe, prompt, tokens)
@@ -178,7 +178,7 @@ class TransformersFamily(Family):
 
 
 def first_picture(pipe: Any, pixels: Tensor) -> Any:
-    """The first frame of a clip (1, 3, F, H, W) as a PIL image."""
+    """Return the first frame of a clip (1, 3, F, H, W) as a PIL image."""
     return pipe.video_processor.postprocess(pixels[:, :, 0].float(), output_type="pil")[0]
 
 
@@ -189,7 +189,7 @@ def takes_picture(pipe: Any) -> bool:
 
 
 def pack(latents: Tensor, patch: Sequence[int]) -> Tensor:
-    """Patches of latents (B, C, ...) in raster order, each a token: (B, N, C patch), channels slowest."""
+    """Return the patches of latents (B, C, ...) in raster order, each a token: (B, N, C patch), channels slowest."""
     for axis, size in enumerate(patch):
         latents = latents.unflatten(2 + 2 * axis, (-1, size))
     axes = range(len(patch))

@@ -30,7 +30,7 @@ class TrainedFamily(Family):
     # Training
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """The process that the model was trained with, by default of :attr:`process_class`.
+        """Return the process that the model was trained with, by default of :attr:`process_class`.
 
         Raises:
             ValueError: the family does not define it, or the transformer is conditioned on pictures.
@@ -44,7 +44,7 @@ class TrainedFamily(Family):
         return self.process_class()
 
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
-        """The prediction for latents (B, C, ...), of their shape: by default the output, towards the noise."""
+        """Return the prediction for latents (B, C, ...), of their shape: by default the output, towards the noise."""
         predicted: Tensor = -output if self.time_is_reversed else output
         return predicted
 
@@ -52,7 +52,7 @@ class TrainedFamily(Family):
         """Called once after ``transformer.train()``: disables anything that draws its own random numbers."""
 
     def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
-        """Modules that several blocks use; FSDP2 must gather them separately."""
+        """Return the modules that several blocks use; FSDP2 must gather them separately."""
         return []
 
     def needs_pictures(self, config: Any) -> bool:
@@ -83,14 +83,14 @@ class TrainedFamily(Family):
         return scaled_latents(pipe.vae, latents.float())
 
     def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
-        """Kwargs of the transformer's forward that come from a clip (1, 3, F, H, W); by default none.
+        """Return the kwargs of the transformer's forward that come from a clip (1, 3, F, H, W); by default none.
 
         :data:`~.processes.KNOWN_FRAMES` is none of them: it is the number of latent frames that are given.
         """
         return {}
 
     def picture_settings(self, pipe: Any, pixels: Tensor) -> Mapping[str, Any]:
-        """Settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W); by default none."""
+        """Return the settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W); by default none."""
         return {}
 
     def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
@@ -101,7 +101,7 @@ class TrainedFamily(Family):
         return False
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """Kwargs of the transformer's forward for a prompt, without a batch axis, by default ``conditions``.
+        """Return the kwargs of the transformer's forward for a prompt, without a batch axis, by default ``conditions``.
 
         Args:
             pipe: pipeline with its text encoder.
@@ -123,7 +123,7 @@ class TrainedFamily(Family):
         return {name: x if dtype.is_floating_point else x.to(dtype) for name, (x, dtype) in found.items()}
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
-        """Output of the pipeline's ``encode_prompt`` without guidance; settings that it does not take are ignored."""
+        """Run the pipeline's ``encode_prompt`` without guidance; settings that it does not take are ignored."""
         known = inspect.signature(pipe.encode_prompt).parameters
         chosen = {name: value for name, value in settings.items() if name in known}
         if "do_classifier_free_guidance" in known:
@@ -133,18 +133,18 @@ class TrainedFamily(Family):
     # Calling the pipeline
 
     def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """Number of classes a pipeline was trained on, read without loading it; 0 if prompts are text."""
+        """Return the number of classes a pipeline was trained on, read without loading it; 0 if prompts are text."""
         return 0
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:
         """Raise ValueError for a class that the model does not have."""
 
     def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
-        """The argument of the pipeline's call that takes the prompts."""
+        """Return the argument of the pipeline's call that takes the prompts."""
         return {"prompt": list(prompts)}
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
-        """Kwargs of the pipeline's call for frames and size, as far as it has them."""
+        """Return the kwargs of the pipeline's call for frames and size, as far as it has them."""
         height, width = clip.sizes[0]
         frames = dict.fromkeys(("num_frames", "frames", "video_length"), clip.frames)
         asked = {"height": height, "width": width, **frames, "use_resolution_binning": False}
@@ -152,7 +152,7 @@ class TrainedFamily(Family):
         return {name: value for name, value in asked.items() if name in known}
 
     def guidance_arguments(self, guidance: float) -> Kwargs:
-        """Kwargs of the pipeline's call for a guidance scale."""
+        """Return the kwargs of the pipeline's call for a guidance scale."""
         return {"guidance_scale": guidance}
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
@@ -215,7 +215,7 @@ def unscaled_latents(vae: Any, latents: Tensor) -> Tensor:
 
 
 def _scale_of(vae: Any, latents: Tensor) -> tuple[Any, Any]:
-    """Shift and factor of the latents: numbers, or one value per channel."""
+    """Return the shift and factor of the latents: numbers, or one value per channel."""
     known = {**vae.config, **dict(vae.named_buffers(recurse=False))}
     mean, deviation = (
         None if values is None else torch.as_tensor(values).to(latents).view(-1, *[1] * (latents.ndim - 2))

@@ -47,7 +47,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def compiled_for(grid: tuple[int, ...], lie_on_it: Callable[[], Tensor]) -> tuple[int, ...]:
-    """The grid; a compiled graph, which holds it, checks in every call that the tokens still lie on it: bool ()."""
+    """Return the grid; a compiled graph checks in every call that the tokens still lie on it: bool ()."""
     if torch.compiler.is_compiling():
         torch._assert_async(lie_on_it(), "compiled for another token grid")
     return grid

@@ -26,7 +26,7 @@ class VisionAdapter(TransformersAdapter):
         self.has_extra = has_extra
 
     def heads(self, attn: Any) -> tuple[int, int]:
-        """Number of heads and head dim."""
+        """Return the number of heads and head dim."""
         count = attn.num_attention_heads if hasattr(attn, "num_attention_heads") else attn.num_heads
         return int(count), int(attn.head_dim)
 
@@ -38,7 +38,7 @@ class VisionAdapter(TransformersAdapter):
         return named
 
     def key_mask(self, arguments: Arguments) -> Tensor | None:
-        """(B, N) from transformers' mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
+        """Return (B, N) from transformers' mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
 
         Raises:
             ValueError: a mask that differs between queries or is no tensor.
@@ -70,7 +70,7 @@ class VisionAdapter(TransformersAdapter):
         return (others, 0) if self.has_extra and others > 0 else super().extra(arguments, tokens)
 
     def project(self, attn: Any, arguments: Arguments) -> Projected:
-        """Query, key and value of all tokens."""
+        """Return query, key and value of all tokens."""
         heads, _ = self.heads(attn)
         query, key, value = (
             projection(arguments["hidden_states"]).unflatten(-1, (heads, -1))
@@ -79,7 +79,7 @@ class VisionAdapter(TransformersAdapter):
         return query, key, value
 
     def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
-        """The projected output, and None for the weights."""
+        """Return the projected output, and None for the weights."""
         return finite(self.output_projection(attn)(output.flatten(2))), None
 
 
@@ -106,30 +106,30 @@ class VisionFamily(TransformersFamily):
         return made(made.config_class(**settings))
 
     def trunk(self, transformer: Any) -> Any:
-        """The model without its head."""
+        """Return the model without its head."""
         found = (getattr(transformer, name, None) for name in self.trunk_names)
         return next((module for module in found if isinstance(module, nn.Module)), transformer)
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
-        """Layers, by their names in the model."""
+        """Return the layers, by their names in the model."""
         trunk = self.trunk(transformer)
         inside = next((f"{name}." for name, module in transformer.named_children() if module is trunk), "")
         layers = trunk.get_submodule(self.layers_path)
         return {f"{inside}{self.layers_path}.{index}": block for index, block in enumerate(layers)}
 
     def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kwargs:
-        """Arguments of the trunk's forward by name; ValueError without pixels."""
+        """Return the arguments of the trunk's forward by name; ValueError without pixels."""
         arguments = super().named_arguments(transformer, args, kwargs)
         if not isinstance(arguments.get("pixel_values"), Tensor):
             raise ValueError("pixel_values=None: pass pictures, (batch, channels, height, width).")
         return arguments
 
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
-        """Patches of pixels (B, C, H, W)."""
+        """Return the patches of pixels (B, C, H, W)."""
         return super().token_grid(self.trunk(transformer), latents)
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Patches of a size in pixels; there is no autoencoder."""
+        """Return the patches of a size in pixels; there is no autoencoder."""
         return self.token_grid(transformer, torch.empty(1, 1, *clip.sizes[0], device="meta"))
 
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
@@ -141,7 +141,7 @@ class VisionFamily(TransformersFamily):
         return {}
 
     def channels(self, config: Any) -> int:
-        """Channels of the pixels."""
+        """Return the channels of the pixels."""
         return int(config.num_channels)
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:

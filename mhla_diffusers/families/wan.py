@@ -31,7 +31,7 @@ _IMAGE_TOKENS = 257
 
 
 def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
-    """A configuration of Wan 2.1 text-to-video, with the differences of a relative."""
+    """Return a configuration of Wan 2.1 text-to-video, with the differences of a relative."""
     usual = {"transformer": _CLASS, "blocks": (7, 3, 5), "sizes": ((480, 832), (720, 1280)), "frames": 81}
     usual["grids"] = {"480p": (21, 30, 50), "720p": (21, 45, 80)}  # 480p is the paper's 480x800 (Sec. 5.3)
     settings = {"ffn_dim": ffn_dim, **different.pop("settings", {})}
@@ -40,7 +40,7 @@ def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any
 
 
 def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = None, **different: Any) -> Model:
-    """A tiny configuration of Wan or of a relative, with further settings of its class."""
+    """Return a tiny configuration of Wan or of a relative, with further settings of its class."""
     tiny = {"ffn_dim": 32, "text_dim": 32, "freq_dim": 16, **(settings or {})}
     return tiny_video(name, transformer, tiny, **different)
 
@@ -78,7 +78,7 @@ class WanFamily(TabledRotaryFamily):
         return super().forward_arguments(transformer, latents, timestep, conditioning)
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
-        """Frames and size; the pipeline adds a frame to a number that its temporal stride divides, as 1 always does."""
+        """Pass frames and size; the pipeline adds a frame where its temporal stride divides them, as 1 always does."""
         arguments = super().clip_arguments(pipe, clip)
         if pipe.vae_scale_factor_temporal == 1:
             arguments["num_frames"] -= 1
@@ -94,7 +94,7 @@ class WanFamily(TabledRotaryFamily):
         return self.beside(pipe, latents, known, super().encode_pixels(pipe, first))
 
     def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
-        """``encoder_hidden_states_image`` (tokens, channels) of the first frame, if the transformer takes it."""
+        """Return ``encoder_hidden_states_image`` (tokens, channels) of the first frame, if the transformer takes it."""
         if pipe.transformer.config.image_dim is None:
             return {}
         return {"encoder_hidden_states_image": pipe.encode_image([first_picture(pipe, pixels)])[0]}

@@ -42,7 +42,7 @@ class WanAnimateFamily(WanFamily):
     )
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
-        """Size, and frames of a segment; the driving video determines the number of segments."""
+        """Return the size, and frames of a segment; the driving video determines the number of segments."""
         height, width = clip.sizes[0]
         return {"height": height, "width": width, "segment_frame_length": clip.frames}
 
@@ -56,7 +56,7 @@ class WanAnimateFamily(WanFamily):
         return super().forward_arguments(transformer, latents, timestep, moved)
 
     def latent_shape(self, config: Any, vae: Mapping[str, Any], clip: Clip) -> tuple[int, ...]:
-        """Shape (C, F, H, W) with the picture's frame before those of the segment."""
+        """Return the shape (C, F, H, W) with the picture's frame before those of the segment."""
         channels, frames, height, width = super().latent_shape(config, vae, clip)
         return channels, frames + 1, height, width
 

@@ -27,7 +27,7 @@ _EPS = 1e-6
 
 
 def turned(tokens: torch.Tensor, direction: int) -> torch.Tensor:
-    """Tokens (B, N, C) of a square grid as a direction reads them; called again, in raster order.
+    """Return tokens (B, N, C) of a square grid as a direction reads them; called again, in raster order.
 
     Directions are 0 along rows, 2 along columns; 1 and 3 the same backwards.
     """
@@ -85,7 +85,7 @@ class DiGAttention(nn.Module, AttentionModuleMixin):
         return output
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Query, key and value, each (B, N, channels)."""
+        """Return query, key and value, each (B, N, channels)."""
         if self.fused_projections:
             keys = self.to_q.out_features
             fused: torch.Tensor = self.to_qkv(hidden_states)

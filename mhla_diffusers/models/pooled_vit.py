@@ -78,7 +78,7 @@ class PooledViTForImageClassification(PreTrainedModel):
     def from_vit(
         cls, model: ViTForImageClassification | DeiTForImageClassification
     ) -> "PooledViTForImageClassification":
-        """A model with the weights of transformers' ViT or DeiT, without its class and distillation tokens.
+        """Return a model with the weights of transformers' ViT or DeiT, without its class and distillation tokens.
 
         What it predicts is another mean of other tokens, so it needs training; the weights are copies.
 
@@ -158,7 +158,7 @@ class PooledViTForImageClassification(PreTrainedModel):
         attention_mask: torch.Tensor | None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutput:
-        """Tokens after the last norm."""
+        """Return the tokens after the last norm."""
         embedded = self.patch_embeddings(pixel_values.to(self.patch_embeddings.projection.weight.dtype))
         hidden_states = self.dropout(embedded + self._positions(pixel_values.shape[-2:], interpolate_pos_encoding))
         mask = create_bidirectional_mask(config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask)
@@ -167,7 +167,7 @@ class PooledViTForImageClassification(PreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.layernorm(hidden_states))
 
     def _positions(self, size: Sequence[int], interpolate: bool | None) -> torch.Tensor:
-        """Position embeddings of images of a size, (1, N, hidden size)."""
+        """Return the position embeddings of images of a size, (1, N, hidden size)."""
         patch, own = self.patch_embeddings.patch_size, self.patch_embeddings.image_size
         if tuple(size) == tuple(own):
             return self.position_embeddings

@@ -113,7 +113,7 @@ class VLTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def mhla_config(self, stage: int) -> MHLAConfig | None:
-        """Settings of the MHLA of a stage, counted from 0; None for softmax attention. ValueError if not allowed."""
+        """Return the MHLA settings of a stage, counted from 0; None for softmax. ValueError if not allowed."""
         given = self.mhla[stage]
         if given is None:
             return None
@@ -142,7 +142,7 @@ class VLTConfig(PreTrainedConfig):
 
 
 def rotary_of_grid(grid: Grid, head_dim: int, theta: float, device: torch.device) -> Rotary:
-    """RoPE of an image: the first half of a head's channels rotates with the row, the second with the column.
+    """Return RoPE of an image: the first half of a head's channels rotates with the row, the second with the column.
 
     Frequencies fall from 1 to 1 / ``theta``, that included, within each half, as in RAVLT.
 
@@ -169,7 +169,7 @@ class SoftmaxAttention(nn.Module):
         self.convolution = Convolution(size, config.convolution, 2) if config.convolution is not None else None
 
     def forward(self, given: AttentionInputs) -> torch.Tensor:
-        """(B, N, H, D), before the output projection."""
+        """Attend: (B, N, H, D), before the output projection."""
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         query, key = (rotated(x, given.rotary) for x in (given.query, given.key))
         by_head = (x.transpose(1, 2) for x in (query, key, given.value))
@@ -202,7 +202,7 @@ class VLTAttention(nn.Module):
             self.mhla = MHLALayer(settings, self.heads, head_dim, size)
 
     def forward(self, hidden_states: torch.Tensor, grid: Grid, rotary: Rotary | None) -> torch.Tensor:
-        """(B, N, hidden size), before and after."""
+        """Project, attend and project: (B, N, hidden size), before and after."""
         query, key, value = (
             projection(hidden_states).unflatten(-1, (self.heads, -1))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -236,14 +236,14 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
-        """(B, ...); what is kept is scaled up, so that the mean stays."""
+        """Drop residuals (B, ...); those kept are scaled up, so that the mean stays."""
         if not self.training or self.rate == 0:
             return residual
         kept = torch.rand(len(residual), device=residual.device) >= self.rate
         return residual * (kept / (1 - self.rate)).to(residual.dtype).view(-1, *(1,) * (residual.ndim - 1))
 
     def extra_repr(self) -> str:
-        """The rate, for ``print(model)``."""
+        """Return the rate, for ``print(model)``."""
         return f"rate={self.rate:.3f}"
 
 

@@ -305,7 +305,7 @@ class TrainingConfig:
         return self.end_of(len(self.stages) - 1)
 
     def end_of(self, stage: int) -> int:
-        """Updates of all stages up to the end of one, by its index."""
+        """Return the updates of all stages up to the end of one, by its index."""
         return sum(stage.steps for stage in self.stages[: stage + 1])
 
     def to_dict(self) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def _parts_of_update(roles: Roles, stage: StageConfig, batch: NoisedBatch) -> li
 
 
 def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
-    """What FSDP2 holds unsharded in the backward pass.
+    """Count the bytes that FSDP2 holds unsharded in the backward pass.
 
     These are two parts, one prefetched while the other runs, the gradients of one, and the weights outside of blocks.
     """
@@ -221,7 +221,7 @@ def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
 
 
 def _checkpointed(module: nn.Module, *args: Any) -> Any:
-    """Gradient checkpointing as in diffusers, but a torch function mode also applies when a block is recomputed."""
+    """Checkpoint as diffusers does, but apply the torch function mode when a block is recomputed too."""
     return checkpoint(
         module.__call__, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _FusedAttention())
     )

@@ -40,7 +40,7 @@ def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
 
 
 def trainable_names(transformer: nn.Module, *kinds: Trainable) -> list[str]:
-    """Names of the parameters that stages of these kinds train, including LoRA's once added.
+    """Return the names of the parameters that stages of these kinds train, including LoRA's once added.
 
     Parts of an attention that its patch does not run get no gradients and are left out.
     """

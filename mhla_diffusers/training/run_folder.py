@@ -66,7 +66,7 @@ class RunFolder:
         self.result = self.path / "result"
 
     def checkpoints(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
+        """Return complete checkpoints, oldest first."""
         return sorted((self.path / "checkpoints").glob("step-*"))
 
     def find(self, resume: str | None) -> Path | None:
@@ -226,7 +226,7 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
+    """Return nested settings by dotted name."""
     if isinstance(value, dict | list) and value:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {name: leaf for key, item in items for name, leaf in _flat(item, f"{prefix}{key}.").items()}

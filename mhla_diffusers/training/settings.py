@@ -60,7 +60,7 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
 
 
 def _place(where: Any, name: str, override: str) -> Any:
-    """Key of a mapping, or index of a list, that a part of an override names."""
+    """Return the key of a mapping, or index of a list, that a part of an override names."""
     if isinstance(where, list) and name.isdigit() and int(name) < len(where):
         return int(name)
     if not isinstance(where, dict):

@@ -16,11 +16,13 @@ SMALL = {"scenes": 2, "samples": 16, "held_out": 2}
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Measure times for a moment, and sample clips in few steps."""
+    """Measure times for a moment, and sample in few steps."""
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(run, "free_threads", lambda: 1)  # as many as are free give other last bits in another run
     monkeypatch.setattr(run, "Budget", lambda **_: Budget(seconds=0.05, least=1))
     monkeypatch.setattr(run.speed, "GRIDS", ((1, 6, 10), (2, 6, 10)))
-    monkeypatch.setitem(TINY["wan"].call_settings, "num_inference_steps", 2)
+    for family in ("wan", "dit"):
+        monkeypatch.setitem(TINY[family].call_settings, "num_inference_steps", 2)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ class TrainingData(Protocol):
     """Shape of the latents of every sample; a batch has samples of one shape only."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int) -> Sample:
         """One sample."""
@@ -74,7 +74,7 @@ class BatchOrder:
         self._epoch, self._batches = -1, [[0]]
 
     def __getitem__(self, step: int) -> list[int]:
-        """Indices of the samples of a step."""
+        """Return the indices of the samples of a step."""
         epoch, position = divmod(step, self.batches_per_epoch)
         if epoch != self._epoch:
             size, generator = self._batch_size, generator_for(self._seed, "order", epoch)

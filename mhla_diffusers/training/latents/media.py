@@ -53,7 +53,7 @@ class Media:
 
 
 def find_media(source: str | Path) -> list[Media]:
-    """The videos and images of a folder or of webdataset's tar shards, with their captions.
+    """Return the videos and images of a folder or of webdataset's tar shards, with their captions.
 
     In a folder captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file. Metadata has the
     columns ``file_name`` and ``text`` (or ``caption``, ``prompt``, ``label``).
@@ -100,7 +100,7 @@ def find_media(source: str | Path) -> list[Media]:
 
 
 def _metadata(folder: Path) -> dict[str, str] | None:
-    """File name → caption, from the metadata file if there is one."""
+    """Return file name → caption, from the metadata file if there is one."""
     file = next((folder / name for name in ("metadata.jsonl", "metadata.csv") if (folder / name).is_file()), None)
     if file is None:
         return None
@@ -233,7 +233,7 @@ def read_clip(media: Media, clip: Clip) -> torch.Tensor:
 
 
 def _read_frames(source: str | BytesIO, clip: Clip) -> Iterator[torch.Tensor]:
-    """(3, height, width) of the frames shown at 0, 1 / fps, 2 / fps, … seconds."""
+    """Yield (3, height, width) of the frames shown at 0, 1 / fps, 2 / fps, … seconds."""
     try:
         import av
     except ImportError as error:
