@@ -207,7 +207,27 @@ def run_vbench(
     for folder in folders.values():
         if not folder.is_dir():
             raise FileNotFoundError(f"There is no folder of videos at {folder}.")
-    _check_videos(read_suite(suite), videos, dimensions, flickering)
+    entries = read_suite(suite)
+
+    def files_of(dimension: str) -> list[str]:
+        return [video.file for video in suite_videos([entry for entry in entries if dimension in entry["dimension"]])]
+
+    # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
+    if flickering is not None and not any((flickering / file).is_file() for file in files_of(FLICKERING)):
+        raise ValueError(
+            f"{flickering} holds no videos of {FLICKERING}; give the folder filtered_videos that VBench's "
+            "static_filter.py has written."
+        )
+    present = {file.name for file in videos.iterdir()}
+    unfiltered = [name for name in dimensions if name != FLICKERING or flickering is None]
+    missing = {name: [file for file in files_of(name) if file not in present] for name in unfiltered}
+    if any(missing.values()):  # VBench itself only warns
+        absent = list(dict.fromkeys(file for files in missing.values() for file in files))
+        names = ", ".join(name for name, files in missing.items() if files)
+        raise ValueError(
+            f"{videos} lacks {len(absent)} videos of {names}, for example {absent[0]!r}. Generate them with mhla eval "
+            "samples, or choose other dimensions."
+        )
     output.mkdir(parents=True, exist_ok=True)
     record, now = output / _RECORD_NAME, {name: str(folder.resolve()) for name, folder in folders.items()}
     before = read_json(record) if record.is_file() else now
@@ -243,29 +263,3 @@ def run_vbench(
                     f"VBench failed in {dimension} (exit code {ended.returncode}). The end of {log}:\n{last}"
                 )
         yield dimension, read_results([result])[dimension], not done
-
-
-def _check_videos(
-    entries: list[dict[str, Any]], videos: Path, dimensions: Sequence[str], flickering: Path | None
-) -> None:
-    """Raise ValueError unless all videos of the dimensions are there; VBench itself only warns about missing ones."""
-
-    def wanted(dimension: str) -> list[str]:
-        return [video.file for video in suite_videos([entry for entry in entries if dimension in entry["dimension"]])]
-
-    # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
-    if flickering is not None and not any((flickering / file).is_file() for file in wanted(FLICKERING)):
-        raise ValueError(
-            f"{flickering} holds no videos of {FLICKERING}; give the folder filtered_videos that VBench's "
-            "static_filter.py has written."
-        )
-    present = {file.name for file in videos.iterdir()}
-    unfiltered = [name for name in dimensions if name != FLICKERING or flickering is None]
-    missing = {name: [file for file in wanted(name) if file not in present] for name in unfiltered}
-    absent = list(dict.fromkeys(file for files in missing.values() for file in files))
-    if absent:
-        names = ", ".join(name for name, files in missing.items() if files)
-        raise ValueError(
-            f"{videos} lacks {len(absent)} videos of {names}, for example {absent[0]!r}. Generate them with mhla eval "
-            "samples, or choose other dimensions."
-        )

@@ -11,14 +11,6 @@ from ..config import MHLAConfig
 from .styles import TransformersAdapter, TransformersFamily
 
 
-class LlamaAdapter(TransformersAdapter):
-    """Llama's projections; the attention itself runs through transformers' attention interface."""
-
-    def heads(self, attn: Any) -> tuple[int, int]:
-        """Return the heads of the queries and head dim."""
-        return int(attn.config.num_attention_heads), int(attn.head_dim)
-
-
 class LlamaFamily(TransformersFamily):
     """Causal language models whose tokens are one axis."""
 
@@ -30,7 +22,7 @@ class LlamaFamily(TransformersFamily):
     latents_name = "input_ids"
     block_lists = ("layers",)
     attentions = ("self_attn",)
-    adapter = LlamaAdapter()
+    adapter = TransformersAdapter()
     default_config = MHLAConfig(blocks=(32,), block_length=64, causal="token", sparse="own", rope="before")
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:

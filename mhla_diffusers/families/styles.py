@@ -153,6 +153,10 @@ class TransformersAdapter(AttentionAdapter):
     inputs = ("q_proj", "k_proj", "v_proj")
     outputs = ("o_proj", "out_proj")
 
+    def heads(self, attn: Any) -> tuple[int, int]:
+        """Return the number of the queries' heads and head dim."""
+        return int(attn.config.num_attention_heads), int(attn.head_dim)
+
 
 class TransformersFamily(Family):
     """Models of transformers: no denoising steps; their attentions get a processor while patched."""

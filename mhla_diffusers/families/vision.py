@@ -25,11 +25,6 @@ class VisionAdapter(TransformersAdapter):
         super().__init__()
         self.has_extra = has_extra
 
-    def heads(self, attn: Any) -> tuple[int, int]:
-        """Return the number of heads and head dim."""
-        count = attn.num_attention_heads if hasattr(attn, "num_attention_heads") else attn.num_heads
-        return int(count), int(attn.head_dim)
-
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Name tokens and mask; transformers' attentions take the mask in the place of a context."""
         named = dict(super().arguments(args, kwargs))
