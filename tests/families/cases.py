@@ -21,8 +21,8 @@ from torch.nn import functional
 from mhla_diffusers.benchmark.models import class_settings, models, small_size
 from mhla_diffusers.families import Family, get_family
 
-from ..models import seeded
-from ..pipelines import dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
+from ..models import FAMILIES, inputs, seeded
+from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
 
 TEXT_TOKENS = 6
 """Tokens of texts in inputs, which are cut to it unless a model takes whole ones alone."""
@@ -461,6 +461,27 @@ class Case:
         return self.change(family.forward_arguments(_model_of(self.name), latents, timestep, conditioning), grid)
 
 
+class _Built(Case):
+    """A case whose model and inputs are those of ``tests/models.py``."""
+
+    def transformer(self, **config: Any) -> Any:
+        return FAMILIES[self.name].build(**config)
+
+    def short(self) -> Any:
+        return self.transformer(num_layers=1)
+
+    def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
+        return inputs(self.name, batch=batch, ragged=ragged, seed=seed)
+
+
+def _built(name: str, attentions: tuple[str, ...], family: str = "") -> Case:
+    """A case of ``FAMILIES``, with the pipeline of its family."""
+    of_pipeline, model = PIPELINES[family or name], FAMILIES[name]
+    makers = {"wan": wan_pipeline, "sana": sana_pipeline, "dit": dit_pipeline}
+    grids = model.grid, model.ragged_grid
+    return _Built(name, makers[family or name], of_pipeline.call, attentions, grids=grids, family=family)
+
+
 @cache
 def _model_of(name: str) -> Any:
     """A model of a case, for its configuration."""
@@ -574,6 +595,7 @@ _skyreels, _forced = (_of_wan(f"SkyReelsV2{kind}Pipeline", 8.0) for kind in ("",
 _skyreels_image, _animate = (_of_wan(f"{kind}Pipeline", 5.0, 8) for kind in ("SkyReelsV2ImageToVideo", "WanAnimate"))
 _AURA, _FLUX_SETTINGS = {"num_single_dit_layers": 2, "sample_size": 16}, {**_SINGLE, "guidance_embeds": True}
 _COG_CALL, _COGVIEW_CALL = {**_GUIDED, "guidance_scale": 6.0}, _image_call(128, 5.0, max_sequence_length=16)
+_COG_LONG = {**_COG_CALL, "num_frames": 29}
 _DIG_CALL = {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
 _ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
 _TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
@@ -610,7 +632,7 @@ _TABLE = (
     # diffusers drops the mask of texts of other lengths under gradient checkpointing
     Case("chroma", _chroma, _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST, checkpointed=1),
     Case("cogvideox", _cogvideox, _COG_CALL, _layers(3), _COG, _VIDEO, extra=_TEXT_FIRST),
-    Case("cogvideox_two_frames", _cogvideox, _COG_CALL, _layers(3), _COG_1_5, _VIDEO, "cogvideox", extra=_TEXT_FIRST),
+    Case("cogvideox_two_frames", _cogvideox, _COG_LONG, _layers(3), _COG_1_5, _VIDEO, "cogvideox", extra=_TEXT_FIRST),
     Case("cogview4", _cogview4, _COGVIEW_CALL, _layers(3), extra=_TEXT_FIRST),
     Case("dig", dit_pipeline, _DIG_CALL, _layers(3), {"sample_size": 16}, ((8, 8), (7, 7))),
     Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
@@ -643,6 +665,13 @@ _TABLE = (
         "skyreels_v2_image", _skyreels_image, _SKYREELS_IMAGE_CALL, _WAN_LAYERS, family="skyreels_v2", **_OF_WAN_SHOWN
     ),
     Case("wan_animate", _animate, {**_EDIT_TWO, **_FACES}, _FOUR_BLOCKS, _ANIMATED, _VIDEO, **_ANIMATE),
+    _built("dit", _layers(4)),
+    _built("sana", _layers(3)),
+    _built("sana_qk_norm", _layers(3), "sana"),
+    _built("wan", _FOUR_BLOCKS),
+    _built("wan_i2v", _WAN_LAYERS, "wan"),
+    _built("wan_ti2v", _WAN_LAYERS, "wan"),
+    _built("wan_vace", (*_WAN_LAYERS, "vace_blocks.0.attn1", "vace_blocks.1.attn1"), "wan"),
     Case("z_image", _z_image, _image_call(32, 4.0), _Z_LAYERS, _Z_IMAGE, extra=(0, 32)),
     Case("z_image_uneven", _z_image, _image_call(32, 4.0), _Z_LAYERS, _Z_IMAGE, change=_long_text, **_UNEVEN),
 )

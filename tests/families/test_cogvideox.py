@@ -26,24 +26,19 @@ def test_softmax_in_place_of_mhla_without_rope():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("size", [(64, 96), (48, 32)], ids=["usual", "portrait"])
 @CASES
-def test_forward_is_called_as_by_the_pipeline(case, size):
-    """Also at another size than that of training, to which the tables of RoPE are scaled, or out of which cut."""
-    pipe, (height, width) = case.pipeline(), size
+def test_rope_at_another_size_is_the_pipelines(case):
+    """Its tables are scaled to the size of training, or cut out of it."""
+    pipe = case.pipeline()
     family = get_family(pipe.transformer)
-    call = case.call | {"height": height, "width": width, "num_inference_steps": 1, "output_type": "latent"}
+    call = case.call | {"height": 48, "width": 32, "num_inference_steps": 1, "output_type": "latent"}
     (given,) = forwards(pipe, **call)
-    # guidance: the empty or negative prompt is first in the batch
-    conditioning = {key: x[None] for key, x in family.encode_prompt(pipe, call["prompt"]).items()}
-    latents = given["hidden_states"][1:].transpose(1, 2)
-    made = family.forward_arguments(pipe.transformer, latents, given["timestep"][1:], conditioning)
-    assert {key for key in given if given[key] is not None} == {*made, "return_dict"}
-    for key in ("hidden_states", "encoder_hidden_states", "timestep"):
-        assert torch.equal(made[key], given[key][1:])
+    text, latents = (given[key][1:] for key in ("encoder_hidden_states", "hidden_states"))
+    text = {"encoder_hidden_states": text}
+    made = family.forward_arguments(pipe.transformer, latents.transpose(1, 2), given["timestep"][1:], text)
     for table, expected in zip(made["image_rotary_emb"], given["image_rotary_emb"], strict=True):
         assert torch.equal(table, expected)
-    grid = family.grid_of_clip(pipe, pipe.transformer, Clip(call["num_frames"], 8.0, (size,)))
+    grid = family.grid_of_clip(pipe, pipe.transformer, Clip(call["num_frames"], 8.0, ((48, 32),)))
     assert family.grid_of_arguments(pipe.transformer, given) == grid
 
 
@@ -64,17 +59,6 @@ def test_encoding_is_the_inverse_of_what_the_pipeline_decodes(case):
     )
     assert family.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP) == latents.shape[1:]
     assert family.token_grid(pipe.transformer, latents) == family.grid_of_clip(pipe, pipe.transformer, CLIP)
-
-
-@CASES
-def test_generated_latents_have_channels_before_frames(case):
-    pipe = case.pipeline()
-    family = get_family(pipe.transformer)
-    found = family.generate_latents(pipe, "a red ball", CLIP, 1, 6.0, torch.Generator().manual_seed(1))
-    assert found.shape == family.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP)
-    arguments = family.clip_arguments(pipe, CLIP) | {"num_inference_steps": 1, "output_type": "latent"}
-    frames = family.call(pipe, ["a red ball"], [torch.Generator().manual_seed(1)], guidance_scale=6.0, **arguments)
-    assert torch.equal(found, frames[0].transpose(0, 1))
 
 
 def test_latents_that_do_not_fill_a_token_are_refused():

@@ -1,67 +1,114 @@
-"""What is particular to HunyuanVideo: text behind the video, and what conditions it."""
+"""What is particular to HunyuanVideo: 1.0's refiner; 1.5's three kinds of text and guidance as a component."""
 
+import pytest
 import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, TrainingConfig
+from mhla_diffusers.training.estimate import estimate
 
-from .cases import case_of
+from ..models import relative_change
+from .cases import ROUNDING, case_of, output
 from .recording import forwards
 
-CASE = case_of("hunyuan_video")
+CASE = case_of("hunyuan_video15")
 
-CLIP = Clip(9, 24.0, ((64, 96),))
+ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
+CLIP = Clip(7, 24.0, ((16, 24),))
+
+
+def real_lengths(pipe):
+    """The tiny pipeline with texts as long as those of the real one."""
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 1000, 256, 729
+    pipe.text_encoder.config.max_position_embeddings = 1024
+    return pipe
 
 
 @torch.no_grad()
 def test_forward_is_called_as_by_the_pipeline():
-    pipe = CASE.pipeline()
+    pipe = real_lengths(CASE.pipeline())
     family = get_family(pipe.transformer)
     call = CASE.call | {"num_inference_steps": 1, "output_type": "latent"}
-    (given,) = forwards(pipe, **call)
-    settings = {key: call[key] for key in ("prompt_template", "max_sequence_length")}
-    conditioning = {key: x[None] for key, x in family.encode_prompt(pipe, call["prompt"], settings).items()}
-    made = family.forward_arguments(pipe.transformer, given["hidden_states"], given["timestep"], conditioning)
+    given, _ = forwards(pipe, **call)
+    conditioning = {key: x[None] for key, x in family.encode_prompt(pipe, call["prompt"]).items()}
+    # masks are floats in the pipeline, and taken for bool by the transformer
+    assert {x.dtype for key, x in conditioning.items() if "mask" in key} == {torch.int64}
+    assert all(0 < x.sum() < x.numel() for key, x in conditioning.items() if "mask" in key)
+    latents = given["hidden_states"][:, :4]
+    made = family.forward_arguments(pipe.transformer, latents, given["timestep"], conditioning)
     assert {key for key in given if given[key] is not None} == {*made, "return_dict"}
-    # which the pipeline makes a float, and the transformer counts
-    assert made["encoder_attention_mask"].dtype == torch.int64 and made["encoder_attention_mask"].sum() < 6
     for key, argument in made.items():
         assert torch.equal(argument.to(given[key].dtype), given[key])
 
 
 @torch.no_grad()
 def test_conditioning_has_the_shapes_that_are_told():
-    pipe = CASE.pipeline()
+    pipe = real_lengths(CASE.pipeline())
     family = get_family(pipe.transformer)
-    template = {"prompt_template": CASE.call["prompt_template"]}
     shapes = {key: (x.shape, x.dtype) for key, x in family.conditioning_shapes(pipe.transformer.config).items()}
-    for prompt in ("a red ball", ""):
-        encoded = family.encode_prompt(pipe, prompt, template)
+    for prompt in ('a dog on "the red wave"', ""):
+        encoded = family.encode_prompt(pipe, prompt)
         assert {key: (x.shape, x.dtype) for key, x in encoded.items()} == shapes
         assert encoded["encoder_attention_mask"].any()  # without a token the model would divide by their number
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_softmax_in_place_of_mhla_with_an_image(masked):
+    """The image's tokens then take part; with a mask of no text but the image's, all others are behind them."""
+    model, arguments = CASE.transformer(), CASE.inputs()
+    arguments["image_embeds"] = torch.randn(arguments["image_embeds"].shape, generator=torch.manual_seed(2))
+    if masked:
+        arguments["encoder_attention_mask_2"] = torch.zeros_like(arguments["encoder_attention_mask_2"])
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **ALL_LISTED)
+    assert relative_change(output(model, arguments), expected) < ROUNDING
+
+
 @torch.no_grad()
-def test_encoding_is_the_inverse_of_what_the_pipeline_decodes():
+def test_masked_text_has_no_part():
+    model = mhla.apply_mhla(CASE.transformer(), blocks=(2, 2, 3), sparse="none")
+    arguments = CASE.inputs()
+    expected = output(model, arguments)
+    kept = arguments["encoder_attention_mask"].bool()
+    text = torch.where(kept[..., None], arguments["encoder_hidden_states"], 7.0)
+    assert relative_change(output(model, arguments | {"encoder_hidden_states": text}), expected) < ROUNDING
+
+
+def test_guidance_of_generated_latents():
     pipe = CASE.pipeline()
-    family = get_family(pipe.transformer)
-    pixels = torch.rand(1, 3, 9, 64, 96, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    latents = family.encode_pixels(pipe, pixels)
-    assert family.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP) == latents.shape[1:]
-    decoded = {
-        kind: torch.as_tensor(
-            pipe(**CASE.call | {"output_type": kind, "num_inference_steps": 1}, generator=torch.manual_seed(0)).frames
-        )
-        for kind in ("latent", "pt")
+    family, guider = get_family(pipe.transformer), pipe.guider
+    found = {
+        scale: family.generate_latents(pipe, "a dog", CLIP, 1, scale, torch.Generator().manual_seed(1))
+        for scale in (1.0, 6.0)
     }
-    expected = pipe.vae.decode(decoded["latent"] / pipe.vae.config.scaling_factor).sample
-    # as pixels in [0, 1], frames before channels
-    torch.testing.assert_close(decoded["pt"], (expected / 2 + 0.5).clamp(0, 1).transpose(1, 2))
-    own = pipe.vae.encode(pixels).latent_dist.mode()
-    torch.testing.assert_close(latents / pipe.vae.config.scaling_factor, own)
+    assert pipe.guider is guider
+    call = {"num_frames": 7, "height": 16, "width": 24, "num_inference_steps": 1, "output_type": "latent"}
+    expected = pipe("a dog", generator=torch.Generator().manual_seed(1), **call).frames[0]
+    assert torch.equal(found[6.0], expected)
+    assert not torch.equal(found[1.0], expected)
+
+
+@torch.no_grad()
+def test_as_many_tokens_without_values_as_with_them():
+    """Values tell which tokens take part, not how many there are."""
+    shapes = []
+    for device in ("meta", "cpu"):
+        model = CASE.transformer().to(device)
+        model.transformer_blocks[0].register_forward_hook(lambda *call: shapes.append([x.shape for x in call[2]]))
+        with get_family(model).without_values():
+            model(**{key: x.to(device) for key, x in CASE.inputs().items()})
+    assert shapes[0] == shapes[1]
+
+
+def test_training_is_estimated_without_values():
+    model = mhla.apply_mhla(CASE.transformer(), blocks=(2, 2, 3), sparse="none").to("meta")
+    sample = {"latents": torch.empty(CASE.latents), **get_family(model).conditioning_shapes(model.config)}
+    stage = StageConfig(1, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
+    assert estimate(model, sample, TrainingConfig("unused", (stage,))).stages[0].flops > 0
 
 
 def test_text_refiner_is_left_alone():
-    model = mhla.apply_mhla(CASE.transformer(), blocks=(1, 2, 2), sparse="none")
+    model = mhla.apply_mhla(case_of("hunyuan_video").transformer(), blocks=(1, 2, 2), sparse="none")
     kinds = {name: type(processor).__name__ for name, processor in model.attn_processors.items()}
     assert {kinds[name] for name in kinds if "refiner" in name} == {"AttnProcessor2_0"}

@@ -4,15 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, LTXConditionPipeline, LTXImageToVideoPipeline
 from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
-from PIL import Image
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families.ltx import LTXFamily
 
 from ..models import assert_changed, output, relative_change
-from ..pipelines import quiet
 from .cases import case_of
 
 CASE = case_of("ltx")
@@ -64,11 +61,6 @@ def test_rope_is_that_of_the_model(dtype):
     for found, norm, linear in ((given.query, attn.norm_q, attn.to_q), (given.key, attn.norm_k, attn.to_k)):
         expected = apply_rotary_emb(norm(linear(hidden_states)), rotary)
         torch.testing.assert_close(found.flatten(2), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
-
-
-def test_rope_after_the_feature_map_is_refused():
-    with pytest.raises(ValueError, match="rotates every head by other angles; set rope='before'"):
-        mhla.apply_mhla(CASE.transformer(), **PLAIN, rope="after")
 
 
 @conditions
@@ -148,39 +140,3 @@ def test_compiles_to_one_graph_with_coordinates():
     other[:, 1], other[:, 2] = arguments["video_coords"][:, 2], arguments["video_coords"][:, 1]
     with pytest.raises(RuntimeError, match="compiled for another token grid"):
         output(compiled, {**arguments, "video_coords": other})
-
-
-def test_condition_pipeline():
-    parts = CASE.pipeline().components | {"scheduler": FlowMatchEulerDiscreteScheduler()}
-    pipe = quiet(LTXConditionPipeline(**parts))
-    frame = Image.new("RGB", (96, 64), "red")
-    call = {**CALL, "image": [frame, frame], "frame_index": [0, 8], "strength": [1.0, 0.8]}
-
-    def generate():
-        return pipe(**call, generator=torch.Generator().manual_seed(3)).frames
-
-    expected = generate()
-    mhla.apply_mhla(pipe, **ALL_LISTED)
-    assert relative_change(generate(), expected) < 1e-4  # through two steps and the autoencoder
-    mhla.remove_mhla(pipe)
-    mhla.apply_mhla(pipe, **PLAIN, softmax_steps=1)
-    assert_changed(generate(), expected)
-    assert {layer.grid for layer in mhla.describe(pipe)} == {CASE.grid}
-
-
-def test_image_to_video_pipeline():
-    """A timestep for every token, 0 in the first frame."""
-    pipe = quiet(LTXImageToVideoPipeline(**CASE.pipeline().components))
-    call = {**CALL, "image": Image.new("RGB", (96, 64), "red"), "output_type": "latent"}
-
-    def generate():
-        return pipe(**call, generator=torch.Generator().manual_seed(3)).frames
-
-    expected = generate()
-    mhla.apply_mhla(pipe, **ALL_LISTED)
-    assert relative_change(generate(), expected) < 1e-4  # float32 sums in another order, through two steps
-    mhla.remove_mhla(pipe)
-    mhla.apply_mhla(pipe, **PLAIN)
-    assert_changed(generate(), expected)
-    mhla.change_mhla(pipe, softmax_steps=2)
-    torch.testing.assert_close(generate(), expected, rtol=0, atol=0)

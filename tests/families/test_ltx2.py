@@ -2,19 +2,15 @@
 
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers.models.transformers import transformer_ltx2
-from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
-from PIL import Image
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import classes_that_are_split
 from mhla_diffusers.families.ltx2 import LTX2Family
 
 from ..models import assert_changed, relative_change
-from ..pipelines import quiet
 from .cases import ROUNDING, all_exact, case_of, drawer, output, plain
 from .recording import forwards
 
@@ -51,11 +47,6 @@ def test_rope_is_that_of_the_model(name):
     apply = getattr(transformer_ltx2, f"apply_{attn.rope_type}_rotary_emb")
     for found, norm, linear in ((given.query, attn.norm_q, attn.to_q), (given.key, attn.norm_k, attn.to_k)):
         torch.testing.assert_close(found.flatten(2), apply(norm(linear(hidden_states)), rotary), rtol=0, atol=1e-5)
-
-
-def test_rope_after_the_feature_map_is_refused():
-    with pytest.raises(ValueError, match="rotates every head by other angles; set rope='before'"):
-        mhla.apply_mhla(CASE.transformer(), **plain("ltx2", rope="after"))
 
 
 def test_sound_and_text_keep_their_attentions():
@@ -148,31 +139,6 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
     whole = FAMILY.encode_prompt(pipe, "")
     assert all(x.shape == told[name].shape and x.dtype == told[name].dtype for name, x in whole.items())
     assert torch.equal(given["sigma"], given["timestep"])
-
-
-@pytest.mark.parametrize("kind", ["LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"])
-def test_pipelines_with_pictures(kind):
-    """A time for every token, 0 in the first frame; and a keyframe as tokens after those of the video."""
-    pipe = quiet(getattr(diffusers, kind)(**CASE.pipeline().components))
-    picture = Image.new("RGB", (96, 64), "red")
-    if kind == "LTX2ConditionPipeline":
-        call = {"conditions": [LTX2VideoCondition(picture, index, strength=1.0, crf=0) for index in (0, 2)]}
-    else:
-        call = {"image": picture, "image_crf": 0}
-    call |= {**CASE.call, "output_type": "latent"}
-
-    def generate():
-        return pipe(**call, generator=torch.Generator().manual_seed(3)).frames
-
-    expected = generate()
-    mhla.apply_mhla(pipe, **all_exact("ltx2"))
-    assert relative_change(generate(), expected) < 1e-4  # float32 sums in another order, through two steps
-    assert {layer.grid for layer in mhla.describe(pipe)} == {CASE.grid}
-    mhla.remove_mhla(pipe)
-    mhla.apply_mhla(pipe, **plain("ltx2"))
-    assert_changed(generate(), expected)
-    mhla.change_mhla(pipe, softmax_steps=2)
-    torch.testing.assert_close(generate(), expected, rtol=0, atol=0)
 
 
 def test_sound_of_the_default_clip():

@@ -50,36 +50,6 @@ def test_text_is_an_extra_token_where_it_is_seen():
     assert found == {"noise_refiner.0.attn": (0, 0), **{f"layers.{layer}.attn": (6, 0) for layer in range(3)}}
 
 
-def test_a_patched_model_fuses_shared_keys():
-    arguments = lumina2.inputs()
-    model = mhla.apply_mhla(lumina2.transformer(), **plain("lumina2"))
-    expected = output(model, arguments)
-    model.fuse_qkv_projections()
-    assert relative_change(output(model, arguments), expected) < ROUNDING
-
-
-def test_a_step_of_the_pipeline_follows_the_prediction():
-    """Sign and time are those of the pipeline: a step from given latents by the scheduler is the pipeline's own."""
-    pipe = lumina2.pipeline()
-    call = {**lumina2.call, "guidance_scale": 1.0, "negative_prompt": None, "num_inference_steps": 1}
-    latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    expected = pipe(**{**call, "output_type": "latent"}, latents=latents).images
-    process = FAMILY.process(pipe.transformer, 1.0)
-    text = FAMILY.encode_prompt(pipe, call["prompt"], {"max_sequence_length": 8, "system_prompt": "the"})
-    sigma = pipe.scheduler.sigmas[:1]
-    conditioning = {name: x[None] for name, x in text.items()}
-    arguments = FAMILY.forward_arguments(pipe.transformer, latents, process.timestep(sigma), conditioning)
-    with torch.no_grad():
-        velocity = FAMILY.prediction(pipe.transformer, pipe.transformer(**arguments, return_dict=False)[0], latents)
-    torch.testing.assert_close(latents - sigma * velocity, expected, rtol=1e-5, atol=1e-6)
-    timestep = FAMILY.scheduler_timestep(pipe.transformer, arguments["timestep"])
-    torch.testing.assert_close(timestep, pipe.scheduler.timesteps[:1], rtol=1e-5, atol=1e-3)
-    # which is 1000 times σ at any σ, and the pipeline's transformer takes 1 - σ
-    quarter = process.timestep(torch.tensor([0.25]))
-    torch.testing.assert_close(quarter, torch.tensor([0.75]))
-    torch.testing.assert_close(FAMILY.scheduler_timestep(pipe.transformer, quarter), torch.tensor([250.0]))
-
-
 def test_the_empty_prompt_is_the_negative_one():
     pipe = lumina2.pipeline()
     _, _, expected, mask = pipe.encode_prompt("a", True, max_sequence_length=8)

@@ -12,15 +12,19 @@ from mhla_diffusers.families import Clip, TrainedFamily, trained_family
 from mhla_diffusers.families.trained import scaled_latents
 
 from .cases import Case as FamilyCase
-from .cases import case_of
+from .cases import case_of, output
 
 NAMES = (
     "auraflow",
     "chroma",
+    "cogvideox",
+    "cogvideox_two_frames",
     "cogview4",
     "flux",
     "flux2",
     "hunyuan_dit",
+    "hunyuan_video",
+    "hunyuan_video15",
     "latte",
     "ltx",
     "ltx2",
@@ -35,18 +39,21 @@ NAMES = (
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
 
-GUIDANCE = {"flux": 3.5, "flux2": 4.0}
+GUIDANCE = {"flux": 3.5, "flux2": 4.0, "hunyuan_video": 6.0}
 """Of a call with one forward per step, where it is not 1: where the model embeds it, the pipeline's default."""
 
+COGVIDEOX = ("cogvideox", "cogvideox_two_frames")
 each_family = pytest.mark.parametrize("name", NAMES)
-# text of Chroma, Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, and Lumina 2 and Mochi predict with
-# another sign: their own files look at that
-OF_ITS_OWN = ("chroma", "ltx2", "lumina2", "mochi", "qwenimage", "z_image")
+# text of Chroma, Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, Lumina 2 and Mochi predict with
+# another sign, and guidance of HunyuanVideo 1.5 is a component: their own files look at that
+OF_ITS_OWN = ("chroma", "hunyuan_video15", "ltx2", "lumina2", "mochi", "qwenimage", "z_image")
 forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ITS_OWN])
 # the autoencoder of Flux.2 norms tokens, to which its own file looks
 normed_by_channel = pytest.mark.parametrize("name", [name for name in NAMES if name != "flux2"])
-# Stable Diffusion 3 has as many tokens as its tokenizers, which are others in a tiny pipeline
-real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ltx2", "sd3")])
+# HunyuanVideo 1.5 and Stable Diffusion 3 have as many tokens as their tokenizers, which are others in a tiny pipeline
+real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hunyuan_video15", "ltx2", "sd3")])
+# CogVideoX's tiny autoencoder decodes more frames than a clip has, and HunyuanVideo 1.5 takes one prompt
+clip_by_clip = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hunyuan_video15", *COGVIDEOX)])
 
 
 def family_of(case: FamilyCase) -> TrainedFamily:
@@ -91,7 +98,8 @@ def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
     found = family.forward_arguments(pipe.transformer, latents, given["timestep"], conditioning)
     for key in found.keys() - OF_THE_REAL_AUTOENCODER.get(name, set()):
         # a prompt by itself and among others: float32 sums in another order
-        torch.testing.assert_close(found[key], given[key], rtol=1e-5, atol=1e-6)
+        expected = given[key].to(found[key].dtype) if "mask" in key else given[key]
+        torch.testing.assert_close(found[key], expected, rtol=1e-5, atol=1e-6)
     usual = inspect.signature(type(pipe.transformer).forward).parameters
     left = {key: x for key, x in given.items() if key not in found and key != "return_dict"}
     assert all(x is None or x == {} or x == usual[key].default for key, x in left.items()), left.keys()
@@ -106,6 +114,8 @@ def test_conditioning_has_the_shapes_that_are_told(name: str) -> None:
     assert {key: (x.shape, x.is_floating_point()) for key, x in found.items()} == {
         key: (x.shape, x.is_floating_point()) for key, x in shapes.items()
     }
+    if name == "hunyuan_video":  # which divides by the number of tokens
+        assert found["encoder_attention_mask"].any()
 
 
 @normed_by_channel
@@ -119,16 +129,20 @@ def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
     def decode() -> None:
         family.call(pipe, prompt, [torch.Generator().manual_seed(3)], **call, output_type="pt")
 
-    decoded = torch.cat([given.get("0", given.get("z")) for given in recorded(pipe, pipe.vae, "decode", decode)])
+    decoded = [given.get("0", given.get("z")) for given in recorded(pipe, pipe.vae, "decode", decode)]
     found = family.generate_latents(pipe, prompt[0], clip, 2, 3.0, torch.Generator().manual_seed(3))
     assert tuple(found.shape) == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
-    scaled = scaled_latents(pipe.vae, decoded)
-    scaled = scaled[0] if len(scaled) == 1 else scaled.movedim(0, 1)  # of a video that is decoded frame by frame
-    # Qwen-Image's autoencoder of videos is given an image as one frame
-    torch.testing.assert_close(found, scaled.view(found.shape), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[None], scaled_as(found[None], pipe.vae, decoded), rtol=1e-4, atol=1e-5)
 
 
-@each_family
+def scaled_as(found: torch.Tensor, vae: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+    """An autoencoder's latents, which may be those of single frames, in the scale and shape of a family's."""
+    scaled = scaled_latents(vae, torch.cat(parts))
+    scaled = scaled[None].movedim(1, 2) if len(scaled) > 1 else scaled
+    return scaled.reshape(found.shape)  # an image may be one frame of a video
+
+
+@clip_by_clip
 def test_samples_are_what_files_are_written_of(name: str) -> None:
     case = case_of(name)
     family, clip = family_of(case), clip_of(case)
@@ -150,7 +164,12 @@ def test_pixels_become_latents_of_the_grid(name: str) -> None:
     case = case_of(name)
     family, pipe, clip = family_of(case), case.pipeline(), clip_of(case)
     pixels = torch.rand(1, 3, clip.frames, *clip.sizes[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
+    own, encoded = pipe.vae.encode, []
+    pipe.vae.encode = lambda x: encoded.append(own(x)) or encoded[-1]
     latents = family.encode_pixels(pipe, pixels)
+    if name not in ("cogvideox_two_frames", "flux2"):
+        modes = [one.latent_dist.mode() if hasattr(one, "latent_dist") else one.latent for one in encoded]
+        torch.testing.assert_close(latents, scaled_as(latents, pipe.vae, modes), rtol=1e-5, atol=1e-6)
     assert tuple(latents.shape[1:]) == family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
     assert tuple(latents.shape[1:]) == case.latents
     assert family.token_grid(pipe.transformer, latents) == case.grid
@@ -167,3 +186,32 @@ def test_size_in_pixels_tells_the_grid(name: str) -> None:
     assert {layer.grid for layer in mhla.describe(pipe, **size)} == {case.grid}
     blocks = mhla.suggest_blocks(pipe, **size)
     assert all(1 <= count <= length for count, length in zip(blocks, case.grid, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["lumina2", "mochi", "z_image"])
+def test_a_step_of_the_pipeline_follows_the_prediction(name: str) -> None:
+    """Sign and time, which these count the other way round, are those of the pipeline and its scheduler."""
+    case, steps = case_of(name), []
+    family, pipe, latents = family_of(case), case.pipeline(), torch.randn(1, *case.latents)
+    call = {**case.call, "guidance_scale": 0.0 if name == "z_image" else 1.0, "negative_prompt": None}
+
+    def note(*given: Any) -> dict[str, Any]:
+        steps.append(given[-1]["latents"])
+        return {}
+
+    pipe(**{**call, "output_type": "latent"}, latents=latents, callback_on_step_end=note)
+    process = family.process(pipe.transformer, 1.0)
+    text = family.encode_prompt(pipe, call["prompt"], {key: x for key, x in call.items() if key != "prompt"})
+    sigma, after = 1 - pipe.scheduler.sigmas[:2] if name == "mochi" else pipe.scheduler.sigmas[:2]
+    timestep = process.timestep(sigma[None])
+    told = family.scheduler_timestep(pipe.transformer, timestep)
+    torch.testing.assert_close(told, pipe.scheduler.timesteps[:1], rtol=1e-5, atol=1e-3)
+    conditioning = {key: x[None] for key, x in text.items()}
+    arguments = family.forward_arguments(pipe.transformer, latents, timestep, conditioning)
+    velocity = family.prediction(pipe.transformer, output(pipe.transformer, arguments), latents)
+    torch.testing.assert_close(latents + (after - sigma) * velocity, steps[0], rtol=1e-5, atol=1e-5)
+    if name != "mochi":  # whose scheduler counts the other way round as well
+        quarter = process.timestep(torch.tensor([0.25]))
+        torch.testing.assert_close(quarter, torch.tensor([0.75]))
+        torch.testing.assert_close(family.scheduler_timestep(pipe.transformer, quarter), torch.tensor([250.0]))

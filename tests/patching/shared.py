@@ -26,7 +26,7 @@ def footprint(model):
         "state": {key: value.clone() for key, value in model.state_dict().items()},
         "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
         "signature": inspect.signature(model.forward),
-        "modules": [name for name, _ in model.named_modules()],
+        "modules": {name: type(module) for name, module in model.named_modules()},
         "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
         "processors": attn_processors(model),
         "hooks": {

@@ -1,7 +1,6 @@
 """Apply a patch to tiny instances of every supported diffusers class, and take it off again; what cannot be patched."""
 
 import copy
-import inspect
 import math
 from types import SimpleNamespace
 
@@ -10,9 +9,6 @@ import torch
 from diffusers import (
     DDPMPipeline,
     DDPMScheduler,
-    DiTTransformer2DModel,
-    SanaTransformer2DModel,
-    WanTransformer3DModel,
 )
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from hypothesis import given
@@ -27,34 +23,15 @@ from mhla_diffusers.patching.patch import choose_layers
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
 from ..pipelines import PIPELINES, generate, wan22_pipeline
-from .shared import EVERYTHING, MODELS, ONE_PER_CLASS, assert_same_footprint, footprint, lora, unet
+from .shared import EVERYTHING, ONE_PER_CLASS, assert_same_footprint, footprint, lora, unet
 
 ROUNDING = 2e-5
 """Relative: softmax attention by float32 sums in another order, through all layers."""
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_apply_changes_the_output_and_remove_leaves_no_trace(name):
-    """And patched again it is the same as at first."""
-    model, arguments, settings = FAMILIES[name].build(), inputs(name), {"blocks": FAMILIES[name].blocks}
-    before, expected = footprint(model), output(model, arguments)
-    assert not mhla.is_patched(model)
-    assert mhla.apply_mhla(model, **settings, sparse="none") is model
-    assert mhla.is_patched(model)
-    assert inspect.signature(model.forward) == before["signature"]
-    found = output(model, arguments)
-    assert_changed(found, expected)
-    assert mhla.remove_mhla(model) is model
-    assert not mhla.is_patched(model)
-    assert_same_footprint(model, before)
-    assert torch.equal(output(model, arguments), expected)
-    assert torch.equal(output(mhla.apply_mhla(model, **settings, sparse="none"), arguments), found)
-
-
-@pytest.mark.parametrize("name", ["wan22", "dit"])
-def test_apply_and_remove_on_a_pipeline(name):
+def test_apply_and_remove_on_a_pipeline():
     """Both of two transformers take part."""
-    case = PIPELINES[name]
+    name, case = "wan22", PIPELINES["wan22"]
     pipe = case.build()
     generate(name, pipe)  # diffusers keeps a registry of hooks on a transformer from its first call on
     before = {part: footprint(getattr(pipe, part)) for part in case.transformers}
@@ -63,9 +40,8 @@ def test_apply_and_remove_on_a_pipeline(name):
     assert {layer.partition(".")[0] for layer in mhla.mhla_layers(pipe)} == set(case.transformers)
     found = generate(name, pipe)
     assert_changed(found, expected)
-    if len(case.transformers) == 2:
-        mhla.remove_mhla(pipe.transformer_2)
-        assert_changed(generate(name, pipe), found)
+    mhla.remove_mhla(pipe.transformer_2)
+    assert_changed(generate(name, pipe), found)
     assert mhla.remove_mhla(pipe) is pipe
     assert torch.equal(generate(name, pipe), expected)
     for part, state in before.items():
@@ -102,25 +78,6 @@ def test_any_other_processor_goes_to_every_attention():
     mhla.set_attn_processor(model, slow)
     assert all(processor is slow for processor in attn_processors(model).values())
     torch.testing.assert_close(output(model, inputs("dit")), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_dit_has_the_two_methods_while_it_is_patched():
-    """The instance alone: diffusers' classes and other instances stay as they are."""
-    classes = (WanTransformer3DModel, SanaTransformer2DModel, DiTTransformer2DModel)
-    before = [dict(vars(cls)) for cls in classes]
-    for name in ("wan", "sana"):
-        output(patched(name), inputs(name))
-    model, other = patched("dit"), FAMILIES["dit"].build()
-    assert isinstance(model, DiTTransformer2DModel)
-    assert model.attn_processors == attn_processors(model)
-    assert not hasattr(other, "attn_processors") and not hasattr(other, "set_attn_processor")
-    found = output(model, inputs("dit"))
-    assert [dict(vars(cls)) for cls in classes] == before
-    model.set_attn_processor(dict(model.attn_processors))
-    assert torch.equal(output(model, inputs("dit")), found)
-    mhla.remove_mhla(model)
-    assert type(model) is DiTTransformer2DModel
-    assert not hasattr(model, "attn_processors")
 
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
@@ -161,6 +118,11 @@ REFUSED = {
     "sparse branch of linear attention": ("sana", {"sparse": "content"}, "sparse='content'.*linear"),
     "causal beside text": ("flux", CAUSAL | {"sparse": "own"}, "causal='block'.*extra tokens"),
     "causal beside text, MHLA alone": ("cogvideox", CAUSAL, "causal='block'.*extra tokens"),
+    "causal beside text, Mochi's": ("mochi", {"causal": "block"}, "extra tokens"),
+    **{
+        f"angles of every head in {name}": (name, {"rope": "after"}, "rope='before'")
+        for name in ("ltx", "ltx2", "mochi")
+    },
     "patch misspelt": ("wan", {"patch": "wan2.1-t2v-1b"}, r"'wan2\.1-t2v-1b'; did you mean 'wan2\.1-t2v-1"),
     "patch of another family": ("wan", {"patch": "dit-xl-2-256"}, r"'dit' family.*belongs to 'wan'"),
     "patch with weights": ("wan", {"patch": "tiny-wan-exact"}, r"load_mhla\(model, 'tiny-wan-exact'\)"),
