@@ -121,11 +121,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], is_html: bo
 
 
 def html_media(file: Path, description: str) -> str:
-    """Embed an image or a looping video in the page.
-
-    Raises:
-        ValueError: an unsupported kind of file.
-    """
+    """Embed an image or a looping video in the page; ValueError for another kind of file."""
     if file.suffix.lower() not in _KINDS:
         raise ValueError(f"{file} cannot be shown on a page; allowed: {', '.join(_KINDS)}.")
     kind = _KINDS[file.suffix.lower()]
@@ -136,11 +132,7 @@ def html_media(file: Path, description: str) -> str:
 
 
 def require_matplotlib() -> Any:
-    """Import matplotlib's pyplot, without a display.
-
-    Raises:
-        ImportError: it is missing.
-    """
+    """Import matplotlib's pyplot, without a display; ImportError if it is missing."""
     try:
         import matplotlib
     except ImportError as error:

@@ -221,11 +221,7 @@ def bench_plot(
 
 
 def _counts(text: str, name: str) -> tuple[int, ...]:
-    """Numbers such as 21x30x50.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Parse numbers such as 21x30x50; ValueError for anything else."""
     parts = text.split("x")
     if not all(part.isdigit() for part in parts):
         raise ValueError(f"{name}={text!r} is no list of counts; write for example 21x30x50.")
@@ -233,11 +229,7 @@ def _counts(text: str, name: str) -> tuple[int, ...]:
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]":
-    """Device and type from their names.
-
-    Raises:
-        ValueError: unknown.
-    """
+    """Return device and type by their names; ValueError for unknown ones."""
     from ..devices import FLOAT_TYPES, choose_device, dtype_name
 
     place = choose_device(device)

@@ -97,11 +97,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_same(found: torch.Tensor, eager: torch.Tensor, what: str) -> None:
-    """Compare with the eager backend at full size, where the reference would be too large.
-
-    Raises:
-        IncorrectAttentionError: they differ.
-    """
+    """Raise IncorrectAttentionError unless it is as eager at full size, where the reference is too large."""
     # each may be as far from the truth as is allowed
     _require({"output": relative_error(found, eager) / 2}, eager.dtype, f"{what} beside the eager backend")
 

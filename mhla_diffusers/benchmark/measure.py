@@ -35,11 +35,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Budget:
-    """How often a variant runs.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """How often a variant runs; ValueError for a value that is not allowed."""
 
     seconds: float = 1.0
     """Spent on each variant, as far as the numbers of repetitions allow."""
@@ -346,11 +342,7 @@ class Results:
         write_text(page, self.file.with_suffix(".md"))
 
     def finish(self) -> list[Row]:
-        """Say where the files are, and return all rows.
-
-        Raises:
-            ValueError: nothing was measured, with the reasons.
-        """
+        """Say where the files are, and return all rows; ValueError with the reasons if nothing was measured."""
         if all(row.median is None for row in self.rows):
             reasons = dict.fromkeys(f"{row.variant} is {row.status} ({row.reason})" for row in self.rows)
             raise ValueError(f"Nothing was measured: {'; '.join(reasons)}.")

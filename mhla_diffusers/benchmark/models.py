@@ -15,11 +15,7 @@ from ..families import Family, Model, families, get_family
 
 @dataclass(frozen=True)
 class Size:
-    """What one forward works on.
-
-    Raises:
-        ValueError: a batch of no samples.
-    """
+    """What one forward works on; ValueError for a batch of no samples."""
 
     height: int
     width: int
@@ -105,11 +101,7 @@ def choose_sizes(
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Parse height and width from "480x832", or from "512" for a square.
-
-    Raises:
-        ValueError: neither.
-    """
+    """Parse height and width from "480x832", or from "512" for a square; ValueError for anything else."""
     parts = text.lower().split("x")
     if len(parts) not in (1, 2) or not all(part.isdigit() for part in parts):
         raise ValueError(f"size={text!r} is unknown; write HEIGHTxWIDTH such as 480x832, or 512 for a square.")

@@ -54,11 +54,7 @@ def fastest_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> s
 
 
 def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Run PyTorch's softmax attention of (B, N, H, D) tensors by one backend.
-
-    Raises:
-        RuntimeError: that backend cannot run the call.
-    """
+    """Run PyTorch's softmax attention of (B, N, H, D) tensors by one backend; RuntimeError if it cannot."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     with sdpa_kernel([SOFTMAX_BACKENDS[backend]]):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)

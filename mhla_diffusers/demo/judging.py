@@ -57,11 +57,7 @@ class DigitClassifier(nn.Module):
 
 
 def load_classifier() -> DigitClassifier:
-    """Load the classifier that ships with the package.
-
-    Raises:
-        DamagedAssetError: its file is missing or damaged.
-    """
+    """Load the classifier that ships; DamagedAssetError if its file is missing or damaged."""
     check_asset(CLASSIFIER_FILE)
     classifier = DigitClassifier()
     classifier.load_state_dict(load_file(CLASSIFIER_FILE))

@@ -55,11 +55,7 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo does.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
+    """What the demo does; ValueError for a value that is not allowed."""
 
     output: Path = Path("outputs/demo")
     family: str = "wan"

@@ -168,11 +168,7 @@ class AttentionAdapter:
         )
 
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
-        """Return (B, N) of all tokens; by default ``attention_mask`` covers them all.
-
-        Raises:
-            ValueError: a mask that is no key-padding mask.
-        """
+        """Return (B, N), by default from ``attention_mask``; ValueError for one that is no key-padding mask."""
         mask, hidden_states = arguments.get("attention_mask"), arguments["hidden_states"]
         return None if mask is None else key_padding_mask(mask, len(hidden_states), _count(arguments))
 
@@ -294,11 +290,7 @@ class JointAdapter(AttentionAdapter):
         return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
 
     def extra(self, arguments: Arguments, tokens: int) -> Extra:
-        """Count all tokens but those of the grid.
-
-        Raises:
-            ValueError: fewer tokens than the grid has, or more beside a context.
-        """
+        """Count all tokens but the grid's; ValueError for fewer than the grid has, or more beside a context."""
         count, context = arguments["hidden_states"].shape[1], arguments.get("encoder_hidden_states")
         if count < tokens or (context is not None and count != tokens):
             super().extra(arguments, tokens)

@@ -215,11 +215,7 @@ class Family:
         return getattr(transformer.config, "patch_size_t", size) or 1, size, size
 
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
-        """Return the token grid of latents (B, C, ...).
-
-        Raises:
-            ValueError: latent frames that do not fill the last token.
-        """
+        """Return the token grid of latents (B, C, ...); ValueError if frames do not fill the last token."""
         patch, frames = self.patch(transformer), latents.shape[2]
         if self.makes_videos and frames % patch[0]:
             raise ValueError(

@@ -78,21 +78,13 @@ class MiniMaxH3Family(JointFamily):
         return arguments["timestep"][arguments["timestep_indices"][-1]]
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Read the grid from the places of the rows, once per tensor.
-
-        Raises:
-            ValueError: the last rows of the sequence are not the tokens of a video in raster order.
-        """
+        """Read the grid from the rows' places, once per tensor; ValueError unless the last are a video in order."""
         places, *others = (arguments[name] for name in ("position_ids", "video_indices", "timestep_indices"))
         grid = _grid_of_rows(places, *others)
         return compiled_for(grid, lambda: lies_on(grid, places.T))
 
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Add the layout of a sequence without pictures; sound has the video's time.
-
-        Raises:
-            ValueError: samples at different times.
-        """
+        """Add the layout without pictures; sound has the video's time. ValueError for samples at other times."""
         if not timestep.is_meta and bool((timestep != timestep[0]).any()):
             raise ValueError("MiniMax-H3 takes one time for a batch; run samples at other times one after another.")
         from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep

@@ -8,11 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Clip:
-    """Frames and size of a video, or of an image, which has one frame.
-
-    Raises:
-        ValueError: a value that is not positive, or no size.
-    """
+    """Frames and size of a video, or of an image, which has one frame; ValueError unless all are positive."""
 
     frames: int
     """1 for images."""

@@ -150,14 +150,11 @@ class LearnedVarianceDDPM(_DDPM):
     """DiT: the model predicts the noise and, in as many further channels, the variance.
 
     Loss as in improved DDPM: mean squared error of the noise, plus the variational bound in bits per dimension, whose
-    gradient reaches only the variance.
-
-    Args:
-        steps: number of timesteps of the linear schedule from β = 0.0001 to 0.02.
+    gradient reaches only the variance. β grows linearly from 0.0001 to 0.02 over the 1000 steps.
     """
 
-    def __init__(self, steps: int = 1000) -> None:
-        betas = torch.linspace(1e-4, 0.02, steps, dtype=torch.float64)
+    def __init__(self) -> None:
+        betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
         super().__init__((1 - betas).cumprod(dim=0))
         before = torch.cat([torch.ones(1, dtype=torch.float64), self.signal[:-1]])
         variance = betas * (1 - before) / (1 - self.signal)
@@ -170,11 +167,7 @@ class LearnedVarianceDDPM(_DDPM):
         """Weights of the clean and the noised latents in the mean of the posterior."""
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
-        """Squared error of the noise plus the variational bound of the variance.
-
-        Raises:
-            ValueError: if the model has no channels for the variance.
-        """
+        """Add the noise's squared error and the variance's bound; ValueError without channels for the variance."""
         channels = batch.latents.shape[1]
         if prediction.shape[1] != 2 * channels:
             raise ValueError(
@@ -206,8 +199,7 @@ class VelocityDDPM(_DDPM):
 
     Args:
         snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step: 3.0 for CogVideoX-2B, 1.0 (none) for the others.
-        steps: number of timesteps; √β grows linearly from √0.00085 to √``last_beta``.
-        last_beta: β of the last step.
+        last_beta: β of the last of 1000 steps; √β grows linearly from √0.00085 to its root.
         ends_in_noise: whether the last step is pure noise, as in CogVideoX.
         channels: see :attr:`DiffusionProcess.channels`.
     """
@@ -215,13 +207,12 @@ class VelocityDDPM(_DDPM):
     def __init__(
         self,
         snr_shift: float = 1.0,
-        steps: int = 1000,
         *,
         last_beta: float = 0.012,
         ends_in_noise: bool = True,
         channels: int | None = None,
     ) -> None:
-        betas = torch.linspace(0.00085**0.5, last_beta**0.5, steps, dtype=torch.float64).square()
+        betas = torch.linspace(0.00085**0.5, last_beta**0.5, 1000, dtype=torch.float64).square()
         signal = (1 - betas).cumprod(dim=0)
         signal = signal / (snr_shift + (1 - snr_shift) * signal)
         if ends_in_noise:  # stretch the amplitudes so that the last one is 0

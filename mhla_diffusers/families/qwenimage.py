@@ -64,11 +64,7 @@ class QwenImageFamily(PaddedTextFamily, PackedImageFamily):
     models = (image_model("qwen-image", _CLASS, 24, 128, 60), tiny_image("qwenimage", _CLASS, _TINY, head_dim=16))
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-        """Read ``img_shapes`` of the first sample, which the model uses for the whole batch.
-
-        Raises:
-            ValueError: more than one picture, or frames of a video.
-        """
+        """Read ``img_shapes`` of the first sample, for the whole batch; ValueError unless they are one picture."""
         first = arguments["img_shapes"][0]
         pictures = first if isinstance(first, list) else [first]
         (frames, height, width), *others = pictures

@@ -81,11 +81,7 @@ def parse_steps(text: str) -> int | float:
 
 
 def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
-    """Check settings against the annotations of a pipeline's ``__call__``.
-
-    Raises:
-        ValueError: an unknown name, or a value of a wrong type.
-    """
+    """Raise ValueError for settings that a pipeline's ``__call__`` lacks or annotates with another type."""
     parameters = inspect.signature(pipeline.__call__, eval_str=True).parameters
     annotated = {name: _types(one.annotation) & _WRITABLE for name, one in parameters.items() if name not in _GIVEN}
     allowed = {name: types for name, types in annotated.items() if types}
