@@ -1,6 +1,7 @@
 """N x N attention matrices of a transformer, softmax or MHLA, with rank and entropy, layer by layer."""
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +45,14 @@ def each_attention_matrix(
     if unknown:
         raise ValueError(f"{', '.join(unknown)} is no self-attention; allowed: {', '.join(attentions)}.")
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-    handles = []
-    for name in chosen:
+    with ExitStack() as hooks:
+        for name in chosen:
 
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            inputs[name] = args, kwargs
+            def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                inputs[name] = args, kwargs
 
-        handles.append(attentions[name].register_forward_pre_hook(note, with_kwargs=True))
-    try:
+            hooks.enter_context(attentions[name].register_forward_pre_hook(note, with_kwargs=True))
         batch.predict(transformer)
-    finally:
-        for handle in handles:
-            handle.remove()
     grid = batch.grid(transformer)
     for name in chosen:
         given = attention_inputs(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -119,12 +120,10 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
         error = relative_error(output, torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype)))
         _require({"output": error}, output.dtype, f"The attention of MHLA layers on {output.device} in {output.dtype}")
 
-    handles = [layer.register_forward_hook(compare, with_kwargs=True) for layer in {layers[0], layers[-1]}]
-    try:
+    with ExitStack() as hooks:
+        for layer in {layers[0], layers[-1]}:
+            hooks.enter_context(layer.register_forward_hook(compare, with_kwargs=True))
         transformer(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _require(errors: Mapping[str, float], dtype: torch.dtype, what: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: MHLAConfig 
     if config is not None:
         check_layout(grid, config.blocks_on(grid))
     begun: list[int] = []
-    handles = []
 
     def begin(*_: Any) -> None:
         begun.append(int(counter.get_total_flops()))
@@ -59,16 +59,12 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: MHLAConfig 
             sizes = sizes_of(module, family, config, grid, sum(adapter.extra(arguments, math.prod(grid))))
             patched += len(arguments["hidden_states"]) * sizes.flops
 
-    with torch.no_grad(), family.without_values(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), family.without_values(), FlopCounterMode(display=False) as counter, ExitStack() as hooks:
         for part, module in _modules(transformer):
-            handles.append(module.register_forward_pre_hook(begin))
+            hooks.enter_context(module.register_forward_pre_hook(begin))
             after = lambda module, args, kwargs, output, part=part: end(part, module, args, kwargs)  # noqa: E731
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
-        try:
-            transformer(**inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
+            hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
+        transformer(**inputs)
         flops[REST] = int(counter.get_total_flops()) - sum(flops[part] for part in PARTS if part != _PROJECTIONS)
     # projections lie inside of self-attention
     flops[ATTENTION] = flops[ATTENTION] - flops[_PROJECTIONS] if config is None else patched

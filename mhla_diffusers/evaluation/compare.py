@@ -42,11 +42,6 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low > 0 or self.high < 0
-
 
 def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples: int = 1000, seed: int = 0) -> Interval:
     """Return a function of the indices of ``count`` samples, int64 (count,), with its bootstrap percentile interval."""

@@ -88,11 +88,8 @@ class AdmInception:
     def __call__(self, images: torch.Tensor) -> ImageFeatures:
         """Return features of uint8 images (B, 3, H, W): pooled 2048, spatial 2023, probabilities 1008 values each."""
         spatial: list[torch.Tensor] = []
-        handle = self._model.Mixed_6d.branch1x1.register_forward_hook(lambda *seen: spatial.append(seen[2]))
-        try:
+        with self._model.Mixed_6d.branch1x1.register_forward_hook(lambda *seen: spatial.append(seen[2])):
             pooled, logits = self._model(images.to(self._device))
-        finally:
-            handle.remove()
         return ImageFeatures(pooled, spatial[0][:, :7].permute(0, 2, 3, 1).flatten(1), logits.softmax(dim=1))
 
 

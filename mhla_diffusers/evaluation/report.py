@@ -50,7 +50,8 @@ def difference_table(variants: Sequence[Variant]) -> Table:
     rows = []
     for variant in others:
         for name, found in variant.differences.items():
-            settled, interval = "yes" if found.excludes_zero else "no", f"{found.low:+.4g} to {found.high:+.4g}"
+            interval = f"{found.low:+.4g} to {found.high:+.4g}"
+            settled = "yes" if found.low > 0 or found.high < 0 else "no"
             rows.append([variant.name, name, f"{found.value:+.4g}", interval, settled])
     return ["variant", "score", f"difference from {base.name}", "95 % interval", "sign settled"], rows
 

@@ -1,7 +1,7 @@
 """The losses of a stage: attention transfer, distillation, and the loss that the model was trained with."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -67,12 +67,10 @@ def recorded(attentions: Mapping[str, Any]) -> Iterator[dict[str, tuple[Any, Any
     def record(name: str, attn: Any, args: Any, kwargs: Any, output: Any) -> None:
         calls.setdefault(name, (args, kwargs, output))  # guidance runs the teacher a second time
 
-    hooks = [attn.register_forward_hook(partial(record, name), with_kwargs=True) for name, attn in attentions.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, attn in attentions.items():
+            hooks.enter_context(attn.register_forward_hook(partial(record, name), with_kwargs=True))
         yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def attention_loss(output: Any, expected: Any) -> torch.Tensor:
