@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The pages, built as .ci/run builds them: a warning is an error."""
+    """The pages, built as make docs builds them: a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
