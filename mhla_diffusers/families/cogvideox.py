@@ -65,10 +65,22 @@ class CogVideoXFamily(VideoFamily):
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Put frames before channels, and add the RoPE tables if the model has RoPE."""
         arguments = super().forward_arguments(transformer, latents.transpose(1, 2), timestep, conditioning)
-        if transformer.config.use_rotary_positional_embeddings:
-            grid = self.token_grid(transformer, latents)
-            arguments["image_rotary_emb"] = _rotary_tables(transformer.config, grid, latents.device)
-        if transformer.config.ofs_embed_dim is not None:
+        config = transformer.config
+        if config.use_rotary_positional_embeddings:
+            from diffusers.models.embeddings import get_3d_rotary_pos_embed
+            from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
+
+            # (cos, sin), each (N, D), as the pipeline makes them: 1.0 scales them to the training size, 1.5 slices them
+            frames, *size = self.token_grid(transformer, latents)
+            usual = config.sample_height // config.patch_size, config.sample_width // config.patch_size
+            crop: Any = None
+            settings: dict[str, Any] = {"grid_type": "slice", "max_size": usual}
+            if config.patch_size_t is None:
+                crop, settings = get_resize_crop_region_for_grid(tuple(size), usual[1], usual[0]), {}
+            settings |= {"device": latents.device}
+            tables = get_3d_rotary_pos_embed(config.attention_head_dim, crop, tuple(size), frames, **settings)
+            arguments["image_rotary_emb"] = tables
+        if config.ofs_embed_dim is not None:
             arguments["ofs"] = latents.new_full((1,), 2.0)  # what image-to-video of 1.5 always gets
         return arguments
 
@@ -98,19 +110,3 @@ class CogVideoXFamily(VideoFamily):
     def generate_latents(self, *args: Any, **kwargs: Any) -> Tensor:
         """Put channels before frames."""
         return super().generate_latents(*args, **kwargs).transpose(0, 1)
-
-
-def _rotary_tables(config: Any, grid: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Make (cos, sin), each (N, D), as the pipeline does: 1.0 scales them to the training size, 1.5 slices them."""
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
-    from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
-
-    frames, height, width = grid
-    usual = config.sample_height // config.patch_size, config.sample_width // config.patch_size
-    crop, settings = None, {"grid_type": "slice", "max_size": usual}
-    if config.patch_size_t is None:
-        crop, settings = get_resize_crop_region_for_grid((height, width), usual[1], usual[0]), {}
-    tables: tuple[Tensor, Tensor] = get_3d_rotary_pos_embed(
-        config.attention_head_dim, crop, (height, width), frames, device=device, **settings
-    )
-    return tables

@@ -187,7 +187,13 @@ class LearnedVarianceDDPM(_DDPM):
         divergence = 0.5 * (
             log_variance - low + (low - log_variance).exp() - 1 + (true_mean - mean).square() * (-log_variance).exp()
         )
-        likelihood = _discretised_negative_log_likelihood(latents, mean, log_variance)
+        # −log of the probability of an interval of 1/255 around each value, for values from −1 to 1
+        inverse = (-0.5 * log_variance).exp()
+        upper = torch.special.log_ndtr((latents - mean + 1 / 255) * inverse)
+        lower = torch.special.log_ndtr((latents - mean - 1 / 255) * inverse)
+        above_lower = torch.special.log_ndtr((mean - latents + 1 / 255) * inverse)
+        inside = upper + torch.log1p(-(lower - upper).clamp(max=-1e-7).exp())
+        likelihood = -torch.where(latents < -0.999, upper, torch.where(latents > 0.999, above_lower, inside))
         bound = torch.where(_along(time == 0, latents), likelihood, divergence)
         return simple + bound.flatten(1).mean(dim=1) / math.log(2)
 
@@ -235,14 +241,3 @@ def _along(value: Tensor, like: Tensor) -> Tensor:
     if value.ndim == 2:
         return value.view(len(value), 1, -1, *[1] * (like.ndim - 3))
     return value.view(-1, *[1] * (like.ndim - 1))
-
-
-def _discretised_negative_log_likelihood(latents: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """−log of the probability of an interval of 1/255 around each value, for values from −1 to 1; in nats."""
-    inverse = (-0.5 * log_variance).exp()
-    upper = torch.special.log_ndtr((latents - mean + 1 / 255) * inverse)
-    lower = torch.special.log_ndtr((latents - mean - 1 / 255) * inverse)
-    above_lower = torch.special.log_ndtr((mean - latents + 1 / 255) * inverse)
-    inside = upper + torch.log1p(-(lower - upper).clamp(max=-1e-7).exp())
-    log_probability = torch.where(latents < -0.999, upper, torch.where(latents > 0.999, above_lower, inside))
-    return -log_probability

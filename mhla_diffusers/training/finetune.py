@@ -146,28 +146,24 @@ class NamedRun:
         try:
             find_media(self.data)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error} {self._ways_to_data()}") from error
+            common = ["--model", self.model, "--output", str(self.data), "--precision", self.config.precision]
+            encoding = ["mhla", "encode", "--source", "FOLDER", *common]
+            synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
+            if self.config.clip is not None:
+                sizes = [f"{height}x{width}" for height, width in self.clip.sizes]
+                encoding += ["--frames", str(self.clip.frames), "--fps", str(self.clip.fps)]
+                encoding += [word for size in sizes for word in ("--size", size)]
+                synthesizing += ["--frames", str(self.clip.frames), "--size", sizes[0]]
+            raise FileNotFoundError(
+                f"{error} Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or "
+                f"from prompts, one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
+            ) from error
         folder = Path(self.config.output) / "latents"
         logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
         with _process_state().main_process_first():
             pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype)
             encode_folder(pipe, self.model, self.data, folder, self.clip, self.config.workers)
         return LatentCache(folder)
-
-    def _ways_to_data(self) -> str:
-        """Say which commands make the data."""
-        common = ["--model", self.model, "--output", str(self.data), "--precision", self.config.precision]
-        encoding = ["mhla", "encode", "--source", "FOLDER", *common]
-        synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
-        if self.config.clip is not None:
-            sizes = [f"{height}x{width}" for height, width in self.clip.sizes]
-            encoding += ["--frames", str(self.clip.frames), "--fps", str(self.clip.fps)]
-            encoding += [word for size in sizes for word in ("--size", size)]
-            synthesizing += ["--frames", str(self.clip.frames), "--size", sizes[0]]
-        return (
-            f"Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or from prompts, "
-            f"one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
-        )
 
     def sampler(self) -> PromptSampler:
         """Make what generates at every validation."""
