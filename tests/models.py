@@ -119,8 +119,6 @@ class ModelCase:
     ragged_grid: tuple[int, ...]
     self_attentions: int
     """Number of layers that can be patched."""
-    own_methods: bool = True
-    """Whether diffusers' class itself has ``attn_processors`` and ``set_attn_processor``."""
 
 
 _VIDEO = {"blocks": (2, 2, 3), "grid": (4, 4, 6), "ragged_grid": (3, 5, 4)}
@@ -142,7 +140,6 @@ FAMILIES = {
         ragged=(4, 14, 14),
         ragged_grid=(7, 7),
         self_attentions=4,
-        own_methods=False,
         **_IMAGE,
     ),
 }

@@ -23,6 +23,7 @@ from mhla_diffusers.families import Family, get_family
 
 from ..models import FAMILIES, inputs, seeded
 from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
+from ..vision import models as vision
 
 TEXT_TOKENS = 6
 """Tokens of texts in inputs, which are cut to it unless a model takes whole ones alone."""
@@ -680,9 +681,9 @@ NAMES = tuple(case.name for case in CASES.values() if not case.family)
 """Names of a case of each family."""
 
 
-def case_of(name: str) -> Case:
-    """One of the cases."""
-    return CASES[name]
+def case_of(name: str) -> Any:
+    """One of the cases; of vision models as well."""
+    return CASES.get(name) or vision.CASES[name]
 
 
 @torch.no_grad()

@@ -65,11 +65,3 @@ def test_latents_that_do_not_fill_a_token_are_refused():
     model = TWO_FRAMES_CASE.transformer()
     with pytest.raises(ValueError, match="3 latent frames are no multiple of 2"):
         get_family(model).token_grid(model, torch.empty(1, 4, 3, 8, 12))
-
-
-def test_diffusers_own_setter_cannot_tell_the_model():
-    """Its text comes as a cross-attention's does, and must not be taken for it."""
-    model = CASE.transformer()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=CASE.blocks))
-    with pytest.raises(ValueError, match=r"joint attention of a model that .* use mhla_diffusers.set_attn_processor"):
-        model(**CASE.inputs())

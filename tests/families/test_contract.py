@@ -13,17 +13,19 @@ from mhla_diffusers.benchmark.counts import count_forward
 from mhla_diffusers.benchmark.models import choose_sizes, models
 from mhla_diffusers.families import TrainedFamily, get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
+from mhla_diffusers.patching import attn_processors, layer_sensitivity
 from mhla_diffusers.training import ObjectiveWeights, StageConfig
 from mhla_diffusers.training.objectives import attention_loss, recorded, stage_losses
 from mhla_diffusers.training.roles import Roles, Teacher, make_trainable, trainable_names
 
 from ..models import assert_changed, relative_change
 from ..patching.shared import EVERYTHING, assert_same_footprint, footprint, with_lora
+from ..vision.models import CASES as VISION
 from .cases import CASES, NAMES, ROUNDING, all_exact, case_of, output, plain
 
 every_family = pytest.mark.parametrize("name", NAMES)
 # the block-causal mask of diffusion forcing is refused, to which SkyReels-V2's own file looks
-RUNNING = tuple(name for name in CASES if name != "skyreels_v2_forcing")
+RUNNING = (*(name for name in CASES if name != "skyreels_v2_forcing"), *VISION)
 every_case = pytest.mark.parametrize("name", RUNNING)
 # no setting of a patch is the gated linear attention of DiG
 cases_that_mhla_can_be = pytest.mark.parametrize("name", [name for name in RUNNING if name != "dig"])
@@ -33,9 +35,15 @@ softmax_families = pytest.mark.parametrize(
 )
 # tests/training looks at DiT, whose losses one step of this size does not lower
 trained_families = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dit", "minimax_h3")])
+# whose attentions tell their family, and whose classes have the method
+OWN_FORM = (
+    *("chronoedit", "dig", "flux", "hunyuan_dit", "ltx", "pixart", "sana", "sana_qk_norm", "sana_video"),
+    *("skyreels_v2", "wan", "wan_animate", "wan_i2v", "wan_ti2v", "wan_vace"),
+)
 # of what one family shows of all: RoPE, text in the sequence, attention that runs the feed-forward, class conditions
 FEW = ("flux", "flux2", "ltx", "latte")
 few_families = pytest.mark.parametrize("name", FEW)
+few_and_vision = pytest.mark.parametrize("name", [*FEW, *VISION])
 # what takes half a minute of each is for the long run of the tests, but for one
 every_family_slowly = pytest.mark.parametrize(
     "name", [name if name == "flux" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
@@ -59,9 +67,12 @@ def test_apply_changes_and_remove_restores_bit_for_bit(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
     before, expected, of_class = footprint(model), output(model, arguments), dict(vars(type(model)))
+    own = {f"{attention}.processor" for attention in case.attentions}
+    others = {key: one for key, one in attn_processors(model).items() if key not in own}
     assert mhla.apply_mhla(model, **plain(name)) is model and mhla.is_patched(model)
     assert inspect.signature(model.forward) == before["signature"]
     assert [key.removesuffix(".mhla") for key in mhla.mhla_layers(model)] == list(case.attentions)
+    assert {key: attn_processors(model)[key] for key in others} == others  # of cross-attention, for one
     found = output(model, arguments)
     assert dict(vars(before["class"])) == of_class
     assert_changed(found, expected)
@@ -114,15 +125,15 @@ def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
 
 @every_case
 def test_samples_of_a_batch_do_not_mix(name: str) -> None:
-    """As with guidance, whose halves are a batch."""
+    """As with guidance, whose halves are a batch: each is what it is alone, however long the texts of others are."""
     case = case_of(name)
     model = _shaken(mhla.apply_mhla(case.transformer(), **plain(name, **EVERYTHING)))
-    first, second = case.inputs(), case.inputs(seed=5)
-    mixed = {key: _with_second_of(value, second[key]) for key, value in first.items()}
-    found, expected, other = (output(model, arguments) for arguments in (mixed, first, second))
-    assert relative_change(found[0], expected[0]) < ROUNDING
-    assert relative_change(found[1], other[1]) < ROUNDING
-    assert_changed(found[1], expected[1])
+    arguments = case.inputs(ragged=True)
+    batch = output(model, arguments)
+    for place in range(2):
+        alone = {key: _sample_of(value, place) for key, value in arguments.items()}
+        assert relative_change(batch[place], output(model, alone)[0]) < ROUNDING
+    assert_changed(batch[1], batch[0])
 
 
 def _shaken(model: Any) -> Any:
@@ -134,15 +145,15 @@ def _shaken(model: Any) -> Any:
     return model
 
 
-def _with_second_of(argument: Any, other: Any) -> Any:
-    """An argument with the second sample of another, if it has samples."""
-    if isinstance(argument, list):
-        return [argument[0], other[1]]
-    has_samples = isinstance(argument, torch.Tensor) and argument.ndim and len(argument) == 2
-    return torch.stack([argument[0], other[1]]) if has_samples else argument
+def _sample_of(argument: Any, place: int) -> Any:
+    """One sample of an argument, if it has samples."""
+    if isinstance(argument, dict):
+        return {key: _sample_of(value, place) for key, value in argument.items()}
+    is_batch = isinstance(argument, list) or (isinstance(argument, torch.Tensor) and argument.ndim)
+    return argument[place : place + 1] if is_batch and len(argument) == 2 else argument
 
 
-@few_families
+@few_and_vision
 def test_a_saved_patch_gives_the_same_output(name: str, tmp_path) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
@@ -152,7 +163,7 @@ def test_a_saved_patch_gives_the_same_output(name: str, tmp_path) -> None:
     assert torch.equal(output(mhla.load_mhla(case.transformer(), tmp_path), arguments), expected)
 
 
-@few_families
+@few_and_vision
 def test_hybrid_and_automatic_layers(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
@@ -162,6 +173,9 @@ def test_hybrid_and_automatic_layers(name: str) -> None:
     mhla.remove_mhla(model)
     mhla.apply_mhla(model, **plain(name, layers="auto:1/2"), calibration=lambda: output(model, arguments))
     assert 0 < len(mhla.mhla_layers(model)) < count
+    assert layer_sensitivity(model, lambda: output(model, arguments)).keys() == {
+        layer.removesuffix(".mhla") for layer in mhla.mhla_layers(model)
+    }
 
 
 @softmax_families
@@ -206,6 +220,50 @@ def test_set_attn_processor(name: str) -> None:
         assert type(attn.processor) is type(family.self_attention_processor(attn))
     mhla.set_attn_processor(model, mhla.MHLAProcessor(config))
     assert torch.equal(output(model, arguments), expected)
+
+
+def _kinds(model: Any) -> dict[str, type]:
+    return {name: type(one) for name, one in attn_processors(model).items()}
+
+
+def _in_own_form(name: str) -> Any:
+    """A model with one processor on every attention, set by diffusers' own method."""
+    model = case_of(name).transformer()
+    model.set_attn_processor(mhla.MHLAProcessor(**plain(name), grid=case_of(name).grid))
+    return model
+
+
+@pytest.mark.parametrize("name", OWN_FORM)
+def test_diffusers_own_form_is_that_of_apply(name: str) -> None:
+    """Every layer has weights of its own, other attentions are left alone, and fresh processors are what is removed."""
+    case = case_of(name)
+    arguments, fresh = case.inputs(), case.transformer()
+    other = mhla.apply_mhla(case.transformer(), **plain(name))
+    for has_run in (False, True):
+        model = _in_own_form(name)
+        assert mhla.is_patched(model)
+        if has_run:
+            found = output(model, arguments)
+            assert torch.equal(found, output(other, arguments))
+            layers = mhla.mhla_layers(model)
+            assert list(layers) == list(mhla.mhla_layers(other))
+            assert len({layer.mixing.data_ptr() for layer in layers.values()}) == len(case.attentions)
+            assert_changed(output(_shaken(model), arguments), found)
+        mhla.remove_mhla(model)
+        assert not mhla.is_patched(model) and _kinds(model) == _kinds(fresh)
+        assert list(model.state_dict()) == list(fresh.state_dict())
+        assert torch.equal(output(model, arguments), output(fresh, arguments))
+
+
+@pytest.mark.parametrize("name", ["auraflow", "cogvideox", "flux2", "qwenimage", "sd3"])
+def test_joint_attention_in_diffusers_own_form_says_what_it_lacks(name: str) -> None:
+    """Text comes as that of a cross-attention does, and must not be taken for it."""
+    model, arguments = _in_own_form(name), case_of(name).inputs()
+    with pytest.raises(ValueError, match=r"joint attention .*set_attn_processor\(transformer"):
+        output(model, arguments)
+    fresh = case_of(name).transformer()
+    assert _kinds(mhla.remove_mhla(model)) == _kinds(fresh)
+    assert torch.equal(output(model, arguments), output(fresh, arguments))
 
 
 @families_that_mhla_can_be

@@ -64,16 +64,10 @@ def test_compiled_another_grid_of_as_many_tokens_raises():
         output(compiled, wide)
 
 
-def test_diffusers_own_form_with_a_grid():
-    """Flux's attentions tell their family, and the text's tokens are those beyond the grid."""
-    expected = output(mhla.apply_mhla(flux.transformer(), **SETTINGS), flux.inputs())
+def test_diffusers_own_form_needs_a_grid():
     model = flux.transformer()
-    config = mhla.MHLAConfig(**{**SETTINGS, "mixing_per_head": True})
-    model.set_attn_processor(mhla.MHLAProcessor(config, grid=(8, 8)))
-    assert torch.equal(output(model, flux.inputs()), expected)
-    model = flux.transformer()
-    model.set_attn_processor(mhla.MHLAProcessor(config))
-    with pytest.raises(ValueError, match=r"does not know the token grid.*apply_mhla\(pipe"):
+    model.set_attn_processor(mhla.MHLAProcessor(**SETTINGS))
+    with pytest.raises(ValueError, match=r"token grid.*apply_mhla\(pipe"):
         output(model, flux.inputs())
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from diffusers import Flux2Pipeline
-from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
 from torch.nn import functional
 
 import mhla_diffusers as mhla
@@ -62,17 +61,6 @@ def test_the_layer_of_attention_and_feed_forward_runs_once():
         attn.to_qkv_mlp_proj.register_forward_hook(lambda *_: calls.append(1))
     output(model, flux2.inputs())
     assert len(calls) == len(attentions)
-
-
-def test_each_kind_of_block_gets_its_own_processor_back():
-    model = flux2.transformer()
-    model.set_attn_processor(mhla.MHLAProcessor(mhla.MHLAConfig(**SETTINGS)))
-    mhla.remove_mhla(model)
-    for blocks, kind in (
-        (model.transformer_blocks, Flux2AttnProcessor),
-        (model.single_transformer_blocks, Flux2ParallelSelfAttnProcessor),
-    ):
-        assert {type(block.attn.processor) for block in blocks} == {kind}
 
 
 def test_lora_adapts_both_kinds_of_blocks():

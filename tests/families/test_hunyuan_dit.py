@@ -1,9 +1,8 @@
-"""HunyuanDiT: RoPE from the pipeline, v-prediction, and diffusers' own way of setting processors."""
+"""HunyuanDiT: RoPE from the pipeline, and v-prediction."""
 
 import pytest
 import torch
 from diffusers import DDPMScheduler, HunyuanDiT2DModel
-from diffusers.models.attention_processor import HunyuanAttnProcessor2_0
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families.hunyuan_dit import HunyuanDiTFamily
@@ -37,16 +36,6 @@ def test_a_model_that_is_told_no_size():
     expected = output(model, CASE.inputs())
     mhla.apply_mhla(model, **PLAIN)
     assert_changed(output(model, CASE.inputs()), expected)
-
-
-def test_diffusers_own_form_turns_the_query_of_cross_attentions():
-    model, arguments = CASE.transformer(), CASE.inputs()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=(4, 2), grid=CASE.grid))
-    found = output(model, arguments)
-    mhla.remove_mhla(model)
-    assert {type(one) for one in model.attn_processors.values()} == {HunyuanAttnProcessor2_0}
-    assert torch.equal(found, output(mhla.apply_mhla(model, **PLAIN), arguments))
-    assert relative_change(output(model, {**arguments, "image_rotary_emb": None}), found) > 1e-2
 
 
 def test_a_model_without_rope_tables():

@@ -49,13 +49,6 @@ def test_rope_is_that_of_the_model(name):
         torch.testing.assert_close(found.flatten(2), apply(norm(linear(hidden_states)), rotary), rtol=0, atol=1e-5)
 
 
-def test_sound_and_text_keep_their_attentions():
-    model = mhla.apply_mhla(CASE.transformer(), **plain("ltx2"))
-    running = {name for name, one in model.attn_processors.items() if isinstance(one, mhla.MHLAProcessor)}
-    assert running == {f"{name}.processor" for name in CASE.attentions}
-    assert len(model.attn_processors) == 6 * len(CASE.attentions)
-
-
 def test_a_processor_on_all_attentions_leaves_cross_attention_as_it_is():
     """diffusers' own method reaches sound and text too; rotation of queries and keys is handed on."""
     model, given = CASE.transformer(), drawer(2, 3)

@@ -1,4 +1,4 @@
-"""What is particular to Mochi: RoPE of every head, text that is cut off, reversed time, methods that are lacking."""
+"""What is particular to Mochi: text that is cut off."""
 
 import pytest
 import torch

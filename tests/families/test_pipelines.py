@@ -31,6 +31,7 @@ NAMES = (
     "lumina2",
     "mochi",
     "pixart",
+    "pixart_sigma",
     "qwenimage",
     "sana_video",
     "sd3",

@@ -14,9 +14,7 @@ from mhla_diffusers.patching import TransformerCall
 from ..models import relative_change
 from .cases import case_of
 
-CASE, IMAGE_CASE = case_of("sana_video"), case_of("sana_video_image")
-
-"""What it has without a patch; MHLA adds to every feature as little as SANA to its normaliser."""
+CASE = case_of("sana_video")
 
 
 def test_softmax_in_place_of_the_own_attention_has_its_norms_and_rope():

@@ -1,4 +1,4 @@
-"""Wan Animate: the face blocks stay as they are, and a picture stands before the frames of a segment."""
+"""Wan Animate: poses and faces, and a picture that stands before the frames of a segment."""
 
 import pytest
 import torch
@@ -12,21 +12,6 @@ from .cases import case_of
 CASE = case_of("wan_animate")
 
 _BLOCKS = {"blocks": CASE.blocks, "sparse": "none"}
-
-
-def test_face_blocks_keep_their_processors() -> None:
-    """In diffusers' own form too, in which all attentions get the one processor."""
-    arguments = CASE.inputs()
-    model = mhla.apply_mhla(CASE.transformer(), **_BLOCKS)
-    expected = output(model, arguments)
-    assert {type(layer.processor).__name__ for layer in model.face_adapter} == {"WanAnimateFaceBlockAttnProcessor"}
-    other = CASE.transformer()
-    kinds = {path: type(processor) for path, processor in other.attn_processors.items()}
-    other.set_attn_processor(mhla.MHLAProcessor(**_BLOCKS))
-    assert torch.equal(output(other, arguments), expected)
-    assert len(mhla.mhla_layers(other)) == len(CASE.attentions)
-    mhla.remove_mhla(other)
-    assert {path: type(processor) for path, processor in other.attn_processors.items()} == kinds
 
 
 def test_sizes_are_those_of_a_segment_with_the_picture() -> None:

@@ -12,7 +12,6 @@ from mhla_diffusers.patching import attn_processors
 from ..models import FAMILIES, patched
 
 MODELS = list(FAMILIES)
-OWN_METHODS = [name for name, case in FAMILIES.items() if case.own_methods]
 ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}

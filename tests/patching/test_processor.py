@@ -9,7 +9,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.patching import register_mixing_clip
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
-from .shared import OWN_METHODS, own_form
+from .shared import own_form
 
 
 def masked_attention(name, tokens, mask):
@@ -68,39 +68,6 @@ def test_masks_that_differ_between_queries_are_refused(name, shape):
 def single_instance(name, **settings):
     """Model ``name`` with one MHLAProcessor set on every attention by diffusers' own method, and told the grid."""
     return own_form(name, blocks=FAMILIES[name].blocks, grid=FAMILIES[name].grid, **settings)
-
-
-@pytest.mark.parametrize("name", OWN_METHODS)
-def test_one_processor_for_all_attentions_makes_weights_for_every_layer(name):
-    """Bit for bit the same as ``apply_mhla``, which leaves cross-attention alone."""
-    model, other = single_instance(name), patched(name)
-    assert mhla.is_patched(model)
-    first = output(model, inputs(name))
-    assert torch.equal(first, output(other, inputs(name)))
-    assert_changed(first, output(FAMILIES[name].build(), inputs(name)))
-    layers = mhla.mhla_layers(model)
-    assert list(layers) == list(mhla.mhla_layers(other))
-    assert len({layer.mixing.data_ptr() for layer in layers.values()}) == FAMILIES[name].self_attentions
-    assert torch.equal(output(model, inputs(name)), first)
-    with torch.no_grad():
-        next(iter(layers.values())).mixing.copy_(torch.eye(math.prod(FAMILIES[name].blocks)))
-    assert_changed(output(model, inputs(name)), first)
-
-
-@pytest.mark.parametrize("ran", [False, True], ids=["before the first forward", "after it"])
-@pytest.mark.parametrize("name", OWN_METHODS)
-def test_diffusers_own_form_is_removed_too(name, ran):
-    """diffusers keeps no record of the old processors: they are fresh ones of the same classes."""
-    model, reference = single_instance(name), FAMILIES[name].build()
-    if ran:
-        output(model, inputs(name))
-    mhla.remove_mhla(model)
-    assert not mhla.is_patched(model)
-    assert torch.equal(output(model, inputs(name)), output(reference, inputs(name)))
-    assert list(model.state_dict()) == list(reference.state_dict())
-    kinds = [{path: type(one) for path, one in each.attn_processors.items()} for each in (model, reference)]
-    assert kinds[0] == kinds[1]
-    mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from mhla_diffusers.families import Family, get_family
 from mhla_diffusers.models import PooledViTConfig, PooledViTForImageClassification
 
 from ..models import seeded
@@ -69,26 +70,46 @@ def save_vit(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class VisionCase:
-    """One family, by a model with a head."""
+    """One family, by a model with a head, as a case of the contract of all families."""
 
-    build: Callable[..., Any]
+    transformer: Callable[..., Any]
+    family: str
     before: int
     """Tokens before the patches."""
     other_size: dict[str, Any]
     """What the model must be told to take pictures of another size."""
-    attentions: str
+    attention: str
     """Name of a layer's attention."""
     output: str
     """Name of its output projection."""
+    blocks: tuple[int, int] = BLOCKS
+    grid: tuple[int, int] = GRID
+
+    @property
+    def of_family(self) -> Family:
+        return get_family(self.family)
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        return tuple(self.attention.format(layer) for layer in range(SIZES["num_hidden_layers"]))
+
+    @property
+    def extra(self) -> tuple[int, int]:
+        return self.before, 0
+
+    def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
+        """Keyword arguments of a forward."""
+        other_size = self.other_size if ragged else {}
+        return {"pixel_values": pictures(RAGGED if ragged else GRID, batch, seed), **other_size}
 
 
 INTERPOLATE = {"interpolate_pos_encoding": True}
 CASES = {
-    "vit": VisionCase(vit, 1, INTERPOLATE, "vit.layers.{}.attention", "o_proj"),
-    "deit": VisionCase(deit, 2, INTERPOLATE, "deit.layers.{}.attention", "o_proj"),
-    "dinov2": VisionCase(registers, 5, {}, "dinov2_with_registers.encoder.layer.{}.attention", "o_proj"),
-    "pooled-vit": VisionCase(pooled_vit, 0, INTERPOLATE, "layers.{}.attention", "o_proj"),
-    "siglip": VisionCase(siglip, 0, INTERPOLATE, "vision_model.encoder.layers.{}.self_attn", "out_proj"),
+    "vit": VisionCase(vit, "vit", 1, INTERPOLATE, "vit.layers.{}.attention", "o_proj"),
+    "deit": VisionCase(deit, "deit", 2, INTERPOLATE, "deit.layers.{}.attention", "o_proj"),
+    "dinov2": VisionCase(registers, "dinov2", 5, {}, "dinov2_with_registers.encoder.layer.{}.attention", "o_proj"),
+    "pooled-vit": VisionCase(pooled_vit, "pooled-vit", 0, INTERPOLATE, "layers.{}.attention", "o_proj"),
+    "siglip": VisionCase(siglip, "siglip", 0, INTERPOLATE, "vision_model.encoder.layers.{}.self_attn", "out_proj"),
 }
 
 
