@@ -1,33 +1,22 @@
-"""A tiny CogView3-Plus pipeline with random weights, built without a download."""
+"""A tiny CogView3-Plus with random weights, built without a download, as a case of the contract."""
 
 from pathlib import Path
+from typing import Any
 
 from diffusers import CogVideoXDDIMScheduler, CogView3PlusPipeline, CogView3PlusTransformer2DModel
 
+from mhla_diffusers.families import Family
+
 from ..models import seeded
 from ..pipelines import quiet
-from .cases import kl_autoencoder, t5, text_tokenizer
+from .cases import Case, kl_autoencoder, t5, text_tokenizer
+from .cogview3plus import CogView3PlusFamily
 
 CALL = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 8}
 """Arguments of the pipeline's call for a small picture: 8x8 latents, a token grid of 4x4."""
 
 
-def cogview3plus_transformer() -> CogView3PlusTransformer2DModel:
-    """Four layers of 2 heads of 12."""
-    return seeded(
-        CogView3PlusTransformer2DModel,
-        num_attention_heads=2,
-        attention_head_dim=12,
-        num_layers=4,
-        in_channels=4,
-        out_channels=4,
-        text_embed_dim=32,
-        time_embed_dim=8,
-        sample_size=16,
-    )
-
-
-def cogview3plus_pipeline() -> CogView3PlusPipeline:
+def cogview3plus_pipeline(transformer: Any = None) -> CogView3PlusPipeline:
     """T5, transformer, AutoencoderKL and DDIM steps of a velocity."""
     steps = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "snr_shift_scale": 4.0}
     return quiet(
@@ -35,10 +24,34 @@ def cogview3plus_pipeline() -> CogView3PlusPipeline:
             tokenizer=text_tokenizer(),
             text_encoder=t5(32),
             vae=kl_autoencoder(),
-            transformer=cogview3plus_transformer(),
+            transformer=transformer or CASE.transformer(),
             scheduler=CogVideoXDDIMScheduler(prediction_type="v_prediction", **steps),
         )
     )
+
+
+class _Added(Case):
+    @property
+    def of_family(self) -> Family:
+        return CogView3PlusFamily()
+
+    def transformer(self, **config: Any) -> Any:
+        (model,) = (model for model in self.of_family.models if model.is_tiny)
+        sizes = {"num_attention_heads": model.heads, "attention_head_dim": model.head_dim, "num_layers": model.layers}
+        return seeded(CogView3PlusTransformer2DModel, **sizes, **{**model.settings, "sample_size": 16, **config})
+
+    def short(self) -> Any:
+        return self.transformer(num_layers=1)
+
+
+CASE = _Added(
+    "cogview3plus",
+    cogview3plus_pipeline,
+    {**CALL, "height": 128, "width": 128, "prompt": "the red dog", "output_type": "pt"},
+    tuple(f"transformer_blocks.{layer}.attn1" for layer in range(4)),
+    extra=(6, 0),
+)
+"""A picture of 8x8 tokens."""
 
 
 def save_cogview3plus(folder: Path) -> Path:

@@ -95,5 +95,7 @@ def test_perturbed_attention_guidance(kind: str, case: Case, layer: str, guidanc
     assert_changed(run(pag_scale=2.0), patched)
     assert all(layer.runs_mhla for layer in mhla.describe(pipe))
     assert torch.equal(run(pag_scale=0.0), patched)
+    mhla.change_mhla(pipe, softmax_steps=1.0)  # the branches are then attended to in other batches
+    assert relative_change(run(pag_scale=2.0), expected) < 1e-4
     mhla.remove_mhla(pipe)
     assert torch.equal(run(pag_scale=0.0), own)

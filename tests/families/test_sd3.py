@@ -10,7 +10,7 @@ from mhla_diffusers.families.sd3 import SD3Family
 from ..models import relative_change
 from .cases import ROUNDING, case_of, output, plain
 
-sd3, dual = case_of("sd3"), case_of("sd3_dual")
+sd3 = case_of("sd3")
 
 FAMILY = SD3Family()
 SETTINGS = plain("sd3")

@@ -5,10 +5,8 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import Call, reference_attention
-from mhla_diffusers.families.adapters import project_tokens
-from mhla_diffusers.patching import call_context
 
-from ..models import FAMILIES, assert_changed, inputs, output, patched
+from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
 from .shared import MODELS
 
 
@@ -46,25 +44,13 @@ def test_every_layer_computes_equation_4_on_the_grid_of_the_input(name, ragged):
         assert (rotary is not None) == name.startswith("wan")
 
 
-@pytest.mark.parametrize("settings", [{"blocks": (1, 1)}, {"blocks": (4, 2), "mixing_init": "uniform"}])
 @pytest.mark.parametrize("name", ["sana", "sana_qk_norm"])
-def test_one_block_on_sana_is_its_own_linear_attention(name, settings):
-    """So is any number of blocks that are mixed evenly.
-
-    Where every query channel of a head is negative, SANA's ReLU leaves 0 / 1e-15 and it gives 0, where MHLA's weights
-    still sum to 1 and it gives the mean of the values; tokens where that may happen are left out. What MHLA adds to
-    every feature is made as small as what SANA adds to its normaliser; the rest is float32 rounding.
-    """
-    own, patched_model = FAMILIES[name].build(), patched(name, eps=1e-12, **settings)
-    width = own.transformer_blocks[0].attn1.to_q.in_features
-    hidden_states = torch.randn(2, 64, width, generator=torch.Generator().manual_seed(0))
-    for block, other in zip(own.transformer_blocks, patched_model.transformer_blocks, strict=True):
-        alive = (project_tokens(block.attn1, hidden_states)[0] > 1e-3).any(dim=-1).all(dim=-1)
-        assert alive.float().mean() > 0.9
-        with call_context(grid=(8, 8)):
-            expected, found = block.attn1(hidden_states)[alive], other.attn1(hidden_states)[alive]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert_changed(output(patched(name), inputs(name)), output(own, inputs(name)))
+def test_blocks_that_are_mixed_evenly_are_sanas_own_linear_attention(name):
+    """What MHLA adds to every feature is as small as what SANA adds to its normaliser; the rest is rounding."""
+    own = output(FAMILIES[name].build(), inputs(name))
+    even = patched(name, blocks=(4, 2), mixing_init="uniform", eps=1e-15)
+    assert relative_change(output(even, inputs(name)), own) < 2e-5
+    assert_changed(output(patched(name), inputs(name)), own)
 
 
 @pytest.mark.parametrize("name", ["wan", "sana", "dit"])
