@@ -1,6 +1,7 @@
 """Apply a patch to tiny instances of every supported diffusers class, and take it off again; what cannot be patched."""
 
 import copy
+import io
 import math
 from types import SimpleNamespace
 
@@ -80,11 +81,19 @@ def test_any_other_processor_goes_to_every_attention():
     torch.testing.assert_close(output(model, inputs("dit")), expected, rtol=1e-4, atol=1e-5)
 
 
+def pickled(model):
+    """As launchers of several processes do it."""
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_a_deep_copy_is_patched_and_independent(name):
+def test_a_copy_is_patched_and_independent(name, copied):
     """Weights, token grid and removal of the copy do not touch the original, nor the reverse; nor do sizes mix."""
     model = patched(name)
-    clone = copy.deepcopy(model)
+    clone = copied(model)
     expected = output(model, inputs(name))
     ragged = output(clone, inputs(name, ragged=True))
     assert torch.equal(output(clone, inputs(name)), expected)
@@ -95,7 +104,7 @@ def test_a_deep_copy_is_patched_and_independent(name):
             layer.mixing.fill_(0.5)
     assert torch.equal(output(model, inputs(name)), expected)
     mhla.remove_mhla(clone)
-    assert not clone._forward_pre_hooks
+    assert not clone._forward_pre_hooks and type(clone) is type(FAMILIES[name].build())
     assert torch.equal(output(clone, inputs(name)), output(FAMILIES[name].build(), inputs(name)))
     assert mhla.is_patched(model)
     assert torch.equal(output(model, inputs(name, ragged=True)), ragged)

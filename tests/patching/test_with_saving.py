@@ -47,18 +47,6 @@ def test_a_saved_pipeline_of_a_patched_dit_names_the_class_of_diffusers(made, tm
     assert index["transformer"] == ["diffusers", "DiTTransformer2DModel"]
 
 
-@pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_a_pickled_model_is_patched(name, tmp_path):
-    """``torch.save`` of a whole model, as launchers of several processes do it; the copy can be restored."""
-    model = patched(name)
-    torch.save(model, tmp_path / "model.pt")
-    opened = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert torch.equal(output(opened, inputs(name, ragged=True)), output(model, inputs(name, ragged=True)))
-    mhla.remove_mhla(opened)
-    assert type(opened) is type(FAMILIES[name].build())
-    assert torch.equal(output(opened, inputs(name)), output(FAMILIES[name].build(), inputs(name)))
-
-
 def test_a_deep_copy_of_an_adapted_model_is_independent():
     model = with_lora(patched("wan"), *PROJECTIONS)
     clone = copy.deepcopy(model)

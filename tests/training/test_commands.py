@@ -101,14 +101,10 @@ def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path) -> None:
     assert (tmp_path / "run" / "latents" / "index.json").is_file()
 
 
-@pytest.mark.parametrize("trainable", ["all", "lora"])
-def test_bfloat16_keeps_frozen_weights_small_and_trains(
-    trainable: str, tmp_path: Path, latents: Path, config_file: Path
-) -> None:
-    changed = [f"data={latents}", CLIP, f"stages.1.trainable={trainable}", "precision=bfloat16", "ema_decay=0.9"]
+def test_bfloat16_keeps_frozen_weights_small_and_trains(tmp_path: Path, latents: Path, config_file: Path) -> None:
+    changed = [f"data={latents}", CLIP, "stages.1.trainable=lora", "precision=bfloat16", "ema_decay=0.9"]
     changed += ["gradient_checkpointing=true", "patch.sparse=content", "patch.block_size=2"]
-    changed += [f"validation={{{PROMPTS}, inference_steps: 1}}"]
-    changed += ["stages.1.lora_rank=2"] if trainable == "lora" else []
+    changed += [f"validation={{{PROMPTS}, inference_steps: 1}}", "stages.1.lora_rank=2"]
     config = TrainingConfig.from_yaml(config_file, changed)
     finish([start_process(finetune, config)], timeout=120)
     losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
@@ -254,10 +250,3 @@ def test_missing_data_names_the_commands_that_make_it(tmp_path: Path, model: str
         assert (values["frames"], values["sizes"], values["precision"]) == (5, sizes, config.precision)
     assert _parse(encode)[1]["fps"] == 8
     assert not (tmp_path / "run").exists()
-
-
-def test_file_without_prompts_is_named(tmp_path: Path, model: str) -> None:
-    (tmp_path / "prompts.txt").write_text("\n  \n")
-    with pytest.raises(ValueError, match="prompts.txt"):
-        _cli("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents")
-    assert not (tmp_path / "latents").exists()

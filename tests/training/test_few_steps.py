@@ -226,15 +226,6 @@ def test_resumed_run_is_the_run_that_was_left_alone(settings: dict[str, Any], tm
         assert (tmp_path / "again/result" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_metrics_name_both_losses_and_validation(tmp_path: Path) -> None:
-    config = _config(tmp_path, _stage(steps=3), validation=ValidationConfig(samples=2, every=100, timesteps=2))
-    train(apply_mhla(tiny_wan(), PATCH), wan_data(), config)
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    found = [record.keys() & {"critic", "student", "difference"} for record in records if "loss" in record]
-    assert found == [{"critic"}, {"critic"}, {"critic", "difference", "student"}]
-    assert sum("validation_loss" in record for record in records) == 2
-
-
 @pytest.mark.filterwarnings("error:Detected call of .lr_scheduler")
 @pytest.mark.parametrize(
     ("scheduler", "expected"), [("constant", [1 / 4, 3 / 4, 1, 1]), ("cosine", [1 / 4, 3 / 4, 0.853553, 0.146447])]
@@ -248,9 +239,14 @@ def test_students_rate_begins_after_the_critics_warm_up(scheduler: Any, expected
 
 
 def test_frozen_weights_stay_and_the_critic_is_not_in_the_result(tmp_path: Path) -> None:
-    model = apply_mhla(tiny_wan(), PATCH)
-    result = train(model, wan_data(), _config(tmp_path, _transfer(), _stage(**LORA))).result
+    model, validation = apply_mhla(tiny_wan(), PATCH), ValidationConfig(samples=2, every=100, timesteps=2)
+    stages = _transfer(), _stage(**LORA)
+    result = train(model, wan_data(), _config(tmp_path, *stages, validation=validation)).result
     assert result is not None
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    found = [record.keys() & {"critic", "student", "difference"} for record in records if "loss" in record]
+    assert found[2:5] == [{"critic"}, {"critic"}, {"critic", "difference", "student"}]
+    assert sum("validation_loss" in record for record in records) == 2
     saved = load_mhla(tiny_wan(), result)
     names = [name for name, _ in saved.named_parameters() if lora_of(name)]
     assert {lora_of(name) for name in names} == {"mhla"}
@@ -480,9 +476,11 @@ def _dry_run(sample: Any = None, few_steps: FewStepsConfig = FEW, **settings: An
 
 @BOTH
 def test_dry_run_counts_student_and_critic(settings: dict[str, Any]) -> None:
-    counted = _dry_run(**settings)
+    counted, sample = _dry_run(**settings), wan_data()[0]
     assert counted.activation_bytes > 0
     if settings["trainable"] == "all":
+        of_prompts = {**sample, "latents": torch.zeros_like(sample["latents"], dtype=torch.uint8)}
+        assert counted == _dry_run(of_prompts, **settings)
         whole, own = (
             sum(x.numel() for x in model.parameters()) for model in (tiny_wan(), apply_mhla(tiny_wan(), PATCH))
         )
@@ -496,11 +494,6 @@ def test_dry_run_counts_student_and_critic(settings: dict[str, Any]) -> None:
     assert wider.trainable_parameters > counted.trainable_parameters
     # a student that is updated more rarely, or has fewer steps before, costs less
     assert rarer.flops < counted.flops < longer.flops
-
-
-def test_dry_run_on_prompts_alone() -> None:
-    sample = wan_data()[0]
-    assert _dry_run() == _dry_run({**sample, "latents": torch.zeros_like(sample["latents"], dtype=torch.uint8)})
 
 
 def test_prompts_alone_are_enough(tmp_path: Path) -> None:
