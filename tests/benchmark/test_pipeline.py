@@ -89,6 +89,7 @@ def test_a_frame_by_hand():
     ("options", "error", "offending"),
     [
         (["--model", "tiny-flux"], ValueError, "'flux'"),
+        *((["--model", name], ValueError, f"'{name}' .*transformer --model {name}") for name in ("deit-s-16", "vlt-s")),
         (["--repetitions", 0], ValueError, "repetitions=0"),
         (["--size", 64], ValueError, "'height'"),
         (["--model", "."], OSError, r"model_index\.json"),

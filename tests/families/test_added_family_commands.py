@@ -133,8 +133,3 @@ def test_synthesize_and_finetune(model, tmp_path):
     run("finetune", "--config", file)
     assert len(mhla_layers(load_mhla(cogview3plus_pipeline(), tmp_path / "run" / "result"))) == 4
     assert list((tmp_path / "run" / "samples").rglob("*.png"))
-
-
-def test_bench_transformer(tmp_path):
-    shown = run("bench", "transformer", "--model", "tiny-cogview3plus", "--seconds", "0.01", "--output", tmp_path)
-    assert "MHLA" in shown

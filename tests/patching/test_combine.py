@@ -34,6 +34,7 @@ from mhla_diffusers.patching.steps import step_cache
 from ..families.cases import ROUNDING, case_of, output
 from ..models import assert_changed, relative_change, wan
 from ..pipelines import PIPELINES, wan_pipeline
+from .shared import EVERYTHING
 
 STEPS = 4
 CPU = torch.device("cpu")
@@ -377,6 +378,19 @@ def test_a_model_that_is_loaded_quantised(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="quantised.*load the patch before that"):
         mhla.load_mhla(pipe, tmp_path / "adapted")
     assert torch.equal(draw(pipe), alone)
+
+
+def test_quantisation_passes_over_what_mhla_adds(tmp_path: Path) -> None:
+    """Its weights are saved as they are; those of the model, which files cannot hold, are refused."""
+    chosen(["int8"])
+    pipe = mhla.apply_mhla(wan_pipeline(), blocks=(3, 2, 1), sparse="none", **EVERYTHING)
+    before = {name: value.clone() for name, value in pipe.transformer.state_dict().items() if ".mhla." in name}
+    quantise(pipe)
+    found = mhla.load_mhla(wan(), mhla.save_mhla(pipe, tmp_path)).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    for weights, base in (("changed", wan()), ("all", None)):
+        with pytest.raises(ValueError, match=r"\.weight .*weights='mhla'"):
+            mhla.save_mhla(pipe, tmp_path, weights=weights, base=base)
 
 
 def test_an_attention_of_which_every_weight_is_quantised() -> None:

@@ -36,53 +36,6 @@ def own_tensors(model):
     return {key: tensor.clone() for key, tensor in model.state_dict().items() if ".mhla." in key}
 
 
-class Quantised(torch.Tensor):
-    """What quantisation puts in place of a weight: a tensor without a storage of its own, as torchao's are."""
-
-    @staticmethod
-    def __new__(cls, weight):
-        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
-
-    def __init__(self, weight):
-        self.scale = weight.abs().max() / 127
-        self.rounded = (weight / self.scale).round().to(torch.int8)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(args[0].rounded * args[0].scale)
-        plain = [arg.rounded * arg.scale if isinstance(arg, cls) else arg for arg in args]
-        return function(*plain, **(kwargs or {}))
-
-
-def quantise(model):
-    """Every ``nn.Linear``, which is what torchao's ``quantize_`` takes when it is not told otherwise."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight = torch.nn.Parameter(Quantised(module.weight.detach()), requires_grad=False)
-
-
-def test_quantisation_passes_over_what_mhla_adds(tmp_path):
-    """torchao itself need not be installed here; its tensors have no storage either, which safetensors refuse."""
-    model = patched("wan", **EVERYTHING)
-    before, expected = own_tensors(model), output(model, inputs("wan"))
-    quantise(model)
-    assert 0 < relative_change(output(model, inputs("wan")), expected) < 0.05
-    other = mhla.load_mhla(FAMILIES["wan"].build(), mhla.save_mhla(model, tmp_path))
-    assert all(torch.equal(own_tensors(other)[key], tensor) for key, tensor in before.items())
-    for weights in ("changed", "all"):
-        with pytest.raises(ValueError, match=r"\.weight is no plain tensor but a Quantised.*weights='mhla' saves"):
-            mhla.save_mhla(
-                model, tmp_path, weights=weights, base=FAMILIES["wan"].build() if weights == "changed" else None
-            )
-    adapted = mhla.save_mhla(patched("wan", **EVERYTHING), tmp_path / "all", weights="all")
-    quantised = FAMILIES["wan"].build()
-    quantise(quantised)
-    with pytest.raises(ValueError, match=r"\.weight is no plain tensor but a Quantised.*load the patch before that"):
-        mhla.load_mhla(quantised, adapted)
-    assert not mhla.is_patched(quantised)
-
-
 @pytest.mark.parametrize("settings", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_a_model_under_layerwise_casting_is_patched(name, settings):

@@ -131,8 +131,6 @@ def test_wrong_built_in_attention_is_not_timed(tmp_path, monkeypatch):
         (("transformer", "--model", "vlt-t", "--batch", 0), "batch=0 must be positive"),
         (("transformer", "--model", "vlt"), "Unknown model 'vlt'; the nearest names are vlt-t"),
         (("transformer", "--model", "deit-t-16", "--size", "200"), "height=200 is not divisible by 16 .*192 and 208"),
-        (("pipeline", "--model", "deit-s-16"), "'deit-s-16' is a configuration .*bench transformer --model deit-s-16"),
-        (("pipeline", "--model", "vlt-s"), "'vlt-s' is a configuration .*bench transformer --model vlt-s"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path, options, message):
