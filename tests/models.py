@@ -205,7 +205,7 @@ def assert_changed(found: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def bytes_alive() -> int:
-    """Of all tensors that hold values in this process; those that compilers work with have none."""
+    """Count the bytes of all tensors with values in this process; those that compilers work with have none."""
     gc.collect()
     kinds = (torch.Tensor, torch.nn.Parameter)
     return sum(x.nbytes for x in gc.get_objects() if type(x) in kinds and not x.is_meta and x.layout == torch.strided)

@@ -51,7 +51,7 @@ def test_layers_are_extrapolated_exactly(name):
 
 @pytest.mark.parametrize("sparse", ["none", "content"])
 def test_counts_are_those_that_follow_from_sizes(sparse):
-    """Of Wan2.1-1.3B: the products of its layers, and of its attention as costs are computed from sizes."""
+    """For Wan2.1-1.3B, the products of its layers, and costs of its attention as computed from sizes."""
     (model,) = find_models(["wan2.1-1.3b"])
     size = Size(480, 800, 81)  # which 7 x 3 x 5 blocks divide
     config = MHLAConfig((7, 3, 5), sparse=sparse)

@@ -1,28 +1,14 @@
 """ChronoEdit: two latent frames that RoPE sets apart, alone or in the last steps of a call."""
 
-import pytest
 import torch
-from diffusers.models.transformers.transformer_chronoedit import ChronoEditRotaryPosEmbed
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.families.chronoedit import ChronoEditFamily
 
 from ..models import assert_changed
 from .cases import case_of
 
 CASE, EDIT_CASE = case_of("chronoedit"), case_of("chronoedit_edit")
-
-
-def _rotary(head_dim: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a grid (frames, 4, 3)."""
-    return ChronoEditRotaryPosEmbed(head_dim, (1, 2, 2), 16)(torch.empty(1, 4, frames, 8, 6))
-
-
-@pytest.mark.parametrize("frames", [2, 3])
-def test_rope_tells_the_grid(frames):
-    attn = CASE.transformer().blocks[0].attn1
-    assert ChronoEditFamily().grid_of_attention(attn, _rotary(12, frames)) == (frames, 4, 3)
 
 
 def test_the_default_blocks_run_on_the_grids_of_one_call():

@@ -255,6 +255,15 @@ def test_diffusers_own_form_is_that_of_apply(name: str) -> None:
         assert torch.equal(output(model, arguments), output(fresh, arguments))
 
 
+@pytest.mark.parametrize("name", [name for name in OWN_FORM if name.startswith(("chronoedit", "skyreels", "wan"))])
+def test_diffusers_own_form_reads_the_grid_off_rotary_tables(name: str) -> None:
+    case = case_of(name)
+    model, other = case.transformer(), mhla.apply_mhla(case.transformer(), **plain(name))
+    model.set_attn_processor(mhla.MHLAProcessor(**plain(name)))
+    for ragged in (False, True, False):
+        assert torch.equal(output(model, case.inputs(ragged=ragged)), output(other, case.inputs(ragged=ragged)))
+
+
 @pytest.mark.parametrize("name", ["auraflow", "cogvideox", "flux2", "qwenimage", "sd3"])
 def test_joint_attention_in_diffusers_own_form_says_what_it_lacks(name: str) -> None:
     """Text comes as that of a cross-attention does, and must not be taken for it."""

@@ -83,7 +83,7 @@ def test_blocks_that_turn_are_a_stream_that_is_turned(expand_k):
 
 
 def test_a_token_sees_those_before_it_in_its_direction():
-    """Of one attention: rows, rows backwards, columns, columns backwards, in a grid of 3 x 3."""
+    """The directions are rows, rows backwards, columns, columns backwards, here in a grid of 3 x 3."""
     seen = {0: {0, 1, 2, 3}, 1: {3, 4, 5, 6, 7, 8}, 2: {0, 3}, 3: set(range(9)) - {0}}
     model = transformer(num_layers=4).double()
     for direction, expected in seen.items():
@@ -95,7 +95,7 @@ def test_a_token_sees_those_before_it_in_its_direction():
 
 
 def test_parameters():
-    """Of DiG-S/2; with queries and keys as wide as MHLA needs them; and what a patch adds and leaves without work."""
+    """DiG-S/2, with queries and keys as wide as MHLA needs them, and what a patch adds and leaves without work."""
     with torch.device("meta"):
         assert parameters(DiGTransformer2DModel()) == S_2
         model = DiGTransformer2DModel(expand_k=1.0)

@@ -18,7 +18,7 @@ flux, sd3 = case_of("flux"), case_of("sd3")
 DOUBLE, SINGLE = [0, 1], [2, 3]
 """Layers of the tiny Flux, with an IP-Adapter and without."""
 _FEATURES = 8
-"""Of the embedding of a picture."""
+"""Channels of the embedding of a picture."""
 
 
 def random_tensors(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -96,7 +96,7 @@ def test_appended_tokens_attend_exactly():
 
 
 def test_a_mask_between_tokens_is_refused():
-    """Of references that are to be seen more or less."""
+    """References that are to be seen more or less have one."""
     model, arguments = mhla.apply_mhla(CASE.transformer(), **plain("ltx2")), CASE.inputs()
     arguments["video_self_attention_mask"] = torch.ones(2, TOKENS, TOKENS)
     with pytest.raises(ValueError, match="differs between queries has no linear form"):

@@ -57,7 +57,7 @@ def test_forward_gets_what_the_pipeline_gives():
 @pytest.mark.parametrize("anchors", [("first",), ("last",), ("first", "last")], ids=" ".join)
 @pytest.mark.parametrize("sound", [3, 0])
 def test_conditioning_rows_stay_exact(anchors, sound):
-    """Of one frame each before the sound, or before the video itself where there is none."""
+    """Each is one frame before the sound, or before the video itself where there is none."""
     model, arguments = CASE.transformer(), with_pictures(anchors, sound)
     assert FAMILY.grid_of_arguments(model, arguments) == CASE.grid
     expected = output(model, arguments)

@@ -41,7 +41,7 @@ OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
 
 GUIDANCE = {"flux": 3.5, "flux2": 4.0, "hunyuan_video": 6.0}
-"""Of a call with one forward per step, where it is not 1: where the model embeds it, the pipeline's default."""
+"""Guidance of a call with one forward per step, where it is not 1: models that embed it take the pipeline's default."""
 
 COGVIDEOX = ("cogvideox", "cogvideox_two_frames")
 each_family = pytest.mark.parametrize("name", NAMES)
@@ -62,7 +62,7 @@ def family_of(case: FamilyCase) -> TrainedFamily:
 
 
 def clip_of(case: FamilyCase) -> Clip:
-    """Of the call of the case."""
+    """The clip that the case's call makes."""
     frames = next((case.call[name] for name in ("num_frames", "frames", "video_length") if name in case.call), 1)
     return Clip(frames, 8.0, ((case.call["height"], case.call["width"]),))
 

@@ -7,7 +7,6 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.families.skyreels_v2 import SkyReelsV2Family
 
 from ..models import assert_changed, output, relative_change, wan
 from .cases import case_of
@@ -23,12 +22,6 @@ _REFUSED = r"(?s)SkyReels-V2.*differs between queries.*causal_block_size=1.*laye
 def _generate(pipe: Any, **call: Any) -> torch.Tensor:
     result = pipe(**{**FORCING_CALL, **call}, generator=torch.Generator().manual_seed(3))
     return torch.as_tensor(result.frames)
-
-
-def test_rope_tells_the_grid() -> None:
-    model = CASE.transformer()
-    rotary = model.rope(torch.empty(1, 16, 2, 8, 6))
-    assert SkyReelsV2Family().grid_of_attention(model.blocks[0].attn1, rotary) == (2, 4, 3)
 
 
 def test_diffusion_forcing_without_a_mask_has_a_time_for_every_frame() -> None:
@@ -84,7 +77,7 @@ def test_a_causal_patch_gives_the_same_with_and_without_the_mask() -> None:
 
 
 def test_softmax_in_one_frame_block_is_the_masked_attention() -> None:
-    """Of the first block: it has none before it, and the mask hides those after it."""
+    """The first block has none before it, and the mask hides those after it."""
     model, arguments = FORCING_CASE.transformer(), FORCING_CASE.inputs()
     expected = output(model, arguments)
     mhla.apply_mhla(model, blocks=(2, 1, 1), **_CAUSAL)

@@ -135,6 +135,8 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
         (("dit", "seven", "--set", "num_inference_step=2"), "'num_inference_step' is no setting"),
         (("dit", "seven", "--set", "num_inference_steps"), "must look like key=value"),
         (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),
+        (("dit", "seven", "--set", "num_inference_steps=0"), "num_inference_steps=0"),
+        (("dit", "3", "--weights", "nowhere"), "nowhere"),
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
         (("dit", "seven", "a cat", *FAST_SET), "'a cat' is no class"),
@@ -201,14 +203,6 @@ def test_classes_are_given_by_number_name_or_phrase():
 
 
 def test_a_run_that_failed_does_not_bind_the_folder_and_one_that_did_not_does(tmp_path):
-    for changes in (
-        {"settings": {"num_inference_step": 2}},
-        {"settings": {"num_inference_steps": 0}},
-        {"patch": "nope"},
-        {"weights": str(tmp_path / "nowhere")},
-    ):
-        with pytest.raises((ValueError, OSError), match="num_inference_step|nope|nowhere"):
-            made(prompted(tmp_path, "3", **changes))
     with pytest.raises(ValueError, match="'5000' is no class"):
         made(prompted(tmp_path, "3", "5000"))
     assert not list(tmp_path.iterdir())
@@ -314,9 +308,7 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     patch.write_text(f"# {head}\n{head}")
     assert made(config) == [False]
     patch.write_text(head + "  mixing_init: uniform\n")
-    with pytest.raises(
-        ValueError, match=r"patch_settings={'mixing_init': 'locality'}, now {'mixing_init': 'uniform'}\)"
-    ):
+    with pytest.raises(ValueError, match=r"patch_settings={.*'locality'}, now {.*'uniform'}"):
         made(config)
     pipe = apply_mhla(load_tiny("dit"), str(patch))
     save_mhla(pipe, tmp_path / "weights")

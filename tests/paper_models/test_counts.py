@@ -48,7 +48,7 @@ def test_counts_are_those_of_the_paper(name):
 
 
 def test_multiply_adds_of_attention_are_those_of_its_sizes():
-    """Of VLT-T: two layers of MHLA in each of two stages, six and two layers of softmax attention."""
+    """VLT-T has two layers of MHLA in each of two stages, six and two layers of softmax attention."""
     linear = [AttentionSizes(56**2, 1, 64, 49), AttentionSizes(28**2, 2, 64, 16)]
     softmax = [6 * AttentionSizes(14**2, 4, 64).softmax_flops, 2 * AttentionSizes(7**2, 8, 64).softmax_flops]
     macs = sum(sizes.flops for sizes in linear) + sum(softmax) // 2

@@ -143,7 +143,7 @@ def test_an_adapter_freezes_mhla_like_every_other_weight_until_it_is_unfrozen():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_fused_query_key_and_value(name):
-    """Of every attention by itself: ``fuse_qkv_projections`` skips ``Attention``, which SANA and DiT are made of."""
+    """Fuse every attention by itself: ``fuse_qkv_projections`` skips ``Attention``, which SANA and DiT are made of."""
     model = patched(name, layers="2/3")
     expected = output(model, inputs(name))
     replaced = [attn for attn in self_attentions(model) if isinstance(attn.processor, mhla.MHLAProcessor)]
