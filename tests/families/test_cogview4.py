@@ -33,13 +33,3 @@ def test_control_is_patched_but_not_trained():
     model = CASE.transformer(in_channels=8)
     with pytest.raises(ValueError, match="conditioned on pictures"):
         CASE.of_family.process(model, 3.0)
-
-
-def test_the_text_is_not_rotated():
-    model, arguments = CASE.transformer(attention_head_dim=128), CASE.inputs()
-    attn, tables = model.transformer_blocks[0].attn1, model.rope(arguments["hidden_states"])
-    adapter, text, tokens = CASE.of_family.adapter_of(attn), CASE.extra[0], torch.Size(CASE.grid).numel()
-    hidden, context = torch.zeros(1, tokens, 256), torch.zeros(1, text, 256)
-    arguments = adapter.arguments((hidden, context), {"image_rotary_emb": tables})
-    cos, sin = adapter.read(attn, arguments, CASE.grid, tokens).rotary
-    assert (cos[:, :text] == 1).all() and (sin[:, :text] == 0).all() and sin[:, text:].any()

@@ -29,7 +29,6 @@ RUNNING = (*(name for name in CASES if name != "skyreels_v2_forcing"), *VISION)
 every_case = pytest.mark.parametrize("name", RUNNING)
 # no setting of a patch is the gated linear attention of DiG
 cases_that_mhla_can_be = pytest.mark.parametrize("name", [name for name in RUNNING if name != "dig"])
-families_that_mhla_can_be = pytest.mark.parametrize("name", [name for name in NAMES if name != "dig"])
 softmax_families = pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in ("dig", "sana", "sana_video")]
 )
@@ -275,7 +274,7 @@ def test_joint_attention_in_diffusers_own_form_says_what_it_lacks(name: str) -> 
     assert torch.equal(output(model, arguments), output(fresh, arguments))
 
 
-@families_that_mhla_can_be
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dig"])
 def test_lora_and_fused_projections_work_under_the_patch(name: str) -> None:
     case = case_of(name)
     arguments = case.inputs()

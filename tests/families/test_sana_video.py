@@ -1,11 +1,9 @@
 """SANA-Video: image-to-video, and the softmax attention that stands for its linear one in measurements."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 
-import mhla_diffusers as mhla
 from mhla_diffusers.analysis import attention_matrices
 from mhla_diffusers.families import imported
 from mhla_diffusers.families.sana_video import SanaVideoFamily
@@ -32,11 +30,6 @@ def test_softmax_in_place_of_the_own_attention_has_its_norms_and_rope():
         torch.testing.assert_close(
             attn(hidden_states, rotary_emb=rotary), attn.to_out[0](expected), rtol=1e-5, atol=1e-5
         )
-
-
-def test_a_sparse_branch_is_refused():
-    with pytest.raises(ValueError, match="own attention of SanaVideoTransformer3DModel is linear"):
-        mhla.apply_mhla(CASE.transformer(), blocks=(1, 2, 2), sparse="content")
 
 
 @torch.no_grad()

@@ -125,6 +125,7 @@ REFUSED = {
     "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre'; allowed: auto, eager"),
     "no backend": ("wan", {"backend": None}, "backend None"),
     "sparse branch of linear attention": ("sana", {"sparse": "content"}, "sparse='content'.*linear"),
+    "sparse branch of SANA-Video": ("sana_video", {"sparse": "content"}, "sparse='content'.*linear"),
     "causal beside text": ("flux", CAUSAL | {"sparse": "own"}, "causal='block'.*extra tokens"),
     "causal beside text, MHLA alone": ("cogvideox", CAUSAL, "causal='block'.*extra tokens"),
     "causal beside text, Mochi's": ("mochi", {"causal": "block"}, "extra tokens"),
