@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal, get_args
 import yaml
 
 from .attention import get_feature_map
-from .attention.call import list_length
+from .attention.call import ContentRule, Order, list_length
 from .attention.causal import Causal
 from .attention.costs import AttentionSizes
-from .attention.layout import block_count, check_blocks
+from .attention.layout import block_count, check_blocks, fit_blocks
 from .attention.mixing import MixingInit
 from .attention.state import Beyond
 
@@ -36,13 +36,25 @@ _BOOLEANS = (
     "output_norm",
     "output_gate",
     "pooled",
+    "linear_branch",
     "clamp_blocks",
 )
+_OF_CONTENT: dict[str, Any] = {
+    "density": None,
+    "block_size": None,
+    "key_block_size": None,
+    "order": "content",
+    "linear_branch": False,
+    "fit_pooled_bias": None,
+}
+"""Settings that have no effect without ``sparse="content"``, and their defaults."""
 MOST_BLOCKS = 8192
 """Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
-DEFAULT_BLOCK_SIZE = 64
-"""Tokens of a uniform block: as many as fill one block of a matrix product."""
 MOST_BLOCK_SIZE = 1024
+_BLOCK_SIZES = (64, 32, 16, 8, 4)
+"""Default sizes of uniform blocks: 64 fill one block of a matrix product."""
+_LEAST_QUERY_BLOCKS, _LEAST_KEY_BLOCKS = 64, 128
+"""Blocks that a sequence has at least where it is long enough; with fewer, a list of 5 % is a block or two."""
 DEFAULT_DENSITY = 0.05
 """Fraction of all pairs of uniform blocks in the lists."""
 
@@ -94,9 +106,21 @@ class MHLAConfig:
     """With "content", the fraction of all pairs of uniform blocks in the lists; None for 0.05. At 1 the attention is
     softmax attention, and nothing of MHLA is computed.
     """
-    block_size: int = DEFAULT_BLOCK_SIZE
-    """With "content", tokens per uniform block. Blocks follow a Hilbert curve through the grid
-    (:mod:`mhla_diffusers.attention.layout`), so any grid works. The fused kernels take 16, 32, 64 and 128.
+    block_size: int | None = None
+    """With "content", tokens per block of queries. Blocks follow a Hilbert curve through the grid
+    (:mod:`mhla_diffusers.attention.layout`), so any grid works. The fused kernels take 16, 32, 64 and 128. None fits it
+    to the grid of every call, :meth:`rule_on`: 64 for videos.
+    """
+    key_block_size: int | None = None
+    """With "content", tokens per block of keys, of which a block of queries is a multiple. None for ``block_size``, or
+    fitted to the grid as that is."""
+    order: Order = "content"
+    """With "content", which keys a block holds. "content": every head sorts the keys of each stretch of the curve, so
+    that a block holds keys that are alike (:mod:`mhla_diffusers.attention.order`). "curve": neighbours, as of queries.
+    """
+    linear_branch: bool = False
+    """With "content" and pooled keys, whether MHLA over all blocks takes part before calibration or training has given
+    it weight: untrained it adds nothing. Afterwards it takes part, and ``save_mhla`` writes True.
     """
     pooled: bool = True
     """With "content", whether every unlisted block takes part in the softmax as one key, its mean."""
@@ -107,8 +131,9 @@ class MHLAConfig:
     convolution: int | None = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
     clamp_blocks: bool = False
-    """Whether an axis with fewer tokens than blocks gets one block per token, with an interpolated mixing matrix,
-    instead of an error.
+    """Whether block counts are fitted to the grid of every call, with an interpolated mixing matrix, where an axis has
+    fewer tokens than blocks, which else is an error, or the grid of N tokens less than √(2 N) blocks would do. So it is
+    for the family's blocks, which ``apply_mhla`` takes where none are given.
     """
     causal: Causal | None = None
     """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block"), see
@@ -220,12 +245,21 @@ class MHLAConfig:
 
     def _check_sparse(self) -> None:
         by_content = self.sparse == "content"
-        _check_type("block_size", self.block_size, int, "a positive number of tokens, such as 64")
-        check(
-            0 < self.block_size <= MOST_BLOCK_SIZE,
-            f"block_size={self.block_size} must be a positive number of tokens, such as 64, and at most "
-            f"{MOST_BLOCK_SIZE}; a block that holds all tokens is softmax attention, density=1.0.",
-        )
+        for name in ("block_size", "key_block_size"):
+            size = getattr(self, name)
+            _check_type(name, size, int | None, "a positive number of tokens, such as 64")
+            check(
+                size is None or 0 < size <= MOST_BLOCK_SIZE,
+                f"{name}={size} must be a positive number of tokens, such as 64, and at most {MOST_BLOCK_SIZE}; a "
+                "block that holds all tokens is softmax attention, density=1.0.",
+            )
+        check_choice("order", self.order, get_args(Order))
+        if self.key_block_size is not None:
+            check(
+                self.block_size is not None and self.block_size % self.key_block_size == 0,
+                f"key_block_size={self.key_block_size} must divide block_size, and block_size={self.block_size}; for "
+                f"example block_size={2 * self.key_block_size}.",
+            )
         check(
             self.fit_pooled_bias is None or isinstance(self.fit_pooled_bias, bool),
             f"fit_pooled_bias={self.fit_pooled_bias!r} must be True, False, or None for the default.",
@@ -240,7 +274,7 @@ class MHLAConfig:
                 0 < self.density <= 1,
                 f"density={self.density} must be in (0, 1], a fraction of all pairs of blocks such as 0.05.",
             )
-        for name, default in (("density", None), ("block_size", DEFAULT_BLOCK_SIZE), ("fit_pooled_bias", None)):
+        for name, default in _OF_CONTENT.items():
             value = getattr(self, name)
             check(
                 by_content or value == default,
@@ -285,7 +319,7 @@ class MHLAConfig:
             )
 
     def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Return block counts on a token grid: those of the setting, or fewer if ``clamp_blocks`` allows.
+        """Return block counts on a token grid: those of the setting, or with ``clamp_blocks`` what suits it.
 
         With ``causal`` those of :meth:`grid_from`.
         """
@@ -293,7 +327,7 @@ class MHLAConfig:
             return self.grid_from(grid)[0] // self.block_length, *self.blocks[1:]
         if not self.clamp_blocks or len(grid) != len(self.blocks):
             return self.blocks
-        return tuple(min(count, size) for count, size in zip(self.blocks, grid, strict=True))
+        return fit_blocks([min(count, size) for count, size in zip(self.blocks, grid, strict=True)], grid)
 
     def sizes_on(
         self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
@@ -312,7 +346,9 @@ class MHLAConfig:
         seen = heads * (tokens * (tokens + 1) // 2) if in_order else None
         sizes = AttentionSizes(tokens, heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra, seen_pairs=seen)
         if self.causal is None and self.sparse != "none":
-            return sizes.with_sparse(block_count(grid, self.block_size), self.listed_on(grid), pooled=self.pooled)
+            blocks = block_count(grid, self.rule_on(grid).key_block_size)
+            sizes = sizes.with_sparse(blocks, self.listed_on(grid), pooled=self.pooled)
+            return sizes if self.starts_linear else replace(sizes, linear_branch=False)
         if self.causal is None:
             return sizes
         length = int(self.block_length or grid[0]) * math.prod(grid[1:])
@@ -349,8 +385,27 @@ class MHLAConfig:
         """
         if self.sparse != "content":
             return self.listed
-        blocks = block_count(grid, self.block_size)
+        blocks = block_count(grid, self.rule_on(grid).key_block_size)
         return list_length(self.listed, blocks) / blocks
+
+    def rule_on(self, grid: Sequence[int]) -> ContentRule:
+        """Return how the sparse branch chooses its lists on a token grid, with ``sparse="content"``.
+
+        Block sizes that are left out are the largest of 64, 32, 16, 8 and 4 tokens with at least 64 blocks of queries
+        and 128 of keys. Keys have blocks below 16, which the fused kernels lack, only where queries have.
+        """
+        tokens, query, key = math.prod(grid), self.block_size, self.key_block_size
+        if query is None:
+            query = next((size for size in _BLOCK_SIZES if tokens >= _LEAST_QUERY_BLOCKS * size), _BLOCK_SIZES[-1])
+            smallest = 16 if query >= 16 else 4
+            sizes = [size for size in _BLOCK_SIZES if smallest <= size <= query]
+            key = next((size for size in sizes if tokens >= _LEAST_KEY_BLOCKS * size), smallest)
+        return ContentRule(query, self.listed, self.fits_pooled_bias, key_block_size=key or query, order=self.order)
+
+    @property
+    def starts_linear(self) -> bool:
+        """Whether MHLA over all blocks takes part in a layer with these settings that nothing has trained."""
+        return self.linear_branch or self.sparse != "content" or not self.pooled
 
     @property
     def learns_pooled_bias(self) -> bool:
@@ -360,8 +415,9 @@ class MHLAConfig:
     def replace(self, **settings: Any) -> "MHLAConfig":
         """Return a copy with some fields changed.
 
-        Settings that belong to a replaced choice are reset: density and block size with another ``sparse`` than
-        "content". With ``causal`` the sparse branch becomes "own". ``rope`` follows ``sparse`` unless it was given.
+        Settings that belong to a replaced choice are reset: density, block sizes and order with another ``sparse``
+        than "content", and the key block size with another block size. With ``causal`` the sparse branch becomes "own".
+        ``rope`` follows ``sparse`` unless it was given.
 
         Raises:
             ValueError: unknown field or value that is not allowed.
@@ -377,9 +433,11 @@ class MHLAConfig:
         if self._rope_is_default:
             given_up["rope"] = None
         if sparse != "content":
-            given_up |= {"density": None, "block_size": DEFAULT_BLOCK_SIZE, "fit_pooled_bias": None}
+            given_up |= _OF_CONTENT
         if settings.get("pooled") is False:
             given_up["fit_pooled_bias"] = None
+        if "block_size" in settings:
+            given_up["key_block_size"] = None
         return replace(self, **{**given_up, **settings})
 
     def to_dict(self) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def _print_costs(patch: Patch) -> None:
                 )
                 pixels = times([count * model.stride * model.patch for count in grid[-2:]])
                 cells = [f"{model.name}-{label}", pixels, times(grid)]
-                cells += [f"{block_count(grid, config.block_size):,}"] if has_sparse else []
+                cells += [f"{block_count(grid, config.rule_on(grid).block_size):,}"] if has_sparse else []
                 flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_sparse else [])]
                 rows.append([*cells, *map(_giga, flops)])
     if rows:

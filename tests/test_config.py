@@ -102,7 +102,11 @@ REFUSED = [
     (CONTENT | {"block_size": 10**9}, "block_size=1000000000 .*1024"),
     (CONTENT | {"block_size": True}, "block_size=True"),
     (CONTENT | {"block_size": "64"}, "block_size='64'"),
-    (CONTENT | {"block_size": None}, "block_size=None"),
+    (CONTENT | {"block_size": 64, "key_block_size": 24}, "key_block_size=24"),
+    (CONTENT | {"key_block_size": 32}, "block_size=None"),
+    (CONTENT | {"order": "place"}, "order='place'"),
+    ({"sparse": "none", "order": "curve"}, "order=curve"),
+    ({"sparse": "none", "linear_branch": True}, "linear_branch=True"),
     (CONTENT | {"density": 0.0}, r"density=0\.0"),
     (CONTENT | {"density": "5%"}, "density='5%'"),
     (CONTENT | {"pooled": 1}, "pooled=1"),
@@ -143,8 +147,29 @@ def test_what_says_more_of_a_sparse_branch_goes_with_it():
     assert not config.replace(pooled=False).fits_pooled_bias
     assert config.replace(fit_pooled_bias=False).learns_pooled_bias
     causal = config.replace(causal="block", block_length=2)
-    assert (causal.sparse, causal.block_size) == ("own", 64)
+    assert (causal.sparse, causal.block_size) == ("own", None)
     assert causal.replace(causal=None).sparse == "none"
+
+
+@pytest.mark.parametrize(
+    ("grid", "sizes"),
+    [
+        ((8, 8), (4, 4)),
+        ((9, 8, 8), (8, 4)),
+        ((32, 32), (16, 16)),
+        ((37, 37), (16, 16)),
+        ((74, 74), (64, 32)),
+        ((91, 91), (64, 64)),
+        ((21, 30, 50), (64, 64)),
+    ],
+)
+def test_block_sizes_that_are_left_out_fit_the_grid(grid, sizes):
+    config = MHLAConfig(blocks=(1,) * len(grid), sparse="content")
+    rule = config.rule_on(grid)
+    assert (rule.block_size, rule.key_block_size, rule.order, rule.density) == (*sizes, "content", 0.05)
+    given = config.replace(block_size=48, key_block_size=24).rule_on(grid)
+    assert (given.block_size, given.key_block_size) == (48, 24)
+    assert config.replace(block_size=32).rule_on(grid).key_block_size == 32
 
 
 def test_where_rope_acts_follows_the_sparse_branch_unless_it_was_given():

@@ -269,11 +269,10 @@ class _Watch:
         layer = layer_of(attn)
         if layer is not None and layer.config.sparse == "content":
             inputs, config = attention_inputs(attn, args, kwargs), layer.config
-            density = config.listed_on(inputs.grid)
             with without_autocast(inputs.query.device):
                 call = in_float32(attn.mhla.call(inputs))
-                held = weight_held(call, config.block_size, density, _QUERIES, len(self.masses))
-            self.densities.append(density)
+                held = weight_held(call, config.rule_on(inputs.grid), _QUERIES, len(self.masses))
+            self.densities.append(config.listed_on(inputs.grid))
             self.masses.append(float(held))
 
     def _heads_output(self, returned: Any) -> torch.Tensor:

@@ -197,7 +197,7 @@ def backend_for(call: Call, name: str) -> Backend:
         check_backend(name)
     # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
     if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, call.feature_map) is None:
-        block_size = call.sparse.block_size if call.sparse is not None else ROWS if any(call.extra) else None
+        block_size = call.sparse.key_block_size if call.sparse is not None else ROWS if any(call.extra) else None
         reason = triton.why_not(call.query, call.feature_map, block_size)
         if reason is None:
             return triton
@@ -326,11 +326,16 @@ def _check_sparse(call: Call) -> None:
     if not isinstance(lists, BlockLists):
         raise ValueError(f"sparse={lists!r} must be BlockLists, ContentRule or None.")
     blocks, all_heads = block_count(call.grid, lists.block_size), call.query.shape[2]
-    if lists.blocks != blocks:
-        raise ValueError(
-            f"sparse has lists of {lists.blocks} blocks, but the grid {call.grid} is cut into {blocks} of "
-            f"{lists.block_size} tokens."
-        )
+    key_blocks = block_count(call.grid, lists.key_block_size)
+    for what, given, expected, size in (
+        ("query", lists.blocks, blocks, lists.block_size),
+        ("key", lists.key_blocks, key_blocks, lists.key_block_size),
+    ):
+        if given != expected:
+            raise ValueError(
+                f"sparse has lists of {given} {what} blocks, but the grid {call.grid} is cut into {expected} of {size} "
+                "tokens."
+            )
     heads = all_heads if call.parallel is None else len(range(all_heads)[call.parallel.heads(all_heads)])
     if lists.heads != heads:
         attending = f"query has {heads}" if heads == all_heads else f"this process attends with {heads}"

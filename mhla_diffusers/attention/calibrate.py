@@ -4,16 +4,17 @@ With p the weights of softmax attention over all keys and o its output, what a �
 are seen through the head's part of the output projection, so that those of different heads compare.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from .call import BlockLists, Call, ContentRule
+from .call import BlockLists, Call, ContentRule, UniformBlocks
 from .layout import block_count, layout_of
 from .linear import read, states
 from .rope import rotated
-from .sparse import linear_branch, with_lists
+from .sparse import key_block_of_tokens, linear_branch, with_lists
 
 _CPU_NUMBERS = 2**23
 _DEVICE_NUMBERS = 2**26
@@ -70,32 +71,37 @@ class SampledQueries:
             yield here, weights, weights @ value, lse
 
 
-def weight_held(call: Call, block_size: int, density: float, count: int, shift: int) -> torch.Tensor:
-    """Part of softmax attention's weight that the lists chosen by content hold, extra tokens counted with them.
+def weight_held(call: Call, rule: ContentRule, count: int, shift: int) -> torch.Tensor:
+    """Part of softmax attention's weight that the lists of a rule hold, extra tokens counted with them.
 
     Returns:
         float64 (), mean over samples, heads and ``count`` queries, which another ``shift`` chooses again.
     """
-    tokens, block = tokens_along(call, block_size, count, shift)
+    tokens, block = tokens_along(call, rule.block_size, count, shift)
     sampled = SampledQueries(call, tokens)
-    member = layout_of(call.grid, block_size).rows.long().to(tokens.device) // block_size
-    lists = with_lists(replace(call, sparse=ContentRule(block_size, density), pooled_bias=None)).sparse
+    lists = with_lists(replace(call, sparse=rule, pooled_bias=None)).sparse
     assert isinstance(lists, BlockLists)
     listed = lists.mask()[:, :, block]
     batch, queries, heads, head_dim = sampled.query.shape
+    member = key_block_of_tokens(call, lists).expand(batch, heads, -1)
+    grid_tokens = member.shape[-1]
     found = torch.zeros((), dtype=torch.float64, device=tokens.device)
     nothing = torch.eye(head_dim, device=tokens.device)
     for head in range(heads):
         for here, weights, _, _ in sampled.rows(head, nothing):
-            blocks = weights.new_zeros(*weights.shape[:2], block_count(call.grid, block_size))
-            blocks.index_add_(2, member, weights[..., : len(member)])
-            found += (blocks * listed[:, head, here]).sum().double() + weights[..., len(member) :].sum().double()
+            of_keys = listed[:, head, here].expand(batch, -1, -1).gather(-1, _for_queries(member[:, head], weights))
+            found += (weights[..., :grid_tokens] * of_keys).sum().double() + weights[..., grid_tokens:].sum().double()
     return found / (batch * heads * queries)
+
+
+def _for_queries(member: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Blocks (B, N) of the keys that weights (B, s, N) belong to, for every query."""
+    return member[:, None].expand(-1, weights.shape[1], -1)
 
 
 def candidate_errors(
     call: Call,
-    block_size: int,
+    blocks: UniformBlocks,
     count: int,
     shift: int,
     projections: torch.Tensor,
@@ -106,7 +112,7 @@ def candidate_errors(
 
     Args:
         call: without lists, no block is listed.
-        block_size: of uniform blocks.
+        blocks: of queries and keys.
         count: queries of every head that are looked at.
         shift: another one chooses others.
         projections: (H, D, D), see :meth:`SampledQueries.rows`.
@@ -117,28 +123,34 @@ def candidate_errors(
         (H, candidates of β, candidates of λ).
     """
     device, heads, head_dim = call.query.device, call.query.shape[2], call.query.shape[3]
-    tokens, block = tokens_along(call, block_size, count, shift)
-    sampled, blocks = SampledQueries(call, tokens), block_count(call.grid, block_size)
-    member = layout_of(call.grid, block_size).rows.long().to(device) // block_size
-    others = sampled.key.shape[1] - len(member)
-    none = torch.zeros(1, heads, len(tokens), blocks, dtype=torch.bool, device=device)
+    tokens, block = tokens_along(call, blocks.block_size, count, shift)
+    sampled, key_blocks = SampledQueries(call, tokens), block_count(call.grid, blocks.key_block_size)
+    batch, grid_tokens = len(sampled.key), math.prod(call.grid)
+    member = key_block_of_tokens(call, blocks).expand(batch, heads, -1)
+    others = sampled.key.shape[1] - grid_tokens
+    none = torch.zeros(1, heads, len(tokens), key_blocks, dtype=torch.bool, device=device)
     mask = call.sparse.mask()[:, :, block] if isinstance(call.sparse, BlockLists) else none
     alone, tiny = linear_branch(call), torch.finfo(torch.float32).tiny
     linear, normaliser = (x[:, tokens].float() for x in read(alone, states(alone)))
-    weight = sampled.weight[:, : len(member)]
-    sums = weight.new_zeros(len(weight), blocks).index_add_(1, member, weight)
-    shares = (weight / sums.clamp_min(tiny)[:, member])[..., None]
+    weight = sampled.weight[:, :grid_tokens].expand(batch, -1)
     biases, factors, found = pooled_bias.to(device).exp().expand(heads, -1), linear_log_weight.to(device).exp(), []
     for head, beta in enumerate(biases[..., None]):
         value = sampled.value[:, :, head] @ projections[head]
-        zeros = value.new_zeros(len(value), blocks, head_dim)
-        pooled_key = zeros.index_add(1, member, shares * sampled.key[:, : len(member), head])
-        pooled_value = zeros.index_add(1, member, shares * value[:, : len(member)])
+        here_member = member[:, head]
+        sums = weight.new_zeros(batch, key_blocks).scatter_add_(1, here_member, weight)
+        shares = (weight / sums.clamp_min(tiny).gather(1, here_member))[..., None]
+        pooled_key, pooled_value = (
+            value.new_zeros(batch, key_blocks, head_dim).scatter_add_(
+                1, here_member[..., None].expand(-1, -1, head_dim), shares * x[:, :grid_tokens]
+            )
+            for x in (sampled.key[:, :, head], value)
+        )
         pairs = torch.stack(torch.broadcast_tensors(torch.ones_like(beta * factors), beta, factors), dim=-1)
         total = torch.zeros(len(beta), len(factors), device=device)
         for rows, weights, outputs, lse in sampled.rows(head, projections[head]):
-            here = mask[:, head, rows]
-            listed = weights * torch.nn.functional.pad(here[..., member], (0, others), value=True)
+            here = mask[:, head, rows].expand(batch, -1, -1)
+            of_keys = here.gather(-1, _for_queries(here_member, weights))
+            listed = weights * torch.nn.functional.pad(of_keys, (0, others), value=True)
             of_pooled = sampled.query[:, rows, head] @ pooled_key.mT + sums.log()[:, None] - lse
             of_pooled = of_pooled.exp() * ~here
             # beyond e^60 times the softmax weights a linear branch is all there is

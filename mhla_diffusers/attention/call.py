@@ -8,8 +8,8 @@ list holds.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -17,11 +17,14 @@ from .layout import Extra, Shape, block_count, blocks_of_range
 from .parallel.place import Parallel
 from .rope import Rotary
 
+Order = Literal["content", "curve"]
+"""Of the keys in blocks."""
 
-def check_block_size(block_size: Any) -> int:
-    """Return ``block_size``, if it is a positive number."""
+
+def check_block_size(block_size: Any, name: str = "block_size") -> int:
+    """Return ``block_size``, if it is a positive number; a ValueError with ``name`` if not."""
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"block_size={block_size!r} must be a positive number of tokens, such as 64.")
+        raise ValueError(f"{name}={block_size!r} must be a positive number of tokens, such as 64.")
     return block_size
 
 
@@ -30,25 +33,55 @@ def list_length(density: float, blocks: int) -> int:
     return max(1, round(density * blocks))
 
 
+@dataclass(frozen=True, kw_only=True)
+class UniformBlocks:
+    """How the sparse branch cuts the tokens into blocks of queries and of keys.
+
+    Raises:
+        ValueError: sizes that are no positive numbers or do not divide each other, or an unknown order.
+    """
+
+    block_size: int
+    """Tokens of a query block."""
+    key_block_size: int = 0
+    """Tokens of a key block, which a query block holds whole; 0 for as many as a query block has."""
+    order: Order = "content"
+    """"content": every head sorts the keys of each stretch of the curve, :mod:`mhla_diffusers.attention.order`;
+    "curve": they stay in the curve's order, as queries do."""
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        if self.key_block_size == 0:
+            object.__setattr__(self, "key_block_size", self.block_size)
+        check_block_size(self.key_block_size, "key_block_size")
+        if self.block_size % self.key_block_size:
+            raise ValueError(
+                f"key_block_size={self.key_block_size} must divide block_size={self.block_size}, for example "
+                f"{self.block_size // 2 or 1}."
+            )
+        if self.order not in get_args(Order):
+            raise ValueError(f"order={self.order!r} is unknown; allowed: 'content' or 'curve'.")
+
+
 @dataclass(frozen=True)
-class ContentRule:
+class ContentRule(UniformBlocks):
     """Lists are chosen by query and key at every call (:func:`mhla_diffusers.attention.sparse.choose_by_content`)."""
 
     block_size: int
-    """Tokens of a block."""
+    """Tokens of a query block."""
     density: float
     """Part of all pairs of blocks that is listed; every query block gets at least one key block."""
     fit_pooled_bias: bool = False
     """Whether β is fitted within the call, :func:`mhla_diffusers.attention.sparse.fit_pooled_bias`."""
 
     def __post_init__(self) -> None:
-        check_block_size(self.block_size)
+        super().__post_init__()
         if not 0 < self.density <= 1:
             raise ValueError(f"density={self.density} must be more than 0 and at most 1.")
 
 
 @dataclass(frozen=True)
-class BlockLists:
+class BlockLists(UniformBlocks):
     """A list of key blocks for every head and query block.
 
     Lists hold for all samples of a batch (S = 1) or for each its own (S = B).
@@ -59,39 +92,49 @@ class BlockLists:
     """
 
     block_size: int
-    """Tokens of a block."""
+    """Tokens of a query block."""
     keys: torch.Tensor
-    """int64 (S, H, T, n): key blocks, ascending, and -1 behind shorter lists."""
+    """int64 (S, H, T, n) for T query blocks: numbers of key blocks, ascending, and -1 behind shorter lists."""
     pairs: int = -1
     """Entries that are not -1; left out, they are counted, for which a device is waited for."""
+    key_blocks: int = 0
+    """Key blocks of the grid; 0 for as many as query blocks."""
+    order: Order = field(default="curve", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_block_size(self.block_size)
+        super().__post_init__()
         if self.keys.ndim != 4 or not self.keys.shape[2]:
             raise ValueError(f"keys must be (S, H, T, n) for T blocks, got {tuple(self.keys.shape)}.")
+        if self.key_blocks == 0:
+            object.__setattr__(self, "key_blocks", self.blocks)
         is_seen = self.keys.device.type == "cpu" and not torch.compiler.is_compiling() and self.keys.numel()
-        if is_seen and not -1 <= int(self.keys.min()) <= int(self.keys.max()) < self.blocks:
-            raise ValueError(f"keys must be from 0 to {self.blocks - 1}, the blocks of the grid, or -1.")
+        if is_seen and not -1 <= int(self.keys.min()) <= int(self.keys.max()) < self.key_blocks:
+            raise ValueError(f"keys must be from 0 to {self.key_blocks - 1}, the blocks of the grid, or -1.")
         if self.pairs < 0:
             object.__setattr__(self, "pairs", int((self.keys >= 0).sum()))
 
     @classmethod
-    def from_mask(cls, block_size: int, mask: torch.Tensor) -> "BlockLists":
-        """Make lists of bool (H, T, T) or (B, H, T, T): whether a head's query block (row) attends to a key block.
+    def from_mask(cls, block_size: int, mask: torch.Tensor, **blocks: Any) -> "BlockLists":
+        """Make lists of bool (H, T, K) or (B, H, T, K): whether a head's query block (row) attends to a key block.
 
         Waits for a device.
+
+        Args:
+            block_size: tokens of a query block.
+            mask: of T query blocks and K key blocks.
+            **blocks: ``key_block_size`` and ``order``.
 
         Raises:
             ValueError: the mask has another shape.
         """
-        if mask.ndim not in (3, 4) or mask.shape[-2] != mask.shape[-1]:
-            raise ValueError(f"mask must be (H, T, T) or (B, H, T, T) for T blocks, got {tuple(mask.shape)}.")
+        if mask.ndim not in (3, 4):
+            raise ValueError(f"mask must be (H, T, K) or (B, H, T, K) for T query blocks, got {tuple(mask.shape)}.")
         mask = mask.bool() if mask.ndim == 4 else mask.bool()[None]
-        blocks = mask.shape[-1]
+        count = mask.shape[-1]
         # blocks that are not listed are put behind all others, and cut off
-        keys = torch.where(mask, torch.arange(blocks, device=mask.device), blocks).sort(dim=-1).values
+        keys = torch.where(mask, torch.arange(count, device=mask.device), count).sort(dim=-1).values
         keys = keys[..., : int(mask.sum(dim=-1).max())]
-        return cls(block_size, keys.where(keys < blocks, -1))
+        return cls(block_size, keys.where(keys < count, -1), key_blocks=count, **blocks)
 
     @property
     def samples(self) -> int:
@@ -105,17 +148,17 @@ class BlockLists:
 
     @property
     def blocks(self) -> int:
-        """T."""
+        """T, query blocks of the grid."""
         return self.keys.shape[2]
 
     @property
     def density(self) -> float:
         """Part of all pairs of blocks that is listed."""
-        return self.pairs / (self.samples * self.heads * self.blocks**2)
+        return self.pairs / (self.samples * self.heads * self.blocks * self.key_blocks)
 
     def mask(self) -> torch.Tensor:
-        """Undo :meth:`from_mask`: bool (S, H, T, T)."""
-        return mask_of_lists(self.keys, self.blocks)
+        """Undo :meth:`from_mask`: bool (S, H, T, K)."""
+        return mask_of_lists(self.keys, self.key_blocks)
 
 
 def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -171,7 +214,7 @@ class Call:
     def lists_everything(self) -> bool:
         """Whether every query attends to every key with softmax, so that nothing is left to another branch."""
         if isinstance(self.sparse, ContentRule):
-            blocks = block_count(self.grid, self.sparse.block_size)
+            blocks = block_count(self.grid, self.sparse.key_block_size)
             return list_length(self.sparse.density, blocks) == blocks
         return self.sparse is not None and self.sparse.density == 1
 

@@ -75,6 +75,16 @@ def check_layout(
     return grid, blocks
 
 
+def fit_blocks(blocks: Sequence[float], grid: Sequence[int]) -> Shape:
+    """Return block counts near these that suit a grid of N tokens: at most one per token of an axis, and about √(2 N).
+
+    Beyond √(2 N) blocks mixing M² pairs of them costs more than making and reading the KV states, and the cost is no
+    longer linear.
+    """
+    shrink = min(1.0, (math.sqrt(2 * math.prod(grid)) / math.prod(blocks)) ** (1 / len(grid)))
+    return tuple(min(size, max(1, round(shrink * count))) for size, count in zip(grid, blocks, strict=True))
+
+
 def block_lengths(tokens: int, blocks: int) -> list[int]:
     """Tokens in each of the ``blocks`` blocks of an axis of ``tokens`` tokens."""
     shortest, longer = divmod(tokens, blocks)

@@ -12,7 +12,7 @@ from .feature_maps import get_feature_map
 from .layout import block_index, layout_of
 from .precision import LEAST_MASK, LEAST_MIXING, OUTPUT_NORM_EPS
 from .rope import rotated
-from .sparse import with_lists
+from .sparse import key_block_of_tokens, with_lists
 
 
 def reference_weights(call: Call) -> torch.Tensor:
@@ -112,15 +112,19 @@ def _beside_softmax(
     softmax = (scores - largest).exp() * mask[:, None, None]
     rows = slice(call.extra[0], scores.shape[-1] - call.extra[1])
     largest, near = largest[:, :, rows], softmax[:, :, rows, rows]
-    block_of = (layout_of(call.grid, lists.block_size).rows.long() // lists.block_size).to(query.device)
-    is_listed = lists.mask()[:, :, block_of[:, None], block_of[None, :]]
+    query_block = (layout_of(call.grid, lists.block_size).rows.long() // lists.block_size).to(query.device)
+    batch, _, heads, _ = query.shape
+    key_block = key_block_of_tokens(call, lists).expand(batch, heads, -1)
+    of_queries = lists.mask()[:, :, query_block].expand(batch, -1, -1, -1)
+    is_listed = of_queries.gather(-1, key_block[:, :, None].expand(-1, -1, len(query_block), -1))
     near = torch.where(is_listed, near, 0.0)
     if call.pooled_bias is not None and not call.lists_everything:
         query, key, mask = (call.on_grid(x) for x in (query, key, mask))
-        member = torch.nn.functional.one_hot(block_of).double()
-        total = torch.einsum("bkhd,bk,kc->bchd", key, mask, member)
-        mean = (total / (mask @ member).clamp_min(1e-300)[:, :, None, None])[:, block_of]
-        logits = torch.einsum("bqhd,bkhd->bhqk", query, mean) / query.shape[-1] ** 0.5
+        member = torch.nn.functional.one_hot(key_block, lists.key_blocks).double()
+        total = torch.einsum("bkhd,bk,bhkc->bhcd", key, mask, member)
+        mean = total / torch.einsum("bk,bhkc->bhc", mask, member).clamp_min(1e-300)[..., None]
+        mean = torch.einsum("bhcd,bhkc->bhkd", mean, member)  # of every key its block's
+        logits = torch.einsum("bqhd,bhkd->bhqk", query, mean) / query.shape[-1] ** 0.5
         logits = logits + call.pooled_bias.double()[..., None, None] - largest
         near = near + torch.where(is_listed, 0.0, logits.exp() * mask[:, None, None])
     softmax, sums = softmax.clone(), softmax.clone()

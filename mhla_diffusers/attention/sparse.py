@@ -16,9 +16,10 @@ from dataclasses import replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .call import BlockLists, Call, ContentRule, list_length, mask_of_lists
-from .layout import block_count, in_blocks, in_order
+from .call import BlockLists, Call, ContentRule, UniformBlocks, list_length, mask_of_lists
+from .layout import block_count, in_blocks, in_order, layout_of
 from .linear import finish, read, states
+from .order import content_order
 from .precision import LEAST_MASK, LEAST_MIXING, product, sum_dtype, without_autocast
 from .rope import rotated
 
@@ -26,8 +27,8 @@ BIASES = (-3.0, 3.0, 25)
 """β that are tried: the first, the last and how many."""
 FITTING_QUERIES = 256
 """Queries of a head that β is fitted on; of fewer than 96 times as many tokens, one in 96 and at least 8."""
-_LOGITS = 2**22
-"""That are formed at once."""
+_LOGITS, _DEVICE_LOGITS = 2**18, 2**22
+"""Logits that are formed at once on a CPU, whose cache then keeps what is gathered, and elsewhere."""
 ROWS = 64
 """Rows of a block beside extra tokens alone, as many as fill one block of a matrix product."""
 PooledKeys = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -50,10 +51,10 @@ def sparse(call: Call) -> torch.Tensor:
     with without_autocast(call.query.device):
         pooled: PooledKeys | None = None
         if call.pooled_bias is not None:
-            on_grid = weights[:, : lists.blocks], key[:, :, : lists.blocks], value[:, :, : lists.blocks]
-            pooled = pooled_keys(*on_grid, call.pooled_bias)
+            on_grid = [x[:, :, : lists.key_blocks] for x in (weights, key, value)]
+            pooled = pooled_keys(on_grid[0], on_grid[1], on_grid[2], call.pooled_bias)
         scaled = query[:, :, : lists.blocks] * query.shape[-1] ** -0.5
-        output, lse = attend_to_lists(scaled, key, value, weights.log(), pooled, lists.keys)
+        output, lse = attend_to_lists(scaled, key, value, weights.log(), pooled, lists)
         output, lse = (in_order(x, call.grid, lists.block_size) for x in (output, lse[..., None]))
     if call.linear_weight is not None:
         alone = linear_branch(call)
@@ -71,20 +72,55 @@ def sparse(call: Call) -> torch.Tensor:
 
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Query, key and value after RoPE in uniform blocks, (B, H, T + E, L, D) in the type of sums, and weights of the keys,
-(1 or B, T + E, L), 0 of padding."""
+"""Query (B, H, T + E, L, D), key and value (B, H, K + E', L', D) after RoPE in blocks of queries and of keys, those of
+extra tokens last, in the type of sums; and weights of the keys (1 or B, 1 or H, K + E', L'), 0 of padding."""
 
 
 def uniform_rows(call: Call) -> Rows:
-    """Order the tokens of a call by uniform blocks, E blocks of extra tokens last."""
-    place = call.grid, ROWS if call.sparse is None else call.sparse.block_size
+    """Order the tokens of a call by uniform blocks."""
+    blocks = call.sparse if call.sparse is not None else UniformBlocks(block_size=ROWS, order="curve")
     with without_autocast(call.query.device):
-        dtype, mask = sum_dtype(call.query.dtype), call.key_mask
-        query, key = (call.extra_last(rotated(x.to(dtype), call.rotary)) for x in (call.query, call.key))
-        mask = key.new_ones(1, key.shape[1]) if mask is None else call.extra_last(mask.to(dtype))
-        value = call.extra_last(call.value.to(dtype))
-        query, key, value = (in_blocks(x, *place) for x in (query, key, value))
-        return query, key, value, in_blocks(mask[..., None, None], *place)[:, 0, ..., 0]
+        dtype = sum_dtype(call.query.dtype)
+        query = in_blocks(call.extra_last(rotated(call.query.to(dtype), call.rotary)), call.grid, blocks.block_size)
+        key, weights, order = _key_rows(call, blocks)
+        value = in_blocks(call.extra_last(call.value.to(dtype)), call.grid, blocks.key_block_size)
+        return query, key, value if order is None else _in_order_of_content(value, order), weights
+
+
+def _key_rows(call: Call, blocks: UniformBlocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys and their weights of :data:`Rows`, and the rows along the curve that they were, (B, H, K L'), if sorted."""
+    dtype, place = sum_dtype(call.query.dtype), (call.grid, blocks.key_block_size)
+    key = in_blocks(call.extra_last(rotated(call.key.to(dtype), call.rotary)), *place)
+    mask = key.new_ones(1, call.key.shape[1]) if call.key_mask is None else call.extra_last(call.key_mask.to(dtype))
+    weights = in_blocks(mask[..., None, None], *place)[..., 0]
+    if blocks.order == "curve":
+        return key, weights, None
+    on_grid = block_count(*place)
+    exists = weights[:, 0, :on_grid].flatten(1) > 0
+    order = content_order(key[:, :, :on_grid].flatten(2, 3), exists, blocks.key_block_size)
+    if call.key_mask is None:  # what is no key stays behind all that are
+        return _in_order_of_content(key, order), weights, order
+    weights = weights[..., None].expand(*key.shape[:4], 1)
+    return _in_order_of_content(key, order), _in_order_of_content(weights, order)[..., 0], order
+
+
+def _in_order_of_content(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Sort rows (B, H, K + E', L', C) of the grid."""
+    on_grid = order.shape[-1] // x.shape[3]
+    rows = x[:, :, :on_grid].flatten(2, 3)
+    rows = rows.gather(2, order[..., None].expand(*order.shape, x.shape[-1])).unflatten(2, (on_grid, -1))
+    return torch.cat([rows, x[:, :, on_grid:]], dim=2) if on_grid < x.shape[2] else rows
+
+
+def key_block_of_tokens(call: Call, blocks: UniformBlocks) -> torch.Tensor:
+    """Return the number of the key block that every token of the grid is in: int64 (1 or B, 1 or H, N)."""
+    size = blocks.key_block_size
+    rows = layout_of(call.grid, size, 0, str(call.query.device)).rows.long()[None, None]
+    if blocks.order == "content":
+        order = _key_rows(call, blocks)[2]
+        assert order is not None
+        rows = order.argsort(dim=-1).gather(-1, rows.expand(*order.shape[:2], -1))
+    return rows // size
 
 
 def with_lists(call: Call) -> Call:
@@ -107,7 +143,15 @@ def _with_lists(call: Call, rows: Rows) -> Call:
     with torch.no_grad(), without_autocast(call.query.device):
         keys = choose_by_content(call, rule, rows)
         bias = fit_pooled_bias(call, rule, rows, keys) if rule.fit_pooled_bias else call.pooled_bias
-    return replace(call, sparse=BlockLists(rule.block_size, keys, keys.numel()), pooled_bias=bias)
+    lists = BlockLists(
+        rule.block_size,
+        keys,
+        keys.numel(),
+        block_count(call.grid, rule.key_block_size),
+        key_block_size=rule.key_block_size,
+        order=rule.order,
+    )
+    return replace(call, sparse=lists, pooled_bias=bias)
 
 
 def linear_branch(call: Call) -> Call:
@@ -154,22 +198,20 @@ def pooled_keys(weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor, b
     """Pool every block.
 
     Args:
-        weights: (1 or B, T, L), of the keys.
+        weights: (1 or B, 1 or H, T, L), of the keys.
         key: (B, H, T, L, D).
         value: likewise.
         bias: β, (H,) or (B, H).
     """
-    log_count = weights.sum(dim=-1).log()
     mean_key, mean_value = block_means(weights, key, value)
-    return mean_key, mean_value, log_count[:, None] + bias.to(key.dtype)[..., None]
+    return mean_key, mean_value, weights.sum(dim=-1).log() + bias.to(key.dtype)[..., None]
 
 
 def block_means(weights: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]:
-    """Means (B, H, T, D) of (B, H, T, L, D) with weights (1 or B, T, L); 0 where there is no weight."""
-    total = weights.sum(dim=-1, keepdim=True)[:, None].clamp_min(torch.finfo(weights.dtype).tiny)
-    rows = weights[:, None, :, :, None]
+    """Means (B, H, T, D) of (B, H, T, L, D) with weights (1 or B, 1 or H, T, L); 0 where there is no weight."""
+    total = weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     # no product of matrices, whose backward pass autocast would lower where backward() is called under it
-    return [(rows * x).sum(dim=-2) / total for x in some]
+    return [(weights[..., None] * x).sum(dim=-2) / total for x in some]
 
 
 def attend_to_lists(
@@ -178,35 +220,37 @@ def attend_to_lists(
     value: torch.Tensor,
     bias: torch.Tensor,
     pooled: PooledKeys | None,
-    lists: torch.Tensor,
+    lists: BlockLists,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to listed blocks, to all extra blocks, and to the pooled keys of those that are not listed.
 
-    Some query blocks of some heads at a time, so that no more than ``_LOGITS`` logits are formed; in the backward pass
+    Some query blocks of some heads at a time, so that few logits are formed at once; in the backward pass
     these are formed again, so that none are kept.
 
     Args:
         query: (B, H, T, L, D), scaled.
-        key: (B, H, T + E, L, D).
+        key: (B, H, K + E, L', D).
         value: like ``key``.
-        bias: (1 or B, T + E, L), log of a key's weight, −∞ where there is no token.
-        pooled: of the T blocks; None to leave other blocks out.
-        lists: int64 (1 or B, H, T, n), key blocks of T, -1 for none.
+        bias: (1 or B, 1 or H, K + E, L'), log of a key's weight, −∞ where there is no token.
+        pooled: of the K blocks; None to leave other blocks out.
+        lists: of T query blocks and K key blocks.
 
     Returns:
         Output (B, H, T, L, D) and LSE (B, H, T, L).
     """
     batch, heads, blocks, length, _ = query.shape
-    extra = torch.arange(blocks, key.shape[2], device=lists.device)
-    if not lists.shape[-1] and not len(extra):
-        lists = torch.nn.functional.pad(lists, (0, 1), value=-1)  # a softmax over nothing is not defined
-    lists = torch.cat([lists, extra.expand(*lists.shape[:-1], -1)], dim=-1)
+    extra = torch.arange(lists.key_blocks, key.shape[2], device=query.device)
+    entries = lists.keys
+    if not entries.shape[-1] and not len(extra):
+        entries = torch.nn.functional.pad(entries, (0, 1), value=-1)  # a softmax over nothing is not defined
+    entries = torch.cat([entries, extra.expand(*entries.shape[:-1], -1)], dim=-1)
     means = () if pooled is None else (*pooled[:2], pooled[2].expand(batch, heads, -1))
-    by_head = key, value, bias[:, None].expand(batch, heads, -1, -1), *means
-    of_block = length * (lists.shape[-1] * length + (0 if pooled is None else blocks))
-    groups_at_once = max(1, _LOGITS // max(1, of_block * blocks))
-    at_once = max(1, min(blocks, _LOGITS // max(1, of_block)))
-    groups = (x.flatten(0, 1).split(groups_at_once) for x in (query, lists.expand(batch, -1, -1, -1), *by_head))
+    by_head = key, value, bias.expand(batch, heads, -1, -1), *means
+    of_block = length * (entries.shape[-1] * key.shape[3] + (0 if pooled is None else lists.key_blocks))
+    logits = _LOGITS if query.device.type == "cpu" else _DEVICE_LOGITS
+    groups_at_once = max(1, logits // max(1, of_block * blocks))
+    at_once = max(1, min(blocks, logits // max(1, of_block)))
+    groups = (x.flatten(0, 1).split(groups_at_once) for x in (query, entries.expand(batch, -1, -1, -1), *by_head))
     outputs, sums = [], []
     for q, here, *keys in zip(*groups, strict=True):
         for part in zip(q.split(at_once, dim=1), here.split(at_once, dim=1), strict=True):
@@ -229,7 +273,7 @@ def _attend_to_part(
     mean_value: torch.Tensor | None = None,
     mean_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for query blocks (g, q, L, D), their lists (g, q, n) and all keys of their heads (g, T + E, L, D)."""
+    """The same for query blocks (g, q, L, D), their lists (g, q, n) and all keys of their heads (g, K + E, L', D)."""
     groups, count, rows, _ = key.shape
     listed = (lists.clamp_min(0) + torch.arange(groups, device=lists.device)[:, None, None] * count).flatten()
     own_key, own_value, own_bias = (
@@ -264,20 +308,19 @@ def choose_by_content(call: Call, rule: ContentRule, rows: Rows) -> torch.Tensor
     Returns:
         int64 (B, H, T, list length), ascending within a list; at least one key block for every query block.
     """
-    blocks, dtype, scale = block_count(call.grid, rule.block_size), rows[0].dtype, call.query.shape[-1] ** -0.5
-    query, key, weights = rows[0][:, :, :blocks], rows[1][:, :, :blocks], rows[3][:, :blocks]
-    all_rows = weights
-    if call.key_mask is not None:  # which is of keys: the mean of a query block is that of all its tokens
-        on_grid = query.new_ones(1, call.tokens, 1, 1)
-        all_rows = in_blocks(on_grid, call.grid, rule.block_size)[:, 0, ..., 0]
-    mean_query = block_means(all_rows, query)[0] * scale
+    blocks, key_blocks = (block_count(call.grid, size) for size in (rule.block_size, rule.key_block_size))
+    query, scale = rows[0][:, :, :blocks], call.query.shape[-1] ** -0.5
+    key, weights = rows[1][:, :, :key_blocks], rows[3][:, :, :key_blocks]
+    # the mean of a query block is that of all its tokens, whatever the mask of keys is
+    has_token = in_blocks(query.new_ones(1, call.tokens, 1, 1), call.grid, rule.block_size)[..., 0]
+    mean_query = block_means(has_token, query)[0] * scale
     (mean_key,) = block_means(weights, key)
     (variance,) = block_means(weights, (key - mean_key[:, :, :, None]).square())
     spread = (mean_query.square() @ variance.mT).clamp_min(torch.finfo(torch.float32).tiny)
     scores = mean_query @ mean_key.mT + spread.log() / 2
     if call.key_mask is not None:
-        scores = scores.masked_fill((weights.sum(dim=-1) == 0)[:, None, None], torch.finfo(dtype).min)
-    length = list_length(rule.density, blocks)
+        scores = scores.masked_fill((weights.sum(dim=-1) == 0)[:, :, None], torch.finfo(scores.dtype).min)
+    length = list_length(rule.density, key_blocks)
     return scores.topk(length, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
@@ -294,18 +337,19 @@ def fit_pooled_bias(call: Call, rule: ContentRule, rows: Rows, lists: torch.Tens
         float32 (float64 for float64 inputs) (B, H).
     """
     query, key, value, weights = rows
-    dtype, blocks, some = query.dtype, lists.shape[2], fitting_rows(math.prod(call.grid), query.device)
+    dtype, some = query.dtype, fitting_rows(math.prod(call.grid), query.device)
+    blocks = block_count(call.grid, rule.key_block_size)
     query = query.flatten(2, 3)[:, :, some] * query.shape[-1] ** -0.5
     no_bias = query.new_zeros(query.shape[1])
-    on_grid = weights[:, :blocks], key[:, :, :blocks], value[:, :, :blocks]
-    mean_key, mean_value, log_count = pooled_keys(*on_grid, no_bias)
-    logits = query @ key.flatten(2, 3).mT + weights.log().flatten(1)[:, None, None]
+    on_grid = [x[:, :, :blocks] for x in (weights, key, value)]
+    mean_key, mean_value, log_count = pooled_keys(on_grid[0], on_grid[1], on_grid[2], no_bias)
+    logits = query @ key.flatten(2, 3).mT + weights.log().flatten(2)[:, :, None]
     of_means = query @ mean_key.mT + log_count[:, :, None]
     largest = torch.cat([logits, of_means], dim=-1).amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
     softmax = (logits - largest).exp()
     is_listed = mask_of_lists(lists[:, :, some // rule.block_size], blocks)
-    is_near = torch.nn.functional.pad(is_listed, (0, weights.shape[1] - blocks), value=1)  # extra tokens always are
-    near = softmax.unflatten(-1, weights.shape[1:]) * is_near[..., None]
+    is_near = torch.nn.functional.pad(is_listed, (0, weights.shape[2] - blocks), value=1)  # extra tokens always are
+    near = softmax.unflatten(-1, weights.shape[2:]) * is_near[..., None]
     far = (of_means - largest).exp().masked_fill(is_listed, 0)
     # with a further channel of ones, in which weights add up to their sum
     value, mean_value = (torch.nn.functional.pad(x, (0, 1), value=1) for x in (value.flatten(2, 3), mean_value))

@@ -199,7 +199,7 @@ def operation_variants(
             run = with_gradients if backward else torch.no_grad()(attend)
         of_kind = shape.plain if kind in (PLAIN, CAUSAL) else shape
         flops = flops_of(of_kind, work, backward=backward)
-        blocks = math.prod(of_kind.blocks) if work in ("linear", "sparse") else None
+        blocks = math.prod(of_kind.blocks) if work in ("linear", "both") else None
         note = "without RoPE" if kind in (SOFTMAX, LISTED, CAUSAL) and shape.rope else ""
         variants.append(Variant(f"{kind} {backend}", run, kind == SOFTMAX, flops, blocks, note))
 
@@ -212,15 +212,16 @@ def operation_variants(
         if kind in (CONTENT, GIVEN):
             weights = {name: x.requires_grad_() for name, x in branch_weights(shape.heads, device).items()}
             options |= {"rope": "before", "sparse": lists}
-        if kind == CONTENT:
-            del weights["pooled_bias"]
-            options["sparse"] = rule_of(shape, fit_pooled_bias=True)
+        if kind == CONTENT:  # as of a patch that nothing has trained
+            weights, options["sparse"] = {}, rule_of(shape, fit_pooled_bias=True)
         function: Any = mhla_attention
         options |= {"backend": backend}
         if backend == "torch.compile" and absent is None:
             function, options["backend"] = torch.compile(mhla_attention, dynamic=False), "eager"
         attend = absent or partial(function, *inputs, mixing, of_kind.grid, of_kind.blocks, **options, **weights)
-        add(kind, backend, "sparse" if kind in (CONTENT, GIVEN) else "linear", attend, (mixing, *weights.values()))
+        learned = () if kind == CONTENT else (mixing, *weights.values())
+        work: Work = "sparse" if kind == CONTENT else "both" if kind == GIVEN else "linear"
+        add(kind, backend, work, attend, learned)
 
     for kind in ("MHLA", CONTENT, GIVEN, PLAIN) if lists is not None else ("MHLA", PLAIN):
         add_mhla(kind, "eager", None)

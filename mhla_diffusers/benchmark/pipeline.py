@@ -22,7 +22,7 @@ from .correctness import check_operation
 from .measure import Results, Row, measured_row, peak_bytes, refused_row, synchronize, with_progress
 from .models import models
 from .operation import CONTENT, fastest_backend
-from .shapes import Shape
+from .shapes import BLOCK_SIZE, Shape
 from .transformer import CLASSIFIERS, LINEAR_KINDS, PATCHES, patch_settings
 
 UNPATCHED = "unpatched"
@@ -96,7 +96,8 @@ def benchmark_pipeline(
 
     pipe = choice.load()
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
-    shape = Shape(choice.family, config.blocks, config.blocks, *family.adapter_of(attn).heads(attn), config.block_size)
+    size = BLOCK_SIZE if family.own_attention == "softmax" else None
+    shape = Shape(choice.family, config.blocks, config.blocks, *family.adapter_of(attn).heads(attn), size)
     for sparse in (False, CONTENT in names):
         backend = fastest_backend(shape, device, results.dtype)
         check_operation(shape, device, results.dtype, backend, sparse=sparse)

@@ -10,7 +10,7 @@ import torch
 from ..attention import BlockLists, ContentRule
 from ..attention.call import list_length
 from ..attention.layout import block_count
-from ..config import DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY, MHLAConfig
+from ..config import DEFAULT_DENSITY, MHLAConfig
 from ..families import Model
 from .models import family_of_model, models
 
@@ -46,8 +46,10 @@ class Shape:
         return replace(self, blocks=(1,) * len(self.blocks))
 
 
-Work = Literal["softmax", "linear", "lists", "sparse"]
-"""Softmax over all pairs, the linear branch, softmax over listed pairs alone, or sparse and linear branch together."""
+Work = Literal["softmax", "linear", "lists", "sparse", "both"]
+"""Softmax over all pairs, the linear branch, softmax over listed pairs alone, with pooled keys, or with both."""
+BLOCK_SIZE = 64
+"""Tokens of a block, of the usual sizes."""
 TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rope=True)
 """For trying the command out."""
 
@@ -63,6 +65,7 @@ def flops_of(shape: Shape, work: Work, *, backward: bool = False) -> int:
         "linear": sizes.linear_flops,
         "lists": sizes.listed_flops,
         "sparse": sizes.flops,
+        "both": sizes.flops + sizes.linear_flops,
     }[work]
     return 3 * forward if backward else forward
 
@@ -71,7 +74,7 @@ def shape_of(model: Model, grid: tuple[int, ...], name: str) -> Shape:
     """The self-attention of a model on a token grid, with the block counts that it is measured with."""
     family = family_of_model(model)
     blocks = tuple(min(pair) for pair in zip(model.blocks, grid, strict=True))
-    size = DEFAULT_BLOCK_SIZE if family.own_attention == "softmax" else None
+    size = BLOCK_SIZE if family.own_attention == "softmax" else None
     return Shape(name, grid, blocks, model.heads, model.head_dim, size, rope=family.has_rope)
 
 
@@ -105,7 +108,7 @@ def shape_on(grid: Sequence[int], blocks: Sequence[int], heads: int, head_dim: i
     if heads < 1 or head_dim < 1:
         raise ValueError(f"heads={heads} and head_dim={head_dim} must be positive.")
     name = f"grid {'x'.join(map(str, grid))}, {math.prod(blocks)} blocks, {heads} heads of {head_dim}"
-    return Shape(name, tuple(grid), tuple(blocks), heads, head_dim, DEFAULT_BLOCK_SIZE)
+    return Shape(name, tuple(grid), tuple(blocks), heads, head_dim, BLOCK_SIZE)
 
 
 def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -177,9 +177,9 @@ class Case:
         ]
         if softmax_is_own:
             config = family.default_config.replace(**patch_settings(CONTENT, blocks))
-            number = block_count(grid, config.block_size)
+            size = config.rule_on(grid).key_block_size
             # of few blocks, one for every query block is more than the density that is asked for
-            note = f"{config.listed_on(grid):.1%} of the pairs of {number} blocks of {config.block_size} tokens"
+            note = f"{config.listed_on(grid):.1%} of the pairs of {block_count(grid, size)} blocks of {size} tokens"
             patches.append(Choice(CONTENT, CONTENT, blocks=count, note=f"{note}, chosen at every call"))
         return [*own, *softmax, *patches, *([Choice(WITHOUT, WITHOUT)] if self.is_cut else [])]
 

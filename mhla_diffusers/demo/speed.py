@@ -17,7 +17,7 @@ import torch
 from ..attention import ContentRule, initial_mixing, mhla_attention
 from ..benchmark.measure import Budget, gather_conditions, time_interleaved
 from ..benchmark.models import models
-from ..config import DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY
+from ..config import DEFAULT_DENSITY
 from ..files import written_aside
 from ..reporting import html_table, require_matplotlib, times
 
@@ -119,7 +119,7 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
         query, key, value = (torch.randn(1, tokens, heads, model.head_dim, device=device).to(dtype) for _ in range(3))
         mixing = initial_mixing(blocks).to(device).repeat(heads, 1, 1)
         linear = partial(mhla_attention, query, key, value, mixing, grid, blocks)
-        rule = ContentRule(DEFAULT_BLOCK_SIZE, DEFAULT_DENSITY, fit_pooled_bias=True)
+        rule = ContentRule(64, DEFAULT_DENSITY, fit_pooled_bias=True)
         softmax = torch.nn.functional.scaled_dot_product_attention
         runs = {
             SOFTMAX: partial(softmax, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),

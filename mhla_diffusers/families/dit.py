@@ -31,7 +31,7 @@ class DiTFamily(ImageFamily):
 
     name = "dit"
     transformers = (_CLASS,)
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     squares_only = True
     process_class = LearnedVarianceDDPM
     conditions = (Condition("class_labels", (), dtype=torch.int64),)

@@ -32,7 +32,7 @@ class LatteFamily(ImageFamily):
 
     name = "latte"
     transformers = (_CLASS,)
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     process_class = LearnedVarianceDDPM
     # the pipeline pads several prompts to 120 tokens, with 0
     conditions = (Condition("encoder_hidden_states", (120, "caption_channels")),)

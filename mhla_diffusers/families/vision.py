@@ -87,7 +87,7 @@ class VisionFamily(TransformersFamily):
     attentions = ("attention",)
     latents_name = "pixel_values"
     # the paper's 16 blocks; 196 tokens are too few uniform blocks of 64 to choose among
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content", block_size=16)
+    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
     feed_forwards = ("mlp",)
     trunk_names: ClassVar[tuple[str, ...]] = ()

@@ -294,7 +294,8 @@ def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
                 elif call.pooled_bias is not None:  # λ is fitted beside the β of this call
                     biases = call.pooled_bias.mean(dim=0)[:, None]
                 # other queries in every call: what fits some places within the blocks need not fit the others
-                looked_at = layer.config.block_size, _QUERIES, len(errors[name]), _head_projections(attn)
+                blocks = layer.config.rule_on(inputs.grid)
+                looked_at = blocks, _QUERIES, len(errors[name]), _head_projections(attn)
                 errors[name].append(candidate_errors(call, *looked_at, biases, _LINEAR_LOG_WEIGHTS))
 
         return note
@@ -311,6 +312,7 @@ def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
         count = len(_LINEAR_LOG_WEIGHTS)
         if layer.linear_log_weight is not None:
             layer.linear_log_weight.copy_(_LINEAR_LOG_WEIGHTS[best % count])
+            layer.runs_linear = True
         if layer.pooled_bias is not None:
             layer.pooled_bias.copy_(_POOLED_BIASES[best // count])
 

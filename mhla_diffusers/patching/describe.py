@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..attention.costs import AttentionSizes
-from ..attention.layout import block_count, check_blocks, check_layout, smallest_and_largest
+from ..attention.layout import block_count, check_blocks, check_layout, fit_blocks, smallest_and_largest
 from ..config import MHLAConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
@@ -72,10 +72,15 @@ class LayerDescription:
             return f"sparse branch: the query's own block of the first axis, {self.density:.1%} of the pairs"
         if self.density == 1:
             return "sparse branch: all pairs listed, which is softmax attention"
-        count = "" if self.grid is None else f"{block_count(self.grid, self.config.block_size)} "
+        size = "blocks of keys"
+        if self.grid is not None:
+            rule = self.config.rule_on(self.grid)
+            queries, keys = (block_count(self.grid, n) for n in (rule.block_size, rule.key_block_size))
+            size = f"{queries} blocks of {rule.block_size} queries and {keys} of {rule.key_block_size} keys"
+        size += " sorted by content" if self.config.order == "content" else " along a curve"
         others = "others as pooled keys" if self.config.pooled else "others left out"
-        size = f"{count}blocks of {self.config.block_size} tokens along a curve"
-        return f"sparse branch: {size}, {self.density:.1%} of their pairs listed, {others}"
+        linear = "" if self.config.starts_linear else "; no linear branch until calibration or training"
+        return f"sparse branch: {size}, {self.density:.1%} of their pairs listed, {others}{linear}"
 
 
 class Description(list[LayerDescription]):
@@ -172,7 +177,7 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
     processor: Any = getattr(attn, "processor", None)
     running, kind = isinstance(processor, MHLAProcessor), type(processor if processor is not None else attn).__name__
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
-    config: MHLAConfig | None = layer.config if layer is not None else processor.config if running else None
+    config: MHLAConfig | None = layer.settings if layer is not None else processor.config if running else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
     if config is not None and wanted is not None:
         config.check_whole(wanted)
@@ -281,8 +286,7 @@ def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = 
         size * count / max(size_then, 1)
         for size, count, size_then in zip(grid, family.default_config.blocks_on(usual), usual, strict=True)
     ]
-    shrink = min(1.0, (math.sqrt(2 * math.prod(grid)) / math.prod(wanted)) ** (1 / len(grid)))
-    blocks = tuple(min(size, max(1, round(shrink * count))) for size, count in zip(grid, wanted, strict=True))
+    blocks = fit_blocks(wanted, grid)
     if math.prod(blocks) == 1:
         logger.warning(
             "height=%s, width=%s has a token grid of %s, too small for more than one block: MHLA is plain linear "

@@ -1,7 +1,6 @@
 """The handle of a patched transformer, and finding it from a pipeline or a model."""
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig
 from ..families import Family, find_family, get_family, unwrapped
+from .advice import advise
 from .compiling import allow_graphs, give_back_graphs
 from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter
 from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
@@ -355,7 +355,7 @@ class Patched:
         if self._parallel is not None:
             check_split(self.family, self.layers, arguments, grid, self._parallel)
         if not torch.compiler.is_compiling():
-            self._warn_if_nothing_is_gained(grid)
+            self._warn_of_blocks(grid)
             if self.few_steps is not None:
                 self.few_steps.warn_of_call(self.transformer, self.loop.pipe)
         disabled = self.family.is_diffusion and self._is_disabled(outer, trunk, args, kwargs)
@@ -420,23 +420,15 @@ class Patched:
             )
         return step is not None and step.is_among_first(steps)
 
-    def _warn_if_nothing_is_gained(self, grid: Grid) -> None:
-        """Warn, once, of a grid on which the patch computes no less than the softmax attention that it replaces."""
-        if "cost" in self._warned or grid == self.latest_grid:
-            return
+    def _warn_of_blocks(self, grid: Grid) -> None:
+        """Warn, once each, where other blocks would do better on a grid."""
         layer = next(iter(self.layers.values()), None)
-        if layer is None or self.family.own_attention != "softmax" or layer.config.causal is not None:
+        if grid == self.latest_grid or layer is None or self.family.own_attention != "softmax":
             return
-        sizes = layer.config.sizes_on(grid, layer.heads, layer.head_dim, self.family.extra_tokens)
-        if layer.config.listed < 1 and sizes.flops >= sizes.softmax_flops:
-            self._warned.add("cost")
-            logger.warning(
-                "On a grid of %d tokens this patch computes %.0f%% of what softmax attention does, so it gains nothing "
-                "here. Fewer MHLA blocks (blocks), a lower density or larger uniform blocks (block_size) cost less; "
-                "softmax attention costs more at larger sizes.",
-                math.prod(grid),
-                100 * sizes.flops / sizes.softmax_flops,
-            )
+        advice = advise(layer.settings, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
+        for topic in advice.keys() - self._warned:
+            self._warned.add(topic)
+            logger.warning(advice[topic])
 
     def _checkpointing(self) -> list[Any]:
         """Return the modules that hold a function for gradient checkpointing."""

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from ..attention import (
     Call,
-    ContentRule,
     MHLAState,
     attend,
     clip_mixing_,
@@ -81,8 +80,8 @@ class MHLALayer(nn.Module):
 
     Each begins so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is 1
     (:func:`calibrate_output_norm` fits it), the gate is 1, the convolution 0. Beside the sparse branch λ is e⁻³, or 1
-    without pooled keys, and β, where it is a parameter, 0; :func:`calibrate_sparse` fits both. Beside extra tokens
-    alone λ is 1 / √D.
+    without pooled keys, and β, where it is a parameter, 0; :func:`calibrate_sparse` fits both. With pooled keys the
+    linear branch takes part only once that or training has begun. Beside extra tokens alone λ is 1 / √D.
 
     Args:
         config: settings.
@@ -101,6 +100,8 @@ class MHLALayer(nn.Module):
         self.adapter = adapter if adapter is not None else AttentionAdapter()
         self.heads = heads
         self.head_dim = head_dim
+        self.runs_linear = config.starts_linear
+        """Whether MHLA over all blocks takes part: beside pooled keys from calibration or training on."""
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
         mixing = initial_mixing(config.blocks, config.mixing_init)
@@ -129,6 +130,23 @@ class MHLALayer(nn.Module):
         if self.config.sparse == "none":
             return -0.5 * math.log(self.head_dim)
         return -3.0 if self.config.sparse == "content" and self.config.pooled else 0.0
+
+    @property
+    def settings(self) -> MHLAConfig:
+        """Settings with which a fresh layer attends as this one does now."""
+        return self.config.replace(linear_branch=True) if self.runs_linear > self.config.starts_linear else self.config
+
+    def train(self, mode: bool = True) -> "MHLALayer":
+        """Set training mode, from which on MHLA over all blocks takes part."""
+        self.runs_linear = self.runs_linear or mode
+        return super().train(mode)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Load weights; with those of a trained layer MHLA over all blocks takes part."""
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        weight = self.linear_log_weight
+        if weight is not None and not weight.is_meta and bool((weight != self._first_log_weight).any()):
+            self.runs_linear = True
 
     def forward(
         self,
@@ -177,10 +195,8 @@ class MHLALayer(nn.Module):
             mixing = extend_mixing(mixing, config.blocks, blocks[0])
         elif blocks != config.blocks:
             mixing = resize_mixing(mixing, config.blocks, blocks)
-        weight, rule = None, None
-        if config.sparse == "content":
-            rule = ContentRule(config.block_size, config.listed, config.fits_pooled_bias)
-        if self.linear_log_weight is not None and (config.sparse != "none" or any(extra)):
+        weight, rule = None, config.rule_on(call_grid) if config.sparse == "content" else None
+        if self.linear_log_weight is not None and self.runs_linear and (config.sparse != "none" or any(extra)):
             weight = self.linear_log_weight.exp()
         return Call(
             inputs.query,

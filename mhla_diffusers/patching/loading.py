@@ -101,8 +101,8 @@ def load_mhla(
         opened = before.replace(**changes)
         if opened.block_size != before.block_size:
             warnings.warn(
-                f"This patch was trained with blocks of {before.block_size} tokens and opens with blocks of "
-                f"{opened.block_size}; adapt it, or fit its weights with calibrate_sparse(model, run).",
+                f"This patch was trained with block_size={before.block_size} and opens with "
+                f"block_size={opened.block_size}; adapt it, or fit its weights with calibrate_sparse(model, run).",
                 stacklevel=2,
             )
         patched, layers = plan_patch(transformer, MHLAProcessor(opened, backend=backend))

@@ -92,6 +92,8 @@ def apply_mhla(
                 f"to {family.name!r}."
             )
         config = chosen.config if isinstance(chosen, Patch) else chosen or family.default_config
+        if chosen is None and "blocks" not in settings and settings.get("causal") is None:
+            settings = {"clamp_blocks": True, **settings}
         configs[name] = config.replace(**settings)
     if calibration is not None:
         refuse_causal(configs.values(), "calibration")
@@ -337,11 +339,9 @@ def _plan_change(
         dropped |= names - set(layers[name].state_dict())
         learned |= names
     losses = [f"What the patch has learned of {', '.join(sorted(dropped))} is dropped."] if dropped else []
-    if learned and (old_config.sparse, old_config.block_size) != (config.sparse, config.block_size):
-        was, now = (
-            f"blocks of {one.block_size} tokens" if one.sparse == "content" else f"sparse={one.sparse!r}"
-            for one in (old_config, config)
-        )
+    blocks = ("sparse", "block_size", "key_block_size", "order")
+    if learned and any(getattr(old_config, name) != getattr(config, name) for name in blocks):
+        was, now = (", ".join(f"{name}={getattr(one, name)!r}" for name in blocks) for one in (old_config, config))
         losses.append(f"The patch has learned with {was}, and runs with {now} now; adapt it again.")
     processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
     if "_attention_backend" in vars(old_processor):  # set since it was patched, and not the class's None

@@ -161,7 +161,7 @@ def _collect(
             len(patched.attentions),
             layer.heads,
             layer.head_dim,
-            layer.config.to_dict(),
+            layer.settings.to_dict(),
             sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else [],
         )
     record = PatchRecord(

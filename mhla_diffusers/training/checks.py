@@ -63,7 +63,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             patch.check_whole(grid)
             check_layout(grid, patch.blocks_on(grid), is_causal=patch.causal is not None)
             check(
-                patch.sparse != "content" or math.prod(grid) > patch.block_size,
+                patch.listed == 1 or patch.listed_on(grid) < 1,
                 f"block_size={patch.block_size} makes one block of the {math.prod(grid)} tokens of a sample, and "
                 "every query lists it: that is softmax attention, and nothing of the patch would be trained. Choose "
                 "a smaller block_size, or sparse='none'.",

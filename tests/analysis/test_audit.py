@@ -11,6 +11,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.analysis import draw_audit, write_audit
 from mhla_diffusers.attention import with_lists
 from mhla_diffusers.attention.layout import layout_of
+from mhla_diffusers.attention.sparse import key_block_of_tokens
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import layer_sensitivity
 from mhla_diffusers.patching.processor import attention_inputs
@@ -99,8 +100,10 @@ def test_mass_is_the_softmax_weight_of_the_listed_pairs():
         given = attention_inputs(attn, args, kwargs)
         query, key = given.query, given.key
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
-        listed, block = with_lists(attn.mhla.call(given)).sparse.mask(), layout_of(given.grid, 4).rows.long() // 4
-        weights["kept"] = (logits.softmax(dim=-1) * listed[:, :, block][..., block]).sum(dim=-1).mean()
+        call = with_lists(attn.mhla.call(given))
+        of_queries = call.sparse.mask()[:, :, layout_of(given.grid, 4).rows.long() // 4]
+        members = key_block_of_tokens(call, call.sparse)[:, :, None].expand_as(logits)
+        weights["kept"] = (logits.softmax(dim=-1) * of_queries.gather(-1, members)).sum(dim=-1).mean()
 
     handle = attn.register_forward_pre_hook(note, with_kwargs=True)
     models.output(model, models.inputs("dit"))

@@ -9,10 +9,11 @@ import torch
 from mhla_diffusers.attention import BlockLists, Call, ContentRule, initial_mixing, mhla_attention
 from mhla_diffusers.attention.calibrate import candidate_errors, tokens_along, weight_held
 from mhla_diffusers.attention.layout import block_count, layout_of
-from mhla_diffusers.attention.sparse import with_lists
+from mhla_diffusers.attention.sparse import key_block_of_tokens, with_lists
 
 GRIDS = [(8, 6), (7, 5), (3, 5, 4)]
 BLOCK, HEADS, DIM = 4, 2, 8
+RULES = {"content": ContentRule(BLOCK, 0.3, key_block_size=2), "curve": ContentRule(BLOCK, 0.3, order="curve")}
 
 
 def call_of(grid, mask=False, extra=(0, 0)):
@@ -38,16 +39,16 @@ def softmax_of(whole, key_mask):
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("extra", [(0, 0), (2, 3), (0, 40)], ids=str)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_the_error_of_a_candidate_is_that_of_the_attention(grid, extra, mask):
+@pytest.mark.parametrize(("grid", "rule"), list(zip(GRIDS, [*RULES.values(), RULES["content"]], strict=True)), ids=str)
+def test_the_error_of_a_candidate_is_that_of_the_attention(grid, rule, extra, mask):
     """Merged with this β and λ, against softmax attention, over some queries of the grid."""
     call, whole, key_mask = call_of(grid, mask, extra)
-    blocks = block_count(grid, BLOCK)
-    listed = torch.rand(HEADS, blocks, blocks, generator=torch.Generator().manual_seed(3)) < 0.3
-    lists = BlockLists.from_mask(BLOCK, listed)
+    shape = HEADS, block_count(grid, BLOCK), block_count(grid, rule.key_block_size)
+    listed = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.3
+    lists = BlockLists.from_mask(BLOCK, listed, key_block_size=rule.key_block_size, order=rule.order)
     biases, log_weights = torch.tensor([-0.5, 0.7]), torch.tensor([-2.0, 0.0, 1.0])
     unit = torch.eye(DIM).expand(HEADS, -1, -1)
-    found = candidate_errors(replace(call, sparse=lists), BLOCK, 20, 1, unit, biases, log_weights)
+    found = candidate_errors(replace(call, sparse=lists), rule, 20, 1, unit, biases, log_weights)
     tokens, _ = tokens_along(call, BLOCK, 20, 1)
     expected_output = (softmax_of(whole, key_mask) @ whole[2].transpose(1, 2)).transpose(1, 2)
     for row, beta in enumerate(biases):
@@ -73,7 +74,7 @@ def test_candidates_of_a_linear_branch_beside_extra_tokens_alone():
     call, whole, _ = call_of(grid, extra=extra)
     projections = torch.randn(HEADS, DIM, DIM, generator=torch.Generator().manual_seed(1))
     log_weights = torch.tensor([-1.0, 0.5])
-    found = candidate_errors(call, BLOCK, 48, 0, projections, torch.tensor([-torch.inf]), log_weights)
+    found = candidate_errors(call, RULES["curve"], 48, 0, projections, torch.tensor([-torch.inf]), log_weights)
     softmax = (softmax_of(whole, None) @ whole[2].transpose(1, 2)).transpose(1, 2)
     for column, log_weight in enumerate(log_weights):
         weight = log_weight.exp().expand(HEADS)
@@ -83,24 +84,23 @@ def test_candidates_of_a_linear_branch_beside_extra_tokens_alone():
         torch.testing.assert_close(found[:, 0, column], expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", RULES)
 @pytest.mark.parametrize("extra", [(0, 0), (2, 3)], ids=str)
-def test_the_weight_held_is_that_of_the_listed_blocks_and_of_extra_tokens(extra):
-    grid, densities = (7, 5), (0.2, 0.5, 1.0)
-    call, whole, key_mask = call_of(grid, True, extra)
-    held = [weight_held(call, BLOCK, density, 35, 0) for density in densities]
-    weights = of_grid(softmax_of(whole, key_mask).transpose(1, 2), extra).transpose(1, 2)
+def test_the_weight_held_is_that_of_the_listed_blocks_and_of_extra_tokens(extra, order):
+    grid = (7, 5)
+    call, whole, _ = call_of(grid, True, extra)
+    weights = of_grid(softmax_of(whole, call.key_mask).transpose(1, 2), extra).transpose(1, 2)
     of_tokens = of_grid(weights.flatten(0, 1).mT, extra).mT.unflatten(0, (2, HEADS))
+    of_extra = weights.sum(dim=-1) - of_tokens.sum(dim=-1)
     block = layout_of(grid, BLOCK).rows.long() // BLOCK
-    for density, found in zip(densities, held, strict=True):
-        listed = lists_at(call, density).mask()[:, :, block][..., block]
-        of_extra = weights.sum(dim=-1) - of_tokens.sum(dim=-1)
-        expected = ((of_tokens * listed).sum(dim=-1) + of_extra).mean()
-        assert float(found) == pytest.approx(float(expected), rel=1e-4)
-    assert float(held[-1]) == pytest.approx(1, rel=1e-5)
-
-
-def lists_at(call, density):
-    return with_lists(replace(call, sparse=ContentRule(BLOCK, density))).sparse
+    for density in (0.2, 0.5, 1.0):
+        rule = replace(RULES[order], density=density)
+        mask = with_lists(replace(call, sparse=rule)).sparse.mask()[:, :, block].expand(2, HEADS, -1, -1)
+        members = key_block_of_tokens(call, rule).expand(2, HEADS, -1)[:, :, None].expand(-1, -1, 35, -1)
+        expected = ((of_tokens * mask.gather(-1, members)).sum(dim=-1) + of_extra).mean()
+        held = weight_held(call, rule, 35, 0)
+        assert float(held) == pytest.approx(float(expected), rel=1e-4)
+    assert float(held) == pytest.approx(1, rel=1e-5)
 
 
 def test_other_calls_look_at_other_queries():

@@ -21,6 +21,7 @@ from mhla_diffusers.attention.rope import rotated
 from mhla_diffusers.attention.sparse import (
     BIASES,
     attend_to_lists,
+    key_block_of_tokens,
     uniform_rows,
 )
 
@@ -31,22 +32,36 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-6, torch.bfloat16: 4e-3, tor
 SUMS = ("linear_weight", "pooled_bias", "output_norm")
 """Their gradients are sums over all tokens of products of both signs, of which rounded halves leave too little to hold
 them to the bound of one rounding; float32 and float64 do."""
-LAYOUTS = [((12,), 3), ((7, 9), 8), ((5, 6), 1), ((5, 7, 3), 16), ((4, 4, 6), 128)]
-"""Grid and block size: even and ragged, single tokens, one block for all."""
+LAYOUTS = [((12,), 3, 3), ((7, 9), 8, 2), ((5, 6), 1, 1), ((5, 7, 3), 16, 4), ((4, 4, 6), 128, 128), ((8, 9), 8, 8)]
+"""Grid and block sizes: even and ragged, single tokens, one block for all."""
 
 
-def random_lists(grid, size, heads=2, density=0.3, at_least_one=False, seed=0):
-    blocks = block_count(grid, size)
-    mask = torch.rand(heads, blocks, blocks, generator=torch.Generator().manual_seed(seed)) < density
+def random_lists(grid, size, key_size, order, heads=2, density=0.3, at_least_one=False, seed=0):
+    shape = heads, block_count(grid, size), block_count(grid, key_size)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
     if at_least_one:
-        mask |= torch.eye(blocks, dtype=torch.bool)
-    return BlockLists.from_mask(size, mask)
+        mask[..., 0] = True
+    return BlockLists.from_mask(size, mask, key_block_size=key_size, order=order)
 
 
-def make(grid, size, *, pooled=True, linear=True, density=0.3, blocks=None, head_dim=8, seed=0, **options):
+def make(
+    grid,
+    size,
+    *,
+    key_size=None,
+    order="content",
+    pooled=True,
+    linear=True,
+    density=0.3,
+    blocks=None,
+    head_dim=8,
+    seed=0,
+    **options,
+):
     """A problem with block lists: the tensors of ``make_problem`` with λ, β and lists that are empty in places."""
     blocks = blocks or tuple(min(2, length) for length in grid)
-    lists = random_lists(grid, size, density=density, at_least_one=not (pooled or linear), seed=seed)
+    at_least_one = not (pooled or linear)
+    lists = random_lists(grid, size, key_size or size, order, density=density, at_least_one=at_least_one, seed=seed)
     problem = make_problem(grid, blocks, linear_branch=linear, head_dim=head_dim, seed=seed, sparse=lists, **options)
     if pooled:
         problem.tensors["pooled_bias"] = 0.3 * torch.randn(2, generator=torch.Generator().manual_seed(seed))
@@ -59,10 +74,11 @@ def check(problem, dtype=torch.float32):
             assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize(("grid", "size"), LAYOUTS)
+@pytest.mark.parametrize("order", ["content", "curve"])
+@pytest.mark.parametrize(("grid", "size", "key_size"), LAYOUTS)
 @pytest.mark.parametrize("parts", ["listed", "pooled", "linear", "pooled and linear"])
-def test_parts_on_even_and_ragged_blocks(grid, size, parts):
-    check(make(grid, size, pooled="pooled" in parts, linear="linear" in parts))
+def test_parts_on_even_and_ragged_blocks(grid, size, key_size, parts, order):
+    check(make(grid, size, key_size=key_size, order=order, pooled="pooled" in parts, linear="linear" in parts))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -85,7 +101,9 @@ def problems(draw):
     # listed blocks alone may all be masked for a query; the reference divides 0 by 0 then
     flags["mask"] &= flags["pooled"]
     density = draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
-    return make(grid, draw(st.integers(1, 12)), density=density, seed=draw(st.integers(0, 99)), **flags)
+    key_size, order = draw(st.integers(1, 6)), draw(st.sampled_from(["content", "curve"]))
+    sizes = {"size": key_size * draw(st.sampled_from([1, 2, 4])), "key_size": key_size, "order": order}
+    return make(grid, density=density, seed=draw(st.integers(0, 99)), **sizes, **flags)
 
 
 @settings(max_examples=25, deadline=None)
@@ -122,7 +140,7 @@ def test_a_rule_that_lists_everything_on_this_grid_is_softmax_attention():
 def test_lse_agrees_with_flex_attention():
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-    problem = make((4, 6), 4, pooled=False, linear=False)
+    problem = make((4, 6), 4, pooled=False, linear=False, order="curve")
     lists = problem.options["sparse"]
     block_of, mask = layout_of((4, 6), 4).rows // 4, lists.mask()[0]
 
@@ -133,7 +151,7 @@ def test_lse_agrees_with_flex_attention():
     inputs = [problem.tensors[name].transpose(1, 2) for name in ("query", "key", "value")]
     expected, aux = flex_attention(*inputs, block_mask=shapes, return_aux=AuxRequest(lse=True))
     *rows, weights = uniform_rows(Call(**problem.tensors, grid=(4, 6), blocks=(2, 2), sparse=lists))
-    found = attend_to_lists(rows[0] * 8**-0.5, *rows[1:], weights.log(), None, lists.keys)
+    found = attend_to_lists(rows[0] * 8**-0.5, *rows[1:], weights.log(), None, lists)
     output, lse = (in_order(x, (4, 6), 4) for x in (found[0], found[1][..., None]))
     torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.squeeze(-1), aux.lse.transpose(1, 2), rtol=1e-5, atol=1e-6)
@@ -173,8 +191,8 @@ def test_gradients_of_lists_are_those_of_finite_differences(pooled):
     make = torch.Generator().manual_seed(0)
     shapes = [(2, 3, 4, 5, 8), (2, 3, 5, 5, 8), (2, 3, 5, 5, 8), *[(2, 3, 4, 8)] * 2, (1, 3, 4)]
     given = [torch.randn(shape, generator=make, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    lists = torch.tensor([[0, 3], [1, -1], [-1, -1], [2, 3]]).expand(1, 3, -1, -1)
-    bias = torch.zeros(1, 5, 5, dtype=torch.float64)
+    lists = BlockLists(5, torch.tensor([[0, 3], [1, -1], [-1, -1], [2, 3]]).expand(1, 3, -1, -1))
+    bias = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
 
     def attend(*tensors):
         return attend_to_lists(*tensors[:3], bias, tensors[3:] or None, lists)
@@ -194,7 +212,7 @@ def test_lists_and_masks_are_the_same_thing(shape):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sparse": BlockLists.from_mask(4, torch.ones(2, 5, 5))}, r"of 5 blocks, but the grid \(4, 6\) .* 6"),
+        ({"sparse": BlockLists.from_mask(4, torch.ones(2, 5, 5))}, r"of 5 query blocks, .*\(4, 6\)"),
         ({"sparse": BlockLists.from_mask(6, torch.ones(3, 4, 4))}, "3 heads, but query has 2"),
         ({"sparse": BlockLists.from_mask(6, torch.zeros(2, 4, 4))}, "empty list.*linear_weight"),
         ({"sparse": None, "pooled_bias": torch.zeros(2)}, "pooled_bias .*sparse"),
@@ -212,7 +230,9 @@ def test_what_does_not_fit_is_named(change, words):
 
 
 IMPOSSIBLE = {
-    r"\(2, 3, 4\)": lambda: BlockLists.from_mask(4, torch.ones(2, 3, 4)),
+    r"\(3, 4\)": lambda: BlockLists.from_mask(4, torch.ones(3, 4)),
+    "order='place'": lambda: ContentRule(64, 0.1, order="place"),
+    "key_block_size=48": lambda: ContentRule(64, 0.1, key_block_size=48),
     "from 0 to 3": lambda: BlockLists(4, torch.full((1, 1, 4, 1), 4)),
     r"\(1, 4, 1\)": lambda: BlockLists(4, torch.zeros(1, 4, 1, dtype=torch.int64)),
     "block_size=0": lambda: BlockLists.from_mask(0, torch.ones(2, 3, 3)),
@@ -250,23 +270,26 @@ def call_of(tensors, settings, **changes):
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask):
+@pytest.mark.parametrize(("size", "rule"), [(8, {"order": "curve"}), (8, {}), (8, {"key_block_size": 2})], ids=str)
+def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask, size, rule):
     tensors, settings = content_problem(mask=mask)
-    call = call_of(tensors, settings)
-    lists = with_lists(call_of(tensors, settings, sparse=ContentRule(SIZE, 0.3))).sparse.mask()
-    layout, blocks = layout_of(GRID, SIZE), -(-math.prod(GRID) // SIZE)
-    assert lists.shape == (2, 2, blocks, blocks) and bool((lists.sum(dim=-1) == round(0.3 * blocks)).all())
+    rule = ContentRule(size, 0.3, **rule)
+    call = call_of(tensors, settings, sparse=rule)
+    lists, layout, tokens = with_lists(call).sparse, layout_of(GRID, size), math.prod(GRID)
+    blocks, key_blocks = -(-tokens // size), -(-tokens // rule.key_block_size)
+    length = round(0.3 * key_blocks)
+    assert lists.keys.shape == (2, 2, blocks, length)
     query, key = (rotated(x, call.rotary) for x in tensors[:2])
-    weights = torch.ones(2, math.prod(GRID)) if call.key_mask is None else call.key_mask.double()
+    weights = torch.ones(2, tokens) if call.key_mask is None else call.key_mask.double()
+    members = key_block_of_tokens(call, rule).expand(2, 2, -1)
     for sample in range(2):
         for head in range(2):
-            scores = torch.empty(blocks, blocks, dtype=torch.float64)
+            scores = torch.empty(blocks, key_blocks, dtype=torch.float64)
             for a in range(blocks):
-                rows = layout.order[a * SIZE : (a + 1) * SIZE].long()
+                rows = layout.order[a * size : (a + 1) * size].long()
                 mean_query = query[sample, rows[rows >= 0], head].mean(dim=0) / 8**0.5
-                for b in range(blocks):
-                    rows = layout.order[b * SIZE : (b + 1) * SIZE].long()
-                    rows = rows[rows >= 0]
+                for b in range(key_blocks):
+                    rows = (members[sample, head] == b).nonzero().flatten()
                     weight = weights[sample, rows].double()
                     if not weight.any():
                         scores[a, b] = -math.inf
@@ -275,8 +298,8 @@ def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask):
                     mean = (share * key[sample, rows, head]).sum(dim=0)
                     variance = (share * (key[sample, rows, head] - mean).square()).sum(dim=0)
                     scores[a, b] = mean_query @ mean + (mean_query.square() @ variance).log() / 2
-            best = scores.topk(round(0.3 * blocks), dim=-1).indices
-            assert torch.equal(lists[sample, head].nonzero()[:, 1].view(blocks, -1), best.sort(dim=-1).values)
+            best = scores.topk(length, dim=-1).indices
+            assert torch.equal(lists.keys[sample, head], best.sort(dim=-1).values)
 
 
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"extra": 5}], ids=["plain", "mask", "text"])

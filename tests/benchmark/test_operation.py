@@ -39,10 +39,10 @@ def test_costs_are_those_of_the_paper():
     assert mixed / plain == pytest.approx(1 + 105**2 / (2 * 31_500))
     assert flops_of(shape, "softmax") / plain == pytest.approx(31_500**2 / (31_500 * 129))
     # the sparse branch adds its pairs and a pooled key for each of 493 uniform blocks, of which 25 are listed
-    listed, both = flops_of(shape, "lists"), flops_of(shape, "sparse")
+    listed, both = flops_of(shape, "lists"), flops_of(shape, "both")
     assert listed == pytest.approx(flops_of(shape, "softmax") * 25 / 493)
     assert both - mixed == pytest.approx(listed + 4 * shape.tokens * 493 * 128 * 12)
-    assert flops_of(shape, "sparse", backward=True) == 3 * both
+    assert flops_of(shape, "both", backward=True) == 3 * both
     assert shape_named("sana-1.6b-1024px").block_size is None, "SANA's own attention is linear"
 
 
@@ -58,7 +58,7 @@ def test_flops_are_those_that_pytorch_counts():
             else:
                 mhla_attention(*inputs, mixing, shape.grid, shape.blocks, **given)
         counted.append(counter.get_total_flops())
-    both, linear, softmax = (flops_of(shape, work) for work in ("sparse", "linear", "softmax"))
+    both, linear, softmax = (flops_of(shape, work) for work in ("both", "linear", "softmax"))
     assert (counted[0] - counted[1], counted[2]) == (both - linear, softmax)
 
 

@@ -178,7 +178,7 @@ def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
     assert choice.absent is None
 
 
-@pytest.mark.parametrize(("size", "note"), [("1024", "5.1% of the pairs of 256 "), ("256", "6.2% of the pairs of 16 ")])
+@pytest.mark.parametrize(("size", "note"), [("1024", "4.7% of the pairs of 128 "), ("256", "4.7% of the pairs of 64 ")])
 def test_the_note_tells_the_density_that_there_is(size, note):
     (model,) = find_models(["dit-xl-2"])
     case = Case(model, choose_sizes(model, [size], None, "cpu")[0], None, CPU, torch.float32)
@@ -234,7 +234,7 @@ def test_every_attention_has_a_row(tmp_path, name, own, absent, layers):
     assert "multiple of 3" in rows[HYBRID].reason
     assert 0 < rows[PLAIN].flops < rows["softmax native"].flops
     if name == "wan":
-        assert mhla.flops < rows[CONTENT].flops
+        assert rows[CONTENT].flops < rows["softmax native"].flops
     assert mhla.stage == FORWARD != rest.stage and rest.whole_seconds is None
     assert f"2 of {layers} layers" in mhla.reason
     assert mhla.whole_seconds == pytest.approx(rest.median + (mhla.median - rest.median) * layers / 2)

@@ -76,7 +76,7 @@ def test_fitted_weights_of_the_sparse_branch_bring_heads_closer(name, settings):
     run, ((path, layer),) = run_of(model, name), mhla.mhla_layers(model).items()
     assert layer.needs_calibration == bool(settings), "β that is fitted in the call needs none"
     mhla.calibrate_sparse(model, run)
-    assert not layer.needs_calibration
+    assert layer.runs_linear
     attn = model.get_submodule(path.removesuffix(".mhla"))
     with mhla.mhla_disabled(model):
         softmax = heads_of(attn, run)

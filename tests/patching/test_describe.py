@@ -55,10 +55,12 @@ def test_describe_tells_of_the_sparse_branch():
     model = patched("wan", layers=[1, 2, 3], sparse="content", block_size=4, density=0.26)
     table = str(mhla.describe(model, grid=(4, 4, 5)))
     assert "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146" in table
-    assert "20 blocks of 4 tokens along a curve, 25.0% of their pairs listed, others as pooled keys" in table
-    assert "attention of 80 tokens: 2.11 MFLOP (softmax 2.46 MFLOP), softmax over 43.8% of all pairs" in table
-    assert " blocks of 4 tokens along a curve, 26.0% of their pairs" in str(mhla.describe(model))
-    output(model, inputs("wan"))
+    assert "20 blocks of 4 queries and 20 of 4 keys sorted by content, 25.0% of their pairs listed" in table
+    assert "no linear branch until calibration or training" in table
+    assert "no linear branch" not in str(mhla.describe(model.train(), grid=(4, 4, 5)))
+    assert "attention of 80 tokens: 1.54 MFLOP (softmax 2.46 MFLOP), softmax over 43.8% of all pairs" in table
+    assert "blocks of keys sorted by content, 26.0% of their pairs" in str(mhla.describe(model))
+    output(model.eval(), inputs("wan"))
     kept, patched_one, *_ = mhla.describe(model)
     assert (kept.density, patched_one.density) == (None, 0.25)
     with mhla.mhla_disabled(model):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla, change_mhla, load_mhla, mhla_layers, remove_mhla, save_mhla
+from mhla_diffusers import apply_mhla, change_mhla, describe, load_mhla, mhla_layers, remove_mhla, save_mhla
 from mhla_diffusers.config import load_patch, patch_names
 
 from .. import models
@@ -74,7 +74,7 @@ def test_saved_loaded_and_resized(settings, tmp_path):
     assert torch.equal(models.output(opened, arguments), expected)
     save_mhla(opened, tmp_path / "again")  # since what is loaded can be saved
     assert torch.equal(models.output(load_mhla(models.wan(), tmp_path / "again"), arguments), expected)
-    with pytest.warns(UserWarning, match="trained with blocks of 4 tokens and opens with blocks of 8"):
+    with pytest.warns(UserWarning, match="block_size=4 and opens with block_size=8"):
         larger = load_mhla(models.wan(), tmp_path / "patch", block_size=8, density=0.5)
     assert {(layer.config.block_size, layer.config.density) for layer in mhla_layers(larger).values()} == {(8, 0.5)}
     wide = arguments | {"hidden_states": arguments["hidden_states"].repeat(1, 1, 1, 2, 1)}
@@ -90,7 +90,7 @@ def test_gradients_reach_the_weights(settings):
     with torch.no_grad():
         for layer in mhla_layers(model).values():
             layer.linear_log_weight.zero_()
-    model(**arguments).sample.square().mean().backward()
+    model.train()(**arguments).sample.square().mean().backward()
     for layer in mhla_layers(model).values():
         learned = [layer.mixing, layer.linear_log_weight, layer.pooled_bias]
         assert all(weight.grad.abs().sum() > 0 for weight in learned if weight is not None)
@@ -134,3 +134,38 @@ def test_a_size_that_gains_nothing_is_told_once(caplog):
         model, arguments, _ = patched("wan", **settings)
         models.output(model, arguments)
     assert not [record for record in caplog.records if "gains nothing" in record.getMessage()]
+
+
+def test_without_training_there_is_no_linear_branch():
+    """It comes with training mode, loaded weights or the setting."""
+    model, arguments, _ = patched("wan")
+    off = models.output(model, arguments)
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    on = models.output(patched("wan", linear_branch=True)[0], arguments)
+    assert not torch.equal(off, on)
+    model.load_state_dict(state)
+    assert torch.equal(models.output(model, arguments), off), "fresh weights"
+    assert torch.equal(models.output(model.train().eval(), arguments), on)
+    other = patched("wan")[0]
+    other.load_state_dict(state | {name: x + 1 for name, x in state.items() if name.endswith("linear_log_weight")})
+    assert not torch.equal(models.output(other, arguments), off)
+
+
+def test_a_saved_patch_keeps_its_linear_branch(tmp_path):
+    model, arguments, _ = patched("wan")
+    save_mhla(model, tmp_path / "fresh")
+    expected = models.output(model.train().eval(), arguments)
+    save_mhla(model, tmp_path / "trained")
+    fresh, trained = (load_mhla(models.wan(), tmp_path / name) for name in ("fresh", "trained"))
+    assert torch.equal(models.output(trained, arguments), expected)
+    assert not torch.equal(models.output(fresh, arguments), expected)
+
+
+def test_the_blocks_of_a_family_fit_short_clips():
+    model = apply_mhla(models.wan())
+    arguments = models.inputs("wan")
+    for frames in (1, 2):
+        short = arguments | {"hidden_states": arguments["hidden_states"][:, :, :frames]}
+        assert models.output(model, short).isfinite().all()
+        (found,) = {layer.blocks for layer in describe(model)}
+        assert math.prod(found) <= 1.5 * math.sqrt(2 * math.prod(describe(model)[0].grid)), "up to rounding"

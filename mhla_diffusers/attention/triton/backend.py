@@ -27,7 +27,7 @@ def why_not(query: torch.Tensor, feature_map: str, block_size: int | None = None
     Args:
         query: of the call.
         feature_map: its name.
-        block_size: rows of its uniform blocks, if there are any.
+        block_size: rows of its uniform blocks of keys, the smallest, if there are any.
     """
     head_dim = query.shape[3]
     if block_size is not None and block_size not in BLOCK_SIZES:
@@ -78,7 +78,7 @@ def _branches_for(call: Call) -> Any:
     Raises:
         ValueError: the kernels cannot, or the call's tensors are on several devices.
     """
-    reason = why_not(call.query, call.feature_map, None if call.sparse is None else call.sparse.block_size)
+    reason = why_not(call.query, call.feature_map, None if call.sparse is None else call.sparse.key_block_size)
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
     tensors = {"rotary": None if call.rotary is None else call.rotary[0]}

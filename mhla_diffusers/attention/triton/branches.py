@@ -8,7 +8,8 @@ block_weights  weights of all rows and blocks, by the key mask
 choose         the key blocks that every query block attends to, where no lists are given
 listed         softmax over the keys of the listed blocks
 pooled         softmax over the means of all other blocks
-block_states   KV states of MHLA's blocks, from the same rows
+merge          listed and pooled keys alone, in raster order; or, with MHLA:
+block_states   KV states of MHLA's blocks, from the tokens as they come
 read_states    what queries read from the mixed states, merged with the two branches, in raster order
 
 An operator takes the token grid as numbers and finds its tables inside, so that torch.compile never traces them, and
@@ -30,6 +31,7 @@ from ..rope import rotary_table
 from ..sparse import linear_branch, under_common_sum, with_lists
 from .choose import choose
 from .listed import listed
+from .merge import merge
 from .pooled import fit_bias, pooled
 from .prepare import block_weights, prepare
 from .read import read_states
@@ -72,8 +74,8 @@ def read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def sparse(call: Call) -> torch.Tensor:
     """Attend to the listed blocks, to the pooled keys of the others, and through MHLA to all.
 
-    With ``rope="before"`` MHLA reads the same rows as softmax; with "after" it reads the tokens as they come, and the
-    merge is PyTorch operations.
+    MHLA adds up its states over the tokens as they come. With ``rope="before"`` it is read by the rows of the queries
+    that softmax has; with "after" by the tokens as they come, and the merge is PyTorch operations.
 
     Returns:
         (B, N, H, D); norm and gate leave extra tokens as they are.
@@ -86,16 +88,17 @@ def sparse(call: Call) -> torch.Tensor:
     table = None if table is None else call.extra_last(table).float().contiguous().detach()
     mask = None if mask is None else call.extra_last(mask).float().contiguous()
     block_size, scale, batch = lists.block_size, call.query.shape[3] ** -0.5, len(call.query)
-    place = list(call.grid), block_size, extra
-    rows = prepare(*tensors, table, mask, *place)
-    (query, key, value), (pooled_query, pooled_key, pooled_value, spread) = rows[:3], rows[3:]
+    grid, place = list(call.grid), (list(call.grid), lists.key_block_size, extra)
+    rows = prepare(*tensors, table, mask, grid, block_size, *place[1:], lists.order == "content")
+    (query, key, value), (pooled_query, pooled_key, pooled_value, spread), row_tokens = rows[:3], rows[3:7], rows[7]
+    key_blocks = key.shape[1] // lists.key_block_size
     with torch.no_grad():
-        bias, weight = block_weights(key, mask, *place)
+        bias, weight = block_weights(row_tokens, mask, *place)
         if isinstance(lists, BlockLists):
-            indices, counts, bits = given_blocks(lists, batch, key.shape[1] // block_size)
+            indices, counts, bits = given_blocks(lists, batch, key_blocks)
         else:
             indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, lists.density, scale, *place)
-    of_grid = query[:, : pooled_key.shape[1] * block_size].contiguous()
+    of_grid = query[:, : pooled_query.shape[1] * block_size].contiguous()
     keys = key, value, bias if mask is not None else None
     near, near_lse = listed(of_grid, *keys, indices, counts, scale, *place, False)
     far: torch.Tensor | None = None
@@ -113,12 +116,11 @@ def sparse(call: Call) -> torch.Tensor:
     if call.linear_weight is None or (table is not None and call.rope == "after"):
         output = _merged(call, block_size, branches)
     else:
-        by_head = [x.unflatten(0, (batch, -1)) for x in (of_grid, key, value)]
-        output = _beside(call, by_head, block_size, branches)
+        output = _beside(call, of_grid.unflatten(0, (batch, -1)), block_size, branches)
     if not extra:
         return output
     of_extra = query[:, of_grid.shape[1] :].contiguous()
-    everything = all_blocks(len(query), of_extra.shape[1] // block_size, key.shape[1] // block_size, query.device)
+    everything = all_blocks(len(query), of_extra.shape[1] // block_size, key_blocks, query.device)
     of_extra, _ = listed(of_extra, *keys, *everything, scale, *place, False)
     of_extra = of_extra[:, :extra].unflatten(0, (batch, -1)).transpose(1, 2)
     return call.in_sequence(torch.cat([output, of_extra], dim=1))
@@ -151,8 +153,8 @@ def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
     if call.key_mask is not None:
         mask = by_block(call.key_mask.float()).contiguous()
     query, key, value = (by_block(_usable(x)) for x in (call.query, call.key, call.value))
-    query, key, value, *_ = prepare(query, key, value, table, mask, *place)
-    bias = None if mask is None else block_weights(key.detach(), mask, *place)[0]
+    query, key, value, *_, row_tokens = prepare(query, key, value, table, mask, [length], block_size, *place[1:], False)
+    bias = None if mask is None else block_weights(row_tokens, mask, *place)[0]
     groups, blocks = len(query), query.shape[1] // block_size
     indices, counts = all_blocks(groups, blocks, blocks, device)
     if is_causal:
@@ -216,24 +218,29 @@ def _usable(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _beside(call: Call, rows: list[torch.Tensor], block_size: int, branches: Branches) -> torch.Tensor:
+def _beside(call: Call, query: torch.Tensor, block_size: int, branches: Branches) -> torch.Tensor:
     """MHLA beside block-sparse attention under one denominator, with norm and gate, in raster order: (B, N, H, D).
 
     Args:
         call: whose mixing, λ and key mask weigh the linear branch; with normaliser.
-        rows: query, key and value (B, H, R, D), rows of blocks after RoPE.
+        query: (B, H, R, D), rows of blocks after RoPE.
         block_size: of the blocks.
         branches: of all rows of the query.
     """
-    (query, key, value), alone, place = rows, linear_branch(call), _place(call, block_size)
-    mixture = _mixed(alone.mixing, *block_states(key, value, _mask(alone), None, *place, True))
+    alone = linear_branch(call)
+    mixture = _mixed(alone.mixing, *_states(alone))
     weight = None if call.linear_weight is None else call.linear_weight.float()
+    place = _place(call, block_size)
     return read_states(query, *mixture, *branches, weight, *_norm_and_gate(call), None, *place, False)[0]
 
 
 def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
-    """All branches under one denominator in PyTorch operations: without MHLA, or with RoPE after the feature map."""
+    """All branches under one denominator without MHLA, or in PyTorch operations with RoPE after the feature map."""
     near, lse, far, far_lse = branches
+    norm, gate = call.output_norm, call.output_gate
+    if call.linear_weight is None and far is not None and far_lse is not None:
+        output = merge(near, lse, far, far_lse, list(call.grid), block_size, call.query.shape[2])
+        return finish(output.float(), norm, gate).to(output.dtype) if norm is not None or gate is not None else output
     output = near.float()
     if far is not None and far_lse is not None:
         share = torch.sigmoid(far_lse - lse)[..., None]
@@ -257,7 +264,10 @@ def given_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Tens
         batch: B.
         blocks: of the grid and of extra tokens.
     """
-    entries, of_grid = lists.keys.expand(batch, -1, -1, -1), lists.blocks
+    of_grid = lists.key_blocks
+    # ascending, with -1 at the end
+    entries = torch.where(lists.keys < 0, of_grid, lists.keys).sort(dim=-1).values
+    entries = entries.where(entries < of_grid, -1).expand(batch, -1, -1, -1)
     counts = (entries >= 0).sum(dim=-1)
     extra = torch.arange(of_grid, blocks, device=entries.device)
     width = max(1, entries.shape[-1] + len(extra))

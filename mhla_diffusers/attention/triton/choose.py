@@ -162,7 +162,7 @@ def choose(query, key, spread, weight, density, scale, grid, block_size, extra):
         density: part of the key blocks that a list holds at most, see :func:`list_length`.
         scale: of the logits.
         grid: token grid, with ``block_size`` and ``extra`` as :func:`.prepare.prepare` takes them.
-        block_size: rows of a block.
+        block_size: rows of a block of keys.
         extra: extra tokens.
 
     Returns:

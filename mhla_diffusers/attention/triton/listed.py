@@ -15,27 +15,83 @@ import triton
 import triton.language as tl
 
 from .operators import allocate, operator
-from .prepare import GRID, layout_for
+from .prepare import GRID, block_counts, layout_for
 from .softmax import EMPTY, LOG2E, load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows
-from .tiles import constants_of, tile_of
+from .tiles import MAX_HEAD_DIM, Tile, constants_of, tile_of
 
 _MANY = 4
 """Times the mean length of the transposed lists: longer ones are walked first."""
 
 
 @triton.jit
-def real_logits(logits, bias, real, first, start, scale, rows, columns, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """Logits of rows first + rows and keys start + columns, -inf where a key does not count: seldom taken branches."""
+def tiles_of(count, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many tiles of BLOCK_N keys a list of so many blocks is: parts of a block each, or several blocks each."""
+    if BLOCK_SIZE >= BLOCK_N:
+        return count * (BLOCK_SIZE // BLOCK_N)
+    else:
+        return tl.cdiv(count, BLOCK_N // BLOCK_SIZE)
+
+
+@triton.jit
+def load_entries(entries, i, count, columns, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Key block of tile i, or of each of its columns; that of the last tile beyond it."""
+    if BLOCK_SIZE >= BLOCK_N:
+        entry = i // (BLOCK_SIZE // BLOCK_N)
+    else:
+        entry = i * (BLOCK_N // BLOCK_SIZE) + columns // BLOCK_SIZE
+    return tl.load(entries + tl.maximum(tl.minimum(entry, count - 1), 0), mask=entry * 0 + count > 0, other=0)
+
+
+@triton.jit
+def place_of(j, i, columns, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the keys of tile i begin, int64, and their rows from there on."""
+    if BLOCK_SIZE >= BLOCK_N:
+        return j.to(tl.int64) * BLOCK_SIZE + i % (BLOCK_SIZE // BLOCK_N) * BLOCK_N, columns
+    else:
+        return tl.full((), 0, tl.int64), j.to(tl.int64) * BLOCK_SIZE + columns % BLOCK_SIZE
+
+
+@triton.jit
+def load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Logs of the weights of a tile's keys, or None."""
+    if bias is None:
+        return None
+    elif BLOCK_SIZE >= BLOCK_N:
+        return tl.load(bias + start + offsets)
+    else:
+        inside = i * (BLOCK_N // BLOCK_SIZE) + columns // BLOCK_SIZE < count
+        return tl.load(bias + offsets, mask=inside, other=float("-inf"))
+
+
+@triton.jit
+def real_logits(
+    logits, bias, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Logits, -inf where a key does not count: in seldom taken branches.
+
+    Blocks with padding are the last of the grid and of the extra tokens, and lists ascend.
+    """
     if bias is not None:
         logits = tl.fma(bias[None, :], LOG2E / scale, logits)
-    elif real < BLOCK_N:
-        logits = tl.where((columns < real)[None, :], logits, float("-inf"))
+    elif BLOCK_SIZE >= BLOCK_N:
+        left = real - i % (BLOCK_SIZE // BLOCK_N) * BLOCK_N
+        if left < BLOCK_N:
+            logits = tl.where((columns < left)[None, :], logits, float("-inf"))
+    elif (i + 1) * (BLOCK_N // BLOCK_SIZE) >= count - extra_blocks:
+        inside = i * (BLOCK_N // BLOCK_SIZE) + columns // BLOCK_SIZE < count
+        logits = tl.where((inside & (columns % BLOCK_SIZE < real))[None, :], logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def hide_later(logits, first, start, rows, columns, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Logits of rows first + rows, -inf of keys start + columns beyond them."""
     if CAUSAL and start + BLOCK_N - 1 > first:
         logits = tl.where((start + columns)[None, :] <= (first + rows)[:, None], logits, float("-inf"))
     return logits
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "extra_blocks"])
 def listed_forward_kernel(
     query,
     key,
@@ -47,9 +103,11 @@ def listed_forward_kernel(
     output,
     lse,
     width,
+    extra_blocks,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -57,9 +115,8 @@ def listed_forward_kernel(
     PRECISION: tl.constexpr,
 ):
     """Output and log-sum-exp of BLOCK_M rows of one block of queries."""
-    SPLITS: tl.constexpr = BLOCK_SIZE // BLOCK_N
     program = tl.program_id(0)
-    block = program // (BLOCK_SIZE // BLOCK_M)
+    block = program // (QUERY_ROWS // BLOCK_M)
     first = program.to(tl.int64) * BLOCK_M
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
@@ -67,27 +124,26 @@ def listed_forward_kernel(
     total = tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     entries = indices + block.to(tl.int64) * width
-    count = tl.load(counts + block) * SPLITS
-    j = tl.load(entries, mask=count > 0, other=0)
+    count = tl.load(counts + block)
+    j = load_entries(entries, 0, count, columns, BLOCK_SIZE, BLOCK_N)
     real = tl.load(valid + j)
-    for i in range(0, count):
-        start = j.to(tl.int64) * BLOCK_SIZE + i % SPLITS * BLOCK_N
-        k = load_rows(key + start * HEAD_DIM, columns, None, HEAD_DIM, BLOCK_D)
-        v = load_rows(value + start * HEAD_DIM, columns, None, HEAD_DIM, BLOCK_D)
-        b = None if bias is None else tl.load(bias + start + columns)
+    for i in range(0, tiles_of(count, BLOCK_SIZE, BLOCK_N)):
+        start, offsets = place_of(j, i, columns, BLOCK_SIZE, BLOCK_N)
+        k = load_rows(key + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
+        v = load_rows(value + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
+        b = load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE, BLOCK_N)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = real_logits(
-            logits, b, real - i % SPLITS * BLOCK_N, first, start, scale, rows, columns, BLOCK_N, CAUSAL
-        )
+        logits = real_logits(logits, b, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE, BLOCK_N)
+        logits = hide_later(logits, first, start, rows, columns, BLOCK_N, CAUSAL)
         top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
-        j = tl.load(entries + tl.minimum(i + 1, count - 1) // SPLITS)
+        j = load_entries(entries, i + 1, count, columns, BLOCK_SIZE, BLOCK_N)
         real = tl.load(valid + j)
     out, log_sum = softmax_end(top, total, sums)
     store_rows(output + first * HEAD_DIM, rows, None, out, HEAD_DIM, BLOCK_D)
     tl.store(lse + first + rows, log_sum)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "extra_blocks"])
 def listed_dq_kernel(
     query,
     key,
@@ -104,9 +160,11 @@ def listed_dq_kernel(
     shift,
     delta,
     width,
+    extra_blocks,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -114,31 +172,29 @@ def listed_dq_kernel(
     PRECISION: tl.constexpr,
 ):
     """Gradient of BLOCK_M rows of queries; and what the gradient of keys needs of each row: shift and delta."""
-    SPLITS: tl.constexpr = BLOCK_SIZE // BLOCK_N
     program = tl.program_id(0)
-    block = program // (BLOCK_SIZE // BLOCK_M)
+    block = program // (QUERY_ROWS // BLOCK_M)
     first = program.to(tl.int64) * BLOCK_M
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     do, s, d = load_upstream(output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM, BLOCK_D)
     q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
     gradient = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     entries = indices + block.to(tl.int64) * width
-    count = tl.load(counts + block) * SPLITS
-    j = tl.load(entries, mask=count > 0, other=0)
+    count = tl.load(counts + block)
+    j = load_entries(entries, 0, count, columns, BLOCK_SIZE, BLOCK_N)
     real = tl.load(valid + j)
-    for i in range(0, count):
-        start = j.to(tl.int64) * BLOCK_SIZE + i % SPLITS * BLOCK_N
-        k = load_rows(key + start * HEAD_DIM, columns, None, HEAD_DIM, BLOCK_D)
-        v = load_rows(value + start * HEAD_DIM, columns, None, HEAD_DIM, BLOCK_D)
-        b = None if bias is None else tl.load(bias + start + columns)
+    for i in range(0, tiles_of(count, BLOCK_SIZE, BLOCK_N)):
+        start, offsets = place_of(j, i, columns, BLOCK_SIZE, BLOCK_N)
+        k = load_rows(key + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
+        v = load_rows(value + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
+        b = load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE, BLOCK_N)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = real_logits(
-            logits, b, real - i % SPLITS * BLOCK_N, first, start, scale, rows, columns, BLOCK_N, CAUSAL
-        )
+        logits = real_logits(logits, b, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE, BLOCK_N)
+        logits = hide_later(logits, first, start, rows, columns, BLOCK_N, CAUSAL)
         weights = tl.math.exp2(tl.fma(logits, scale, s[:, None]))
         ds = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None])
         gradient = tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION)
-        j = tl.load(entries + tl.minimum(i + 1, count - 1) // SPLITS)
+        j = load_entries(entries, i + 1, count, columns, BLOCK_SIZE, BLOCK_N)
         real = tl.load(valid + j)
     store_rows(dq + first * HEAD_DIM, rows, None, gradient * (scale / LOG2E), HEAD_DIM, BLOCK_D)
 
@@ -161,6 +217,7 @@ def listed_dkv_kernel(
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -168,7 +225,7 @@ def listed_dkv_kernel(
     PRECISION: tl.constexpr,
 ):
     """Gradients of BLOCK_N rows of keys and values, from the blocks of queries whose lists name their block."""
-    SPLITS: tl.constexpr = BLOCK_SIZE // BLOCK_M
+    SPLITS: tl.constexpr = QUERY_ROWS // BLOCK_M
     program = tl.program_id(0)
     block = tl.load(turns + program // (BLOCK_SIZE // BLOCK_N))
     part = program % (BLOCK_SIZE // BLOCK_N) * BLOCK_N
@@ -183,7 +240,7 @@ def listed_dkv_kernel(
     begin, end = tl.load(starts + block) * SPLITS, tl.load(starts + block + 1) * SPLITS
     j = tl.load(queries + begin // SPLITS, mask=begin < end, other=0)
     for i in range(begin, end):
-        start = j.to(tl.int64) * BLOCK_SIZE + i % SPLITS * BLOCK_M
+        start = j.to(tl.int64) * QUERY_ROWS + i % SPLITS * BLOCK_M
         q = load_rows(query + start * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
         do = load_rows(output_gradient + start * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
         s, d = tl.load(shift + start + rows), tl.load(delta + start + rows)
@@ -231,13 +288,26 @@ _INPUTS = (
 )
 
 
-def _arguments(query, key, value, bias, scale, grid, block_size, extra, causal) -> dict[str, Any]:
+def _arguments(query, key, value, bias, indices, scale, grid, block_size, extra, causal) -> dict[str, Any]:
     """Arguments that all kernels take: with both axes flat, groups after each other."""
-    valid = layout_for(grid, block_size, extra, query.device).valid.repeat(len(query))
+    layout = layout_for(grid, block_size, extra, query.device)
     if bias is not None:
         bias = bias.repeat_interleave(len(query) // len(bias), dim=0)
+    valid = layout.valid.repeat(len(query))
     inputs = {"query": query, "key": key, "value": value, "valid": valid, "bias": bias, "scale": scale * LOG2E.value}
-    return inputs | constants_of(query) | {"BLOCK_SIZE": block_size, "CAUSAL": causal}
+    sizes = {"QUERY_ROWS": query.shape[:2].numel() // len(indices), "BLOCK_SIZE": block_size, "CAUSAL": causal}
+    return inputs | constants_of(query) | sizes
+
+
+def _lists(indices, counts, grid, block_size, extra) -> dict[str, Any]:
+    blocks, of_grid = block_counts(grid, block_size, extra)
+    return {"indices": indices, "counts": counts, "width": indices.shape[1], "extra_blocks": blocks - of_grid}
+
+
+def _tile(kernel: str, shared: dict[str, Any]) -> Tile:
+    """The tile of a kernel that walks lists; causal lists name whole blocks, of which the last is cut."""
+    most_n = shared["BLOCK_SIZE"] if shared["CAUSAL"] else MAX_HEAD_DIM
+    return tile_of(kernel, shared["query"], shared["QUERY_ROWS"], most_n)
 
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
@@ -250,10 +320,11 @@ def listed(query, key, value, bias, indices, counts, scale, grid, block_size, ex
         value: like ``key``.
         bias: float32 (S, R), S a divisor of G: log of the weight of every key; None for 1.
         indices: int32 (G Tq, n), numbers of key blocks on the flat axis of all groups, n at least 1.
-        counts: int32 (G Tq,), how many entries of each list are real; those come first, the others may hold anything.
+        counts: int32 (G Tq,), how many entries of each list are real; those come first and ascend, since only blocks at
+            the end of a list may have padding; the others may hold anything.
         scale: of the logits, positive.
         grid: token grid.
-        block_size: rows of a block, a power of two, 16 at least.
+        block_size: rows of a block of keys, a power of two, 16 at least.
         extra: extra tokens.
         causal: also hide keys whose row is beyond the query's, of queries that have all rows.
 
@@ -261,11 +332,11 @@ def listed(query, key, value, bias, indices, counts, scale, grid, block_size, ex
         Output (G, Q, D) in the type of the query and LSE float32 (G, Q), natural; 0 and EMPTY for a row that attends to
         nothing.
     """
-    shared = _arguments(query, key, value, bias, scale, grid, block_size, extra, causal)
-    tile = tile_of("softmax_forward_128" if block_size > 64 else "softmax_forward", query, block_size, block_size)
+    shared = _arguments(query, key, value, bias, indices, scale, grid, block_size, extra, causal)
+    tile = _tile("softmax_forward_128" if shared["QUERY_ROWS"] > 64 else "softmax_forward", shared)
     output = allocate(query.shape, query.dtype, query.device)
     lse = allocate(query.shape[:2], torch.float32, query.device)
-    lists = {"indices": indices, "counts": counts, "width": indices.shape[1]}
+    lists = _lists(indices, counts, grid, block_size, extra)
     listed_forward_kernel[(lse.numel() // tile.m,)](output=output, lse=lse, **lists, **shared, **tile.arguments)
     return output, lse
 
@@ -276,17 +347,17 @@ def listed(query, key, value, bias, indices, counts, scale, grid, block_size, ex
 def listed_backward(output_gradient, lse_gradient, output, lse, *inputs: Any):
     """Gradients of query, key and value, in their types; the same bits for the same inputs."""
     query, key, value, bias, indices, counts, scale, grid, block_size, extra, causal = inputs
-    shared = _arguments(query, key, value, bias, scale, grid, block_size, extra, causal)
+    shared = _arguments(query, key, value, bias, indices, scale, grid, block_size, extra, causal)
     dq, dk, dv = (allocate(x.shape, x.dtype, x.device) for x in (query, key, value))
     shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
     shared |= {"output_gradient": output_gradient, "shift": shift, "delta": delta}
-    lists = {"indices": indices, "counts": counts, "width": indices.shape[1]}
-    tile = tile_of("softmax_dq", query, block_size, block_size)
+    lists = _lists(indices, counts, grid, block_size, extra)
+    tile = _tile("softmax_dq", shared)
     listed_dq_kernel[(lse.numel() // tile.m,)](
         output=output, lse=lse, lse_gradient=lse_gradient, dq=dq, **lists, **shared, **tile.arguments
     )
     turns, starts, queries = transpose_lists(indices, counts, len(shared["valid"]))
-    tile = tile_of("softmax_dkv", query, block_size, block_size)
+    tile = tile_of("softmax_dkv", query, shared["QUERY_ROWS"], block_size)
     listed_dkv_kernel[(key.shape[:2].numel() // tile.n,)](
         turns=turns, starts=starts, queries=queries, dk=dk, dv=dv, **shared, **tile.arguments
     )

@@ -1,6 +1,9 @@
 """One pass over query, key and value before the attention: RoPE, token order, pooling; and one pass back.
 
-A program takes one block of rows and some heads of one sample, so it reads the angles of its tokens once for them.
+Queries follow the curve of :mod:`mhla_diffusers.attention.layout`: a program takes one block and some heads of one
+sample, and reads the angles of its tokens once for them. Keys and values are sorted by content within stretches of the
+curve (:mod:`mhla_diffusers.attention.order`): a program takes one stretch of one head, halves it level after level by
+ranks that it counts, and writes rows and means of its blocks. What it reads again it finds in the caches.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -15,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..layout import Layout, layout_of
+from ..order import stretch_of
 from .features import rotate_pairs
 from .operators import allocate, operator, refuse_second_derivative
 from .tiles import power_of_two, tile_of
@@ -42,49 +46,20 @@ def load_angles(angles, at, mask, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     return tl.split(tl.reshape(both, (BLOCK, CHUNK // 2, 2)))
 
 
-@triton.jit
-def key_shares(key_mask, batch, tokens, token, exists, count):
-    """What part of its block's weight a row has, float32 (BLOCK,); 0 in all rows where there is no weight."""
-    if key_mask is None:
-        return exists.to(tl.float32) / count
-    else:
-        weight = tl.load(key_mask + batch * tokens + token, mask=exists, other=0.0)
-        total = tl.sum(weight)
-        return weight / tl.where(total > 0, total, 1.0)
-
-
 @triton.jit(
-    do_not_specialize=[
-        *("query_batch", "query_token", "query_head", "key_batch", "key_token", "key_head"),
-        *("value_batch", "value_token", "value_head", "angle_tokens", "tokens", "heads", "blocks", "grid_blocks"),
-    ]
+    do_not_specialize=["query_batch", "query_token", "query_head", "angle_tokens", "heads", "blocks", "grid_blocks"]
 )
-def prepare_kernel(
+def prepare_queries_kernel(
     query,
-    key,
-    value,
     angles,
-    key_mask,
     order,
     valid,
     query_rows,
-    key_rows,
-    value_rows,
     pooled_query,
-    pooled_key,
-    pooled_value,
-    spread,
     query_batch,
     query_token,
     query_head,
-    key_batch,
-    key_token,
-    key_head,
-    value_batch,
-    value_token,
-    value_head,
     angle_tokens,
-    tokens,
     heads,
     blocks,
     grid_blocks,
@@ -95,7 +70,7 @@ def prepare_kernel(
     HEADS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Strides of query, key and value count ALIGNMENT elements, so that the compiler knows how far it may read at once.
+    """Strides of the query count ALIGNMENT elements, so that the compiler knows how far it may read at once.
 
     ``angle_tokens`` is the number of tokens, or 0 where all samples share their angles.
     """
@@ -108,59 +83,189 @@ def prepare_kernel(
     exists = token >= 0
     token = tl.maximum(token, 0).to(tl.int64)
     mask = exists[:, None] & (channel < D)[None, :]
-    count = tl.maximum(tl.load(valid + block), 1).to(tl.float32)
-    of_query = exists.to(tl.float32) / count
-    of_key = key_shares(key_mask, batch, tokens, token, exists, count)
+    share = exists.to(tl.float32) / tl.maximum(tl.load(valid + block), 1).to(tl.float32)
     if angles is not None:
         at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
         cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
     query_at = (batch * query_batch + token * query_token)[:, None] * ALIGNMENT + channel[None, :]
-    key_at = (batch * key_batch + token * key_token)[:, None] * ALIGNMENT + channel[None, :]
-    value_at = (batch * value_batch + token * value_token)[:, None] * ALIGNMENT + channel[None, :]
-    here = (channel < D)[None, :]
-    pooled_here = channel < tl.where(block < grid_blocks, D, 0)
     for head in range(first_head, tl.minimum(first_head + HEADS, heads)):
-        # all loads before the first store, so that they are under way together; then one tensor after the other
         q = tl.load(query + query_at + head * query_head.to(tl.int64) * ALIGNMENT, mask=mask, other=0.0)
-        k = tl.load(key + key_at + head * key_head.to(tl.int64) * ALIGNMENT, mask=mask, other=0.0)
-        v = tl.load(value + value_at + head * value_head.to(tl.int64) * ALIGNMENT, mask=mask, other=0.0)
         group = batch * heads + head
-        rows_at = (group * blocks * BLOCK + row)[:, None] * D + channel[None, :]
-        pooled_at = (group * grid_blocks + block) * D + channel
         turned = q.to(tl.float32)
         if angles is not None:
             turned = rotate_pairs(turned, cos, sin)
-        tl.store(query_rows + rows_at, turned.to(q.dtype), mask=here)
-        mean = tl.sum(turned * of_query[:, None], 0)
-        tl.store(pooled_query + pooled_at, mean.to(q.dtype), mask=pooled_here)
-        turned = k.to(tl.float32)
-        if angles is not None:
-            turned = rotate_pairs(turned, cos, sin)
-        tl.store(key_rows + rows_at, turned.to(k.dtype), mask=here)
-        mean = tl.sum(turned * of_key[:, None], 0)
-        tl.store(pooled_key + pooled_at, mean.to(k.dtype), mask=pooled_here)
-        apart = turned - mean[None, :]
-        variance = tl.sum(apart * apart * of_key[:, None], 0)
-        tl.store(spread + pooled_at, variance.to(k.dtype), mask=pooled_here)
-        tl.store(value_rows + rows_at, v, mask=here)
-        mean = tl.sum(v.to(tl.float32) * of_key[:, None], 0)
-        tl.store(pooled_value + pooled_at, mean.to(v.dtype), mask=pooled_here)
+        rows_at = (group * blocks * BLOCK + row)[:, None] * D + channel[None, :]
+        tl.store(query_rows + rows_at, turned.to(q.dtype), mask=(channel < D)[None, :])
+        mean = tl.sum(turned * share[:, None], 0)
+        pooled_at = (group * grid_blocks + block) * D + channel
+        tl.store(pooled_query + pooled_at, mean.to(q.dtype), mask=channel < tl.where(block < grid_blocks, D, 0))
 
 
-@triton.jit(do_not_specialize=["angle_tokens", "tokens", "heads", "blocks", "grid_blocks"])
-def prepare_backward_kernel(
-    query_rows,
-    key_rows,
-    value_rows,
-    pooled_key,
-    pooled_value,
+@triton.jit
+def load_keys(
+    key, angles, key_at, angles_at, exists, channel, D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Some channels of keys after RoPE, float32 (ROWS, CHUNK), 0 where there is none."""
+    mask = exists[:, None] & (channel < D)[None, :]
+    turned = tl.load(key + key_at[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    if angles is not None:
+        cos, sin = load_angles(angles, angles_at[:, None] + channel[None, :], mask, ROWS, CHUNK)
+        turned = rotate_pairs(turned, cos, sin)
+    return turned
+
+
+@triton.jit
+def spread_rows(values, LENGTH: tl.constexpr):
+    """One value of every part (parts,), for all of its rows: (parts * LENGTH,)."""
+    return tl.reshape(tl.broadcast_to(values[:, None], (values.shape[0], LENGTH)), (values.shape[0] * LENGTH,))
+
+
+@triton.jit
+def sorted_by(column, place, PARTS: tl.constexpr, LENGTH: tl.constexpr):
+    """Places (PARTS * LENGTH,) in the order of a column, part by part; of equal ones the first place comes first."""
+    bits = (column + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
+    # numbers whose order is that of the column, with the place in the lower half
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    both = tl.sort(tl.reshape((ordered << 32) | place.to(tl.int64), (PARTS, LENGTH)), 1)
+    return tl.reshape((both & 0xFFFFFFFF).to(tl.int32), (PARTS * LENGTH,))
+
+
+@triton.jit
+def tokens_at(order, start, end, place, key_mask, sample, tokens):
+    """Tokens of rows start + place and their weights; -1 and 0 where there is none."""
+    token = tl.load(order + start + place, mask=start + place < end, other=-1)
+    weight = (token >= 0).to(tl.float32)
+    if key_mask is not None:
+        weight = tl.load(key_mask + sample * tokens + token, mask=token >= 0, other=0.0)
+    return token, weight
+
+
+@triton.jit
+def deciding_column(
+    key,
+    angles,
+    key_at,
+    angles_at,
+    is_key,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Of every part the channel that varies most, (PARTS * LENGTH,), infinite where there is no key."""
+    real = is_key.to(tl.float32)
+    count = tl.maximum(tl.sum(tl.reshape(real, (PARTS, LENGTH)), 1), 1.0)
+    largest = tl.full((PARTS,), -1.0, tl.float32)
+    column = tl.zeros((PARTS * LENGTH,), tl.float32)
+    for first in range(0, D, CHUNK):
+        channel = first + tl.arange(0, CHUNK)
+        keys = load_keys(key, angles, key_at, angles_at, is_key, channel, D, PARTS * LENGTH, CHUNK)
+        parts = tl.reshape(keys, (PARTS, LENGTH, CHUNK))
+        apart = parts - (tl.sum(parts, 1) / count[:, None])[:, None, :]
+        squares = apart * apart * tl.reshape(real, (PARTS, LENGTH))[:, :, None]
+        variance, which = tl.max(tl.sum(squares, 1), 1, return_indices=True)
+        is_chosen = tl.arange(0, CHUNK)[None, :] == spread_rows(which, LENGTH)[:, None]
+        column = tl.where(spread_rows(variance > largest, LENGTH), tl.sum(tl.where(is_chosen, keys, 0.0), 1), column)
+        largest = tl.maximum(largest, variance)
+    return tl.where(is_key, column, float("inf"))
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("key_batch", "key_token", "key_head", "value_batch", "value_token", "value_head"),
+        *("angle_tokens", "tokens", "rows", "grid_blocks"),
+    ]
+)
+def prepare_keys_kernel(
+    key,
+    value,
     angles,
     key_mask,
     order,
-    valid,
-    query,
-    key,
-    value,
+    key_rows,
+    value_rows,
+    row_tokens,
+    pooled_key,
+    pooled_value,
+    spread,
+    key_batch,
+    key_token,
+    key_head,
+    value_batch,
+    value_token,
+    value_head,
+    angle_tokens,
+    tokens,
+    rows,
+    grid_blocks,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRETCH: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """One stretch of one head, of the grid or of extra tokens, which are not sorted: halved LEVELS times."""
+    head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    group = batch * tl.num_programs(0) + head
+    of_grid = tl.cdiv(grid_blocks * BLOCK, STRETCH)
+    is_grid = tl.program_id(1) < of_grid
+    start = tl.where(is_grid, tl.program_id(1), tl.program_id(1) - of_grid) * STRETCH
+    start += tl.where(is_grid, 0, grid_blocks * BLOCK)
+    end = tl.minimum(start + STRETCH, tl.where(is_grid, grid_blocks * BLOCK, rows))
+    PARTS: tl.constexpr = STRETCH // BLOCK
+    key += batch * key_batch * ALIGNMENT + head * key_head * ALIGNMENT
+    value += batch * value_batch * ALIGNMENT + head * value_head * ALIGNMENT
+    if angles is not None:
+        angles += batch * angle_tokens * D
+    place = tl.arange(0, STRETCH)
+    for level in tl.static_range(LEVELS):
+        if is_grid:
+            token, weight = tokens_at(order, start, end, place, key_mask, batch, tokens)
+            at = tl.maximum(token, 0).to(tl.int64)
+            column = deciding_column(
+                key, angles, at * key_token * ALIGNMENT, at * D, weight > 0, D, 2**level, STRETCH // 2**level, CHUNK
+            )
+            place = sorted_by(column, place, 2**level, STRETCH // 2**level)
+    token, weight = tokens_at(order, start, end, place, key_mask, batch, tokens)
+    exists, at = token >= 0, tl.maximum(token, 0).to(tl.int64)
+    total = tl.sum(tl.reshape(weight, (PARTS, BLOCK)), 1)
+    share = tl.reshape(weight, (PARTS, BLOCK)) / tl.where(total > 0, total, 1.0)[:, None]
+    row = start + tl.arange(0, STRETCH)
+    inside = row < end
+    tl.store(row_tokens + group * rows + row, token, mask=inside)
+    block = start // BLOCK + tl.arange(0, PARTS)
+    for first in range(0, D, CHUNK):
+        channel = first + tl.arange(0, CHUNK)
+        rows_at = (group * rows + row)[:, None] * D + channel[None, :]
+        pooled_at = (group * grid_blocks + block)[:, None] * D + channel[None, :]
+        mask = inside[:, None] & (channel < D)[None, :]
+        pooled_mask = (block < grid_blocks)[:, None] & (channel < D)[None, :]
+        keys = load_keys(key, angles, at * key_token * ALIGNMENT, at * D, exists, channel, D, STRETCH, CHUNK)
+        there = exists[:, None] & (channel < D)[None, :]
+        values_at = (at * value_token * ALIGNMENT)[:, None] + channel[None, :]
+        values = tl.load(value + values_at, mask=there, other=0.0)
+        tl.store(key_rows + rows_at, keys.to(key.dtype.element_ty), mask=mask)
+        tl.store(value_rows + rows_at, values, mask=mask)
+        parts = tl.reshape(keys, (PARTS, BLOCK, CHUNK))
+        mean = tl.sum(parts * share[:, :, None], 1)
+        tl.store(pooled_key + pooled_at, mean.to(key.dtype.element_ty), mask=pooled_mask)
+        apart = parts - mean[:, None, :]
+        variance = tl.sum(apart * apart * share[:, :, None], 1)
+        tl.store(spread + pooled_at, variance.to(key.dtype.element_ty), mask=pooled_mask)
+        mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
+        tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
+
+
+@triton.jit(do_not_specialize=["table_group", "angle_tokens", "tokens", "heads", "blocks", "grid_blocks"])
+def rows_gradient_kernel(
+    rows,
+    pooled,
+    angles,
+    key_mask,
+    row_tokens,
+    gradient,
+    table_group,
     angle_tokens,
     tokens,
     heads,
@@ -169,68 +274,48 @@ def prepare_backward_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    HEADS: tl.constexpr,
 ):
-    """Everything is a gradient of what has its name in :func:`prepare_kernel`."""
-    first_head = tl.program_id(0) // CHUNKS * HEADS
-    block = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
+    """Gradient of one tensor (B, N, H, D) from those of a block of its rows and of their mean, if it has one.
+
+    The token of every row stands in a table (G, R), or (R,) with ``table_group`` 0.
+    """
+    head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    group = batch * heads + head
     row = block * BLOCK + tl.arange(0, BLOCK)
-    channel = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
-    token = tl.load(order + row)
+    token = tl.load(row_tokens + group * table_group + row)
     exists = token >= 0
     token = tl.maximum(token, 0).to(tl.int64)
-    mask = exists[:, None] & (channel < D)[None, :]
-    count = tl.maximum(tl.load(valid + block), 1).to(tl.float32)
-    of_key = key_shares(key_mask, batch, tokens, token, exists, count)[:, None]
-    pooled_mask = channel < tl.where(block < grid_blocks, D, 0)
-    if angles is not None:
-        at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
-        cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
-    for head in range(first_head, tl.minimum(first_head + HEADS, heads)):
-        group = batch * heads + head
-        rows_at = (group * blocks * BLOCK + row)[:, None] * D + channel[None, :]
-        # all loads before the first store, so that they are under way together
-        q = tl.load(query_rows + rows_at, mask=mask, other=0.0).to(tl.float32)
-        k = tl.load(key_rows + rows_at, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(value_rows + rows_at, mask=mask, other=0.0).to(tl.float32)
-        pooled_at = (group * grid_blocks + block) * D + channel
-        k += of_key * tl.load(pooled_key + pooled_at, mask=pooled_mask, other=0.0).to(tl.float32)[None, :]
-        v += of_key * tl.load(pooled_value + pooled_at, mask=pooled_mask, other=0.0).to(tl.float32)[None, :]
+    weight = exists.to(tl.float32)
+    if key_mask is not None:
+        weight = tl.load(key_mask + batch * tokens + token, mask=exists, other=0.0)
+    total = tl.sum(weight)
+    share = weight / tl.where(total > 0, total, 1.0)
+    for first in range(0, D, CHUNK):
+        channel = first + tl.arange(0, CHUNK)
+        mask = exists[:, None] & (channel < D)[None, :]
+        upstream = tl.load(rows + (group * blocks * BLOCK + row)[:, None] * D + channel[None, :], mask=mask, other=0.0)
+        turned = upstream.to(tl.float32)
+        if pooled is not None:
+            pooled_at = (group * grid_blocks + block) * D + channel
+            of_mean = tl.load(pooled + pooled_at, mask=channel < tl.where(block < grid_blocks, D, 0), other=0.0)
+            turned += share[:, None] * of_mean.to(tl.float32)[None, :]
         if angles is not None:
-            q = rotate_pairs(q, cos, -sin)
-            k = rotate_pairs(k, cos, -sin)
+            at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
+            cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
+            turned = rotate_pairs(turned, cos, -sin)
         out_at = ((batch * tokens + token) * heads + head)[:, None] * D + channel[None, :]
-        tl.store(query + out_at, q.to(query.dtype.element_ty), mask=mask)
-        tl.store(key + out_at, k.to(key.dtype.element_ty), mask=mask)
-        tl.store(value + out_at, v.to(value.dtype.element_ty), mask=mask)
+        tl.store(gradient + out_at, turned.to(gradient.dtype.element_ty), mask=mask)
 
 
-def _launch(layout, like, batch, heads, angles, key_mask) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return programs and arguments of both kernels, for heads like (..., D)."""
-    tile = tile_of("prepare", like, most_n=power_of_two(like.shape[-1]))
-    chunks = triton.cdiv(like.shape[-1], tile.n)
-    tables = {"order": layout.order, "valid": layout.valid, "blocks": layout.blocks, "grid_blocks": layout.grid_blocks}
-    constants = {"D": like.shape[-1], "BLOCK": layout.block_size, "CHUNK": tile.n, "CHUNKS": chunks, "HEADS": tile.m}
-    arguments = {
-        "angles": None if angles is None else angles.contiguous(),
-        "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
-        "key_mask": None if key_mask is None else key_mask.contiguous(),
-        "tokens": len(layout.rows),
-        "heads": heads,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-    return (triton.cdiv(heads, tile.m) * chunks, layout.blocks, batch), tables | constants | arguments
+_PLACE = "SymInt[] grid, SymInt block_size, SymInt key_block_size, SymInt extra"
 
 
 @operator(
-    f"(Tensor query, Tensor key, Tensor value, Tensor? angles, Tensor? key_mask, {GRID}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"(Tensor query, Tensor key, Tensor value, Tensor? angles, Tensor? key_mask, {_PLACE}, bool by_content) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-def prepare(query, key, value, angles, key_mask, grid, block_size, extra):
-    """Rotate query and key, put all three in the order of the blocks, and pool the blocks of the grid.
+def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content):
+    """Rotate query and key, put all three in the order of their blocks, and pool the blocks of the grid.
 
     Args:
         query: (B, N, H, D), float32, bfloat16 or float16, of any strides but the last, 1.
@@ -240,113 +325,183 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, extra):
             without RoPE.
         key_mask: float32 (B, N), weights of the keys in the means; None for 1 everywhere.
         grid: token grid.
-        block_size: rows of a block, a power of two, 16 at least.
+        block_size: rows of a block of queries, a power of two, 16 at least.
+        key_block_size: of keys and values, likewise.
         extra: extra tokens, the last of the N.
+        by_content: whether keys and values are sorted within stretches of the grid.
 
     Returns:
-        Rows of query, key and value (B H, R, D), 0 where they are padding; and of the grid's blocks (B H, T, D): mean
-        of the queries; mean of keys and of values weighted by the key mask, 0 where no weight is left; and weighted
-        variance of the keys around their mean, by channel.
+        Rows of query (B H, Q, D), of key and of value (B H, R, D), 0 where they are padding; of the grid's blocks
+        (B H, T, D): mean of the queries; mean of keys and of values weighted by the key mask, 0 where no weight is
+        left; weighted variance of the keys around their mean, by channel; and the position of every row of keys, int32
+        (B H, R), -1 of padding.
     """
-    layout, (batch, _, heads, head_dim) = layout_for(grid, block_size, extra, query.device), query.shape
-    programs, shared = _launch(layout, query, batch, heads, angles, key_mask)
+    (batch, _, heads, head_dim), device = query.shape, query.device
+    queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
     strides = {
         f"{name}_{axis}": x.stride(i) if x.shape[i] > 1 else 0
         for name, x in (("query", query), ("key", key), ("value", value))
         for i, axis in enumerate(("batch", "token", "head"))
     }
     alignment = math.gcd(16, *strides.values())
-    rows = [allocate((batch * heads, len(layout.order), head_dim), query.dtype, query.device) for _ in range(3)]
-    pooled = [allocate((batch * heads, layout.grid_blocks, head_dim), query.dtype, query.device) for _ in range(4)]
-    prepare_kernel[programs](
+    strides = {name: stride // alignment for name, stride in strides.items()}
+    groups = batch * heads
+    shared = {
+        "angles": None if angles is None else angles.contiguous(),
+        "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
+        "D": head_dim,
+        "ALIGNMENT": alignment,
+    }
+    query_rows = allocate((groups, len(queries.order), head_dim), query.dtype, device)
+    pooled_query = allocate((groups, queries.grid_blocks, head_dim), query.dtype, device)
+    tile = tile_of("prepare", query, most_n=power_of_two(head_dim))
+    chunks = triton.cdiv(head_dim, tile.n)
+    prepare_queries_kernel[triton.cdiv(heads, tile.m) * chunks, queries.blocks, batch](
         query=query,
-        key=key,
-        value=value,
-        query_rows=rows[0],
-        key_rows=rows[1],
-        value_rows=rows[2],
-        pooled_query=pooled[0],
-        pooled_key=pooled[1],
-        pooled_value=pooled[2],
-        spread=pooled[3],
-        ALIGNMENT=alignment,
-        **{name: stride // alignment for name, stride in strides.items()},
+        order=queries.order,
+        valid=queries.valid,
+        query_rows=query_rows,
+        pooled_query=pooled_query,
+        heads=heads,
+        blocks=queries.blocks,
+        grid_blocks=queries.grid_blocks,
+        BLOCK=block_size,
+        CHUNK=tile.n,
+        CHUNKS=chunks,
+        HEADS=tile.m,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **{name: stride for name, stride in strides.items() if name.startswith("query")},
         **shared,
     )
-    return *rows, *pooled
+    count = len(keys.order)
+    key_rows, value_rows = (allocate((groups, count, head_dim), key.dtype, device) for _ in range(2))
+    row_tokens = allocate((groups, count), torch.int32, device)
+    pooled = [allocate((groups, keys.grid_blocks, head_dim), key.dtype, device) for _ in range(3)]
+    tile = tile_of("prepare_keys", query, most_n=power_of_two(head_dim))
+    stretch = stretch_of(key_block_size) if by_content else key_block_size
+    stretches = sum(
+        triton.cdiv(blocks * key_block_size, stretch) for blocks in (keys.grid_blocks, keys.blocks - keys.grid_blocks)
+    )
+    prepare_keys_kernel[heads, stretches, batch](
+        key=key,
+        value=value,
+        key_mask=None if key_mask is None else key_mask.contiguous(),
+        order=keys.order,
+        key_rows=key_rows,
+        value_rows=value_rows,
+        row_tokens=row_tokens,
+        pooled_key=pooled[0],
+        pooled_value=pooled[1],
+        spread=pooled[2],
+        tokens=len(keys.rows),
+        rows=count,
+        grid_blocks=keys.grid_blocks,
+        BLOCK=key_block_size,
+        STRETCH=stretch,
+        LEVELS=(stretch // key_block_size).bit_length() - 1,
+        CHUNK=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **{name: stride for name, stride in strides.items() if not name.startswith("query")},
+        **shared,
+    )
+    return query_rows, key_rows, value_rows, pooled_query, *pooled, row_tokens
 
 
 @operator(
-    "(Tensor query, Tensor key, Tensor value, Tensor pooled_key, Tensor pooled_value, Tensor? angles, "
-    f"Tensor? key_mask, {GRID}, SymInt heads) -> (Tensor, Tensor, Tensor)"
+    "(Tensor query, Tensor key, Tensor value, Tensor pooled_key, Tensor pooled_value, Tensor row_tokens, "
+    f"Tensor? angles, Tensor? key_mask, {_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
 )
-def prepare_backward(query, key, value, pooled_key, pooled_value, angles, key_mask, grid, block_size, extra, heads):
+def prepare_backward(query, key, value, pooled_key, pooled_value, row_tokens, *arguments: Any):
     """Gradients of query, key and value (B, N, H, D) from those of rows and means, contiguous.
 
     Choosing blocks passes no gradient on, so there is none of the pooled query and the spread.
     """
-    layout, batch = layout_for(grid, block_size, extra, query.device), len(query) // heads
-    programs, shared = _launch(layout, query, batch, heads, angles, key_mask)
-    shape = batch, len(layout.rows), heads, query.shape[-1]
-    gradients = [allocate(shape, query.dtype, query.device) for _ in range(3)]
-    prepare_backward_kernel[programs](
-        query_rows=query,
-        key_rows=key,
-        value_rows=value,
-        pooled_key=pooled_key,
-        pooled_value=pooled_value,
-        query=gradients[0],
-        key=gradients[1],
-        value=gradients[2],
-        **shared,
-    )
+    angles, key_mask, grid, block_size, key_block_size, extra, heads = arguments
+    queries, keys = (layout_for(grid, size, extra, query.device) for size in (block_size, key_block_size))
+    batch, head_dim, tokens = len(query) // heads, query.shape[-1], len(keys.rows)
+    tile = tile_of("prepare", query, most_n=power_of_two(head_dim))
+    gradients = []
+    for rows, pooled, rotates, layout in (
+        (query, None, angles, queries),
+        (key, pooled_key, angles, keys),
+        (value, pooled_value, None, keys),
+    ):
+        gradient = allocate((batch, tokens, heads, head_dim), rows.dtype, rows.device)
+        rows_gradient_kernel[heads, layout.blocks, batch](
+            rows=rows,
+            pooled=pooled,
+            angles=None if rotates is None else rotates.contiguous(),
+            key_mask=None if key_mask is None or pooled is None else key_mask.contiguous(),
+            row_tokens=queries.order if pooled is None else row_tokens,
+            gradient=gradient,
+            table_group=0 if pooled is None else row_tokens.shape[1],
+            angle_tokens=0 if rotates is None or len(rotates) == 1 else tokens,
+            tokens=tokens,
+            heads=heads,
+            blocks=layout.blocks,
+            grid_blocks=layout.grid_blocks,
+            D=head_dim,
+            BLOCK=layout.block_size,
+            CHUNK=tile.n,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        gradients.append(gradient)
     return tuple(gradients)
 
 
 @prepare.register_fake
-def _(query, key, value, angles, key_mask, grid, block_size, extra):
-    blocks, grid_blocks = block_counts(grid, block_size, extra)
+def _(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content):
     groups, head_dim = query.shape[0] * query.shape[2], query.shape[3]
-    rows = [query.new_empty(groups, blocks * block_size, head_dim) for _ in range(3)]
-    return *rows, *(query.new_empty(groups, grid_blocks, head_dim) for _ in range(4))
+    query_blocks, grid_query_blocks = block_counts(grid, block_size, extra)
+    key_blocks, grid_key_blocks = block_counts(grid, key_block_size, extra)
+    counts = query_blocks * block_size, *(key_blocks * key_block_size,) * 2, grid_query_blocks, *(grid_key_blocks,) * 3
+    tensors = [query.new_empty(groups, count, head_dim) for count in counts]
+    return *tensors, query.new_empty(groups, key_blocks * key_block_size, dtype=torch.int32)
 
 
 @prepare_backward.register_fake
-def _(query, key, value, pooled_key, pooled_value, angles, key_mask, grid, block_size, extra, heads):
+def _(query, *arguments: Any):
+    grid, _, _, extra, heads = arguments[-5:]
     shape = query.shape[0] // heads, math.prod(list(grid)) + extra, heads, query.shape[2]
     return tuple(query.new_empty(shape) for _ in range(3))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, _, _, angles, key_mask, ctx.grid, ctx.block_size, ctx.extra = inputs
+    query, _, _, angles, key_mask, *ctx.place, _ = inputs
     ctx.heads = query.shape[2]
-    ctx.save_for_backward(angles, key_mask)
-    ctx.mark_non_differentiable(output[3], output[6])
+    ctx.save_for_backward(output[7], angles, key_mask)
+    ctx.mark_non_differentiable(output[3], output[6], output[7])
 
 
-def _differentiate(ctx: Any, query, key, value, _, pooled_key, pooled_value, __) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, query, key, value, _, pooled_key, pooled_value, *__: Any) -> tuple[Any, ...]:
     gradients = (x.contiguous() for x in (query, key, value, pooled_key, pooled_value))
-    place = ctx.grid, ctx.block_size, ctx.extra
-    return *prepare_backward(*gradients, *ctx.saved_tensors, *place, ctx.heads), *(None,) * 5
+    return *prepare_backward(*gradients, *ctx.saved_tensors, *ctx.place, ctx.heads), *(None,) * 7
 
 
 prepare.register_autograd(_differentiate, setup_context=_save)
 prepare_backward.register_autograd(refuse_second_derivative)
 
 
-@operator(f"(Tensor rows, Tensor? key_mask, {GRID}) -> (Tensor, Tensor)")
-def block_weights(rows, key_mask, grid, block_size, extra):
-    """Logs of the weights of rows (B, R), empty without a mask; and weights of the grid's blocks (1 or B, T)."""
-    layout = layout_for(grid, block_size, extra, rows.device)
+@operator(f"(Tensor row_tokens, Tensor? key_mask, {GRID}) -> (Tensor, Tensor)")
+def block_weights(row_tokens, key_mask, grid, block_size, extra):
+    """Logs of the weights of rows (B H, R), empty without a mask; and weights of the grid's blocks (1 or B H, T)."""
+    layout = layout_for(grid, block_size, extra, row_tokens.device)
     if key_mask is None:
-        return rows.new_empty(0, dtype=torch.float32), layout.valid[None, : layout.grid_blocks].float()
-    of_rows = key_mask.index_select(1, layout.order.clamp_min(0)) * (layout.order >= 0)
+        none = torch.empty(0, dtype=torch.float32, device=row_tokens.device)
+        return none, layout.valid[None, : layout.grid_blocks].float()
+    tokens = row_tokens.unflatten(0, (len(key_mask), -1))
+    of_rows = key_mask[:, None].expand(-1, tokens.shape[1], -1).gather(2, tokens.clamp_min(0).long()) * (tokens >= 0)
+    of_rows = of_rows.flatten(0, 1)
     of_blocks = of_rows.unflatten(1, (-1, block_size)).sum(dim=-1)
     return of_rows.log(), of_blocks[:, : layout.grid_blocks].contiguous()
 
 
 @block_weights.register_fake
-def _(rows, key_mask, grid, block_size, extra):
-    samples, of_rows = (1, [0]) if key_mask is None else (len(key_mask), [len(key_mask), rows.shape[1]])
-    of_blocks = [samples, block_counts(grid, block_size, extra)[1]]
-    return rows.new_empty(of_rows, dtype=torch.float32), rows.new_empty(of_blocks, dtype=torch.float32)
+def _(row_tokens, key_mask, grid, block_size, extra):
+    groups, of_rows = (1, [0]) if key_mask is None else (len(row_tokens), list(row_tokens.shape))
+    of_blocks = [groups, block_counts(grid, block_size, extra)[1]]
+    empty = row_tokens.new_empty
+    return empty(of_rows, dtype=torch.float32), empty(of_blocks, dtype=torch.float32)

@@ -38,6 +38,8 @@ TABLE = {
 """A call for every column of the table of tiles; each launches every kernel."""
 PROBLEMS = TABLE | {
     "blocks of 128": BESIDE | {"block_size": 128},
+    "keys in 32": BESIDE | {"block_size": 64, "key_block_size": 32},
+    "keys in 16": BESIDE | {"block_size": 64, "key_block_size": 16},
     "MHLA": WAN | {"everything": True},
     "72 channels": BESIDE | {"rope": "after", "head_dim": 72, "heads": 16, "everything": True},
     "causal": WAN | {"blocks": 21, "causal": "token"},
@@ -60,7 +62,7 @@ def launches_of(architecture, tokens, blocks, heads, head_dim, dtype, rope="afte
     query, key, value = (empty(1, tokens, heads, head_dim) for _ in range(3))
     options = {"rotary": (empty(1, tokens, 1, head_dim, dtype=FLOAT).detach(),) * 2, "rope": rope}
     if "block_size" in kinds:
-        options["sparse"] = ContentRule(kinds["block_size"], 0.05)
+        options["sparse"] = ContentRule(kinds["block_size"], 0.05, key_block_size=kinds.get("key_block_size", 0))
         options |= {"pooled_bias": empty(heads, dtype=FLOAT)}
     if everything:
         options |= {"key_mask": empty(1, tokens, dtype=FLOAT).detach(), "output_norm": empty(head_dim)}

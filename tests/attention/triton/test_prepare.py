@@ -6,36 +6,69 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention.layout import layout_of
+from mhla_diffusers.attention.order import content_order
 from mhla_diffusers.attention.rope import apply_rotary
 from mhla_diffusers.attention.triton.prepare import prepare
 
 
-def definition(query, key, value, angles, key_mask, grid, block, extra, number):
+def definition(query, key, value, angles, key_mask, place, rows_of_keys, number):
     """In the tensors' own type, but that rows are rounded to ``number``; all seven tensors."""
-    layout = layout_of(grid, block, extra)
-    heads, order, valid = query.shape[2], layout.order, layout.valid
+    grid, block, key_block, extra, _ = place
+    queries, keys = (layout_of(tuple(grid), size, extra) for size in (block, key_block))
     if angles is not None:
         query, key = apply_rotary(query, angles), apply_rotary(key, angles)
-    place, exists = order.long().clamp(min=0), (order >= 0).to(query.dtype)
 
-    def rows(x):
-        return (x.to(number).to(x.dtype)[:, place] * exists[:, None, None]).transpose(1, 2).flatten(0, 1)
+    def rows(x, positions):
+        """(B H, R, D) of (B, N, H, D) at positions (B H, R), 0 at -1."""
+        x = x.to(number).to(x.dtype).transpose(1, 2).flatten(0, 1)
+        found = x.gather(1, positions.long().clamp(min=0)[..., None].expand(-1, -1, x.shape[-1]))
+        return found * (positions >= 0)[..., None]
 
-    def blocks(x):
-        return x.unflatten(1, (len(valid), -1))[:, : layout.grid_blocks]
+    def blocks(x, layout):
+        return x.unflatten(1, (len(layout.valid), -1))[:, : layout.grid_blocks]
 
     mask = key_mask if key_mask is not None else query.new_ones(query.shape[:2])
-    weight = blocks((mask.to(query.dtype)[:, place] * exists).repeat_interleave(heads, 0))[..., None]
+    mask = mask.to(query.dtype)[:, :, None, None].expand(-1, -1, query.shape[2], 1)
+    weight = blocks(rows(mask, rows_of_keys), keys)
     total = weight.sum(2, keepdim=True)
     share = weight / torch.where(total > 0, total, torch.ones_like(total))
-    q, k, v = rows(query), rows(key), rows(value)
-    pooled_query = blocks(q).sum(2) / valid[: layout.grid_blocks, None]
-    mean = (blocks(k) * share).sum(2)
-    spread = ((blocks(k) - mean[:, :, None]).square() * share).sum(2)
-    return q, k, v, pooled_query, mean, (blocks(v) * share).sum(2), spread
+    q = rows(query, queries.order.expand(len(rows_of_keys), -1))
+    k, v = (rows(x, rows_of_keys) for x in (key, value))
+    pooled_query = blocks(q, queries).sum(2) / queries.valid[: queries.grid_blocks, None]
+    mean = (blocks(k, keys) * share).sum(2)
+    spread = ((blocks(k, keys) - mean[:, :, None]).square() * share).sum(2)
+    return q, k, v, pooled_query, mean, (blocks(v, keys) * share).sum(2), spread
 
 
-def make_problem(grid, block, extra, batch, heads, head_dim, dtype, mask=False, angles="shared", strides="plain"):
+def expected_rows(key, angles, key_mask, place):
+    """Positions of the rows of keys, (B H, R): the curve, sorted by content on the grid."""
+    grid, _, block, extra, by_content = place
+    layout, heads = layout_of(tuple(grid), block, extra), key.shape[2]
+    order = layout.order.long().expand(len(key), heads, -1)
+    if by_content:
+        key = key.float() if angles is None else apply_rotary(key.float(), angles)
+        mask = torch.ones(len(key), key.shape[1]) if key_mask is None else key_mask
+        on_grid = layout.order[: layout.grid_blocks * block].long()
+        exists = (mask[:, on_grid.clamp(min=0)] > 0) & (on_grid >= 0)
+        sorted_rows = content_order(key.transpose(1, 2)[:, :, on_grid.clamp(min=0)], exists, block)
+        order = torch.cat([order.gather(2, sorted_rows), order[..., len(on_grid) :]], dim=2)
+    return order.flatten(0, 1)
+
+
+def make_problem(
+    grid,
+    block,
+    extra,
+    batch,
+    heads,
+    head_dim,
+    dtype,
+    key_block=None,
+    content=True,
+    mask=False,
+    angles="shared",
+    strides="plain",
+):
     torch.manual_seed(0)
     tokens = torch.Size(grid).numel() + extra
     if strides == "fused":
@@ -49,7 +82,7 @@ def make_problem(grid, block, extra, batch, heads, head_dim, dtype, mask=False, 
         angle = torch.randn(1 if angles == "shared" else batch, tokens, 1, head_dim // 2)
         table = torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
     key_mask = torch.rand(batch, tokens) * (torch.rand(batch, tokens) < 0.8) if mask else None
-    return [*inputs, table, key_mask, grid, block, extra]
+    return [*inputs, table, key_mask, (list(grid), block, key_block or block, extra, content)]
 
 
 def assert_near(got, in_pytorch, truth, dtype):
@@ -63,16 +96,18 @@ def assert_near(got, in_pytorch, truth, dtype):
 
 def check(problem):
     """Forward and backward; returns what the forward wrote."""
-    dtype = problem[0].dtype
+    dtype, place = problem[0].dtype, problem[5]
     inputs = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in problem[:3]]
-    found = prepare(*inputs, *problem[3:5], list(problem[5]), *problem[6:])
+    *found, positions = prepare(*inputs, *problem[3:5], *place)
+    positions_expected = expected_rows(problem[1], *problem[3:])
+    assert torch.equal(positions.long(), positions_expected)
     upstream = [torch.randn(found[i].shape).to(dtype) for i in (0, 1, 2, 4, 5)]
     outputs, gradients = [], []
     for wide, number in ((torch.float32, dtype), (torch.float64, torch.float64)):
         leaves = [x.detach().to(wide, copy=True).requires_grad_() for x in problem[:3]]
-        others = [None if x is None else x.to(wide) for x in problem[3:5]]
-        outputs.append(definition(*leaves, *others, *problem[5:], number))
-        differentiable = [definition(*leaves, *others, *problem[5:], wide)[i] for i in (0, 1, 2, 4, 5)]
+        others = [*(None if x is None else x.to(wide) for x in problem[3:5]), place, positions_expected]
+        outputs.append(definition(*leaves, *others, number))
+        differentiable = [definition(*leaves, *others, wide)[i] for i in (0, 1, 2, 4, 5)]
         gradients.append(torch.autograd.grad(differentiable, leaves, [x.to(wide) for x in upstream]))
     assert_near(found, *outputs, dtype)
     assert_near(torch.autograd.grad([found[i] for i in (0, 1, 2, 4, 5)], inputs, upstream), *gradients, dtype)
@@ -81,6 +116,15 @@ def check(problem):
 
 CASES = {
     "bfloat16": {"block": 64, "heads": 5, "head_dim": 32, "dtype": torch.bfloat16},
+    "keys in 32": {"block": 128, "key_block": 32, "heads": 1, "head_dim": 24, "dtype": torch.float32, "mask": True},
+    "along the curve": {
+        "block": 64,
+        "key_block": 16,
+        "heads": 2,
+        "head_dim": 16,
+        "dtype": torch.float32,
+        "content": False,
+    },
     "float16, masked": {"block": 16, "heads": 2, "head_dim": 16, "dtype": torch.float16, "mask": True},
     "float32, angles by sample": {"block": 16, "heads": 2, "head_dim": 64, "dtype": torch.float32, "angles": "own"},
     "padded channels": {"block": 32, "heads": 3, "head_dim": 72, "dtype": torch.bfloat16, "strides": "fused"},
@@ -103,13 +147,20 @@ def test_forward_and_backward(case):
     heads=st.integers(1, 2),
     head_dim=st.sampled_from([2, 16, 18]),
     mask=st.booleans(),
+    block=st.sampled_from([16, 32]),
 )
-def test_any_size(grid, extra, heads, head_dim, mask):
-    check(make_problem(tuple(grid), 16, extra, 1, heads, head_dim, torch.float32, mask))
+def test_any_size(grid, extra, heads, head_dim, mask, block):
+    check(make_problem(tuple(grid), block, extra, 1, heads, head_dim, torch.float32, 16, mask=mask))
+
+
+def test_several_stretches_and_equal_keys():
+    problem = make_problem((600,), 64, 0, 2, 1, 8, torch.float32, mask=True)
+    problem[1] = problem[1].round()
+    check(problem)
 
 
 def test_blocks_without_weight_are_zero_and_pass_no_gradient_on():
-    problem = make_problem((25,), 16, 0, 1, 2, 16, torch.float32, mask=True)
+    problem = make_problem((25,), 16, 0, 1, 2, 16, torch.float32, content=False, mask=True)
     problem[4][0, layout_of((25,), 16).order[16:25].long()] = 0.0
     for pooled in check(problem)[4:]:
         assert (pooled[:, 1] == 0).all() and (pooled[:, 0] != 0).any()

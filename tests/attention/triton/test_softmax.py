@@ -68,7 +68,7 @@ def listed_problem(
         bias = torch.rand(1, blocks * rows).log().where(torch.rand(1, blocks * rows) < 0.7, -math.inf)
         bias[:, :rows] = -math.inf
     bias[:, ~exists] = -math.inf
-    indices = torch.rand(groups * query_blocks, blocks).argsort(1)[:, :width].int()
+    indices = torch.rand(groups * query_blocks, blocks).argsort(1)[:, :width].sort(1).values.int()
     width = indices.shape[1]
     counts = torch.randint(0, width + 1, (len(indices),), dtype=torch.int32)
     counts[0], counts[-1] = 0, width
