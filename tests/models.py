@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import (
-    DiTTransformer2DModel,
-    SanaTransformer2DModel,
-    WanTransformer3DModel,
-    WanVACETransformer3DModel,
-)
+from diffusers import DiTTransformer2DModel, SanaTransformer2DModel, WanTransformer3DModel, WanVACETransformer3DModel
 from torch import nn
 
 from mhla_diffusers import apply_mhla
@@ -134,14 +129,7 @@ FAMILIES = {
         sana_qk_norm, latents=(4, 8, 8), ragged=(4, 7, 5), ragged_grid=(7, 5), self_attentions=3, **_IMAGE
     ),
     # diffusers' DiT takes square latents only
-    "dit": ModelCase(
-        dit,
-        latents=(4, 16, 16),
-        ragged=(4, 14, 14),
-        ragged_grid=(7, 7),
-        self_attentions=4,
-        **_IMAGE,
-    ),
+    "dit": ModelCase(dit, latents=(4, 16, 16), ragged=(4, 14, 14), ragged_grid=(7, 7), self_attentions=4, **_IMAGE),
 }
 """Every model that can be patched, by name."""
 

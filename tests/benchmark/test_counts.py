@@ -6,13 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark.counts import (
-    ATTENTION,
-    PARTS,
-    ceilings,
-    count_forward,
-    count_parts,
-)
+from mhla_diffusers.benchmark.counts import ATTENTION, PARTS, ceilings, count_forward, count_parts
 from mhla_diffusers.benchmark.models import (
     Size,
     build_transformer,

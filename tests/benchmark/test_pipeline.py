@@ -6,15 +6,7 @@ import torch
 import mhla_diffusers as mhla
 from mhla_diffusers import is_patched
 from mhla_diffusers.benchmark.operation import CONTENT
-from mhla_diffusers.benchmark.pipeline import (
-    PARTS,
-    UNPATCHED,
-    WHOLE,
-    choose_pipeline,
-    frames_of,
-    patched,
-    similarities,
-)
+from mhla_diffusers.benchmark.pipeline import PARTS, UNPATCHED, WHOLE, choose_pipeline, frames_of, patched, similarities
 from mhla_diffusers.benchmark.transformer import LINEAR_KINDS
 from mhla_diffusers.patching import require_patched
 from mhla_diffusers.patching.few_step_scheduler import FewSteps

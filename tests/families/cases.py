@@ -148,8 +148,7 @@ def pipeline(kind: str, components: Callable[[], Mapping[str, Any]], **config: A
 
 _auraflow = pipeline("AuraFlowPipeline", lambda: {**t5_text(), "vae": kl_autoencoder(), "scheduler": flow(shift=1.73)})
 _chroma = pipeline(
-    "ChromaPipeline",
-    lambda: {**t5_text(), "vae": half_autoencoder(0.1), "scheduler": flow(use_dynamic_shifting=True)},
+    "ChromaPipeline", lambda: {**t5_text(), "vae": half_autoencoder(0.1), "scheduler": flow(use_dynamic_shifting=True)}
 )
 _flux = pipeline(
     "FluxPipeline",

@@ -25,11 +25,7 @@ def places(picture: int, height: int, width: int) -> torch.Tensor:
 
 def with_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {
-        **flux.inputs(),
-        "img_ids": ids,
-        "hidden_states": torch.randn(2, ids.shape[-2], 16, generator=generator),
-    }
+    return {**flux.inputs(), "img_ids": ids, "hidden_states": torch.randn(2, ids.shape[-2], 16, generator=generator)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -98,11 +98,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
     "hunyuan_video, beside": (lambda: _hunyuan_video(**_BESIDE), _HUNYUAN, lambda x: x[:, 4:]),
     "skyreels_v1": (_skyreels_v1, {**_HUNYUAN, "prompt_template": _PLAIN_TEMPLATE}, lambda x: x[:, 4:]),
     "cogvideox": (lambda: _cogvideox("cogvideox", False), _COG, lambda x: x[:, :, 4:]),
-    "cogvideox1.5": (
-        lambda: _cogvideox("cogvideox_two_frames", True, ofs_embed_dim=8),
-        _COG,
-        lambda x: x[:, :, 4:],
-    ),
+    "cogvideox1.5": (lambda: _cogvideox("cogvideox_two_frames", True, ofs_embed_dim=8), _COG, lambda x: x[:, :, 4:]),
     "ltx": (_ltx, {**_TOLD, "num_frames": _FRAMES, "frame_rate": 25}, lambda x: x[:, : 4 * 6]),
     "ltx2": (
         _ltx2,

@@ -39,11 +39,7 @@ def told_by(places: torch.Tensor, seed: int = 1) -> dict[str, Any]:
 
 
 GRID = [0.0, 1.0, 9.0, 17.0]
-WITH_CONDITIONS = {
-    "none": [GRID],
-    "one frame": [[12.0], GRID],
-    "two pieces": [[8.0, 16.0], [24.0], GRID],
-}
+WITH_CONDITIONS = {"none": [GRID], "one frame": [[12.0], GRID], "two pieces": [[8.0, 16.0], [24.0], GRID]}
 conditions = pytest.mark.parametrize("pieces", WITH_CONDITIONS.values(), ids=WITH_CONDITIONS)
 
 

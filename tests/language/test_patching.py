@@ -308,10 +308,7 @@ def test_threads_do_not_disturb_each_other():
 
     def work(index):
         found[index] = [
-            torch.cat(
-                [logits(model, part, past_key_values=cache) for part in texts[index].split(3, dim=1)],
-                dim=1,
-            )
+            torch.cat([logits(model, part, past_key_values=cache) for part in texts[index].split(3, dim=1)], dim=1)
             for cache in (mhla.MHLACache(model), mhla.MHLACache(model))
         ]
 

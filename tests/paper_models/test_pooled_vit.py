@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    DeiTConfig,
-    DeiTForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTModel,
-)
+from transformers import DeiTConfig, DeiTForImageClassification, ViTConfig, ViTForImageClassification, ViTModel
 from transformers.models.vit.modeling_vit import ViTAttention
 
 from mhla_diffusers import apply_mhla

@@ -17,18 +17,11 @@ from ..forking import CONTEXT
 from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from .models import dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 
-_FAMILIES = {
-    "wan": (tiny_wan, wan_data),
-    "sana": (tiny_sana, sana_data),
-    "dit": (tiny_dit, dit_data),
-}
+_FAMILIES = {"wan": (tiny_wan, wan_data), "sana": (tiny_sana, sana_data), "dit": (tiny_dit, dit_data)}
 
 
 def start_training(
-    config: TrainingConfig,
-    resume: str | None = None,
-    environment: dict[str, str] | None = None,
-    family: str = "wan",
+    config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None, family: str = "wan"
 ) -> BaseProcess:
     """Begin to train a tiny patched model; the process exits with 0 when finished, 143 when stopped."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)

@@ -32,10 +32,7 @@ OF_PATCHES = [model for family in families() if family.kind == "vision" for mode
 
 @pytest.mark.parametrize(
     ("model", "kind", "paper"),
-    [
-        (models()["deit-s-16"], "softmax", "DeiT-S, softmax"),
-        (CLASSIFIERS["vlt-t"], MHLA, "MHLA-VLT-T"),
-    ],
+    [(models()["deit-s-16"], "softmax", "DeiT-S, softmax"), (CLASSIFIERS["vlt-t"], MHLA, "MHLA-VLT-T")],
 )
 def test_what_is_measured_are_the_papers_models(model, kind, paper):
     """Multiply-adds of a forward of one picture of 224 pixels, and parameters."""
