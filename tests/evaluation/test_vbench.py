@@ -88,7 +88,7 @@ def test_augmented_prompts_are_generated_and_the_file_keeps_the_original(tmp_pat
         Sample("a cat and 0 dogs-1.mp4", "long form 75"),
     ]
     (tmp_path / "augmented.txt").write_text("one line")
-    with pytest.raises(ValueError, match="1 lines, but the suite has 946 entries with 944 distinct"):
+    with pytest.raises(ValueError, match="1 lines, .* 946 entries with 944 "):
         read_augmented(tmp_path / "augmented.txt", entries)
 
 
@@ -182,7 +182,7 @@ def test_dimensions_run_one_by_one_and_go_on_after_a_failure(given, monkeypatch)
 
 def test_missing_videos_are_named_before_any_work(given):
     (given["videos"] / "scene prompt-3.mp4").unlink()
-    with pytest.raises(ValueError, match="lacks 1 videos of scene, color, for example 'scene prompt-3.mp4'"):
+    with pytest.raises(ValueError, match="1 videos of scene, color, .*'scene prompt-3.mp4'"):
         next(run_vbench(**given))
     assert not given["output"].exists()
 
@@ -200,7 +200,7 @@ def test_flickering_is_evaluated_on_what_the_static_filter_has_left(given, tmp_p
     filtered = tmp_path / "filtered_videos"
     filtered.mkdir()
     chosen = {**given, "dimensions": ("scene", "temporal_flickering"), "flickering": filtered}
-    with pytest.raises(ValueError, match="holds no videos of temporal_flickering; give the folder filtered_videos"):
+    with pytest.raises(ValueError, match="temporal_flickering; .* filtered_videos"):
         next(run_vbench(**chosen))
     for number in range(3):
         (filtered / f"a still frame-{number}.mp4").touch()

@@ -70,7 +70,7 @@ def test_folder_of_the_pipeline_can_be_chosen_as_a_model(tmp_path: Any) -> None:
 
 def test_a_family_is_known_once_it_is_registered_and_again() -> None:
     """As a notebook registers it when its cell is run again; another class of its name is refused."""
-    with pytest.raises(ValueError, match=r"CogView3PlusTransformer2DModel is not supported.*register_family\(\)"):
+    with pytest.raises(ValueError, match=r"CogView3PlusTransformer2DModel .*register_family\(\)"):
         mhla.apply_mhla(CASE.transformer())
 
     def cell() -> families.Family:
@@ -84,5 +84,5 @@ def test_a_family_is_known_once_it_is_registered_and_again() -> None:
     register_family(first)
     register_family(second)
     assert get_family(CASE.transformer()) is second
-    with pytest.raises(ValueError, match=r"'cogview3plus' is already registered by .*AgainFamily.*CogView3PlusFamily"):
+    with pytest.raises(ValueError, match="'cogview3plus' .*AgainFamily.*CogView3PlusFamily"):
         register_family(CogView3PlusFamily())

@@ -123,10 +123,10 @@ def test_a_fresh_model_changes_nothing_in_its_blocks_and_predicts_zero():
 
 def test_narrow_queries_and_keys_are_refused_with_the_way_out():
     model = transformer(expand_k=0.5)
-    with pytest.raises(ValueError, match=r"0\.5 of the width of its values .* DiGTransformer2DModel\(expand_k=1\.0"):
+    with pytest.raises(ValueError, match=r"0\.5 .* DiGTransformer2DModel\(expand_k=1\.0"):
         mhla.apply_mhla(model)
     assert not mhla.mhla_layers(model)
-    with pytest.raises(ValueError, match="expand_k=0.3 gives queries and keys 7 channels, which 2 heads do not divide"):
+    with pytest.raises(ValueError, match="expand_k=0.3 .* 7 channels, .* 2 heads"):
         transformer(expand_k=0.3)
 
 
@@ -139,7 +139,7 @@ def test_what_dig_does_not_take_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             output(model, arguments | changed)
-    with pytest.raises(ValueError, match="approximates softmax attention, and the own attention of .* is gated linear"):
+    with pytest.raises(ValueError, match="gated linear"):
         mhla.apply_mhla(model, **BLOCKS, sparse="content")
 
 
@@ -207,5 +207,5 @@ def test_a_pipeline_is_saved_and_loaded(tmp_path, monkeypatch):
 
 def test_no_matrix_is_told_of_gated_linear_attention():
     model = transformer()
-    with pytest.raises(ValueError, match="Gated linear attention of the 'dig' family has no matrix of weights"):
+    with pytest.raises(ValueError, match="'dig'"):
         attention_matrices(model, TransformerCall((), CASE.inputs()))

@@ -42,7 +42,7 @@ def test_another_picture_is_refused(others):
     """As Flux Kontext has; also where the tokens of both would fill a grid that reaches as far as they do."""
     arguments = with_ids(torch.cat([places(0, 4, 2), places(1, *others)]))
     model = mhla.apply_mhla(flux.transformer(), **SETTINGS)
-    with pytest.raises(ValueError, match=r"not one picture.*Flux Kontext.*remove_mhla\(pipe\)"):
+    with pytest.raises(ValueError, match=r"Flux Kontext.*remove_mhla\(pipe\)"):
         output(model, arguments)
     assert output(mhla.remove_mhla(model), arguments).isfinite().all()
 

@@ -43,7 +43,7 @@ def test_reference_pictures_are_refused():
     own = Flux2Pipeline._prepare_latent_ids(LATENTS)
     for sizes in ([(7, 5)], [(2, 2), (1, 3)]):
         others = Flux2Pipeline._prepare_image_ids([torch.zeros(1, 16, *size) for size in sizes])
-        with pytest.raises(ValueError, match=r"not one picture.*Flux\.2 with reference pictures.*remove_mhla\(pipe\)"):
+        with pytest.raises(ValueError, match=r"Flux\.2 .*remove_mhla\(pipe\)"):
             FAMILY.grid_of_arguments(None, {"img_ids": torch.cat([own, others.expand(2, -1, -1)], dim=1)})
 
 

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from diffusers import DDPMScheduler, HunyuanDiT2DModel
+from diffusers import HunyuanDiT2DModel
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families.hunyuan_dit import HunyuanDiTFamily
-from mhla_diffusers.families.processes import VelocityDDPM
 
 from ..models import assert_changed, output, relative_change, seeded
 from .cases import case_of
@@ -44,18 +43,3 @@ def test_a_model_without_rope_tables():
     expected = output(model, arguments)
     mhla.apply_mhla(model, blocks=(1, 1), sparse="content", density=1.0)
     assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
-
-
-def test_process_is_that_of_the_scheduler():
-    scheduler = CASE.pipeline().scheduler
-    assert isinstance(scheduler, DDPMScheduler)
-    process = HunyuanDiTFamily().process(CASE.transformer(), 3.0)
-    assert isinstance(process, VelocityDDPM)
-    torch.testing.assert_close(process.signal.float(), scheduler.alphas_cumprod, rtol=1e-5, atol=1e-7)
-    latents, noise = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    batch = process.make_batch(latents, noise, torch.tensor([0.1, 0.5, 0.999]), {})
-    expected = scheduler.add_noise(latents, noise, batch.time)
-    torch.testing.assert_close(batch.hidden_states, expected, rtol=1e-5, atol=1e-5)
-    velocity = scheduler.get_velocity(latents, noise, batch.time)
-    assert process.loss(velocity, batch).max() < 1e-10
-    assert process.loss(velocity + 1, batch).min() > 0.9

@@ -217,7 +217,7 @@ def test_encoded_clips_are_what_the_pipeline_decodes(name: str) -> None:
 def test_a_transformer_of_other_channels_is_refused() -> None:
     pipe = _wan_pipeline()
     pipe.transformer.register_to_config(in_channels=52)
-    with pytest.raises(ValueError, match="takes 52 channels, not the 16 of latents or the 36 with a first frame"):
+    with pytest.raises(ValueError, match="52 channels, .* 16 .* 36 "):
         get_family(pipe.transformer).encode_pixels(pipe, torch.zeros(1, 3, 5, 16, 16))
 
 

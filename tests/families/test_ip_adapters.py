@@ -106,7 +106,7 @@ def test_where_every_layer_has_an_adapter_it_must_go():
     pipe = PIPELINES["sd3"]()
     load_into_sd3(pipe)
     expected = image(pipe, "sd3")
-    with pytest.raises(ValueError, match=r"attn run SD3IPAdapterJointAttnProcessor2_0.*Take the adapter away first"):
+    with pytest.raises(ValueError, match="SD3IPAdapterJointAttnProcessor2_0"):
         mhla.apply_mhla(pipe, **plain("sd3"))
     assert torch.equal(image(pipe, "sd3"), expected)
     pipe.unload_ip_adapter()

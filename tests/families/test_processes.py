@@ -1,18 +1,23 @@
-import math
+"""Noise, times and losses against those of diffusers' schedulers."""
 
+import math
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
 import pytest
 import torch
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from torch.distributions import Normal, kl_divergence
 
-from mhla_diffusers.families import FlowMatching, LearnedVarianceDDPM, get_family
+from mhla_diffusers.families import FlowMatching, LearnedVarianceDDPM, get_family, trained_family
 from mhla_diffusers.families.processes import VelocityDDPM
 
 from ..training.models import tiny_dit, tiny_sana, tiny_wan
+from .cases import case_of
 
 
 def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     place = torch.tensor([0, 400, 900])
     unshifted = 1 - place / 1000
@@ -31,8 +36,6 @@ def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
 
 def test_reversed_flow_matching_counts_what_is_left_of_the_noise() -> None:
     """The same times as those of diffusers' scheduler, told as 1000 (1 − σ), or scaled as 1 − σ."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
     scheduler, quantile = FlowMatchEulerDiscreteScheduler(shift=3.0), torch.tensor([0.1, 0.5, 0.9])
     forwards, backwards = FlowMatching(shift=3.0), FlowMatching(shift=3.0, is_reversed=True)
     assert backwards.time_at(quantile).equal(forwards.time_at(quantile))
@@ -60,8 +63,6 @@ def test_logit_normal_times() -> None:
 
 
 def test_ddpm_noises_as_diffusers_does() -> None:
-    from diffusers import DDPMScheduler
-
     scheduler = DDPMScheduler(num_train_timesteps=1000, beta_start=1e-4, beta_end=0.02, beta_schedule="linear")
     latents, noise = torch.randn(2, 4, 4, 8, 8)
     time = torch.tensor([0, 1, 500, 999])
@@ -70,8 +71,6 @@ def test_ddpm_noises_as_diffusers_does() -> None:
 
 
 def test_variational_bound_is_the_divergence_of_the_posteriors() -> None:
-    from diffusers import DDPMScheduler
-
     process = LearnedVarianceDDPM()
     latents, noise, wrong = torch.randn(3, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     batch = process.make_batch(latents, noise, torch.tensor([0.3005]), {})
@@ -133,14 +132,19 @@ def test_process_of_each_family() -> None:
         assert isinstance(get_family(transformer).process(transformer, 5.0), process)
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_velocity_is_that_of_diffusers_scheduler(shift: float) -> None:
-    from diffusers import CogVideoXDDIMScheduler
+def _of_cogvideox(shift: float) -> tuple[Any, VelocityDDPM]:
+    settings = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "snr_shift_scale": shift}
+    return diffusers.CogVideoXDDIMScheduler(**settings), VelocityDDPM(snr_shift=shift)
 
-    scheduler = CogVideoXDDIMScheduler(
-        prediction_type="v_prediction", rescale_betas_zero_snr=True, snr_shift_scale=shift
-    )
-    process = VelocityDDPM(snr_shift=shift)
+
+def _of_hunyuan_dit() -> tuple[Any, VelocityDDPM]:
+    pipe = case_of("hunyuan_dit").pipeline()
+    return pipe.scheduler, trained_family(pipe.transformer).process(pipe.transformer, 3.0)
+
+
+@pytest.mark.parametrize("make", [lambda: _of_cogvideox(1.0), lambda: _of_cogvideox(3.0), _of_hunyuan_dit])
+def test_velocity_is_that_of_diffusers_scheduler(make: Callable[[], tuple[Any, VelocityDDPM]]) -> None:
+    scheduler, process = make()
     latents, noise = torch.randn(2, 5, 4, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     time = torch.tensor([0, 1, 500, 998, 999])
     batch = process.make_batch(latents, noise, (time + 0.5) / 1000, {})
@@ -148,7 +152,7 @@ def test_velocity_is_that_of_diffusers_scheduler(shift: float) -> None:
     # amplitudes are float32
     expected = scheduler.add_noise(latents, noise, time)
     torch.testing.assert_close(batch.hidden_states, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(batch.hidden_states[-1], noise[-1])
+    assert torch.equal(batch.hidden_states[-1], noise[-1]) == (process.signal[-1] == 0)
     velocity = scheduler.get_velocity(latents, noise, time)
     assert process.loss(velocity, batch).max() < 1e-10
     torch.testing.assert_close(process.loss(velocity + 0.5, batch), torch.full((5,), 0.25), rtol=1e-4, atol=0)

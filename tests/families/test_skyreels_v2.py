@@ -91,7 +91,7 @@ def test_softmax_in_one_frame_block_is_the_masked_attention() -> None:
 def test_a_mask_of_other_blocks_than_the_patch_is_refused() -> None:
     model, arguments = FORCING_CASE.transformer(), FORCING_CASE.inputs()
     mhla.apply_mhla(model, blocks=(4, 2, 3), **(_CAUSAL | {"block_length": 1}))
-    with pytest.raises(ValueError, match=r"blocks of 2 latent frames.*block_length=1.*block_length=2"):
+    with pytest.raises(ValueError, match="block_length=1.*block_length=2"):
         output(model, arguments)
 
 
@@ -100,7 +100,7 @@ def test_a_mask_that_is_not_block_causal_is_refused() -> None:
     mhla.apply_mhla(model, blocks=(2, 2, 3), **_CAUSAL)
     later = torch.ones(96, 96, dtype=torch.bool).triu()[None, None]
     model.blocks[0].attn1.register_forward_pre_hook(lambda _, args: (*args[:2], later, *args[3:]))
-    with pytest.raises(ValueError, match=r"not block-causal over 4 frames"):
+    with pytest.raises(ValueError, match="4 frames"):
         output(model, arguments)
 
 

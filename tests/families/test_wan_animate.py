@@ -46,7 +46,7 @@ def test_pose_and_face_of_a_sample_are_used_and_else_there_are_none() -> None:
 def test_files_with_captions_alone_are_refused() -> None:
     pipe = CASE.pipeline()
     family = get_family(pipe.transformer)
-    with pytest.raises(ValueError, match="videos of a pose and a face.*InMemoryData"):
+    with pytest.raises(ValueError, match="InMemoryData"):
         family.encode_pixels(pipe, torch.zeros(1, 3, 5, 16, 16))
-    with pytest.raises(ValueError, match="must be given image, pose_video, face_video beside prompts"):
+    with pytest.raises(ValueError, match="image, pose_video, face_video"):
         family.call(pipe, ["a cat"], [torch.Generator().manual_seed(0)])

@@ -138,7 +138,7 @@ def test_a_cache_that_cannot_go_on_is_to_be_reset():
     with pytest.raises(KeyboardInterrupt):
         logits(model, ids[:, 20:], past_key_values=cache)
     handle.remove()
-    with pytest.raises(ValueError, match=r"last call .* failed .* 20 or 40 tokens; reset\(\)"):
+    with pytest.raises(ValueError, match=r"20 or 40 tokens; reset\(\)"):
         logits(model, ids[:, 20:], past_key_values=cache)
     cache.reset()
     torch.testing.assert_close(logits(model, ids, past_key_values=cache), logits(model, ids), **ROUNDING)
@@ -152,7 +152,7 @@ def test_a_cache_of_another_model_is_refused():
     cache = MHLACache(model)
     mhla.remove_mhla(other)
     torch.testing.assert_close(logits(other, text(), past_key_values=cache), logits(llama(), text()))
-    with pytest.raises(ValueError, match="does not run MHLA in the layers that it was made for"):
+    with pytest.raises(ValueError, match="the layers that it was made for"):
         logits(other, text(length=1), past_key_values=cache)
     cache = MHLACache(patch(other, layers=[1]))
     mhla.change_mhla(other, layers=[0, 1])

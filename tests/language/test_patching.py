@@ -151,7 +151,7 @@ def test_a_text_longer_than_the_blocks_goes_on_by_the_rule():
 def test_an_implementation_that_is_set_after_the_patch_is_noticed():
     model = patched()
     model.config._attn_implementation = "eager"
-    with pytest.raises(ValueError, match="implementation has been set to 'eager' since.*remove_mhla"):
+    with pytest.raises(ValueError, match="'eager' .*remove_mhla"):
         logits(model, text())
     mhla.remove_mhla(model)
     assert model.config._attn_implementation == "eager"
@@ -252,9 +252,9 @@ def test_a_wrapped_model_is_named_wherever_it_is_given(tmp_path):
         lambda given: mhla.save_mhla(given, tmp_path / "wrapped"),
     )
     for call in (*calls, lambda given: mhla.mhla_disabled(given).__enter__()):
-        with pytest.raises(ValueError, match=r"wrapped in PEFT's PeftModel.*transformer\.get_base_model\(\)"):
+        with pytest.raises(ValueError, match=r"PeftModel.*transformer\.get_base_model\(\)"):
             call(wrapped)
-        with pytest.raises(ValueError, match=r"TextGenerationPipeline has its LlamaForCausalLM.*pipe\.model"):
+        with pytest.raises(ValueError, match=r"TextGenerationPipeline .*pipe\.model"):
             call(TextGenerationPipeline(model, tokenizer=words()))
     mhla.save_mhla(wrapped.get_base_model(), tmp_path)
     expected = logits(model, text())

@@ -77,9 +77,7 @@ def test_it_is_saved_trained_and_looked_at_like_transformers_models(tmp_path):
 def test_positions_are_interpolated_to_sides_that_differ():
     model = pooled()
     wide = pictures(32, 64)
-    with pytest.raises(
-        ValueError, match="32 x 64 pixels and the configuration's have 32 x 32.*interpolate_pos_encoding"
-    ):
+    with pytest.raises(ValueError, match="32 x 64 .* 32 x 32.*interpolate_pos_encoding"):
         model(wide)
     assert torch.equal(logits(model, pictures(32, 32), interpolate_pos_encoding=True), logits(model, pictures(32, 32)))
     turned = logits(model, wide.mT, interpolate_pos_encoding=True)

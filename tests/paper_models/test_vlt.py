@@ -210,6 +210,6 @@ def first_stage(**settings):
 def test_a_model_with_mhla_built_in_cannot_be_patched(tmp_path):
     model = tiny_vlt()
     for use in (mhla.apply_mhla, lambda given: mhla.save_mhla(given, tmp_path / "patch")):
-        with pytest.raises(ValueError, match=r"VLTForImageClassification has MHLA built in \(2 layers.*VLTConfig"):
+        with pytest.raises(ValueError, match=r"VLTForImageClassification .*2 layers.*VLTConfig"):
             use(model)
     assert mhla.mhla_layers(tiny_vlt(mhla=[None] * 4)) == {}

@@ -240,7 +240,7 @@ def test_shipped_accelerate_configuration_is_supported(name: str, kind: str, mon
     config = _config(Path("unused"), 1)
     assert uses_fsdp2(config) == (name == "fsdp2")
     if name == "fsdp2":
-        with pytest.raises(ValueError, match="optimizer=adamw8bit does not work on sharded weights"):
+        with pytest.raises(ValueError, match="optimizer=adamw8bit"):
             uses_fsdp2(replace(config, optimizer="adamw8bit"))
 
 

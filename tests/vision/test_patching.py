@@ -77,13 +77,13 @@ def test_what_mhla_cannot_give_is_refused():
         patched("vit")(pictures(), output_attentions=True)
     model = mhla.apply_mhla(vit(attention_probs_dropout_prob=0.1), **PLAIN)
     assert output(model, pictures()).isfinite().all()
-    with pytest.raises(ValueError, match="attention_dropout=0.1 drops softmax weights"):
+    with pytest.raises(ValueError, match="attention_dropout=0.1"):
         model.train()(pictures())
     with pytest.raises(ValueError, match="pixel_values=None"):
         patched("vit")()
-    with pytest.raises(ValueError, match="width axis of the token grid has 8 tokens, too few for 9 blocks"):
+    with pytest.raises(ValueError, match="width axis .* 8 tokens, .* 9 blocks"):
         output(patched("vit", blocks=(4, 9)), pictures())
-    with pytest.raises(ValueError, match="is a vision model, which has none"):
+    with pytest.raises(ValueError, match="is a vision model"):
         mhla.audit(patched("vit"), lambda: None)
 
 
