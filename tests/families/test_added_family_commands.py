@@ -52,19 +52,9 @@ def run(*arguments) -> str:
     return ended.output
 
 
-def test_generate_and_eval_samples(model, patch, tmp_path):
-    run(
-        "generate",
-        "cogview3plus",
-        "the red dog",
-        "--model",
-        model,
-        "--patch",
-        patch,
-        "--output",
-        tmp_path / "out",
-        *SETTINGS,
-    )
+def test_generate_eval_samples_and_analyze(model, patch, tmp_path):
+    patched = ("--model", model, "--patch", patch, *SETTINGS)
+    run("generate", "cogview3plus", "the red dog", *patched, "--output", tmp_path / "out")
     (file,) = (tmp_path / "out").glob("*.png")
     assert Image.open(file).size == (64, 64)
     prompts = tmp_path / "prompts.txt"
@@ -72,22 +62,7 @@ def test_generate_and_eval_samples(model, patch, tmp_path):
     asked = ("--family", "cogview3plus", "--model", model, *SETTINGS)
     run("eval", "samples", "prompts", tmp_path / "set", prompts, *asked)
     assert len(list((tmp_path / "set").glob("*.png"))) == 2
-
-
-def test_analyze(model, patch, tmp_path):
-    shown = run(
-        "analyze",
-        "cogview3plus",
-        "a cat",
-        "--model",
-        model,
-        "--patch",
-        patch,
-        "--output",
-        tmp_path / "found",
-        *SETTINGS,
-    )
-    assert "MHLA" in shown
+    assert "MHLA" in run("analyze", "cogview3plus", "a cat", *patched, "--output", tmp_path / "found")
     assert len(json.loads((tmp_path / "found" / "analysis.json").read_text())["layers"]) == 4
 
 
@@ -109,6 +84,7 @@ def test_synthesize_and_finetune(model, tmp_path):
     prompts.write_text("a cat\nthe red dog\na blue ball\n")
     made = ("--model", model, "--prompts", prompts, "--output", tmp_path / "latents")
     run("synthesize", *made, "--size", "64x64", "--steps", "2", "--precision", "no")
+    one_step = {"steps": 1, "learning_rate": 1e-3}
     config = {
         "model": str(model),
         "data": str(tmp_path / "latents"),
@@ -118,13 +94,8 @@ def test_synthesize_and_finetune(model, tmp_path):
         "validation": {"samples": 1, "every": 1, "prompts": ["a cat"], "inference_steps": 2},
         "clip": {"frames": 1, "fps": 1, "sizes": [[64, 64]]},
         "stages": [
-            {"trainable": "attention", "objectives": {"transfer": 1.0}, "steps": 1, "learning_rate": 1e-3},
-            {
-                "trainable": "all",
-                "objectives": {"diffusion": 1.0, "distillation": 1.0},
-                "steps": 1,
-                "learning_rate": 1e-3,
-            },
+            {"trainable": "attention", "objectives": {"transfer": 1.0}, **one_step},
+            {"trainable": "all", "objectives": {"diffusion": 1.0, "distillation": 1.0}, **one_step},
         ],
     }
     file = tmp_path / "config.yaml"

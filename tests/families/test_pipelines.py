@@ -15,27 +15,9 @@ from .cases import Case as FamilyCase
 from .cases import case_of, output
 
 NAMES = (
-    "auraflow",
-    "chroma",
-    "cogvideox",
-    "cogvideox_two_frames",
-    "cogview4",
-    "flux",
-    "flux2",
-    "hunyuan_dit",
-    "hunyuan_video",
-    "hunyuan_video15",
-    "latte",
-    "ltx",
-    "ltx2",
-    "lumina2",
-    "mochi",
-    "pixart",
-    "pixart_sigma",
-    "qwenimage",
-    "sana_video",
-    "sd3",
-    "z_image",
+    *("auraflow", "chroma", "cogvideox", "cogvideox_two_frames", "cogview4", "flux", "flux2", "hunyuan_dit"),
+    *("hunyuan_video", "hunyuan_video15", "latte", "ltx", "ltx2", "lumina2", "mochi", "pixart", "pixart_sigma"),
+    *("qwenimage", "sana_video", "sd3", "z_image"),
 )
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""

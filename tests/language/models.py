@@ -22,18 +22,9 @@ ROUNDING = {"rtol": 1e-4, "atol": 2e-5}
 
 def llama(cls: type = LlamaForCausalLM, **settings: Any) -> Any:
     """Three layers, four heads that share two of keys, and a vocabulary of 64."""
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-    }
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     return seeded(cls, config=LlamaConfig(**(sizes | settings)))
 
 

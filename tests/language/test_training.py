@@ -19,14 +19,8 @@ from .models import llama, logits, patch, text
 
 language = script("language")
 SHIPPED = sorted(CONFIGS.glob("language-*.yaml"))
-MODEL = {
-    "vocab_size": 256,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "eos_token_id": None,
-}
+MODEL = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+MODEL |= {"num_attention_heads": 2, "eos_token_id": None}
 MHLA = {"blocks": [4], "block_length": 8, "causal": "token", "rope": "before"}
 OF_THE_HUB = {"name": "a/b", "tokenizer": "c/d"}
 

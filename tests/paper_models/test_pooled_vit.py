@@ -11,15 +11,8 @@ from mhla_diffusers.models import PooledViTConfig, PooledViTForImageClassificati
 from ..models import seeded
 from .shared import pictures
 
-SIZE = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 5,
-}
+SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SIZE |= {"image_size": 32, "patch_size": 8, "num_labels": 5}
 
 
 def pooled(**settings):

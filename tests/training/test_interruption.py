@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,27 +27,13 @@ PATCH = MHLAConfig(blocks=(2, 2, 2))
 
 
 def _config(output: Path, steps: int = 30) -> TrainingConfig:
+    both = ObjectiveWeights(diffusion=1.0, distillation=1.0)
     stages = (
         StageConfig(steps // 3, 1e-3, "mhla", ObjectiveWeights(transfer=1.0)),
-        StageConfig(
-            steps - steps // 3,
-            1e-3,
-            "attention",
-            ObjectiveWeights(diffusion=1.0, distillation=1.0),
-            scheduler="cosine",
-            warmup_steps=3,
-        ),
+        StageConfig(steps - steps // 3, 1e-3, "attention", both, scheduler="cosine", warmup_steps=3),
     )
-    return TrainingConfig(
-        output=str(output),
-        stages=stages,
-        patch=PATCH,
-        batch_size=2,
-        gradient_accumulation=2,
-        ema_decay=0.9,
-        prompt_dropout=0.3,
-        checkpoint_every=3,
-    )
+    further: dict[str, Any] = {"gradient_accumulation": 2, "ema_decay": 0.9, "prompt_dropout": 0.3}
+    return TrainingConfig(str(output), stages, patch=PATCH, batch_size=2, checkpoint_every=3, **further)
 
 
 def _wait_for_step(output: Path, step: int, process: BaseProcess) -> None:
