@@ -135,6 +135,28 @@ def test_samples_of_a_batch_do_not_mix(name: str) -> None:
     assert_changed(batch[1], batch[0])
 
 
+TEXTS = (
+    ("encoder_hidden_states", "encoder_attention_mask"),
+    ("encoder_hidden_states", "encoder_hidden_states_mask"),
+    ("encoder_hidden_states", "attention_mask"),
+    ("encoder_hidden_states_2", "encoder_attention_mask_2"),
+)
+"""Texts in the sequence, and the names that their masks have."""
+
+
+@pytest.mark.parametrize("name", ["chroma", "hunyuan_video", "hunyuan_video15", "lumina2", "mochi", "qwenimage"])
+def test_masked_text_takes_no_part(name: str) -> None:
+    case = case_of(name)
+    model, arguments = _shaken(mhla.apply_mhla(case.transformer(), **plain(name))), case.inputs()
+    expected, other = output(model, arguments), dict(arguments)
+    for text, mask in TEXTS:
+        if mask in arguments:
+            kept = arguments[mask][:, : arguments[text].shape[1], None].bool()
+            assert not kept.all()
+            other[text] = torch.where(kept, arguments[text], 7.0)
+    assert relative_change(output(model, other), expected) < ROUNDING
+
+
 def _shaken(model: Any) -> Any:
     """A patched model whose own weights are all random."""
     with torch.no_grad():

@@ -6,8 +6,7 @@ import torch
 import mhla_diffusers as mhla
 from mhla_diffusers.families.qwenimage import QwenImageFamily
 
-from ..models import relative_change
-from .cases import ROUNDING, case_of, output, plain
+from .cases import case_of, output, plain
 from .recording import forwards
 
 qwenimage = case_of("qwenimage")
@@ -43,18 +42,6 @@ def test_text_is_cut_as_the_pipeline_cuts_it():
     call = {**qwenimage.call, "negative_prompt": None, "max_sequence_length": 2}
     found = FAMILY.encode_prompt(pipe, call["prompt"], {"max_sequence_length": 2})
     assert found["encoder_hidden_states"].equal(forwards(pipe, **call)[0]["encoder_hidden_states"][0])
-
-
-def test_text_that_is_filled_up_attends_as_text_that_is_not():
-    model, arguments = mhla.apply_mhla(qwenimage.transformer(), **plain("qwenimage")), qwenimage.inputs()
-    arguments["encoder_hidden_states_mask"] = torch.ones_like(arguments["encoder_hidden_states_mask"])
-    expected = output(model, {**arguments, "encoder_hidden_states_mask": None})
-    text, mask = arguments["encoder_hidden_states"], arguments["encoder_hidden_states_mask"]
-    filled = {
-        "encoder_hidden_states": torch.cat([text, torch.full_like(text, 3.0)], dim=1),
-        "encoder_hidden_states_mask": torch.cat([mask, torch.zeros_like(mask)], dim=1),
-    }
-    assert relative_change(output(model, {**arguments, **filled}), expected) < ROUNDING
 
 
 @pytest.mark.parametrize("pictures", [[(1, 8, 8), (1, 7, 5)], [(2, 8, 8)]], ids=["another picture", "frames"])
