@@ -8,11 +8,9 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families.hunyuan_dit import HunyuanDiTFamily
 
 from ..models import assert_changed, output, relative_change, seeded
-from .cases import case_of
+from .cases import ROUNDING, all_exact, case_of, plain
 
 CASE = case_of("hunyuan_dit")
-
-PLAIN = {"blocks": (4, 2), "sparse": "none"}
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 96), (96, 64), (128, 128)])
@@ -33,7 +31,7 @@ def test_a_model_that_is_told_no_size():
     config = {**CASE.transformer().config, "use_style_cond_and_image_meta_size": False}
     model = seeded(HunyuanDiT2DModel, **{name: x for name, x in config.items() if not name.startswith("_")})
     expected = output(model, CASE.inputs())
-    mhla.apply_mhla(model, **PLAIN)
+    mhla.apply_mhla(model, **plain("hunyuan_dit"))
     assert_changed(output(model, CASE.inputs()), expected)
 
 
@@ -41,5 +39,5 @@ def test_a_model_without_rope_tables():
     """Which its forward takes."""
     model, arguments = CASE.transformer(), {**CASE.inputs(), "image_rotary_emb": None}
     expected = output(model, arguments)
-    mhla.apply_mhla(model, blocks=(1, 1), sparse="content", density=1.0)
-    assert relative_change(output(model, arguments), expected) < 2e-5  # float32 sums in another order
+    mhla.apply_mhla(model, **all_exact("hunyuan_dit"))
+    assert relative_change(output(model, arguments), expected) < ROUNDING

@@ -9,12 +9,11 @@ from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, Traini
 from mhla_diffusers.training.estimate import estimate
 
 from ..models import relative_change
-from .cases import ROUNDING, case_of, output
+from .cases import ROUNDING, all_exact, case_of, output
 from .recording import forwards
 
 CASE = case_of("hunyuan_video15")
 
-ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
 CLIP = Clip(7, 24.0, ((16, 24),))
 
 
@@ -54,7 +53,7 @@ def test_softmax_in_place_of_mhla_with_an_image(masked):
     if masked:
         arguments["encoder_attention_mask_2"] = torch.zeros_like(arguments["encoder_attention_mask_2"])
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **ALL_LISTED)
+    mhla.apply_mhla(model, **all_exact("hunyuan_video15"))
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 

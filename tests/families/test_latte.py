@@ -11,11 +11,11 @@ from mhla_diffusers.training.checks import check_fits
 
 from ..models import assert_changed, output, relative_change
 from ..training.models import one_stage
-from .cases import case_of
+from .cases import ROUNDING, all_exact, case_of, plain
 
 CASE = case_of("latte")
 
-PLAIN = {"blocks": (4, 2), "sparse": "none"}
+PLAIN = plain("latte")
 
 
 def test_without_temporal_attentions():
@@ -24,8 +24,8 @@ def test_without_temporal_attentions():
     single = {**arguments, "hidden_states": arguments["hidden_states"][:, :, :1]}
     for changed in ({**arguments, "enable_temporal_attentions": False}, single):
         expected = output(model, changed)
-        mhla.apply_mhla(model, blocks=(1, 1), sparse="content", density=1.0)
-        assert relative_change(output(model, changed), expected) < 2e-5  # float32 sums in another order
+        mhla.apply_mhla(model, **all_exact("latte"))
+        assert relative_change(output(model, changed), expected) < ROUNDING
         mhla.remove_mhla(model)
         mhla.apply_mhla(model, **PLAIN)
         assert_changed(output(model, changed), expected)
@@ -36,12 +36,9 @@ def test_training_takes_latents_of_videos():
     model = mhla.apply_mhla(CASE.transformer(), **PLAIN)
     sample = {"latents": torch.zeros(CASE.latents)}
     check_fits(model, InMemoryData([sample]), one_stage("unused", patch={"blocks": [4, 2]}, batch_size=1))
+    picture, config = torch.zeros(4, 16, 16), one_stage("unused", patch={"blocks": [4, 2]}, batch_size=1)
     with pytest.raises(ValueError, match=r"\(4, 16, 16\), .* 4 channels and 3 "):
-        check_fits(
-            model,
-            InMemoryData([{"latents": torch.zeros(4, 16, 16)}]),
-            one_stage("unused", patch={"blocks": [4, 2]}, batch_size=1),
-        )
+        check_fits(model, InMemoryData([{"latents": picture}]), config)
 
 
 def test_measured_at_any_number_of_frames():

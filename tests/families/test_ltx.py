@@ -10,14 +10,11 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families.ltx import LTXFamily
 
 from ..models import assert_changed, output, relative_change
-from .cases import case_of
+from .cases import all_exact, case_of, plain
 
 CASE = case_of("ltx")
-CALL = CASE.call
 
-ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
-"""A patch with the attention that it replaces; of conditions as well, which are attended to with softmax anyway."""
-PLAIN = {"blocks": (2, 2, 3), "sparse": "none"}
+ALL_LISTED, PLAIN = all_exact("ltx"), plain("ltx")
 
 
 def coordinates(*frames: list[float], batch: int = 2) -> torch.Tensor:

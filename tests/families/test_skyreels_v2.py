@@ -9,13 +9,12 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
 
 from ..models import assert_changed, output, relative_change, wan
-from .cases import case_of
+from .cases import all_exact, case_of, plain
 
 CASE, FORCING_CASE = case_of("skyreels_v2"), case_of("skyreels_v2_forcing")
 FORCING_CALL = FORCING_CASE.call
 
-_PLAIN = {"blocks": CASE.blocks, "sparse": "none"}
-_ALL_LISTED = {"blocks": (1, 1, 1), "sparse": "content", "density": 1.0}
+_PLAIN, _ALL_LISTED = plain("skyreels_v2"), all_exact("skyreels_v2")
 _REFUSED = r"(?s)SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\[\.\.\.\]"
 
 

@@ -7,18 +7,16 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, get_family
 
 from ..models import assert_changed, output
-from .cases import case_of
+from .cases import case_of, plain
 
 CASE = case_of("wan_animate")
-
-_BLOCKS = {"blocks": CASE.blocks, "sparse": "none"}
 
 
 def test_sizes_are_those_of_a_segment_with_the_picture() -> None:
     pipe = CASE.pipeline()
     family, clip = get_family(pipe.transformer), Clip(9, 30.0, ((64, 96),))
     assert family.clip_arguments(pipe, clip) == {"height": 64, "width": 96, "segment_frame_length": 9}
-    mhla.apply_mhla(pipe, **_BLOCKS)
+    mhla.apply_mhla(pipe, **plain("wan_animate"))
     pipe(**{**CASE.call, **family.clip_arguments(pipe, clip)})
     assert mhla.describe(pipe)[0].grid == mhla.describe(pipe, height=64, width=96, num_frames=9)[0].grid == (4, 4, 6)
     assert family.latent_shape(pipe.transformer.config, dict(pipe.vae.config), clip) == CASE.latents
