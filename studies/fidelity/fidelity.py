@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import MHLAConfig, calibrate_sparse, change_mhla, load_mhla, mhla_layers
+from mhla_diffusers import MHLAConfig, calibrate_sparse, change_mhla, load_mhla
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import predict
@@ -35,8 +35,6 @@ DENSITIES = (0.05, 0.1, 0.15, 0.25)
 STEPS = (0.0, 0.1, 0.2, 0.3)
 """Parts of the denoising steps that keep softmax."""
 CALIBRATION_SAMPLES = 16
-_NO_LINEAR_BRANCH = -80.0
-"""log λ of a linear branch that no float32 sum sees."""
 SCENES = {"wan": 32, "dit": 200, "sana": 200}
 """As many as one core generates in about a minute."""
 
@@ -81,8 +79,8 @@ class Row:
     name: str
     settings: dict[str, Any]
     """Fields of :class:`MHLAConfig` besides blocks and block size; of an adapted patch those that change."""
-    weights: Literal["fresh", "calibrated", "sparse alone"] = "fresh"
-    """Whether λ and β are those of a fresh patch or calibrated, or there is no linear branch."""
+    is_calibrated: bool = False
+    """Whether λ and β are calibrated."""
     adapted: str | None = None
     """What comes after ``tiny-<family>-`` in the name of an adapted patch that ships."""
 
@@ -95,14 +93,11 @@ class Row:
         if config.sparse != "none":
             config = config.replace(block_size=tiny.block_size)
         pipe = adaptation.patched(config)
-        if self.weights == "calibrated":
+        if self.is_calibrated:
             # training samples, noised to equally spaced timesteps
             quantiles = (torch.arange(CALIBRATION_SAMPLES) + 0.5) / CALIBRATION_SAMPLES
             batch = adaptation.batch(pipe.transformer, range(CALIBRATION_SAMPLES), quantiles)
             calibrate_sparse(pipe, lambda: predict(pipe.transformer, batch))
-        elif self.weights == "sparse alone":
-            for layer in mhla_layers(pipe).values():
-                torch.nn.init.constant_(layer.linear_log_weight, _NO_LINEAR_BRANCH)
         return pipe
 
 
@@ -115,12 +110,13 @@ def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
     for density in DENSITIES:
         sparse = {"sparse": "content", "density": density}
         if density == DENSITIES[0]:  # what each part brings
-            yield Row("sparse alone", {**sparse, "pooled": False}, "sparse alone")
-            yield Row("sparse and pooled keys", {**sparse, "fit_pooled_bias": False}, "sparse alone")
-            yield Row("sparse and pooled keys, β fitted", sparse, "sparse alone")
-        yield Row("sparse and MHLA", sparse)
-        yield Row("sparse and MHLA, calibrated", sparse, "calibrated")
-        yield Row("sparse and MHLA, softmax in the first 20 % of steps", {**sparse, "softmax_steps": 0.2})
+            yield Row("sparse and MHLA, no pooled keys", {**sparse, "pooled": False})
+            yield Row("sparse, β = 0", {**sparse, "fit_pooled_bias": False})
+            yield Row("sparse, blocks along the curve", {**sparse, "order": "curve"})
+            yield Row("sparse and MHLA", {**sparse, "linear_branch": True})
+        yield Row("sparse", sparse)
+        yield Row("sparse and MHLA, calibrated", sparse, is_calibrated=True)
+        yield Row("sparse, softmax in the first 20 % of steps", {**sparse, "softmax_steps": 0.2})
 
 
 def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
@@ -128,7 +124,7 @@ def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
     sparse = {"sparse": "content", "density": DENSITIES[0]}
     for steps in STEPS:
         yield Row("MHLA, untrained", {"softmax_steps": steps})
-        yield Row("sparse and MHLA, untrained", {**sparse, "softmax_steps": steps})
+        yield Row("sparse, untrained", {**sparse, "softmax_steps": steps})
         yield Row("MHLA, adapted", {"softmax_steps": steps}, adapted="mhla")
         yield Row("sparse and MHLA, adapted", {"softmax_steps": steps}, adapted="exact")
 

@@ -185,7 +185,8 @@ def dinov2(path: str) -> Dinov2Model:
     for node in graph.node:  # weights of linear layers are transposed constants of MatMul nodes
         weights = [constants[x] for x in node.input if x in constants]
         if node.op_type == "MatMul" and node.name.startswith("/backbone/") and weights:
-            state[node.name[len("/backbone/") : -len("/MatMul")].replace("/", ".") + ".weight"] = weights[0].T.contiguous()
+            name = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
+            state[f"{name}.weight"] = weights[0].T.contiguous()
     positions = constants["onnx::Concat_1957"], constants["onnx::Reshape_1962"]
     state["embeddings.position_embeddings"] = torch.cat(positions, dim=1)
     state["embeddings.mask_token"] = torch.zeros(1, 384)

@@ -67,14 +67,13 @@ def test_linear_attention_is_mhla_with_every_block_alike(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_more_takes_part_the_nearer_the_pictures(monkeypatch, tmp_path):
     script = load_script("studies/fidelity/fidelity.py", monkeypatch)
-    names = ("sparse alone", "sparse and pooled keys, β fitted", "sparse and MHLA, calibrated")
+    names = ("sparse, blocks along the curve", "sparse", "sparse and MHLA, calibrated")
     monkeypatch.setattr(script, "DENSITIES", (0.1, 0.25))
     chosen = [row for row in script.rows_of(script.TINY["dit"]) if row.name in ("MHLA", *names)]
     monkeypatch.setitem(script.TABLES, "untrained", (lambda _: iter(chosen), *script.TABLES["untrained"][1:]))
     rows = untrained(script, monkeypatch, tmp_path, "dit")
-    alone, pooled, calibrated = (number(rows[name, "10%"][3]) for name in names)
-    assert calibrated < alone
-    assert pooled < min(alone, number(rows["MHLA", ""][3]))
+    along, by_content, calibrated = (number(rows[name, "10%"][3]) for name in names)
+    assert by_content < min(along, number(rows["MHLA", ""][3]))
     assert number(rows[names[2], "25%"][3]) < calibrated
     kept = files_in(tmp_path, "**/*.json")
     assert untrained(script, monkeypatch, tmp_path, "dit") == rows
