@@ -43,10 +43,10 @@ OWN_FORM = (
 FEW = ("flux", "flux2", "ltx", "latte")
 few_families = pytest.mark.parametrize("name", FEW)
 few_and_vision = pytest.mark.parametrize("name", [*FEW, *VISION])
-# what takes half a minute of each is for the long run of the tests, but for one
-every_family_slowly = pytest.mark.parametrize(
-    "name", [name if name == "flux" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+# what takes half a minute of each is for the long run of the tests, but for one; tests/patching and tests/benchmark
+# compile and count DiT, SANA and Wan
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("dit", "flux", "sana", "wan")]
+every_family_slowly = pytest.mark.parametrize("name", ["flux", *SLOW])
 either_grid = pytest.mark.parametrize("ragged", [pytest.param(False, id="even"), pytest.param(True, id="ragged")])
 
 

@@ -1,13 +1,16 @@
-"""What families say of RoPE, sizes and pictures, against diffusers' own modules."""
+"""What families say of sizes, pictures and strides of autoencoders, against diffusers' own modules."""
 
 import pytest
 import torch
+from diffusers import AutoencoderDC
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.families.models import strides_of
 
 from ..models import relative_change
-from .cases import ROUNDING, all_exact, case_of, output
+from ..pipelines import sana_pipeline, wan_pipeline
+from .cases import ROUNDING, all_exact, case_of, kl_autoencoder, output
 
 SIZES = {
     "cogvideox": [((49, 480, 720), (13, 30, 45))],
@@ -70,3 +73,32 @@ def test_image_to_video_of_hunyuan_video_15_is_not_trained():
 def test_clips_that_cannot_be(values):
     with pytest.raises(ValueError, match=next(iter(values))):
         Clip(**{"frames": 1, "fps": 1.0, "sizes": ((8, 8),), **values})
+
+
+def test_strides_are_those_of_the_autoencoder():
+    ltx = case_of("ltx").pipeline().vae
+    assert strides_of(ltx.config) == (ltx.temporal_compression_ratio, ltx.spatial_compression_ratio) == (4, 16)
+    assert strides_of({**ltx.config, "spatial_compression_ratio": 8}) == (4, 8)
+    assert strides_of(kl_autoencoder().config) == (1, 8)
+    assert isinstance(sana_pipeline().vae, AutoencoderDC)
+    assert strides_of(sana_pipeline().vae.config) == (1, sana_pipeline().vae_scale_factor)
+
+
+def test_strides_of_wan_before_they_were_told():
+    """diffusers' first configurations of it have none, and its stages are those of the later ones."""
+    config = dict(wan_pipeline().vae.config)
+    told = config.pop("scale_factor_temporal"), config.pop("scale_factor_spatial")
+    assert (
+        strides_of({**config, "dim_mult": [1, 2, 4, 4], "temperal_downsample": [False, True, True]}) == told == (4, 8)
+    )
+
+
+def test_mochi_expands_by_stages():
+    assert strides_of(case_of("mochi").pipeline().vae.config) == (6, 8)
+
+
+def test_autoencoders_without_strides_are_refused():
+    """An image's stride of frames is 1, a video's must be told."""
+    for config, of_videos, words in ((kl_autoencoder().config, True, "strides of frames"), ({}, False, "no strides")):
+        with pytest.raises(ValueError, match=f"{words}; implement strides"):
+            strides_of(config, of_videos=of_videos)
