@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention import with_lists
 from ..attention.calibrate import candidate_errors, in_float32
+from ..attention.call import UniformBlocks
 from ..attention.precision import without_autocast
 from ..config import MHLAConfig
 from ..families import get_family
@@ -294,7 +295,7 @@ def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
                 elif call.pooled_bias is not None:  # λ is fitted beside the β of this call
                     biases = call.pooled_bias.mean(dim=0)[:, None]
                 # other queries in every call: what fits some places within the blocks need not fit the others
-                blocks = layer.config.rule_on(inputs.grid)
+                blocks = call.sparse if call.sparse is not None else UniformBlocks(block_size=64, order="curve")
                 looked_at = blocks, _QUERIES, len(errors[name]), _head_projections(attn)
                 errors[name].append(candidate_errors(call, *looked_at, biases, _LINEAR_LOG_WEIGHTS))
 

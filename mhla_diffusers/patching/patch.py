@@ -92,9 +92,10 @@ def apply_mhla(
                 f"to {family.name!r}."
             )
         config = chosen.config if isinstance(chosen, Patch) else chosen or family.default_config
-        if chosen is None and "blocks" not in settings and settings.get("causal") is None:
-            settings = {"clamp_blocks": True, **settings}
-        configs[name] = config.replace(**settings)
+        config = config.replace(**settings)
+        if chosen is None and config.causal is None and not {"blocks", "clamp_blocks"} & settings.keys():
+            config = config.replace(clamp_blocks=True)
+        configs[name] = config
     if calibration is not None:
         refuse_causal(configs.values(), "calibration")
     automatic = any(is_automatic(config.layers) for config in configs.values())

@@ -216,7 +216,7 @@ def test_dry_run_counts_softmax_attention_and_what_gradient_checkpointing_saves(
         ("component=vae", ValueError, "AutoencoderKLWan"),
         ("component=transformer_2", ValueError, "'transformer_2'"),
         ("patch.blocks=[9,2,2]", ValueError, "9 blocks"),
-        ("patch.sparse=content", ValueError, "block_size=64 .* 8 tokens"),
+        ("patch={{blocks: [1, 2, 2], sparse: content, block_size: 64}}", ValueError, "block_size=64 .* 8 tokens"),
     ],
 )
 def test_bad_input_is_refused_before_weights_are_read(

@@ -37,9 +37,23 @@ def load_entries(entries, i, count, columns, BLOCK_SIZE: tl.constexpr, BLOCK_N: 
     """Key block of tile i, or of each of its columns; that of the last tile beyond it."""
     if BLOCK_SIZE >= BLOCK_N:
         entry = i // (BLOCK_SIZE // BLOCK_N)
+        return tl.load(entries + tl.maximum(tl.minimum(entry, count - 1), 0), mask=count > 0, other=0)
     else:
-        entry = i * (BLOCK_N // BLOCK_SIZE) + columns // BLOCK_SIZE
-    return tl.load(entries + tl.maximum(tl.minimum(entry, count - 1), 0), mask=entry * 0 + count > 0, other=0)
+        blocks = tl.zeros((BLOCK_N,), tl.int32)
+        for part in tl.static_range(BLOCK_N // BLOCK_SIZE):  # one number for all threads each, and no load per column
+            entry = i * (BLOCK_N // BLOCK_SIZE) + part
+            block = tl.load(entries + tl.maximum(tl.minimum(entry, count - 1), 0), mask=count > 0, other=0)
+            blocks = tl.where(columns // BLOCK_SIZE == part, block, blocks)
+        return blocks
+
+
+@triton.jit
+def load_valid(valid, j, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many keys of the block of a tile there are; of several blocks that is looked up where it matters."""
+    if BLOCK_SIZE >= BLOCK_N:
+        return tl.load(valid + j)
+    else:
+        return tl.full((), 0, tl.int32)
 
 
 @triton.jit
@@ -65,7 +79,18 @@ def load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE: tl.constexpr,
 
 @triton.jit
 def real_logits(
-    logits, bias, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+    logits,
+    bias,
+    valid,
+    j,
+    real,
+    i,
+    count,
+    extra_blocks,
+    columns,
+    scale,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Logits, -inf where a key does not count: in seldom taken branches.
 
@@ -79,7 +104,8 @@ def real_logits(
             logits = tl.where((columns < left)[None, :], logits, float("-inf"))
     elif (i + 1) * (BLOCK_N // BLOCK_SIZE) >= count - extra_blocks:
         inside = i * (BLOCK_N // BLOCK_SIZE) + columns // BLOCK_SIZE < count
-        logits = tl.where((inside & (columns % BLOCK_SIZE < real))[None, :], logits, float("-inf"))
+        inside = inside & (columns % BLOCK_SIZE < tl.load(valid + j))
+        logits = tl.where(inside[None, :], logits, float("-inf"))
     return logits
 
 
@@ -126,18 +152,18 @@ def listed_forward_kernel(
     entries = indices + block.to(tl.int64) * width
     count = tl.load(counts + block)
     j = load_entries(entries, 0, count, columns, BLOCK_SIZE, BLOCK_N)
-    real = tl.load(valid + j)
+    real = load_valid(valid, j, BLOCK_SIZE, BLOCK_N)
     for i in range(0, tiles_of(count, BLOCK_SIZE, BLOCK_N)):
         start, offsets = place_of(j, i, columns, BLOCK_SIZE, BLOCK_N)
         k = load_rows(key + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
         v = load_rows(value + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
         b = load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE, BLOCK_N)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = real_logits(logits, b, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE, BLOCK_N)
+        logits = real_logits(logits, b, valid, j, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE, BLOCK_N)
         logits = hide_later(logits, first, start, rows, columns, BLOCK_N, CAUSAL)
         top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
         j = load_entries(entries, i + 1, count, columns, BLOCK_SIZE, BLOCK_N)
-        real = tl.load(valid + j)
+        real = load_valid(valid, j, BLOCK_SIZE, BLOCK_N)
     out, log_sum = softmax_end(top, total, sums)
     store_rows(output + first * HEAD_DIM, rows, None, out, HEAD_DIM, BLOCK_D)
     tl.store(lse + first + rows, log_sum)
@@ -182,20 +208,20 @@ def listed_dq_kernel(
     entries = indices + block.to(tl.int64) * width
     count = tl.load(counts + block)
     j = load_entries(entries, 0, count, columns, BLOCK_SIZE, BLOCK_N)
-    real = tl.load(valid + j)
+    real = load_valid(valid, j, BLOCK_SIZE, BLOCK_N)
     for i in range(0, tiles_of(count, BLOCK_SIZE, BLOCK_N)):
         start, offsets = place_of(j, i, columns, BLOCK_SIZE, BLOCK_N)
         k = load_rows(key + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
         v = load_rows(value + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
         b = load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE, BLOCK_N)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = real_logits(logits, b, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE, BLOCK_N)
+        logits = real_logits(logits, b, valid, j, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE, BLOCK_N)
         logits = hide_later(logits, first, start, rows, columns, BLOCK_N, CAUSAL)
         weights = tl.math.exp2(tl.fma(logits, scale, s[:, None]))
         ds = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None])
         gradient = tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION)
         j = load_entries(entries, i + 1, count, columns, BLOCK_SIZE, BLOCK_N)
-        real = tl.load(valid + j)
+        real = load_valid(valid, j, BLOCK_SIZE, BLOCK_N)
     store_rows(dq + first * HEAD_DIM, rows, None, gradient * (scale / LOG2E), HEAD_DIM, BLOCK_D)
 
 

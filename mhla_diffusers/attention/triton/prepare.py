@@ -421,7 +421,7 @@ def prepare_backward(query, key, value, pooled_key, pooled_value, row_tokens, *a
     angles, key_mask, grid, block_size, key_block_size, extra, heads = arguments
     queries, keys = (layout_for(grid, size, extra, query.device) for size in (block_size, key_block_size))
     batch, head_dim, tokens = len(query) // heads, query.shape[-1], len(keys.rows)
-    tile = tile_of("prepare", query, most_n=power_of_two(head_dim))
+    tile = tile_of("rows_gradient", query, most_n=power_of_two(head_dim))
     gradients = []
     for rows, pooled, rotates, layout in (
         (query, None, angles, queries),

@@ -28,6 +28,7 @@ _SOFTMAX_FLOAT32 = (16, 32, 4, 1), (16, 16, 4, 1)
 TILES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "prepare": {"": (*[(4, 64, 4, 1)] * 2, *[(4, 32, 4, 1)] * 2)},  # heads one after the other, channels at once
     "prepare_keys": {"": (*[(256, 16, 8, 1)] * 2, *[(256, 32, 8, 1)] * 2)},  # a stretch, channels at once
+    "rows_gradient": {"": ((64, 32, 4, 1),) * 4},
     "score": {"": ((64, 64, 4, 2),) * 4},
     "softmax_forward": {
         "sm_90 sm_100": ((64, 64, 4, 3), (64, 32, 4, 2), *_SOFTMAX_FLOAT32),

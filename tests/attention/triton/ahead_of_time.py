@@ -38,15 +38,19 @@ TABLE = {
 """A call for every column of the table of tiles; each launches every kernel."""
 PROBLEMS = TABLE | {
     "blocks of 128": BESIDE | {"block_size": 128},
-    "keys in 32": BESIDE | {"block_size": 64, "key_block_size": 32},
-    "keys in 16": BESIDE | {"block_size": 64, "key_block_size": 16},
+    "without MHLA": BESIDE | {"linear": False},
+    "keys in 32": BESIDE | {"key_block_size": 32, "linear": False},
+    "keys in 16": BESIDE | {"key_block_size": 16, "linear": False},
     "MHLA": WAN | {"everything": True},
     "72 channels": BESIDE | {"rope": "after", "head_dim": 72, "heads": 16, "everything": True},
     "causal": WAN | {"blocks": 21, "causal": "token"},
 }
-COLUMNS = {"sm_90": list(PROBLEMS)} | dict.fromkeys(
-    ("sm_86", "gfx942"), ["16 bits", "16 bits, 256 channels", "float32, 256 channels"]
-)
+_USUAL = ["16 bits", "without MHLA"]
+COLUMNS = {
+    "sm_90": list(PROBLEMS),
+    "sm_80": [*_USUAL, "keys in 32"],
+    **dict.fromkeys(("sm_86", "gfx942"), [*_USUAL, "16 bits, 256 channels", "float32, 256 channels"]),
+}
 """What the cards compile that together meet every entry of the table; others compile the tiles for 16 bits. Narrow
 heads in float32 have the same tiles on every card, or those of wide ones, which need more memory."""
 
@@ -67,7 +71,7 @@ def launches_of(architecture, tokens, blocks, heads, head_dim, dtype, rope="afte
     if everything:
         options |= {"key_mask": empty(1, tokens, dtype=FLOAT).detach(), "output_norm": empty(head_dim)}
         options["output_gate"] = empty(1, tokens, heads, head_dim)
-    if len(kinds):
+    if len(kinds) and kinds.get("linear", True):
         options["linear_weight"] = empty(heads, dtype=FLOAT)
     options |= {"causal": kinds["causal"]} if "causal" in kinds else {}
     mixing = empty(blocks, blocks, dtype=FLOAT)
@@ -129,7 +133,7 @@ def report_all(architecture, names):
     """Everything for an H100, some columns of the table for other cards."""
     assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing; unset TRITON_INTERPRET"
     known = set()
-    for name in names or COLUMNS.get(architecture, ["16 bits"]):
+    for name in names or COLUMNS.get(architecture, _USUAL):
         for kernel, arguments in launches_of(architecture, **PROBLEMS[name]):
             source, options = variant_of(kernel, arguments, architecture)
             if (variant := (source.hash(), *options.values())) not in known:
