@@ -8,8 +8,8 @@ tried on trained attention (``studies/order``) none brings more at that price.
 
 import torch
 
-_NUMBERS = 2**22
-"""Numbers of keys that are worked on at once."""
+_NUMBERS = 2**18
+"""Numbers of keys that are worked on at once, so that they stay in a CPU's cache."""
 STRETCH = 256
 """Keys that are sorted among themselves, in blocks of 16 and more."""
 
@@ -56,7 +56,8 @@ def _sorted_stretches(keys: torch.Tensor, exists: torch.Tensor, block_size: int)
     order = torch.arange(length, device=keys.device).expand(count, -1)
     while length > block_size:
         order = order.unflatten(1, (-1, length)).sort(dim=-1).values.flatten(1)
-        rows = keys.gather(1, order[..., None].expand_as(keys)).unflatten(1, (-1, length))
+        rows = keys.gather(1, order[..., None].expand_as(keys)) if length < keys.shape[1] else keys
+        rows = rows.unflatten(1, (-1, length))
         weight = exists.gather(1, order).unflatten(1, (-1, length))[..., None].to(keys.dtype)
         total = weight.sum(dim=2, keepdim=True).clamp_min(1)
         apart = (rows - (weight * rows).sum(dim=2, keepdim=True) / total) * weight

@@ -11,6 +11,7 @@ w · sparse + (1 − w) · linear. Extra tokens attend to everything with softma
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,8 +32,8 @@ _LOGITS, _DEVICE_LOGITS = 2**18, 2**22
 """Logits that are formed at once on a CPU, whose cache then keeps what is gathered, and elsewhere."""
 ROWS = 64
 """Rows of a block beside extra tokens alone, as many as fill one block of a matrix product."""
-PooledKeys = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Mean keys and values (B, H, T, D), and what is added to their logits, (1 or B, H, T)."""
+EMPTY = -1e30
+"""LSE of a query that attends to nothing: finite, so that differences of two of them are no NaN."""
 
 
 def sparse(call: Call) -> torch.Tensor:
@@ -44,17 +45,10 @@ def sparse(call: Call) -> torch.Tensor:
         (B, N, H, D); norm and gate leave extra tokens as they are.
     """
     dtype, tokens = sum_dtype(call.query.dtype), call.tokens
-    rows = query, key, value, weights = uniform_rows(call)
-    call = _with_lists(call, rows)
+    call, output, lse = _softmax_branches(call)
     lists = call.sparse
     assert isinstance(lists, BlockLists)
     with without_autocast(call.query.device):
-        pooled: PooledKeys | None = None
-        if call.pooled_bias is not None:
-            on_grid = [x[:, :, : lists.key_blocks] for x in (weights, key, value)]
-            pooled = pooled_keys(on_grid[0], on_grid[1], on_grid[2], call.pooled_bias)
-        scaled = query[:, :, : lists.blocks] * query.shape[-1] ** -0.5
-        output, lse = attend_to_lists(scaled, key, value, weights.log(), pooled, lists)
         output, lse = (in_order(x, call.grid, lists.block_size) for x in (output, lse[..., None]))
     if call.linear_weight is not None:
         alone = linear_branch(call)
@@ -128,30 +122,48 @@ def with_lists(call: Call) -> Call:
 
     Beside extra tokens, no ``sparse`` stands for empty lists, and no ``linear_weight`` for a λ of 1 then.
     """
-    return call if isinstance(call.sparse, BlockLists) else _with_lists(call, uniform_rows(call))
-
-
-def _with_lists(call: Call, rows: Rows) -> Call:
-    rule = call.sparse
-    if isinstance(rule, BlockLists):
+    if isinstance(call.sparse, BlockLists):
         return call
-    if rule is None:
+    if call.sparse is None:
         heads, device = call.query.shape[2], call.query.device
         weight = call.linear_weight if call.linear_weight is not None else torch.ones(heads, device=device)
         none = torch.empty(1, heads, block_count(call.grid, ROWS), 0, dtype=torch.int64, device=device)
         return replace(call, sparse=BlockLists(ROWS, none, 0), linear_weight=weight)
-    with torch.no_grad(), without_autocast(call.query.device):
-        keys = choose_by_content(call, rule, rows)
-        bias = fit_pooled_bias(call, rule, rows, keys) if rule.fit_pooled_bias else call.pooled_bias
-    lists = BlockLists(
-        rule.block_size,
-        keys,
-        keys.numel(),
-        block_count(call.grid, rule.key_block_size),
-        key_block_size=rule.key_block_size,
-        order=rule.order,
-    )
-    return replace(call, sparse=lists, pooled_bias=bias)
+    with torch.no_grad():
+        return _softmax_branches(call)[0]
+
+
+def _softmax_branches(call: Call) -> tuple[Call, torch.Tensor, torch.Tensor]:
+    """Attend to listed and pooled keys: the call with lists and β, output (B, H, T, L, D) and LSE (B, H, T, L)."""
+    rule = call.sparse
+    call = with_lists(call) if rule is None else call
+    with without_autocast(call.query.device):
+        rows = query, key, value, weights = uniform_rows(call)
+        lists = call.sparse
+        if isinstance(lists, ContentRule):
+            with torch.no_grad():
+                keys = choose_by_content(call, lists, rows)
+            count = block_count(call.grid, lists.key_block_size)
+            size, order = lists.key_block_size, lists.order
+            lists = BlockLists(lists.block_size, keys, keys.numel(), count, key_block_size=size, order=order)
+            call = replace(call, sparse=lists)
+        assert lists is not None
+        bias, scaled = weights.log(), query[:, :, : lists.blocks] * query.shape[-1] ** -0.5
+        output, lse = attend_to_lists(scaled, key, value, bias, lists)
+        fits = isinstance(rule, ContentRule) and rule.fit_pooled_bias
+        if call.pooled_bias is None and not fits:
+            return call, output, lse
+        on_grid = weights[:, :, : lists.key_blocks]
+        mean_key, mean_value = block_means(on_grid, key[:, :, : lists.key_blocks], value[:, :, : lists.key_blocks])
+        far, far_lse = attend_to_pooled(scaled, mean_key, mean_value, on_grid.sum(dim=-1).log(), lists)
+        if fits:
+            with torch.no_grad():
+                branches = output, lse, far, far_lse
+                call = replace(call, pooled_bias=fit_pooled_bias(call, scaled, key, value, bias, branches))
+        assert call.pooled_bias is not None
+        far_lse = far_lse + call.pooled_bias.to(far_lse.dtype)[..., None, None]
+        merged = under_common_sum(output, lse[..., None], far, far_lse[..., None])
+        return call, merged, torch.logaddexp(lse, far_lse)
 
 
 def linear_branch(call: Call) -> Call:
@@ -194,19 +206,6 @@ def _attend_to_all(
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2)
 
 
-def pooled_keys(weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor) -> PooledKeys:
-    """Pool every block.
-
-    Args:
-        weights: (1 or B, 1 or H, T, L), of the keys.
-        key: (B, H, T, L, D).
-        value: likewise.
-        bias: β, (H,) or (B, H).
-    """
-    mean_key, mean_value = block_means(weights, key, value)
-    return mean_key, mean_value, weights.sum(dim=-1).log() + bias.to(key.dtype)[..., None]
-
-
 def block_means(weights: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]:
     """Means (B, H, T, D) of (B, H, T, L, D) with weights (1 or B, 1 or H, T, L); 0 where there is no weight."""
     total = weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
@@ -215,87 +214,126 @@ def block_means(weights: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor
 
 
 def attend_to_lists(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    pooled: PooledKeys | None,
-    lists: BlockLists,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, lists: BlockLists
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to listed blocks, to all extra blocks, and to the pooled keys of those that are not listed.
-
-    Some query blocks of some heads at a time, so that few logits are formed at once; in the backward pass
-    these are formed again, so that none are kept.
+    """Attend to the keys of listed blocks and of all extra blocks.
 
     Args:
         query: (B, H, T, L, D), scaled.
         key: (B, H, K + E, L', D).
         value: like ``key``.
         bias: (1 or B, 1 or H, K + E, L'), log of a key's weight, −∞ where there is no token.
-        pooled: of the K blocks; None to leave other blocks out.
         lists: of T query blocks and K key blocks.
 
     Returns:
-        Output (B, H, T, L, D) and LSE (B, H, T, L).
+        Output (B, H, T, L, D) and LSE (B, H, T, L); 0 and ``EMPTY`` where there is nothing to attend to.
     """
-    batch, heads, blocks, length, _ = query.shape
+    batch, heads, _, length, _ = query.shape
     extra = torch.arange(lists.key_blocks, key.shape[2], device=query.device)
-    entries = lists.keys
-    if not entries.shape[-1] and not len(extra):
-        entries = torch.nn.functional.pad(entries, (0, 1), value=-1)  # a softmax over nothing is not defined
-    entries = torch.cat([entries, extra.expand(*entries.shape[:-1], -1)], dim=-1)
-    means = () if pooled is None else (*pooled[:2], pooled[2].expand(batch, heads, -1))
-    by_head = key, value, bias.expand(batch, heads, -1, -1), *means
-    of_block = length * (entries.shape[-1] * key.shape[3] + (0 if pooled is None else lists.key_blocks))
+    entries = torch.cat([lists.keys, extra.expand(*lists.keys.shape[:-1], -1)], dim=-1)
+    if not entries.shape[-1]:  # a softmax over nothing is not defined
+        entries = torch.nn.functional.pad(entries, (0, 1), value=-1)
+    by_head = key, value, bias.expand(batch, heads, -1, -1)
+    return _in_parts(_listed, query, entries, by_head, length * entries.shape[-1] * key.shape[3])
+
+
+def attend_to_pooled(
+    query: torch.Tensor, mean_key: torch.Tensor, mean_value: torch.Tensor, log_weight: torch.Tensor, lists: BlockLists
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the means of all blocks that are not listed, without β.
+
+    Args:
+        query: (B, H, T, L, D), scaled.
+        mean_key: (B, H, K, D).
+        mean_value: likewise.
+        log_weight: (1 or B, 1 or H, K), log of the sum of a block's weights, −∞ of a block without keys.
+        lists: of T query blocks and K key blocks.
+
+    Returns:
+        As :func:`attend_to_lists`.
+    """
+    batch, heads, _, length, _ = query.shape
+    by_head = mean_key, mean_value, log_weight.expand(batch, heads, -1)
+    return _in_parts(_pooled, query, lists.keys, by_head, length * lists.key_blocks)
+
+
+def _in_parts(
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    query: torch.Tensor,
+    lists: torch.Tensor,
+    by_head: Sequence[torch.Tensor],
+    of_block: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend some query blocks of some heads at a time, so that few logits are formed at once.
+
+    In the backward pass these are formed again, so that none are kept.
+    """
+    batch, blocks = len(query), query.shape[2]
     logits = _LOGITS if query.device.type == "cpu" else _DEVICE_LOGITS
     groups_at_once = max(1, logits // max(1, of_block * blocks))
     at_once = max(1, min(blocks, logits // max(1, of_block)))
-    groups = (x.flatten(0, 1).split(groups_at_once) for x in (query, entries.expand(batch, -1, -1, -1), *by_head))
+    groups = (x.flatten(0, 1).split(groups_at_once) for x in (query, lists.expand(batch, -1, -1, -1), *by_head))
     outputs, sums = [], []
     for q, here, *keys in zip(*groups, strict=True):
         for part in zip(q.split(at_once, dim=1), here.split(at_once, dim=1), strict=True):
             if torch.is_grad_enabled():
-                output, lse = checkpoint(_attend_to_part, *part, *keys, use_reentrant=False, preserve_rng_state=False)
+                output, lse = checkpoint(attend, *part, *keys, use_reentrant=False, preserve_rng_state=False)
             else:
-                output, lse = _attend_to_part(*part, *keys)
+                output, lse = attend(*part, *keys)
             outputs.append(output.flatten(0, 1))
             sums.append(lse.flatten(0, 1))
     return torch.cat(outputs).view_as(query), torch.cat(sums).view(query.shape[:-1])
 
 
-def _attend_to_part(
-    query: torch.Tensor,
-    lists: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    mean_key: torch.Tensor | None = None,
-    mean_value: torch.Tensor | None = None,
-    mean_bias: torch.Tensor | None = None,
+def _listed(
+    query: torch.Tensor, lists: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for query blocks (g, q, L, D), their lists (g, q, n) and all keys of their heads (g, K + E, L', D)."""
     groups, count, rows, _ = key.shape
     listed = (lists.clamp_min(0) + torch.arange(groups, device=lists.device)[:, None, None] * count).flatten()
-    own_key, own_value, own_bias = (
+    key, value, bias = (
         x.flatten(0, 1).index_select(0, listed).view(*lists.shape, *x.shape[2:]).flatten(2, 3)
         for x in (key, value, bias)
     )
-    own_bias = own_bias.masked_fill((lists < 0).repeat_interleave(rows, dim=-1), -math.inf)
-    logits = product(query, own_key.mT) + own_bias[:, :, None]
-    if mean_key is not None and mean_bias is not None:
-        is_listed = mask_of_lists(lists.where(lists < mean_key.shape[1], -1), mean_key.shape[1])
-        far_bias = mean_bias[:, None].masked_fill(is_listed, -math.inf)
-        # one product of all blocks, since a broadcast one would copy the means for each
-        far = product(query.flatten(1, 2), mean_key.mT).view(*query.shape[:-1], -1)
-        logits = torch.cat([logits, far + far_bias[:, :, None]], dim=-1)
-    largest = logits.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
-    weights = logits.sub_(largest).exp_()
-    total = weights.sum(dim=-1, keepdim=True)
-    total = total.masked_fill(total == 0, 1)
-    output = product(weights[..., : own_key.shape[2]], own_value)
-    if mean_value is not None:
-        output = output + product(weights[..., own_key.shape[2] :].flatten(1, 2), mean_value).view_as(output)
-    return output / total, (largest + total.log()).squeeze(-1)
+    bias = bias.masked_fill((lists < 0).repeat_interleave(rows, dim=-1), EMPTY).clamp_min(EMPTY)
+    return _softmax(query, key, value, bias)
+
+
+def _pooled(
+    query: torch.Tensor, lists: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for the means of their heads (g, K, D)."""
+    bias = bias.clamp_min(EMPTY)[:, None].masked_fill(mask_of_lists(lists, key.shape[1]), EMPTY)
+    return _softmax(query, key[:, None], value[:, None], bias)
+
+
+def _softmax(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with blocks (g, q, L, D) to keys (g, q or 1, n, D), with what is added to logits, (g, q, n).
+
+    On a CPU, without gradients, by the kernel of scaled_dot_product_attention, which keeps no logits.
+    """
+    if query.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        shape = query.shape[:2]
+        by_block = [x.expand(*shape, -1, -1).flatten(0, 1)[:, None] for x in (query, key, value)]
+        mask = None
+        if bool(bias.any()):  # else the kernel is faster without one
+            mask = bias[:, :, None].expand(-1, -1, query.shape[2], -1).flatten(0, 1)[:, None]
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*by_block, attn_mask=mask, scale=1.0)
+        output, lse = output.view(query.shape), lse.view(query.shape[:-1])
+    else:
+        if key.shape[1] == 1:  # one product of all blocks, since a broadcast one would copy the means for each
+            logits = product(query.flatten(1, 2)[:, None], key.mT).view(*query.shape[:-1], -1) + bias[:, :, None]
+        else:
+            logits = product(query, key.mT) + bias[:, :, None]
+        lse, weights = logits.logsumexp(dim=-1), logits.softmax(dim=-1)
+        if key.shape[1] == 1:
+            output = product(weights.flatten(1, 2)[:, None], value).view_as(query)
+        else:
+            output = product(weights, value)
+    is_empty = lse < EMPTY / 2
+    return output.masked_fill(is_empty[..., None], 0), lse.masked_fill(is_empty, EMPTY)
 
 
 def choose_by_content(call: Call, rule: ContentRule, rows: Rows) -> torch.Tensor:
@@ -324,39 +362,34 @@ def choose_by_content(call: Call, rule: ContentRule, rows: Rows) -> torch.Tensor
     return scores.topk(length, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def fit_pooled_bias(call: Call, rule: ContentRule, rows: Rows, lists: torch.Tensor) -> torch.Tensor:
+def fit_pooled_bias(
+    call: Call,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    branches: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
     """β with which listed blocks and pooled keys come closest to softmax attention over all keys, on some queries.
 
     Args:
         call: the call.
-        rule: by which the lists were chosen.
-        rows: of the call.
-        lists: int64 (B, H, T, n), what :func:`choose_by_content` has found.
+        query: as :func:`attend_to_lists` takes it.
+        key: likewise.
+        value: likewise.
+        bias: likewise.
+        branches: output and LSE of the listed keys and of the pooled ones without β, of all queries.
 
     Returns:
         float32 (float64 for float64 inputs) (B, H).
     """
-    query, key, value, weights = rows
-    dtype, some = query.dtype, fitting_rows(math.prod(call.grid), query.device)
-    blocks = block_count(call.grid, rule.key_block_size)
-    query = query.flatten(2, 3)[:, :, some] * query.shape[-1] ** -0.5
-    no_bias = query.new_zeros(query.shape[1])
-    on_grid = [x[:, :, :blocks] for x in (weights, key, value)]
-    mean_key, mean_value, log_count = pooled_keys(on_grid[0], on_grid[1], on_grid[2], no_bias)
-    logits = query @ key.flatten(2, 3).mT + weights.log().flatten(2)[:, :, None]
-    of_means = query @ mean_key.mT + log_count[:, :, None]
-    largest = torch.cat([logits, of_means], dim=-1).amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-    softmax = (logits - largest).exp()
-    is_listed = mask_of_lists(lists[:, :, some // rule.block_size], blocks)
-    is_near = torch.nn.functional.pad(is_listed, (0, weights.shape[2] - blocks), value=1)  # extra tokens always are
-    near = softmax.unflatten(-1, weights.shape[2:]) * is_near[..., None]
-    far = (of_means - largest).exp().masked_fill(is_listed, 0)
-    # with a further channel of ones, in which weights add up to their sum
-    value, mean_value = (torch.nn.functional.pad(x, (0, 1), value=1) for x in (value.flatten(2, 3), mean_value))
-    found = softmax @ value, near.flatten(-2) @ value, far @ mean_value
-    sums = [x[..., -1:].clamp_min(torch.finfo(dtype).tiny) for x in found]
-    of_all, near, far = (x[..., :-1] / total for x, total in zip(found, sums, strict=True))
-    return best_bias(of_all, near, sums[1].log().squeeze(-1), far, sums[2].log().squeeze(-1))
+    some = fitting_rows(math.prod(call.grid), query.device)
+    near, near_lse, far, far_lse = (x.flatten(2, 3)[:, :, some] for x in branches)
+    mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        query.flatten(2, 3)[:, :, some], key.flatten(2, 3), value.flatten(2, 3), attn_mask=mask, scale=1.0
+    )
+    return best_bias(truth, near, near_lse, far, far_lse)
 
 
 def best_bias(

@@ -21,6 +21,7 @@ from mhla_diffusers.attention.rope import rotated
 from mhla_diffusers.attention.sparse import (
     BIASES,
     attend_to_lists,
+    attend_to_pooled,
     key_block_of_tokens,
     uniform_rows,
 )
@@ -151,7 +152,7 @@ def test_lse_agrees_with_flex_attention():
     inputs = [problem.tensors[name].transpose(1, 2) for name in ("query", "key", "value")]
     expected, aux = flex_attention(*inputs, block_mask=shapes, return_aux=AuxRequest(lse=True))
     *rows, weights = uniform_rows(Call(**problem.tensors, grid=(4, 6), blocks=(2, 2), sparse=lists))
-    found = attend_to_lists(rows[0] * 8**-0.5, *rows[1:], weights.log(), None, lists)
+    found = attend_to_lists(rows[0] * 8**-0.5, *rows[1:], weights.log(), lists)
     output, lse = (in_order(x, (4, 6), 4) for x in (found[0], found[1][..., None]))
     torch.testing.assert_close(output, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse.squeeze(-1), aux.lse.transpose(1, 2), rtol=1e-5, atol=1e-6)
@@ -195,7 +196,8 @@ def test_gradients_of_lists_are_those_of_finite_differences(pooled):
     bias = torch.zeros(1, 1, 5, 5, dtype=torch.float64)
 
     def attend(*tensors):
-        return attend_to_lists(*tensors[:3], bias, tensors[3:] or None, lists)
+        listed = attend_to_lists(*tensors[:3], bias, lists)
+        return (*listed, *(attend_to_pooled(tensors[0], *tensors[3:], lists) if pooled else ()))
 
     assert torch.autograd.gradcheck(attend, given if pooled else given[:3], fast_mode=True)
 
@@ -350,3 +352,17 @@ def test_lists_along_the_curve_are_those_of_the_reference():
         **settings,
     )
     torch.testing.assert_close(found, reference_attention(chosen), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("density", [0.0, 0.3])
+@pytest.mark.parametrize("options", [{}, {"mask": True}, {"extra": (2, 3)}, {"linear": False}], ids=str)
+def test_without_gradients_a_cpu_has_a_kernel_of_its_own(options, density, dtype):
+    problem = make((7, 9), 8, key_size=4, density=density, **options)
+    tensors = {name: x.to(dtype) for name, x in problem.tensors.items()}
+    given = {"grid": problem.grid, "blocks": problem.blocks, **problem.options}
+    with_gradients = mhla_attention(**{name: x.requires_grad_() for name, x in tensors.items()}, **given).detach()
+    with torch.no_grad():
+        found = mhla_attention(**tensors, **given)
+    tolerance = {"rtol": 0, "atol": 3 * torch.finfo(dtype).eps * float(with_gradients.abs().max())}
+    torch.testing.assert_close(found, with_gradients, **tolerance)
