@@ -364,5 +364,6 @@ def test_without_gradients_a_cpu_has_a_kernel_of_its_own(options, density, dtype
     with_gradients = mhla_attention(**{name: x.requires_grad_() for name, x in tensors.items()}, **given).detach()
     with torch.no_grad():
         found = mhla_attention(**tensors, **given)
-    tolerance = {"rtol": 0, "atol": 3 * torch.finfo(dtype).eps * float(with_gradients.abs().max())}
+    # sums of some 60 products in another order
+    tolerance = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps * float(with_gradients.abs().max())}
     torch.testing.assert_close(found, with_gradients, **tolerance)
