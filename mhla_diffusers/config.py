@@ -192,7 +192,7 @@ class MHLAConfig:
         if not self.normalize and not self.output_norm:
             raise ValueError(
                 "normalize=False leaves an output that grows with the number of tokens, so something else must fix "
-                "its scale: set output_norm=True as well."
+                "its scale: set output_norm=True as well, with sparse='none'."
             )
         if self.normalize and self.feature_map == "identity":
             raise ValueError(
@@ -254,12 +254,6 @@ class MHLAConfig:
                 "block that holds all tokens is softmax attention, density=1.0.",
             )
         check_choice("order", self.order, get_args(Order))
-        if self.key_block_size is not None:
-            check(
-                self.block_size is not None and self.block_size % self.key_block_size == 0,
-                f"key_block_size={self.key_block_size} must divide block_size, and block_size={self.block_size}; for "
-                f"example block_size={2 * self.key_block_size}.",
-            )
         check(
             self.fit_pooled_bias is None or isinstance(self.fit_pooled_bias, bool),
             f"fit_pooled_bias={self.fit_pooled_bias!r} must be True, False, or None for the default.",
@@ -279,6 +273,12 @@ class MHLAConfig:
             check(
                 by_content or value == default,
                 f"{name}={value} has no effect with sparse={self.sparse!r}; it belongs to sparse='content'.",
+            )
+        if self.key_block_size is not None:
+            check(
+                self.block_size is not None and self.block_size % self.key_block_size == 0,
+                f"key_block_size={self.key_block_size} must divide block_size, and block_size={self.block_size}; for "
+                f"example block_size={2 * self.key_block_size}.",
             )
         if self.sparse != "none" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
             raise ValueError(

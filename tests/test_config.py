@@ -106,6 +106,7 @@ REFUSED = [
     (CONTENT | {"key_block_size": 32}, "block_size=None"),
     (CONTENT | {"order": "place"}, "order='place'"),
     ({"sparse": "none", "order": "curve"}, "order=curve"),
+    ({"sparse": "none", "key_block_size": 16}, "key_block_size=16 has no effect"),
     ({"sparse": "none", "linear_branch": True}, "linear_branch=True"),
     (CONTENT | {"density": 0.0}, r"density=0\.0"),
     (CONTENT | {"density": "5%"}, "density='5%'"),

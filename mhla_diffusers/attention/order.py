@@ -62,7 +62,9 @@ def _sorted_stretches(keys: torch.Tensor, exists: torch.Tensor, block_size: int)
         total = weight.sum(dim=2, keepdim=True).clamp_min(1)
         apart = (rows - (weight * rows).sum(dim=2, keepdim=True) / total) * weight
         channel = apart.square().sum(dim=2, keepdim=True).argmax(dim=-1, keepdim=True)
-        column = rows.gather(-1, channel.expand(-1, -1, length, 1)).masked_fill(weight == 0, torch.inf).squeeze(-1)
+        column = rows.gather(-1, channel.expand(-1, -1, length, 1))
+        # NaN would come after what is no key
+        column = column.masked_fill((weight == 0) | column.isnan(), torch.inf).squeeze(-1)
         order = order.unflatten(1, (-1, length)).gather(-1, column.argsort(dim=-1, stable=True)).flatten(1)
         length //= 2
     return order

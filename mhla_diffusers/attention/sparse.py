@@ -28,8 +28,10 @@ BIASES = (-3.0, 3.0, 25)
 """β that are tried: the first, the last and how many."""
 FITTING_QUERIES = 256
 """Queries of a head that β is fitted on; of fewer than 96 times as many tokens, one in 96 and at least 8."""
-_LOGITS, _DEVICE_LOGITS = 2**18, 2**22
+_LOGITS, _DEVICE_LOGITS = 2**19, 2**22
 """Logits that are formed at once on a CPU, whose cache then keeps what is gathered, and elsewhere."""
+_KERNEL_ROWS = 32
+"""Queries of a block from which on PyTorch's kernel for CPUs is as fast as products written out."""
 ROWS = 64
 """Rows of a block beside extra tokens alone, as many as fill one block of a matrix product."""
 EMPTY = -1e30
@@ -312,9 +314,10 @@ def _softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with blocks (g, q, L, D) to keys (g, q or 1, n, D), with what is added to logits, (g, q, n).
 
-    On a CPU, without gradients, by the kernel of scaled_dot_product_attention, which keeps no logits.
+    On a CPU, without gradients, large blocks have the kernel of scaled_dot_product_attention, which keeps no logits.
     """
-    if query.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    is_plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if query.device.type == "cpu" and is_plain and query.shape[2] >= _KERNEL_ROWS:
         shape = query.shape[:2]
         by_block = [x.expand(*shape, -1, -1).flatten(0, 1)[:, None] for x in (query, key, value)]
         mask = None

@@ -36,7 +36,8 @@ def advise(config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int,
         sizes = {"block_size": fitting.block_size, "key_block_size": fitting.key_block_size}
         changes = [sizes, {"density": DEFAULT_DENSITY}, {"linear_branch": False}, fewer, {**sizes, **fewer}]
         number = block_count(grid, rule.key_block_size)
-        if number < block_count(grid, fitting.key_block_size) and cost(**sizes) < 1:
+        is_coarse = number < block_count(grid, fitting.key_block_size) and config.listed_on(grid) < 1
+        if is_coarse and cost(**sizes) < 1:
             found["blocks"] = (
                 f"block_size={rule.block_size} cuts the {tokens} tokens of this grid into {number} blocks of keys, of "
                 f"which a query attends to {config.listed_on(grid):.0%} one by one. block_size={fitting.block_size} "

@@ -31,7 +31,8 @@ _CALLS = 4
 _QUERIES = 1024
 """Queries of every head whose softmax weights are formed to fit λ and β; each costs N of them."""
 _POOLED_BIASES = torch.linspace(-2.0, 2.0, 17)
-_LINEAR_LOG_WEIGHTS = torch.linspace(-3.0, 5.0, 17)
+_LINEAR_LOG_WEIGHTS = torch.linspace(-3.25, 4.75, 17)
+"""Not that of a fresh layer, from which a loaded one is told."""
 
 
 # Calls

@@ -332,6 +332,7 @@ def _plan_change(
         if old is None:
             continue
         if not keeps_parameters:
+            layers[name].runs_linear |= old.runs_linear
             prefix = f"{name}.mhla."
             own = {key.removeprefix(prefix): x for key, x in fitting.items() if key.startswith(prefix)}
             _carry_over(name, old, layers[name], own)

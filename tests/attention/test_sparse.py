@@ -358,12 +358,12 @@ def test_lists_along_the_curve_are_those_of_the_reference():
 @pytest.mark.parametrize("density", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"extra": (2, 3)}, {"linear": False}], ids=str)
 def test_without_gradients_a_cpu_has_a_kernel_of_its_own(options, density, dtype):
-    problem = make((7, 9), 8, key_size=4, density=density, **options)
+    problem = make((7, 9, 4), 32, key_size=8, density=density, **options)
     tensors = {name: x.to(dtype) for name, x in problem.tensors.items()}
     given = {"grid": problem.grid, "blocks": problem.blocks, **problem.options}
     with_gradients = mhla_attention(**{name: x.requires_grad_() for name, x in tensors.items()}, **given).detach()
     with torch.no_grad():
         found = mhla_attention(**tensors, **given)
-    # sums of some 60 products in another order
+    # sums of some 250 products in another order
     tolerance = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps * float(with_gradients.abs().max())}
     torch.testing.assert_close(found, with_gradients, **tolerance)

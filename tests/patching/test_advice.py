@@ -51,3 +51,7 @@ def test_what_gains_nothing_is_said_with_what_does(config):
 
 def test_where_nothing_helps_it_is_said():
     assert "leave the model" in advise(MHLAConfig(blocks=(1, 2)), (1, 4), HEADS, DIM, 0)["cost"]
+
+
+def test_a_grid_of_one_block_is_softmax_attention_to_which_nothing_comes_closer():
+    assert list(advise(CONTENT.replace(block_size=1024), GRID, HEADS, DIM, 0)) == ["cost"]

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla, change_mhla, describe, load_mhla, mhla_layers, remove_mhla, save_mhla
+from mhla_diffusers import (
+    apply_mhla,
+    calibrate_sparse,
+    change_mhla,
+    describe,
+    load_mhla,
+    mhla_layers,
+    remove_mhla,
+    save_mhla,
+)
 from mhla_diffusers.config import load_patch, patch_names
 
 from .. import models
@@ -169,3 +178,19 @@ def test_the_blocks_of_a_family_fit_short_clips():
         assert models.output(model, short).isfinite().all()
         (found,) = {layer.blocks for layer in describe(model)}
         assert math.prod(found) <= 1.5 * math.sqrt(2 * math.prod(describe(model)[0].grid)), "up to rounding"
+
+
+@pytest.mark.parametrize("change", [{"blocks": (1, 2, 3)}, {"fit_pooled_bias": False}], ids=str)
+def test_a_change_keeps_the_linear_branch(change):
+    model, arguments, _ = patched("wan")
+    calibrate_sparse(model, lambda: models.output(model, arguments))
+    change_mhla(model, **change)
+    assert all(layer.runs_linear for layer in mhla_layers(model).values())
+
+
+def test_weights_of_a_calibrated_patch_bring_its_linear_branch():
+    model, arguments, _ = patched("wan")
+    calibrate_sparse(model, lambda: models.output(model, arguments))
+    other = patched("wan")[0]
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))

@@ -170,3 +170,13 @@ def test_spread_of_keys_far_from_zero():
     problem = make_problem((16,), 16, 0, 1, 1, 16, torch.float32, angles=None)
     problem[1] = problem[1] + 1000
     check(problem)
+
+
+def test_nan_does_not_push_keys_out():
+    """It is sorted before the padding, so that every token has its row."""
+    problem = make_problem((37,), 16, 0, 1, 2, 8, torch.float32)
+    problem[1] = problem[1].clone()
+    problem[1][:, ::3] = float("nan")
+    *_, positions = prepare(*problem[:5], *problem[5])
+    for row in positions:
+        assert torch.equal(row[:37].sort().values, torch.arange(37, dtype=torch.int32))
