@@ -98,8 +98,8 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
     """Time the attentions at one N after the other, at each in turns, until the next N would exceed the budget.
 
     The first N is measured whatever the budget. On a CPU in float32, elsewhere in bfloat16; softmax by PyTorch's
-    choice of backend; all without RoPE. The sparse branch is that of an untrained patch: it sorts keys, chooses its lists
-    and fits β at every call.
+    choice of backend; all without RoPE. The sparse branch is that of an untrained patch: it sorts keys, chooses its
+    lists and fits β at every call.
 
     Args:
         device: where.
