@@ -18,7 +18,7 @@ from .parallel.place import Parallel
 from .rope import Rotary
 
 Order = Literal["content", "curve"]
-"""Of the keys in blocks."""
+"""Order of the keys in blocks."""
 
 
 def check_block_size(block_size: Any, name: str = "block_size") -> int:

@@ -152,7 +152,7 @@ def deciding_column(
     LENGTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of every part the channel that varies most, (PARTS * LENGTH,), infinite where there is no key."""
+    """Return the channel that varies most in every part, (PARTS * LENGTH,), infinite where there is no key."""
     real = is_key.to(tl.float32)
     count = tl.maximum(tl.sum(tl.reshape(real, (PARTS, LENGTH)), 1), 1.0)
     largest = tl.full((PARTS,), -1.0, tl.float32)

@@ -61,7 +61,14 @@ def check(reports, architecture, kernels=KERNELS):
         if kernel.startswith("prepare") and architecture.startswith("sm_"):
             # of order, valid and, with 72 channels, key mask; all else is read 16 bytes at a time
             assert report["narrow_loads"] <= (11 if problem == "72 channels" else 5), report
-        if kernel.startswith(("listed", "pooled")) and architecture == "sm_90" and "float32" not in problem:
+        # key blocks of 16 and 32 are too few rows for it in the gradient of keys, which takes one block at a time
+        has_rows = not (kernel == "listed_dkv_kernel" and problem.startswith("keys in"))
+        if (
+            kernel.startswith(("listed", "pooled"))
+            and has_rows
+            and architecture == "sm_90"
+            and "float32" not in problem
+        ):
             assert report["loop"]["wgmma.mma_async"] >= 12, report
 
 
