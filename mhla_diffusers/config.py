@@ -112,8 +112,8 @@ class MHLAConfig:
     to the grid of every call, :meth:`rule_on`: 64 for videos.
     """
     key_block_size: int | None = None
-    """With "content", tokens per block of keys, of which a block of queries is a multiple. None for ``block_size``, or
-    fitted to the grid as that is."""
+    """With "content", tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the grid
+    if that is None too."""
     order: Order = "content"
     """With "content", which keys a block holds. "content": every head sorts the keys of each stretch of the curve, so
     that a block holds keys that are alike (:mod:`mhla_diffusers.attention.order`). "curve": neighbours, as of queries.

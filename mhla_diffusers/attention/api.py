@@ -197,8 +197,8 @@ def backend_for(call: Call, name: str) -> Backend:
         check_backend(name)
     # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
     if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, call.feature_map) is None:
-        block_size = call.sparse.key_block_size if call.sparse is not None else ROWS if any(call.extra) else None
-        reason = triton.why_not(call.query, call.feature_map, block_size)
+        sizes = call.sparse.sizes if call.sparse is not None else (ROWS,) if any(call.extra) else ()
+        reason = triton.why_not(call.query, call.feature_map, *sizes)
         if reason is None:
             return triton
         if not torch.compiler.is_compiling():  # a call of the logger would break the graph

@@ -79,7 +79,7 @@ def weight_held(call: Call, rule: ContentRule, count: int, shift: int) -> torch.
     """
     tokens, block = tokens_along(call, rule.block_size, count, shift)
     sampled = SampledQueries(call, tokens)
-    lists = with_lists(replace(call, sparse=rule, pooled_bias=None)).sparse
+    lists = with_lists(replace(call, sparse=replace(rule, fit_pooled_bias=False), pooled_bias=None)).sparse
     assert isinstance(lists, BlockLists)
     listed = lists.mask()[:, :, block]
     batch, queries, heads, head_dim = sampled.query.shape

@@ -62,6 +62,11 @@ class UniformBlocks:
         if self.order not in get_args(Order):
             raise ValueError(f"order={self.order!r} is unknown; allowed: 'content' or 'curve'.")
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tokens of a query block and of a key block."""
+        return self.block_size, self.key_block_size
+
 
 @dataclass(frozen=True)
 class ContentRule(UniformBlocks):
@@ -114,7 +119,9 @@ class BlockLists(UniformBlocks):
             object.__setattr__(self, "pairs", int((self.keys >= 0).sum()))
 
     @classmethod
-    def from_mask(cls, block_size: int, mask: torch.Tensor, **blocks: Any) -> "BlockLists":
+    def from_mask(
+        cls, block_size: int, mask: torch.Tensor, *, key_block_size: int = 0, order: Order = "curve"
+    ) -> "BlockLists":
         """Make lists of bool (H, T, K) or (B, H, T, K): whether a head's query block (row) attends to a key block.
 
         Waits for a device.
@@ -122,7 +129,8 @@ class BlockLists(UniformBlocks):
         Args:
             block_size: tokens of a query block.
             mask: of T query blocks and K key blocks.
-            **blocks: ``key_block_size`` and ``order``.
+            key_block_size: tokens of a key block; 0 for as many.
+            order: of the keys.
 
         Raises:
             ValueError: the mask has another shape.
@@ -134,7 +142,8 @@ class BlockLists(UniformBlocks):
         # blocks that are not listed are put behind all others, and cut off
         keys = torch.where(mask, torch.arange(count, device=mask.device), count).sort(dim=-1).values
         keys = keys[..., : int(mask.sum(dim=-1).max())]
-        return cls(block_size, keys.where(keys < count, -1), key_blocks=count, **blocks)
+        keys = keys.where(keys < count, -1)
+        return cls(block_size, keys, key_blocks=count, key_block_size=key_block_size, order=order)
 
     @property
     def samples(self) -> int:

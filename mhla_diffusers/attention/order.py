@@ -26,8 +26,8 @@ def stretch_of(block_size: int) -> int:
 def content_order(keys: torch.Tensor, exists: torch.Tensor, block_size: int) -> torch.Tensor:
     """Sort the keys of every stretch by content.
 
-    Equal keys stay in order, and what is no key comes last in its stretch. The sums are those of float32, so that all
-    backends sort float32 keys alike.
+    Equal keys stay in order, and what is no key comes last in its stretch. Sums are kept in the type of the keys: the
+    kernels keep them in float32, so float32 keys are sorted alike.
 
     Args:
         keys: rows along the curve after RoPE, (B, H, R, D), R a multiple of ``block_size``.

@@ -10,6 +10,8 @@ OUTPUT_NORM_EPS = 1e-6
 LEAST_MIXING = 1e-12
 """Added to every weight of a linear branch beside softmax: a row that mixes nothing, as of the identity, still has
 something to divide by, and a gradient to learn from."""
+EMPTY = -1e30
+"""LSE of a query that attends to nothing: finite, so that differences of two of them are no NaN."""
 LEAST_MASK = 1e-12
 """Weight of a masked key in such a linear branch: where all keys are masked, there is still something to divide by."""
 

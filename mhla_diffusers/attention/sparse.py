@@ -21,7 +21,7 @@ from .call import BlockLists, Call, ContentRule, UniformBlocks, list_length, mas
 from .layout import block_count, in_blocks, in_order, layout_of
 from .linear import finish, read, states
 from .order import content_order
-from .precision import LEAST_MASK, LEAST_MIXING, product, sum_dtype, without_autocast
+from .precision import EMPTY, LEAST_MASK, LEAST_MIXING, product, sum_dtype, without_autocast
 from .rope import rotated
 
 BIASES = (-3.0, 3.0, 25)
@@ -34,8 +34,6 @@ _KERNEL_ROWS = 32
 """Queries of a block from which on PyTorch's kernel for CPUs is as fast as products written out."""
 ROWS = 64
 """Rows of a block beside extra tokens alone, as many as fill one block of a matrix product."""
-EMPTY = -1e30
-"""LSE of a query that attends to nothing: finite, so that differences of two of them are no NaN."""
 
 
 def sparse(call: Call) -> torch.Tensor:
@@ -132,7 +130,19 @@ def with_lists(call: Call) -> Call:
         none = torch.empty(1, heads, block_count(call.grid, ROWS), 0, dtype=torch.int64, device=device)
         return replace(call, sparse=BlockLists(ROWS, none, 0), linear_weight=weight)
     with torch.no_grad():
-        return _softmax_branches(call)[0]
+        return _softmax_branches(call)[0] if call.sparse.fit_pooled_bias else _chosen(call, uniform_rows(call))
+
+
+def _chosen(call: Call, rows: Rows) -> Call:
+    """Replace a rule by the lists that it chooses."""
+    rule = call.sparse
+    if not isinstance(rule, ContentRule):
+        return call
+    with torch.no_grad(), without_autocast(call.query.device):
+        keys = choose_by_content(call, rule, rows)
+    count, size = block_count(call.grid, rule.key_block_size), rule.key_block_size
+    lists = BlockLists(rule.block_size, keys, keys.numel(), count, key_block_size=size, order=rule.order)
+    return replace(call, sparse=lists)
 
 
 def _softmax_branches(call: Call) -> tuple[Call, torch.Tensor, torch.Tensor]:
@@ -141,15 +151,9 @@ def _softmax_branches(call: Call) -> tuple[Call, torch.Tensor, torch.Tensor]:
     call = with_lists(call) if rule is None else call
     with without_autocast(call.query.device):
         rows = query, key, value, weights = uniform_rows(call)
+        call = _chosen(call, rows)
         lists = call.sparse
-        if isinstance(lists, ContentRule):
-            with torch.no_grad():
-                keys = choose_by_content(call, lists, rows)
-            count = block_count(call.grid, lists.key_block_size)
-            size, order = lists.key_block_size, lists.order
-            lists = BlockLists(lists.block_size, keys, keys.numel(), count, key_block_size=size, order=order)
-            call = replace(call, sparse=lists)
-        assert lists is not None
+        assert isinstance(lists, BlockLists)
         bias, scaled = weights.log(), query[:, :, : lists.blocks] * query.shape[-1] ** -0.5
         output, lse = attend_to_lists(scaled, key, value, bias, lists)
         fits = isinstance(rule, ContentRule) and rule.fit_pooled_bias

@@ -94,7 +94,7 @@ PACKAGES: dict[str, tuple[tuple[str, ...], Callable[..., torch.Tensor]]] = {
     "FlashAttention-3": (("fa3_fwd_interface", "flash_attn_interface"), _flash),
     "flash-linear-attention": (("fla",), _chunked),
 }
-"""Package → modules, one of which must be there, and its attention of query, key and value, each (B, N, H, D).
+"""Package → modules to try in order, and its attention of query, key and value, each (B, N, H, D).
 FlashAttention-3 is in fa3-fwd and in flash-attn-3.
 """
 

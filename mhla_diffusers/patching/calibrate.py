@@ -32,7 +32,7 @@ _QUERIES = 1024
 """Queries of every head whose softmax weights are formed to fit λ and β; each costs N of them."""
 _POOLED_BIASES = torch.linspace(-2.0, 2.0, 17)
 _LINEAR_LOG_WEIGHTS = torch.linspace(-3.25, 4.75, 17)
-"""Not that of a fresh layer, from which a loaded one is told."""
+"""Excludes the −3 of a fresh layer, so that weights that are loaded show whether they were calibrated."""
 
 
 # Calls

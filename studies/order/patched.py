@@ -5,13 +5,11 @@
 The error is that of the last hidden state of all tokens, relative to the unpatched model.
 """
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from real_attention import dinov2, pixels_of
+from real_attention import open_model
 
 from mhla_diffusers import apply_mhla, describe, remove_mhla
 
@@ -29,13 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Print a table of Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("weights", help="vit_s_focus.onnx")
-    parser.add_argument("photos", type=Path, help="folder with astronaut.png and coffee.png")
-    parser.add_argument("--pixels", type=int, default=1036, help="side of the photographs, a multiple of 14")
-    arguments = parser.parse_args()
-    model = dinov2(arguments.weights)
-    photos = [pixels_of(arguments.photos / name, arguments.pixels) for name in ("astronaut.png", "coffee.png")]
+    model, photos, _ = open_model(__doc__.splitlines()[0])
     sys.stdout.write("| patch | blocks of queries / keys | error |\n| --- | --- | --- |\n")
     with torch.no_grad():
         plain = [model(x).last_hidden_state for x in photos]

@@ -235,15 +235,20 @@ def settings() -> Iterator[Setting]:
             yield Setting(density, "channel", key_block=key_block, sorts_queries=True)
 
 
-def main() -> None:
-    """Write one CSV row per setting to standard output."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def open_model(description: str) -> tuple[Dinov2Model, list[torch.Tensor], int]:
+    """Read the command line: the model, two photographs, and patches along a side."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("weights", help="vit_s_focus.onnx")
     parser.add_argument("photos", type=Path, help="folder with astronaut.png and coffee.png")
     parser.add_argument("--pixels", type=int, default=1036, help="side of the photographs, a multiple of 14")
     arguments = parser.parse_args()
-    model, side = dinov2(arguments.weights), arguments.pixels // PATCH
     photos = [pixels_of(arguments.photos / name, arguments.pixels) for name in ("astronaut.png", "coffee.png")]
+    return dinov2(arguments.weights), photos, arguments.pixels // PATCH
+
+
+def main() -> None:
+    """Write one CSV row per setting to standard output."""
+    model, photos, side = open_model(__doc__.splitlines()[0])
     curve = layout_of((side, side), 64).order.long()[: side * side]
     current: Setting | None = None
     errors: list[float] = []

@@ -23,7 +23,7 @@ SETTINGS: list[dict[str, Any]] = [
     *({"density": 0.05, "block_size": size, "key_block_size": 4} for size in (8, 16)),
     *({"density": 0.05, "block_size": size} for size in (8, 16, 64)),
 ]
-"""Settings of the rows, the first of which is ``apply_mhla(pipe)``."""
+"""Settings of each row; the first row is plain ``apply_mhla(pipe)``."""
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def test_the_order_in_which_keys_come_is_all_one(block):
 
 
 def test_blocks_by_content_come_closer_to_softmax():
-    """Of keys that lie in clusters without regard to place."""
+    """With keys in clusters that are scattered over the grid."""
     make, grid = torch.Generator().manual_seed(0), (16, 32)
     centres = 4 * torch.randn(8, 16, generator=make)
     near = centres[torch.randint(8, (1, math.prod(grid), 2), generator=make)]

@@ -1,4 +1,4 @@
-"""PixArt: the size of the picture, which α is told and Σ is not."""
+"""PixArt: α takes the size of the picture as a condition, Σ does not."""
 
 import pytest
 import torch

@@ -21,17 +21,18 @@ BLOCK_SIZES = (16, 32, 64, 128)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def why_not(query: torch.Tensor, feature_map: str, block_size: int | None = None) -> str | None:
+def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | None:
     """Why the Triton backend cannot run a call with such a query (B, N, H, D); None if it can.
 
     Args:
         query: of the call.
         feature_map: its name.
-        block_size: rows of its uniform blocks of keys, the smallest, if there are any.
+        *block_sizes: rows of its uniform blocks of queries and of keys, if there are any.
     """
     head_dim = query.shape[3]
-    if block_size is not None and block_size not in BLOCK_SIZES:
-        return f"the block size is {block_size}; allowed are {', '.join(map(str, BLOCK_SIZES))}"
+    for block_size in block_sizes:
+        if block_size not in BLOCK_SIZES:
+            return f"the block size is {block_size}; allowed are {', '.join(map(str, BLOCK_SIZES))}"
     if query.device.type not in ("cuda", "cpu"):
         return f"the tensors are on {query.device}; Triton runs on CUDA and ROCm devices"
     if query.device.type == "cpu" and not _interpreting():
@@ -78,7 +79,7 @@ def _branches_for(call: Call) -> Any:
     Raises:
         ValueError: the kernels cannot, or the call's tensors are on several devices.
     """
-    reason = why_not(call.query, call.feature_map, None if call.sparse is None else call.sparse.key_block_size)
+    reason = why_not(call.query, call.feature_map, *(() if call.sparse is None else call.sparse.sizes))
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
     tensors = {"rotary": None if call.rotary is None else call.rotary[0]}

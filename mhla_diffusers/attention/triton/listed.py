@@ -331,7 +331,7 @@ def _lists(indices, counts, grid, block_size, extra) -> dict[str, Any]:
 
 
 def _tile(kernel: str, shared: dict[str, Any]) -> Tile:
-    """The tile of a kernel that walks lists; causal lists name whole blocks, of which the last is cut."""
+    """Return the tile of a kernel that walks lists; with a causal list no tile spans two blocks."""
     most_n = shared["BLOCK_SIZE"] if shared["CAUSAL"] else MAX_HEAD_DIM
     return tile_of(kernel, shared["query"], shared["QUERY_ROWS"], most_n)
 

@@ -2,8 +2,8 @@
 
 Queries follow the curve of :mod:`mhla_diffusers.attention.layout`: a program takes one block and some heads of one
 sample, and reads the angles of its tokens once for them. Keys and values are sorted by content within stretches of the
-curve (:mod:`mhla_diffusers.attention.order`): a program takes one stretch of one head, halves it level after level by
-ranks that it counts, and writes rows and means of its blocks. What it reads again it finds in the caches.
+curve (:mod:`mhla_diffusers.attention.order`): a program takes one stretch of one head, sorts and halves it level after
+level, and writes rows and means of its blocks. What it reads again it finds in the caches.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ..layout import Layout, layout_of
 from ..order import stretch_of
-from .features import rotate_pairs
+from .features import rotate_pairs, strides_of
 from .operators import allocate, operator, refuse_second_derivative
 from .tiles import power_of_two, tile_of
 
@@ -338,19 +338,11 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
     """
     (batch, _, heads, head_dim), device = query.shape, query.device
     queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
-    strides = {
-        f"{name}_{axis}": x.stride(i) if x.shape[i] > 1 else 0
-        for name, x in (("query", query), ("key", key), ("value", value))
-        for i, axis in enumerate(("batch", "token", "head"))
-    }
-    alignment = math.gcd(16, *strides.values())
-    strides = {name: stride // alignment for name, stride in strides.items()}
     groups = batch * heads
     shared = {
         "angles": None if angles is None else angles.contiguous(),
         "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
         "D": head_dim,
-        "ALIGNMENT": alignment,
     }
     query_rows = allocate((groups, len(queries.order), head_dim), query.dtype, device)
     pooled_query = allocate((groups, queries.grid_blocks, head_dim), query.dtype, device)
@@ -371,7 +363,7 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         HEADS=tile.m,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **{name: stride for name, stride in strides.items() if name.startswith("query")},
+        **strides_of(query=query),
         **shared,
     )
     count = len(keys.order)
@@ -403,7 +395,7 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         CHUNK=tile.n,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **{name: stride for name, stride in strides.items() if not name.startswith("query")},
+        **strides_of(key=key, value=value),
         **shared,
     )
     return query_rows, key_rows, value_rows, pooled_query, *pooled, row_tokens

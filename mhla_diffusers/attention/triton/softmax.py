@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ..precision import EMPTY as NOTHING
 from .operators import refuse_second_derivative
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """Kernels compute exponentials to the base 2: exp(x) = exp2(LOG2E x)."""
 LN2 = tl.constexpr(1 / LOG2E.value)
-EMPTY = tl.constexpr(-1e30)
-"""LSE of a query that attends to nothing: finite, so that differences of two of them are no NaN."""
+EMPTY = tl.constexpr(NOTHING)
+"""LSE of a query that attends to nothing."""
 
 
 @triton.jit

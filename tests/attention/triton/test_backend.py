@@ -48,6 +48,7 @@ REFUSED = {
     "float64": {"dtype": torch.float64},
     "at most 256": {"head_dim": 257},
     "block size is 4": {"sparse": ContentRule(4, 0.3)},
+    "block size is 48": {"sparse": ContentRule(48, 0.3, key_block_size=16)},
     "output_gate is on meta, but query is on": {"output_gate": torch.ones(1, 24, 1, 8, device="meta")},
     "rotary is on meta, but query is on": {"rotary": (torch.ones(1, 24, 1, 8, device="meta"),) * 2},
 }
