@@ -25,9 +25,10 @@ _SET = Annotated[Path, typer.Argument(help="Folder of the set.")]
 _NPZ = Annotated[Path | None, typer.Option(help="Also write all images into this npz, in ADM's format.")]
 
 _OUTPUT = Annotated[Path | None, typer.Option(help="JSON file to write too.")]
-_WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of Inception.")]
+_WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of Inception, or folder of a DINOv2.")]
 _EXTRACTOR = Annotated[
-    str, typer.Option(help="adm, clean, or package.module:callable that maps uint8 images (B, 3, H, W) to features.")
+    str,
+    typer.Option(help="adm, clean, dinov2, or package.module:callable: uint8 images (B, 3, H, W) to features."),
 ]
 _DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
 
@@ -47,8 +48,8 @@ def fid(
     from .fid import measure_images
 
     chosen = load_extractor(extractor, weights, device)
-    scores = measure_images(samples, reference, chosen, name=extractor, batch_size=batch_size)
-    _report({"extractor": extractor, **scores}, output)
+    scores = measure_images(samples, reference, chosen, batch_size=batch_size)
+    _report({"extractor": chosen.name, **scores}, output)
 
 
 def _report(result: dict[str, Any], output: Path | None) -> None:
@@ -152,7 +153,6 @@ def compare_variants(
         sets,
         reference=reference,
         extractor=load_extractor(extractor, weights, device) if reference is not None else None,
-        extractor_name=extractor,
         sample_scores=scores,
         similarities=similarities,
     )

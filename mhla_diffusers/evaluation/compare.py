@@ -12,7 +12,7 @@ from ..files import read_json
 from ..generation.record import RECORD_NAME, Sample
 from ..generation.similarity import Similarity
 from ..reporting import show_progress
-from .extractors import FeatureExtractor
+from .extractors import Extractor
 from .fid import check_one_each, extract_features, reference_statistics, score, too_few
 from .images import Images, read_sample
 from .metrics import frechet_distance
@@ -100,8 +100,7 @@ def compare_sets(
     folders: Sequence[Path],
     *,
     reference: Path | None = None,
-    extractor: FeatureExtractor | None = None,
-    extractor_name: str = "",
+    extractor: Extractor | None = None,
     sample_scores: Mapping[str, SampleScore] | None = None,
     similarities: Mapping[str, Similarity] | None = None,
 ) -> tuple[list[Variant], list[str]]:
@@ -113,7 +112,6 @@ def compare_sets(
         folders: sample sets, the one to compare with first.
         reference: images or statistics to measure distances from, see :func:`reference_statistics`.
         extractor: image to features, for the reference.
-        extractor_name: recorded with the reference's statistics.
         sample_scores: name → function that scores every sample.
         similarities: name → measure between every sample and the first variant's from the same noise, averaged over the
             frames of a video; see :func:`load_similarities`.
@@ -139,7 +137,7 @@ def compare_sets(
         )
     remarks: list[str] = []
     if reference is not None and extractor is not None:
-        remarks += _add_distances(variants, reference, extractor, extractor_name)
+        remarks += _add_distances(variants, reference, extractor)
     for name, sample_score in (sample_scores or {}).items():
         _add_scores(variants, name, [score_samples(one, name, sample_score) for one in variants])
     if similarities:
@@ -198,15 +196,15 @@ def _mean(values: torch.Tensor) -> Interval:
     return bootstrap(lambda chosen: float(values[chosen].mean()), len(values))
 
 
-def _add_distances(variants: Sequence[Variant], reference: Path, extractor: FeatureExtractor, name: str) -> list[str]:
+def _add_distances(variants: Sequence[Variant], reference: Path, extractor: Extractor) -> list[str]:
     """Add distances from the reference, and differences of the Fréchet distances; return remarks."""
-    expected = reference_statistics(reference, extractor, name, _BATCH)
+    expected = reference_statistics(reference, extractor, _BATCH)
     channels = len(expected["mu"])
     sizes = {f"The reference {reference.name}": int(expected["count"])} if "count" in expected else {}
     remarks = [too_few(*size, channels) for size in (*sizes.items(), ("Every set", len(variants[0].samples)))]
     found = []
     for variant in variants:
-        found.append(extract_features(Images(variant.folder), extractor, _BATCH))
+        found.append(extract_features(Images(variant.folder), extractor.features, _BATCH))
         variant.scores.update(score(found[-1], expected))
     if channels > _FRECHET_CHANNELS:
         remarks.append(

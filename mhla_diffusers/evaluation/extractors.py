@@ -1,11 +1,16 @@
-"""Feature extractors: Inception as in clean-fid or the ADM suite, or any callable."""
+"""Feature extractors: Inception as in clean-fid or the ADM suite, DINOv2, or any callable."""
 
+import hashlib
 import importlib
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+from PIL import Image
 
 from ..devices import choose_device
 
@@ -26,6 +31,18 @@ FeatureExtractor = Callable[[torch.Tensor], torch.Tensor | ImageFeatures]
 
 For a folder of videos it gets (B, F, 3, H, W); with features of videos the Fréchet distance is FVD.
 """
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """A feature extractor, and what it is known by."""
+
+    features: FeatureExtractor
+    name: str
+    """Shown with the scores."""
+    fingerprint: str
+    """Hash of its weights or code, kept with statistics of a reference, which hold for it alone."""
+
 
 _CLEAN_WEIGHTS = "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt"
 _ADM_WEIGHTS = (
@@ -93,6 +110,45 @@ class AdmInception:
         return ImageFeatures(pooled, spatial[0][:, :7].permute(0, 2, 3, 1).flatten(1), logits.softmax(dim=1))
 
 
+class Dinov2Features:
+    """Class token of a DINOv2, as in FD-DINOv2 (Stein et al. 2023, https://arxiv.org/abs/2306.04675, with ViT-L/14).
+
+    Each image is resized to 224 x 224 with PIL's bicubic filter and normalised by ImageNet's mean and deviation.
+
+    Raises:
+        FileNotFoundError: no weights there.
+        ValueError: weights of another kind of model.
+    """
+
+    def __init__(self, weights: Path | None, device: str = "cpu") -> None:
+        from transformers import AutoConfig, Dinov2Model
+
+        if weights is None or not (weights / "model.safetensors").is_file():
+            given = "No weights are named" if weights is None else f"There is no model.safetensors in {weights}"
+            raise FileNotFoundError(
+                f"{given}; download a DINOv2 such as facebook/dinov2-large (hf download facebook/dinov2-large "
+                "--local-dir FOLDER) and give the folder with --weights. It is not downloaded automatically."
+            )
+        config = AutoConfig.from_pretrained(weights)
+        if config.model_type != "dinov2":
+            raise ValueError(f"{weights} holds a model of type {config.model_type!r}; extractor dinov2 needs 'dinov2'.")
+        self._device = choose_device(device)
+        self._model = Dinov2Model.from_pretrained(weights).to(self._device).eval()
+        self.name = (
+            f"dinov2 ({config.num_hidden_layers} layers, {config.hidden_size} wide, patches of {config.patch_size})"
+        )
+
+    @torch.no_grad()
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Return features (B, D) of uint8 images (B, 3, H, W)."""
+        pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
+        resized = [numpy.asarray(picture.resize((224, 224), Image.Resampling.BICUBIC)) for picture in pictures]
+        pixels = torch.from_numpy(numpy.stack(resized)).permute(0, 3, 1, 2).float() / 255
+        mean, deviation = (torch.tensor(x).view(3, 1, 1) for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+        features: torch.Tensor = self._model(((pixels - mean) / deviation).to(self._device)).last_hidden_state[:, 0]
+        return features
+
+
 def _require_weights(file: Path | None, source: str) -> Path:
     """Return the file, if it exists under the name that its library expects."""
     name = source.rpartition("/")[2]
@@ -104,15 +160,39 @@ def _require_weights(file: Path | None, source: str) -> Path:
     return file
 
 
-def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> FeatureExtractor:
-    """Load an extractor: "adm" or "clean", which need Inception's weights, or ``package.module:name`` of a callable."""
+def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> Extractor:
+    """Load an extractor.
+
+    Args:
+        choice: "adm" or "clean" for Inception, "dinov2", or ``package.module:name`` of a callable.
+        weights: file of Inception's weights, or folder of a DINOv2.
+        device: cpu, cuda, ….
+
+    Raises:
+        FileNotFoundError: no weights there.
+        ValueError: unknown extractor, or weights for a callable.
+        ImportError: a package is missing.
+    """
     if choice in ("adm", "clean"):
-        return (AdmInception if choice == "adm" else CleanInception)(weights, device)
+        inception = (AdmInception if choice == "adm" else CleanInception)(weights, device)
+        return Extractor(inception, choice, _hash(weights))
+    if choice == "dinov2":
+        dinov2 = Dinov2Features(weights, device)
+        return Extractor(dinov2, dinov2.name, _hash(weights and weights / "model.safetensors"))
     if ":" not in choice:
-        raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, or package.module:callable.")
+        raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, dinov2, or package.module:callable.")
     if weights is not None:
-        raise ValueError(f"Weights ({weights}) are for Inception; the callable {choice} brings its own.")
-    return load_callable(choice)
+        raise ValueError(f"Weights ({weights}) are for Inception and DINOv2; the callable {choice} brings its own.")
+    features = load_callable(choice)
+    return Extractor(features, choice, _hash(inspect.getsourcefile(inspect.getmodule(features) or type(features))))
+
+
+def _hash(file: str | Path | None) -> str:
+    """Return the SHA-256 of a file; of none, the empty string."""
+    if file is None:
+        return ""
+    with Path(file).open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def load_callable(place: str) -> Callable[..., Any]:

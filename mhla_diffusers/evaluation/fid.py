@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from ..files import write_tensors
 from ..reporting import show_progress
-from .extractors import FeatureExtractor, ImageFeatures
+from .extractors import Extractor, FeatureExtractor, ImageFeatures
 from .images import Images
 from .metrics import frechet_distance, inception_score, kernel_distance, moments, precision_recall
 
@@ -34,9 +34,8 @@ may be missing.
 def measure_images(
     samples: str | Path,
     reference: str | Path,
-    extractor: FeatureExtractor,
+    extractor: Extractor,
     *,
-    name: str,
     batch_size: int = 50,
 ) -> dict[str, float]:
     """Compare generated images with a reference, and warn if either are too few.
@@ -45,7 +44,6 @@ def measure_images(
         samples: folder of images, or npz with ``arr_0``.
         reference: see :func:`reference_statistics`.
         extractor: image to features.
-        name: of the extractor, recorded with its statistics.
         batch_size: images per call of the extractor.
 
     Returns:
@@ -59,8 +57,8 @@ def measure_images(
         ImportError: torchmetrics is missing, which computes KID.
     """
     images = Images(samples)
-    expected = reference_statistics(Path(reference), extractor, name, batch_size)
-    found = extract_features(images, extractor, batch_size)
+    expected = reference_statistics(Path(reference), extractor, batch_size)
+    found = extract_features(images, extractor.features, batch_size)
     counts = {"samples": len(images)} | ({"reference": int(expected["count"])} if "count" in expected else {})
     for path, count in zip((samples, reference), counts.values(), strict=False):
         remark = too_few(path, count, len(expected["mu"]))
@@ -132,7 +130,7 @@ def statistics_file(reference: Path, name: str) -> Path:
     return path.with_name(f"{path.name}.statistics-{plain}.safetensors")
 
 
-def reference_statistics(reference: Path, extractor: FeatureExtractor, name: str, batch_size: int = 50) -> Statistics:
+def reference_statistics(reference: Path, extractor: Extractor, batch_size: int = 50) -> Statistics:
     """Describe a reference by an extractor; the statistics of images are stored beside them and read again.
 
     A reference is images (folder or npz), or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``, ``sigma_s`` and some
@@ -153,15 +151,15 @@ def reference_statistics(reference: Path, extractor: FeatureExtractor, name: str
             published = found if "mu" in found else {}
             if published and "arr_0" not in content.files:
                 return published
-    images, file = Images(reference), statistics_file(reference, name)
-    made_of = {"extractor": name, "fingerprint": images.fingerprint()}
+    images, file = Images(reference), statistics_file(reference, extractor.name)
+    made_of = {"extractor": f"{extractor.name} {extractor.fingerprint}", "fingerprint": images.fingerprint()}
     found = {}
     if file.is_file():
         with safe_open(file, "pt") as opened:
             if opened.metadata() == made_of:
                 found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
     if not found:
-        features = extract_features(images, extractor, batch_size)
+        features = extract_features(images, extractor.features, batch_size)
         chosen = torch.linspace(0, len(images) - 1, min(len(images), _KEPT_FEATURES), dtype=torch.float64).long()
         found = {"features": features.pooled[chosen], "count": torch.tensor(len(images))}
         found["mu"], found["sigma"] = moments(features.pooled)

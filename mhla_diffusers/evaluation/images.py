@@ -10,6 +10,7 @@ from typing import IO
 import torch
 
 from ..files import IMAGE_SUFFIXES, written_aside
+from ..pixels import quarter_turns, upright_rgb
 
 VIDEO_SUFFIX = ".mp4"
 _ARRAY = "arr_0.npy"
@@ -86,7 +87,7 @@ def read_sample(file: Path) -> torch.Tensor:
 
         try:
             with Image.open(file) as image:
-                rgb = image.convert("RGB")
+                rgb = upright_rgb(image)
         except (OSError, ValueError, SyntaxError) as error:
             raise UnreadableImageError(f"{file} is no readable image: {error}. {advice}") from error
         pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
@@ -97,7 +98,10 @@ def read_sample(file: Path) -> torch.Tensor:
         raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
     try:
         with av.open(str(file)) as container:
-            frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+            frames = [
+                torch.rot90(torch.from_numpy(frame.to_ndarray(format="rgb24")), quarter_turns(frame))
+                for frame in container.decode(video=0)
+            ]
     except (av.FFmpegError, OSError, IndexError, ValueError) as error:
         raise UnreadableImageError(f"{file} is no readable video: {error}. {advice}") from error
     if not frames:

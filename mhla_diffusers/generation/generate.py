@@ -197,10 +197,12 @@ def _record(config: SampleSet) -> None:
 
 def read_picture(file: Path) -> Any:
     """Read a picture as RGB, turned as it was taken, as ``mhla encode`` and diffusers' own ``load_image`` read it."""
-    from PIL import Image, ImageOps
+    from PIL import Image
+
+    from ..pixels import upright_rgb
 
     try:
         with Image.open(file) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            return upright_rgb(picture)
     except (OSError, Image.DecompressionBombError, SyntaxError) as error:
         raise ValueError(f"{file} is not a picture that can be read: {error}.") from error

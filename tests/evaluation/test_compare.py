@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mhla_diffusers.evaluation.compare import bootstrap, compare_sets, read_variants
+from mhla_diffusers.evaluation.extractors import Extractor
 from mhla_diffusers.evaluation.images import Images
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.evaluation.report import difference_table, score_table, write_report
@@ -50,7 +51,7 @@ def folders(tmp_path):
 
 def compared(folders, **options):
     scores = {"sample_scores": {"brightness": brightness}}
-    reference = {"reference": folders[0].parent / "real", "extractor": blocks, "extractor_name": "blocks"}
+    reference = {"reference": folders[0].parent / "real", "extractor": Extractor(blocks, "blocks", "")}
     return compare_sets(folders, **{**reference, **scores, **options})
 
 
@@ -93,7 +94,7 @@ def test_the_distance_of_many_channels_has_no_interval(folders, tmp_path):
     def wide(images):
         return torch.cat([blocks(images).pooled, torch.zeros(len(images), 300)], dim=1)
 
-    variants, remarks = compared(folders, extractor=wide, extractor_name="wide", sample_scores={})
+    variants, remarks = compared(folders, extractor=Extractor(wide, "wide", ""), sample_scores={})
     assert "fid" in variants[1].scores and "fid" not in variants[1].differences
     page = write_report(variants, tmp_path / "report", remarks=remarks)
     assert "channels has no interval" in page.read_text()

@@ -1,12 +1,15 @@
 """Features of images: Inception's weights, and callables of one's own."""
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Dinov2Config, Dinov2Model
 
-from mhla_diffusers.evaluation.extractors import CleanInception, load_extractor
+from mhla_diffusers.evaluation.extractors import CleanInception, Extractor, load_extractor
 from mhla_diffusers.evaluation.fid import measure_images
 from mhla_diffusers.generation.record import write_video
 
@@ -19,7 +22,8 @@ from .test_compare import write_set
     [
         ("adm", None, FileNotFoundError, "https://.*6726825d.pth and give its path with --weights"),
         ("clean", Path("inception-2015-12-05.pt"), FileNotFoundError, "https://.*inception-2015-12-05.pt and give"),
-        ("vgg", None, ValueError, "allowed: adm, clean, or package.module:callable"),
+        ("dinov2", None, FileNotFoundError, "hf download facebook/dinov2-large"),
+        ("vgg", None, ValueError, "allowed: adm, clean, dinov2, or package"),
         ("tests.evaluation.pictures:none", None, ValueError, "no callable named 'none'"),
         ("tests.evaluation.pictures:blocks", Path("x"), ValueError, "brings its own"),
     ],
@@ -118,5 +122,37 @@ def test_clean_fid_agrees(scripted_weights, tmp_path):
         bicubic = [torch.from_numpy(extractor.resize(image)) for image in images.permute(0, 2, 3, 1).numpy()]
         return blocks(torch.stack(bicubic).permute(0, 3, 1, 2)).pooled
 
-    ours = measure_images(*folders, resized, name="resized")
+    ours = measure_images(*folders, Extractor(resized, "resized", ""))
     assert ours["fid"] == pytest.approx(theirs, rel=1e-4)
+
+
+def test_dinov2_names_its_size_and_takes_the_class_token_of_a_normalised_picture(tmp_path):
+    torch.manual_seed(0)
+    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14)
+    model = Dinov2Model(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    folder = write_pictures(tmp_path / "pictures", 3, size=64)
+    shown = mhla("eval", "fid", folder, folder, "--extractor", "dinov2", "--weights", tmp_path / "model")
+    assert shown.exit_code == 0, shown.exception
+    assert "2 layers, 32 wide, patches of 14" in shown.output
+    grey = torch.full((1, 3, 20, 30), 124, dtype=torch.uint8)
+    pixels = (grey[:, :, :1, :1] / 255 - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    ).view(3, 1, 1)
+    expected = model(pixels.expand(-1, -1, 224, 224)).last_hidden_state[:, 0]
+    found = load_extractor("dinov2", tmp_path / "model").features(grey)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32, sums in another order
+
+
+def test_statistics_of_a_reference_are_not_those_of_changed_code(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = write_pictures(tmp_path / "pictures", 12, size=16)
+    code = tmp_path / "own_features.py"
+    for factor in (1, 1000):
+        code.write_text(f"def features(x):\n    return {factor} * x.float().mean(dim=(2, 3))\n")
+        sys.modules.pop("own_features", None)
+        importlib.invalidate_caches()
+        shown = mhla("eval", "fid", folder, folder, "--extractor", "own_features:features")
+        assert shown.exit_code == 0, shown.exception
+        fid = float(re.search(r"fid: (\S+)", shown.output)[1])
+        assert abs(fid) < 1e-3, f"{fid}: statistics of the code before"

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+from mhla_diffusers.evaluation.extractors import Extractor
 from mhla_diffusers.evaluation.fid import extract_features, measure_images, statistics_file
 from mhla_diffusers.evaluation.images import Images, UnreadableImageError, write_npz
 from mhla_diffusers.evaluation.metrics import frechet_distance, kernel_distance, moments, precision_recall
@@ -21,7 +22,7 @@ def features_of(folder):
 
 
 def measure(samples, reference, **options):
-    return measure_images(samples, reference, blocks, name="blocks", batch_size=7, **options)
+    return measure_images(samples, reference, Extractor(blocks, "blocks", ""), batch_size=7, **options)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_scores_of_two_folders(folders):
     assert (scores["precision"], scores["recall"]) == precision_recall(real, made)
     assert scores["fid"] > 10 * measure(folders[1], folders[1])["fid"]
     assert scores["inception_score"] >= 1
-    pooled = measure_images(*folders, lambda images: blocks(images).pooled, name="pooled")
+    pooled = measure_images(*folders, Extractor(lambda images: blocks(images).pooled, "pooled", ""))
     assert pooled == pytest.approx({k: scores[k] for k in scores if k not in ("sfid", "inception_score")})
 
 
@@ -52,7 +53,7 @@ def test_reference_statistics_lie_beside_the_data_and_are_used(folders):
         assert not any(torch.equal(images[0], image) for batch in Images(folders[1]).batches(9) for image in batch)
         return blocks(images)
 
-    assert measure_images(*folders, only_the_samples, name="blocks") == pytest.approx(before)
+    assert measure_images(*folders, Extractor(only_the_samples, "blocks", "")) == pytest.approx(before)
     write_pictures(folders[1], 20, seed=5, brightness=20)
     assert measure(*folders)["fid"] > 1.5 * before["fid"]
 
@@ -92,8 +93,9 @@ def test_features_of_all_images_take_no_memory(folders):
 
 @pytest.mark.parametrize("shape", [(4,), (4, 2, 2)])
 def test_features_that_are_no_rows_are_refused(folders, shape):
+    odd = Extractor(lambda images: torch.zeros(len(images), *shape[1:]), "odd", "")
     with pytest.raises(ValueError, match="pooled.*7"):
-        measure_images(*folders, lambda images: torch.zeros(len(images), *shape[1:]), name="odd", batch_size=7)
+        measure_images(*folders, odd, batch_size=7)
 
 
 def test_few_samples_are_warned_of_with_their_number(folders):
@@ -132,12 +134,12 @@ def test_videos_go_through_the_same_plug(tmp_path):
         means = videos.float().mean(dim=(2, 3, 4)) / 255
         return torch.stack([means.mean(dim=1), means.diff(dim=1).abs().mean(dim=1)], dim=1)
 
-    scores = measure_images(*folders, movement, name="movement", batch_size=4)
+    scores = measure_images(*folders, Extractor(movement, "movement", ""), batch_size=4)
     videos = [torch.cat([movement(batch) for batch in Images(folder).batches(9)]) for folder in folders]
     assert scores["fid"] == pytest.approx(frechet_distance(*videos))
     (folders[0] / "3.mp4").write_bytes(b"no video")
     with pytest.raises(UnreadableImageError, match="3.mp4 is no readable video"):
-        measure_images(*folders, movement, name="movement")
+        measure_images(*folders, Extractor(movement, "movement", ""))
 
 
 def test_command_reports_and_writes(folders, tmp_path):

@@ -31,14 +31,18 @@ def dit_pipeline() -> Any:
 
 def write_video(path: Path, frames: int = 12, fps: int = 8, size: tuple[int, int] = (40, 48)) -> None:
     """A video whose frame i is of grey level 10 i."""
+    write_frames(path, np.stack([np.full((*size, 3), 10 * index, dtype=np.uint8) for index in range(frames)]), fps)
+
+
+def write_frames(path: Path, frames: "np.ndarray[Any, Any]", fps: int = 8) -> None:
+    """A video of frames, uint8 (F, H, W, 3)."""
     import av
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=fps)
-        stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         stream.bit_rate = 2_000_000
-        for index in range(frames):
-            pixels = np.full((*size, 3), 10 * index, dtype=np.uint8)
+        for pixels in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
 

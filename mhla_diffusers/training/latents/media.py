@@ -221,9 +221,11 @@ def read_clip(media: Media, clip: Clip) -> torch.Tensor:
         raise UnreadableMediaError(f"an image has no {clip.frames} frames")
     from PIL import Image, ImageOps, UnidentifiedImageError
 
+    from ...pixels import upright_rgb
+
     try:
         with Image.open(source) as image:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
+            upright = upright_rgb(image)
             height, width = clip.size_for(upright.height, upright.width)
             fitted = ImageOps.fit(upright, (width, height), method=Image.Resampling.BICUBIC)
     except (OSError, Image.DecompressionBombError, UnidentifiedImageError, ValueError, SyntaxError) as error:
@@ -267,11 +269,15 @@ def _read_frames(source: str | BytesIO, clip: Clip) -> Iterator[torch.Tensor]:
 
 
 def _fit_frame(frame: Any, clip: Clip) -> torch.Tensor:
-    height, width = clip.size_for(frame.height, frame.width)
-    scale = max(height / frame.height, width / frame.width)
-    rows, columns = max(height, round(frame.height * scale)), max(width, round(frame.width * scale))
-    pixels = torch.from_numpy(
-        frame.reformat(width=columns, height=rows, format="rgb24", interpolation="BICUBIC").to_ndarray()
-    )
+    from ...pixels import quarter_turns
+
+    turns = quarter_turns(frame)
+    shown = (frame.height, frame.width) if turns % 2 == 0 else (frame.width, frame.height)
+    height, width = clip.size_for(*shown)
+    scale = max(height / shown[0], width / shown[1])
+    rows, columns = max(height, round(shown[0] * scale)), max(width, round(shown[1] * scale))
+    stored = (columns, rows) if turns % 2 == 0 else (rows, columns)
+    scaled = frame.reformat(width=stored[0], height=stored[1], format="rgb24", interpolation="BICUBIC")
+    pixels = torch.rot90(torch.from_numpy(scaled.to_ndarray()), turns)
     top, left = (rows - height) // 2, (columns - width) // 2
     return pixels[top : top + height, left : left + width].permute(2, 0, 1)

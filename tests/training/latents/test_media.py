@@ -2,18 +2,22 @@
 
 import io
 import json
+import subprocess
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from mhla_diffusers.evaluation.images import read_sample
 from mhla_diffusers.families import Clip
 from mhla_diffusers.training.latents.cache import LatentCache
 from mhla_diffusers.training.latents.encode import encode_folder
 from mhla_diffusers.training.latents.media import Media, UnreadableMediaError, find_media, read_clip
 
-from ..pipelines import wan_pipeline, write_image, write_video
+from ..pipelines import wan_pipeline, write_frames, write_image, write_video
 
 CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
 IMAGE = Clip(1, 1.0, ((32, 32),))
@@ -210,3 +214,26 @@ def test_what_is_refused(
         write_image(tmp_path / "a.png")
     with pytest.raises(error, match=words):
         find_media(tmp_path / source)
+
+
+def test_frames_of_a_phone_on_its_side_are_turned_as_they_are_shown(tmp_path: Path) -> None:
+    exe = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+    left_half = torch.zeros(8, 3, 32, 64, dtype=torch.uint8)
+    left_half[..., :32] = 200
+    write_frames(tmp_path / "lying.mp4", left_half.permute(0, 2, 3, 1).numpy())
+    for degrees, bright in ((90, "bottom"), (270, "top"), (180, "right")):
+        file = tmp_path / f"{degrees}.mp4"
+        command = [exe, "-loglevel", "error", "-display_rotation", str(degrees), "-i", tmp_path / "lying.mp4"]
+        subprocess.run(list(map(str, [*command, "-c", "copy", file])), check=True)
+        size = (32, 64) if degrees == 180 else (64, 32)
+        frame = _read(file, Clip(5, 8.0, (size,)))[:, 0].float().mean(dim=0)
+        levels = {"top": frame[:16], "bottom": frame[-16:], "left": frame[:, :16], "right": frame[:, -16:]}
+        assert max(levels, key=lambda side: float(levels[side].mean())) == bright
+        assert levels[bright].mean() == pytest.approx(200, abs=8)  # MPEG-4 is lossy
+        assert read_sample(file).shape[-2:] == size
+
+
+def test_grey_of_16_bits_keeps_its_level(tmp_path: Path) -> None:
+    Image.fromarray(np.full((32, 32), 127 * 257, dtype=np.uint16)).save(tmp_path / "grey.png")
+    assert _read(tmp_path / "grey.png", IMAGE).unique().tolist() == [127]
+    assert read_sample(tmp_path / "grey.png").unique().tolist() == [127]

