@@ -3,7 +3,7 @@
 Neighbours along the curve of :mod:`.layout` need not be alike. So every head of every sample sorts the keys of each
 stretch of the curve, and their values with them: a stretch is halved, and each half again down to one block, every time
 by the channel that varies most within the part. Blocks stay uniform, and queries keep the curve's order. Of the rules
-tried on trained attention (``studies/order``) none brings more at that price.
+tried on trained attention (``studies/real_weights``) none brings more at that price.
 """
 
 import torch

