@@ -17,6 +17,7 @@ from ..patching.calibrate import (
     check_run,
     measure_change,
     measure_sensitivity,
+    not_finite,
     record_calls,
     spread_calls,
 )
@@ -170,15 +171,15 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
                 f"{type(transformer).__name__} is a {family.kind} model, which has none."
             )
     require_layers(model)
-    running = {name: patched for name, patched in require_patched(model).items() if patched.running_pairs()}
+    running = {name: patched for name, patched in require_patched(model).items() if patched.running_attentions()}
     if not running:
         raise ValueError("No attention of this model runs MHLA now; leave mhla_disabled(), or call change_mhla(model).")
     transformers = {name: patched.transformer for name, patched in running.items()}
     forwards: list[Step | None] = []
     watches = {
-        (component, name): _Watch(attn, original, forwards)
+        (component, name): _Watch(name, attn, forwards)
         for component, patched in running.items()
-        for name, (attn, original) in patched.running_pairs().items()
+        for name, attn in patched.running_attentions().items()
     }
     handles = []
     try:
@@ -224,8 +225,8 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
 class _Watch:
     """Compares one patched self-attention with its original in every forward; one entry per forward."""
 
-    def __init__(self, attn: Any, original: Any, steps: Sequence[Step | None]) -> None:
-        self.attn, self.original = attn, original
+    def __init__(self, name: str, attn: Any, steps: Sequence[Step | None]) -> None:
+        self.name, self.attn = name, attn
         self.steps = steps
         """Steps of the transformer's forwards so far, the running one last."""
         self.forwards: list[int] = []
@@ -254,18 +255,15 @@ class _Watch:
             self.disabled.append(forward)
             original = patched
         else:
-            processor = attn.processor
-            attn.set_processor(self.original)
-            try:
-                with call_context(disabled=False):
-                    original = self._heads_output(attn.forward(*args, **kwargs))
-            finally:
-                attn.set_processor(processor)
+            with call_context(disabled=True):
+                original = self._heads_output(attn.forward(*args, **kwargs))
         patched, original = (tokens_of_grid(attn, args, kwargs, x) for x in (patched, original))
         # under perturbed-attention guidance the last part of a batch is no attention and is passed through
         patched, original = (x[: len(patched)].float().unflatten(-1, (attn.heads, -1)) for x in (patched, original))
         self.errors.append((patched - original).square().sum(dim=(0, 1, 3)).double().cpu())
         self.squares.append(original.square().sum(dim=(0, 1, 3)).double().cpu())
+        if not bool((self.errors[-1] + self.squares[-1]).isfinite().all()):
+            raise ValueError(not_finite(self.name))
         layer = layer_of(attn)
         if layer is not None and layer.config.sparse == "content":
             inputs, config = attention_inputs(attn, args, kwargs), layer.config

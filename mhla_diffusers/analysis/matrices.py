@@ -61,9 +61,14 @@ def each_attention_matrix(
         yield name, _matrix(attentions[name], given, family)[:, :, here, here]
 
 
+def _runs_mhla(attn: Any) -> bool:
+    processor = getattr(attn, "processor", None)
+    return isinstance(processor, MHLAProcessor) and not processor.is_off
+
+
 def _matrix(attn: Any, given: AttentionInputs, family: Family) -> torch.Tensor:
     """Return the weights of all tokens, extra ones too: float64 (B, H, N, N)."""
-    if isinstance(getattr(attn, "processor", None), MHLAProcessor):
+    if _runs_mhla(attn):
         weights: torch.Tensor = attn.mhla.weights(given)
         return weights
     if family.own_attention == "gated linear":
@@ -152,7 +157,7 @@ def analyze_layers(
         if each is not None:
             each(name, matrix)
         attn = attentions[name]
-        is_patched = isinstance(getattr(attn, "processor", None), MHLAProcessor)
+        is_patched = _runs_mhla(attn)
         kind = "MHLA" if is_patched else family.own_attention
         if kind == "softmax" or (is_patched and attn.mhla.config.sparse != "none"):
             bound = tokens

@@ -85,6 +85,7 @@ def mhla_attention(
         key: like ``query``.
         value: like ``query``.
         mixing: (M, M), or (H, M, M) for one matrix per head; row i belongs to query block i. Any float type.
+            Beside softmax weights (``linear_weight``) not negative; checked on CPU only.
         grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
         blocks: block count per axis of the grid; the product is M.
         feature_map: a name registered with :func:`register_feature_map`.
@@ -295,6 +296,11 @@ def _check_denominator(call: Call) -> None:
         raise ValueError(
             f"linear_weight={weight.tolist()} holds what is not a positive number; a weight of the linear branch is "
             "a factor of weights that are all positive, such as the exponential of what is trained."
+        )
+    if weight is not None and _is_free_to_read(call.mixing) and bool((call.mixing < 0).any()):
+        raise ValueError(
+            f"mixing has entries down to {call.mixing.min():.3g}, and beside softmax weights the logarithm of its sums "
+            "is taken; they must not be negative, as after mixing.clamp(min=0)."
         )
     if weight is not None and not call.normalize:
         raise ValueError("Softmax weights share one denominator with the linear branch, which needs normalize=True.")

@@ -104,8 +104,8 @@ class WithProcessor:
 
     @property
     def has_processor(self) -> bool:
-        """Whether a processor is set."""
-        return not isinstance(self.processor, OwnAttention)
+        """Whether a processor is set, and runs in this thread."""
+        return not isinstance(self.processor, OwnAttention) and not getattr(self.processor, "is_off", False)
 
 
 class VisionAttention(WithProcessor):

@@ -2,6 +2,7 @@
 measure how much each layer's replacement changes the output.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,14 @@ def check_reached(layers: Collection[str], reached: Collection[str]) -> None:
         raise ValueError(f"run() did not reach {len(missed)} of {len(layers)} layers, for example {missed[0]}.")
 
 
+def not_finite(layer: str) -> str:
+    """Return the message for NaN or infinity in what a layer is compared with."""
+    return (
+        f"{layer} gets or returns NaN or infinity in this run, so nothing can be fitted or compared there. Run typical "
+        "inputs in a precision that the model can take, such as bfloat16 in place of float16."
+    )
+
+
 @contextmanager
 def _removed_after(hooks: list[RemovableHandle]) -> Iterator[None]:
     try:
@@ -217,14 +226,20 @@ def measure_sensitivity(patched: Patched, calls: Sequence[TransformerCall]) -> d
     Returns:
         Name → ‖output − output of none‖² / ‖output of none‖², averaged over the calls.
     """
-    pairs, sensitivities = patched.running_pairs(), {}
-    processors = {name: attn.processor for name, (attn, _) in pairs.items()}
+    running, sensitivities = patched.running_attentions(), {}
     with patched.disabled():
         expected = [call.predict(patched.transformer).float() for call in calls]
-        for name, (attn, original) in pairs.items():
-            attn.set_processor(processors[name])
-            sensitivities[name] = _mean_change(patched.transformer, calls, expected)
-            attn.set_processor(original)
+    shared = {name: attn.processor for name, attn in running.items()}
+    alone = {name: copy.copy(processor) for name, processor in shared.items()}  # to be switched off one by one
+    try:
+        for name, attn in running.items():
+            attn.set_processor(alone[name])
+        for name in running:
+            with call_context(off=tuple(processor for other, processor in alone.items() if other != name)):
+                sensitivities[name] = _mean_change(patched.transformer, calls, expected)
+    finally:
+        for name, attn in running.items():
+            attn.set_processor(shared[name])
     return sensitivities
 
 
@@ -272,7 +287,7 @@ def calibrate_sparse(model: Any, run: Callable[[], object]) -> None:
             "The model attends to nothing with softmax, so it has no λ or β to calibrate; patch it with "
             "sparse='content'."
         )
-    if any(len(patched.running_pairs()) < len(patched.layers) for patched in handles.values()):
+    if any(len(patched.running_attentions()) < len(patched.layers) for patched in handles.values()):
         raise ValueError("The patch is switched off in some layers; leave mhla_disabled(), or call change_mhla(model).")
     calls = _record_unpatched(model, handles, run)
     for component, patched in handles.items():
@@ -298,7 +313,10 @@ def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
                 # other queries in every call: what fits some places within the blocks need not fit the others
                 blocks = call.sparse if call.sparse is not None else UniformBlocks(block_size=64, order="curve")
                 looked_at = blocks, _QUERIES, len(errors[name]), _head_projections(attn)
-                errors[name].append(candidate_errors(call, *looked_at, biases, _LINEAR_LOG_WEIGHTS))
+                found = candidate_errors(call, *looked_at, biases, _LINEAR_LOG_WEIGHTS)
+                if not bool(found.isfinite().all()):
+                    raise ValueError(not_finite(name))
+                errors[name].append(found)
 
         return note
 

@@ -52,6 +52,8 @@ class CallContext(NamedTuple):
     numbers of steps would be compiled again for each."""
     in_every_step: bool = False
     """Whether patches run in every step, for forwards that are no part of a denoising loop."""
+    off: tuple[object, ...] = ()
+    """Processors whose attentions run what they ran before the patch: of models within ``mhla_disabled``."""
     outer: Optional["CallContext"] = None
     """Context in which the forward began, such as that of a student that asks a patched teacher."""
 

@@ -68,8 +68,6 @@ class Patched:
         """How it samples, if it was distilled to a few steps."""
         self._scheduler: Any = None
         """The pipeline's own scheduler, while it has that of few steps."""
-        self.paused = 0
-        """How many contexts have other processors run on purpose."""
         self._parallel: Parallel | None = None
         """The processes between which tokens are split."""
         self._compared: Any = None
@@ -269,32 +267,21 @@ class Patched:
             original = default_cross_attention_processor(attn, self.family)
         return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original
 
-    def running_pairs(self) -> dict[str, tuple[Any, Any]]:
-        """Return every self-attention that runs MHLA by name, with its original processor."""
+    def running_attentions(self) -> dict[str, Any]:
+        """Return every self-attention that runs MHLA now, in this thread, by name."""
         return {
-            name: (attn, self.original_processor(attn))
+            name: attn
             for name, attn in self.attentions.items()
-            if isinstance(attn.processor, MHLAProcessor)
+            if isinstance(attn.processor, MHLAProcessor) and not attn.processor.is_off
         }
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Let the transformer attend as before the patch within the context, with the same weights."""
-        running = [
-            attn for attn in attentions_of(self.transformer).values() if isinstance(attn.processor, MHLAProcessor)
-        ]
-        switched = [(attn, attn.processor, hasattr(attn, "mhla")) for attn in running]
-        for attn in running:
-            attn.set_processor(self.original_processor(attn))
-        self.paused += 1
-        try:
+        """Let the transformer attend as before the patch within the context, in this thread, with the same weights."""
+        processors = {id(attn.processor): attn.processor for attn in attentions_of(self.transformer).values()}
+        switched = [one for one in processors.values() if isinstance(one, MHLAProcessor)]
+        with call_context(off=(*current().off, *switched)):
             yield
-        finally:
-            self.paused -= 1
-            for attn, processor, had_layer in switched:
-                # the patch may have been removed meanwhile; in diffusers' own form there may be no layer yet
-                if hasattr(attn, "mhla") or not had_layer:
-                    attn.set_processor(processor)
 
     def _check_processors(self) -> None:
         """Look whether patched attentions still run MHLA, which something else may have changed.
@@ -338,9 +325,9 @@ class Patched:
     def _begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the processors and set the context of the call, before a forward."""
         outer = current()
-        enter(CallContext(outer=outer))  # for _end, which takes it back after a refusal too
+        enter(CallContext(off=outer.off, outer=outer))  # for _end, which takes it back after a refusal too
         arguments = self.family.named_arguments(trunk, args, kwargs)
-        if self.family.is_diffusion and not self.paused:
+        if self.family.is_diffusion:
             self._check_processors()
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         name = self.family.latents_name
@@ -370,6 +357,7 @@ class Patched:
                 outer.step,
                 outer.step_disabled,
                 outer.in_every_step,
+                outer.off,
                 outer,
             )
         )
@@ -605,7 +593,7 @@ def require_layers(model: Any) -> dict[str, MHLALayer]:
 
 @contextmanager
 def mhla_disabled(model: Any) -> Iterator[None]:
-    """Let the model attend as before the patch within the context, with the same weights.
+    """Let the model attend as before the patch within the context, in this thread alone, with the same weights.
 
     Raises:
         ValueError: if the model is not patched.

@@ -198,6 +198,9 @@ class MHLALayer(nn.Module):
         weight, rule = None, config.rule_on(call_grid) if config.sparse == "content" else None
         if self.linear_log_weight is not None and self.runs_linear and (config.sparse != "none" or any(extra)):
             weight = self.linear_log_weight.exp()
+        if weight is not None or config.needs_positive_mixing:
+            # sums are weighed against softmax by their logarithm; an optimizer without the clip goes below 0
+            mixing = mixing.clamp_min(0)
         return Call(
             inputs.query,
             inputs.key,
@@ -258,7 +261,7 @@ class MHLALayer(nn.Module):
         self.config.check_whole(inputs.grid)
         weight = self.linear_log_weight
         weights: dict[str, Any] = {
-            "mixing": self.mixing,
+            "mixing": self.mixing.clamp_min(0) if self.config.needs_positive_mixing else self.mixing,
             "output_norm": self.output_norm,
             "linear_weight": weight.exp() if self.config.sparse == "own" and weight is not None else None,
         }

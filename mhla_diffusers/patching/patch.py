@@ -299,7 +299,7 @@ def _plan_change(
     Raises:
         ValueError: switched off, settings that do not fit, or weights that they do not fit.
     """
-    if patched.paused:
+    if patched.running_processor().is_off:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     attentions, family = patched.attentions, patched.family
     if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in attentions.values()):

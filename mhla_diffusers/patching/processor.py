@@ -86,6 +86,11 @@ class MHLAProcessor:
         return self._config is None
 
     @property
+    def is_off(self) -> bool:
+        """Whether its model is within ``mhla_disabled`` in this thread."""
+        return any(one is self for one in current().off)
+
+    @property
     def config(self) -> MHLAConfig:
         """Its settings.
 
@@ -160,8 +165,11 @@ class MHLAProcessor:
         if layer is None or (layer.config is not self.config and layer.config != self.config):
             self._check_layer(layer)
         context, skips_scores = current(), _skips_scores(attn)
-        if context.disabled and not skips_scores:
-            return adapter.run(with_backend_of(self, replaced_processor(attn)), attn, arguments)
+        if (context.disabled or self.is_off) and not skips_scores:
+            original = replaced_processor(attn)
+            if original is None:  # diffusers' own form keeps none
+                original = (family or family_of_attention(attn)).self_attention_processor(attn)
+            return adapter.run(with_backend_of(self, original), attn, arguments)
         adapter.check_order(arguments, self.config)
         grid, parallel = self.grid or context.grid, context.parallel
         if grid is None:

@@ -83,7 +83,7 @@ def transfer_loss(teacher: nn.Module, student: nn.Module, pixels: torch.Tensor) 
     """Return the relative error of every attention on the teacher's input, mean over layers."""
     inputs: dict[str, torch.Tensor] = {}
     outputs: dict[str, torch.Tensor] = {}
-    with torch.no_grad(), recorded(teacher, inputs, outputs):
+    with torch.no_grad(), recorded(attentions(teacher), inputs, outputs):
         teacher(pixels)
     side = PIXELS // PATCH
     with call_context(grid=(side, side)):

@@ -113,7 +113,9 @@ def attentions(model: Any) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def recorded(model: Any, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> Iterator[None]:
+def recorded(
+    chosen: dict[str, nn.Module], inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]
+) -> Iterator[None]:
     """Keep what enters and leaves every attention."""
 
     def watch(name: str) -> Any:
@@ -123,7 +125,7 @@ def recorded(model: Any, inputs: dict[str, torch.Tensor], outputs: dict[str, tor
 
         return keep
 
-    hooks = [x.register_forward_hook(watch(name), with_kwargs=True) for name, x in attentions(model).items()]
+    hooks = [x.register_forward_hook(watch(name), with_kwargs=True) for name, x in chosen.items()]
     try:
         yield
     finally:
@@ -132,7 +134,9 @@ def recorded(model: Any, inputs: dict[str, torch.Tensor], outputs: dict[str, tor
 
 
 @contextmanager
-def fed(model: Any, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> Iterator[None]:
+def fed(
+    chosen: dict[str, nn.Module], inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]
+) -> Iterator[None]:
     """Give every attention the input that another model's had, and keep what it makes of it."""
 
     def watch(name: str) -> tuple[Any, Any]:
@@ -145,7 +149,7 @@ def fed(model: Any, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Te
         return replace, keep
 
     hooks = []
-    for name, attention in attentions(model).items():
+    for name, attention in chosen.items():
         before, after = watch(name)
         hooks += [attention.register_forward_pre_hook(before, with_kwargs=True), attention.register_forward_hook(after)]
     try:
@@ -164,7 +168,7 @@ def see(model: Any, size: int) -> list[Photograph]:
         outputs: dict[str, torch.Tensor] = {}
         pixels = pixels_of(file, size)
         if index < LAYERS_PHOTOGRAPHS:
-            with recorded(model, inputs, outputs):
+            with recorded(attentions(model), inputs, outputs):
                 hidden = model(pixels).last_hidden_state
         else:
             hidden = model(pixels).last_hidden_state
@@ -225,7 +229,7 @@ def measure(model: Any, seen: list[Photograph], saliency: Saliency, views: bool 
             matches.append(matches_right(*pair, photograph.source))
         if photograph.inputs:
             outputs: dict[str, torch.Tensor] = {}
-            with fed(model, photograph.inputs, outputs):
+            with fed(attentions(model), photograph.inputs, outputs):
                 model(photograph.pixels)
             layers.append([relative(outputs[name], x) for name, x in photograph.outputs.items()])
     by_layer = [fmean(column) for column in zip(*layers, strict=True)]

@@ -20,7 +20,8 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from adapted import file_name
+from adapted import file_name, relative_loss
+from dinov2 import fed, recorded
 from fetch import FOLDER, fetched, texts
 from safetensors.torch import save_file
 from torch import nn
@@ -29,9 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from mhla_diffusers import MHLACache, apply_mhla
 from mhla_diffusers.files import write_json
-from mhla_diffusers.patching import call_context
 from mhla_diffusers.reporting import scaled, write_table
-from mhla_diffusers.training.objectives import attention_loss, recorded
 from mhla_diffusers.training.optimizer import make_optimizer
 
 HERE = Path(__file__).parent
@@ -161,16 +160,15 @@ def adapt(variant: str) -> dict[str, Any]:
             group["lr"] = group["initial_lr"] * min((step + 1) / WARM_UP, 1.0) * decay
         row = rows[order[update % len(rows)]][None]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            with torch.no_grad(), recorded(attentions(teacher)) as calls:
+            inputs: dict[str, torch.Tensor] = {}
+            outputs: dict[str, torch.Tensor] = {}
+            with torch.no_grad(), recorded(attentions(teacher), inputs, outputs):
                 expected = teacher(row, use_cache=False).logits.float().log_softmax(-1)
             if stage == "transfer":
-                parts = []
-                for name, attention in attentions(student).items():
-                    args, kwargs, output = calls[name]
-                    with call_context(grid=(LENGTH,)):
-                        made = attention(*args, **kwargs)[0]
-                    parts.append(attention_loss(made, output[0]) / output[0].float().square().mean())
-                loss = torch.stack(parts).mean()
+                made: dict[str, torch.Tensor] = {}
+                with fed(attentions(student), inputs, made):
+                    student(row, use_cache=False, logits_to_keep=1)
+                loss = torch.stack([relative_loss(made[name], x.float()) for name, x in outputs.items()]).mean()
             else:
                 found = student(row, use_cache=False).logits.float().log_softmax(-1)
                 loss = functional.kl_div(found, expected, log_target=True, reduction="none").sum(-1).mean()

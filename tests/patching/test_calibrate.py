@@ -239,3 +239,14 @@ def test_refused_choices_leave_the_model_alone(settings, error, value):
     assert_same_footprint(model, before)
     with pytest.raises(ValueError, match="not patched"):
         layer_sensitivity(model, run_of(model, "wan"))
+
+
+@pytest.mark.parametrize("measure", [mhla.calibrate_sparse, mhla.audit])
+def test_a_run_with_nan_is_refused_and_the_layer_named(measure):
+    model = patched("wan", sparse="content", density=0.25, block_size=4, fit_pooled_bias=False)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    arguments = inputs("wan")
+    arguments["hidden_states"] = arguments["hidden_states"] * float("nan")
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn1 gets or returns NaN"):
+        measure(model, lambda: model(**arguments))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

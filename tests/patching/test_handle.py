@@ -1,5 +1,8 @@
 """The handle of a patched transformer: one, found in one place, and switched off for a while."""
 
+import copy
+import threading
+
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
@@ -7,8 +10,10 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 import mhla_diffusers as mhla
 from mhla_diffusers.patching import find_patched, layer_sensitivity, register_mixing_clip
 
+from ..language import models as language
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import PIPELINES
+from ..vision import models as vision
 from .shared import ONE_PER_CLASS, assert_same_footprint, footprint
 
 
@@ -110,3 +115,60 @@ def test_one_warning_at_the_next_forward_after_a_reset(caplog):
     model.set_attn_processor(WanAttnProcessor())
     output(model, inputs("wan"))
     assert len(caplog.records) == 2
+
+
+def diffusion_case():
+    return patched("wan"), FAMILIES["wan"].build(), lambda model: output(model, inputs("wan"))
+
+
+def language_case():
+    return language.patched(), language.llama(), lambda model: language.logits(model, language.text())
+
+
+def vision_case():
+    model = mhla.apply_mhla(vision.vit().eval(), blocks=(2, 2), sparse="none")
+    return model, vision.vit().eval(), lambda model: vision.output(model, vision.pictures())
+
+
+@pytest.mark.parametrize("case", [diffusion_case, language_case, vision_case])
+def test_another_thread_runs_mhla_while_this_one_has_it_switched_off(case):
+    model, plain, run = case()
+    plain.load_state_dict({name: x for name, x in model.state_dict().items() if ".mhla." not in name})
+    expected, is_off, is_done, found = run(model), threading.Event(), threading.Event(), []
+
+    def elsewhere():
+        is_off.wait(60)
+        found.extend(run(model) for _ in range(2))
+        is_done.set()
+
+    other = threading.Thread(target=elsewhere)
+    other.start()
+    with mhla.mhla_disabled(model):
+        is_off.set()
+        is_done.wait(60)
+        here = run(model)
+    other.join()
+    assert len(found) == 2
+    assert all(torch.equal(one, expected) for one in found)
+    assert torch.equal(here, run(plain))
+
+
+def test_a_copy_made_while_it_is_switched_off_runs_mhla():
+    model = patched("wan")
+    expected = output(model, inputs("wan"))
+    with mhla.mhla_disabled(model):
+        copied = copy.deepcopy(model)
+    assert torch.equal(output(copied, inputs("wan")), expected)
+
+
+@pytest.mark.parametrize("settings", [{"sparse": "content", "density": 0.25, "block_size": 4}, {"sparse": "none"}])
+def test_an_optimizer_without_the_clip_makes_no_nan(settings):
+    """It brings entries of the locality matrix, which begin at 0, below it."""
+    model, arguments = patched("wan", **settings).train(), inputs("wan")
+    optimizer = torch.optim.AdamW((layer.mixing for layer in mhla.mhla_layers(model).values()), lr=0.3)
+    for _ in range(3):
+        model(**arguments, return_dict=False)[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(float(layer.mixing.min()) for layer in mhla.mhla_layers(model).values()) < 0
+    assert bool(output(model, arguments).isfinite().all())
