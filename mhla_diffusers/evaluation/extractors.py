@@ -1,6 +1,5 @@
 """Feature extractors: Inception as in clean-fid or the ADM suite, DINOv2, or any callable."""
 
-import hashlib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 from PIL import Image
 
 from ..devices import choose_device
+from ..files import file_hash
 
 
 class ImageFeatures(NamedTuple):
@@ -65,7 +65,7 @@ class CleanInception:
             from cleanfid.resize import build_resizer
         except ImportError as error:
             raise ImportError(f"clean-fid cannot be imported ({error}): pip install mhla_diffusers[eval]") from error
-        self._device = choose_device(device)
+        self.name, self.file, self._device = "clean", file, choose_device(device)
         self.resize = build_resizer("clean")
         self._model = InceptionV3W(str(file.parent), download=False, resize_inside=False).to(self._device)
 
@@ -96,7 +96,7 @@ class AdmInception:
             raise ImportError(
                 f"torch-fidelity cannot be imported ({error}): pip install mhla_diffusers[eval]"
             ) from error
-        self._device = choose_device(device)
+        self.name, self.file, self._device = "adm", file, choose_device(device)
         names = ["2048", "logits_unbiased"]
         self._model = FeatureExtractorInceptionV3("inception", names, feature_extractor_weights_path=str(file))
         self._model.to(self._device).eval()
@@ -121,7 +121,7 @@ class Dinov2Features:
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
-        from transformers import AutoConfig, Dinov2Model
+        from transformers import AutoConfig, Dinov2Config, Dinov2Model
 
         if weights is None or not (weights / "model.safetensors").is_file():
             given = "No weights are named" if weights is None else f"There is no model.safetensors in {weights}"
@@ -130,9 +130,9 @@ class Dinov2Features:
                 "--local-dir FOLDER) and give the folder with --weights. It is not downloaded automatically."
             )
         config = AutoConfig.from_pretrained(weights)
-        if config.model_type != "dinov2":
-            raise ValueError(f"{weights} holds a model of type {config.model_type!r}; extractor dinov2 needs 'dinov2'.")
-        self._device = choose_device(device)
+        if not isinstance(config, Dinov2Config):
+            raise ValueError(f"{weights} holds a model of type {config.model_type!r}; --extractor needs a DINOv2.")
+        self.file, self._device = weights / "model.safetensors", choose_device(device)
         self._model = Dinov2Model.from_pretrained(weights).to(self._device).eval()
         self.name = (
             f"dinov2 ({config.num_hidden_layers} layers, {config.hidden_size} wide, patches of {config.patch_size})"
@@ -147,6 +147,13 @@ class Dinov2Features:
         mean, deviation = (torch.tensor(x).view(3, 1, 1) for x in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
         features: torch.Tensor = self._model(((pixels - mean) / deviation).to(self._device)).last_hidden_state[:, 0]
         return features
+
+
+_MODELS: dict[str, type[CleanInception | AdmInception | Dinov2Features]] = {
+    "adm": AdmInception,
+    "clean": CleanInception,
+    "dinov2": Dinov2Features,
+}
 
 
 def _require_weights(file: Path | None, source: str) -> Path:
@@ -173,26 +180,16 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
         ValueError: unknown extractor, or weights for a callable.
         ImportError: a package is missing.
     """
-    if choice in ("adm", "clean"):
-        inception = (AdmInception if choice == "adm" else CleanInception)(weights, device)
-        return Extractor(inception, choice, _hash(weights))
-    if choice == "dinov2":
-        dinov2 = Dinov2Features(weights, device)
-        return Extractor(dinov2, dinov2.name, _hash(weights and weights / "model.safetensors"))
+    if choice in _MODELS:
+        model = _MODELS[choice](weights, device)
+        return Extractor(model, model.name, file_hash(model.file))
     if ":" not in choice:
         raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, dinov2, or package.module:callable.")
     if weights is not None:
         raise ValueError(f"Weights ({weights}) are for Inception and DINOv2; the callable {choice} brings its own.")
     features = load_callable(choice)
-    return Extractor(features, choice, _hash(inspect.getsourcefile(inspect.getmodule(features) or type(features))))
-
-
-def _hash(file: str | Path | None) -> str:
-    """Return the SHA-256 of a file; of none, the empty string."""
-    if file is None:
-        return ""
-    with Path(file).open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    source = inspect.getsourcefile(inspect.getmodule(features) or type(features))
+    return Extractor(features, choice, "" if source is None else file_hash(Path(source)))
 
 
 def load_callable(place: str) -> Callable[..., Any]:

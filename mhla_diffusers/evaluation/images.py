@@ -10,7 +10,7 @@ from typing import IO
 import torch
 
 from ..files import IMAGE_SUFFIXES, written_aside
-from ..pixels import quarter_turns, upright_rgb
+from ..generation.pixels import quarter_turns, upright_rgb
 
 VIDEO_SUFFIX = ".mp4"
 _ARRAY = "arr_0.npy"

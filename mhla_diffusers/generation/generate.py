@@ -199,7 +199,7 @@ def read_picture(file: Path) -> Any:
     """Read a picture as RGB, turned as it was taken, as ``mhla encode`` and diffusers' own ``load_image`` read it."""
     from PIL import Image
 
-    from ..pixels import upright_rgb
+    from .pixels import upright_rgb
 
     try:
         with Image.open(file) as picture:

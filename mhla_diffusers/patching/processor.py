@@ -168,7 +168,10 @@ class MHLAProcessor:
         if (context.disabled or self.is_off) and not skips_scores:
             original = replaced_processor(attn)
             if original is None:  # diffusers' own form keeps none
-                original = (family or family_of_attention(attn)).self_attention_processor(attn)
+                family = family or family_of_attention(attn)
+                if family is None:
+                    raise _unknown_model(attn)
+                original = family.self_attention_processor(attn)
             return adapter.run(with_backend_of(self, original), attn, arguments)
         adapter.check_order(arguments, self.config)
         grid, parallel = self.grid or context.grid, context.parallel

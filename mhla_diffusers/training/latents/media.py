@@ -221,7 +221,7 @@ def read_clip(media: Media, clip: Clip) -> torch.Tensor:
         raise UnreadableMediaError(f"an image has no {clip.frames} frames")
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    from ...pixels import upright_rgb
+    from ...generation.pixels import upright_rgb
 
     try:
         with Image.open(source) as image:
@@ -269,7 +269,7 @@ def _read_frames(source: str | BytesIO, clip: Clip) -> Iterator[torch.Tensor]:
 
 
 def _fit_frame(frame: Any, clip: Clip) -> torch.Tensor:
-    from ...pixels import quarter_turns
+    from ...generation.pixels import quarter_turns
 
     turns = quarter_turns(frame)
     shown = (frame.height, frame.width) if turns % 2 == 0 else (frame.width, frame.height)

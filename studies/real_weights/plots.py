@@ -1,0 +1,84 @@
+"""The two pictures of this study, from its tables: error over cost without training, and errors while adapting.
+
+python studies/real_weights/plots.py
+"""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from adapted import UPDATES, VARIANTS, file_name
+
+from mhla_diffusers.files import written_aside
+from mhla_diffusers.reporting import require_matplotlib
+
+HERE = Path(__file__).parent
+TOKENS = {518: "1,369", 1036: "5,476"}
+COLOURS = dict(zip(VARIANTS, ("#999999", "#1f77b4", "#17becf", "#2ca02c", "#d62728", "#ff7f0e"), strict=True))
+SMOOTHED = 10
+"""Updates that a point of a loss is the mean of."""
+
+
+def save(figure: Any, name: str) -> None:
+    """Write a picture beside this file."""
+    with written_aside(HERE / name) as aside:
+        figure.savefig(aside, dpi=110)
+
+
+def draw_error_over_cost(plt: Any) -> None:
+    """Error of the features over the keys that a query attends to, for both orders of keys, at two sizes."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for axis, (pixels, tokens) in zip(axes, TOKENS.items(), strict=True):
+        rows = list(csv.DictReader((HERE / f"untrained-{pixels}.csv").open()))
+        by_name = {row["attention"]: row for row in rows}
+        for ending, colour, label in (
+            (", along the curve", "#999999", "along the curve"),
+            ("", "#d62728", "by content"),
+        ):
+            chosen = [row for row in rows if row["attention"].startswith("sparse")]
+            chosen = [x for x in chosen if x["attention"] == f"sparse {x['attention'].split()[1].rstrip(',')}{ending}"]
+            points = [(float(row["cost"]), float(row["features"])) for row in chosen]
+            axis.plot(*zip(*points, strict=True), "o-", color=colour, label=f"block-sparse, keys {label}")
+        axis.axhline(float(by_name["MHLA"]["features"]), color="#1f77b4", linestyle="--", label="MHLA, plain linear")
+        without = by_name["sparse 5.0%, no pooled keys"]
+        axis.plot(float(without["cost"]), float(without["features"]), "x", color="#d62728", label="without pooled keys")
+        axis.set(title=f"{pixels} pixels, {tokens} tokens", xlabel="keys per query / N", ylim=(0, 1.2))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("relative error of the features")
+    axes[1].legend(fontsize=8)
+    save(figure, "error-over-cost.png")
+
+
+def draw_adaptation(plt: Any) -> None:
+    """Losses of both stages over the updates, and the error on photographs, for the first seed of every attention."""
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    for variant in VARIANTS:
+        file = HERE / "adapted" / f"{file_name(variant, 0)}.json"
+        if not file.is_file():
+            continue
+        result, first = json.loads(file.read_text()), 0
+        for axis, (stage, steps) in zip(axes, UPDATES.items(), strict=False):
+            losses = np.convolve(result[stage], np.ones(SMOOTHED) / SMOOTHED, "valid")
+            axis.plot(first + SMOOTHED + np.arange(len(losses)), losses, color=COLOURS[variant], label=variant)
+            first += steps
+        axes[2].plot(*zip(*result["photographs"], strict=True), "o-", color=COLOURS[variant], label=variant)
+    titles = ("attention transfer: squared error", "distillation: squared error", "photographs: error of the features")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(title=title, xlabel="updates", ylim=(0, None))
+        axis.title.set_fontsize(10)
+        axis.grid(alpha=0.3)
+    axes[2].legend(fontsize=7)
+    save(figure, "adapted.png")
+
+
+def main() -> None:
+    """Draw both."""
+    plt = require_matplotlib()
+    draw_error_over_cost(plt)
+    draw_adaptation(plt)
+
+
+if __name__ == "__main__":
+    main()
