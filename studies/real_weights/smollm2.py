@@ -37,8 +37,9 @@ HERE = Path(__file__).parent
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LENGTH = 1024
 """Tokens of a row, of which an update has one."""
-TRANSFER, DISTIL = 25, 60
-RATE, MIXING_RATE, WARM_UP = 2e-4, 1e-2, 5
+UPDATES = {"transfer": 50, "distillation": 50}
+RATES = {"transfer": 5e-4, "distillation": 5e-5}
+MIXING_RATE, WARM_UP = 1e-2, 5
 HELD_OUT_ROWS = 3
 """Of each text."""
 BLOCKS: dict[str, Any] = {"blocks": (32,), "block_length": 64, "beyond": "relative"}
@@ -134,6 +135,26 @@ def patched_model(variant: str) -> Any:
     return model if settings is None else apply_mhla(model, **settings)
 
 
+def transfer_loss(teacher: nn.Module, student: nn.Module, row: torch.Tensor) -> torch.Tensor:
+    """Return the relative error of every attention on the teacher's input, mean over layers."""
+    inputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    made: dict[str, torch.Tensor] = {}
+    with torch.no_grad(), recorded(attentions(teacher), inputs, outputs):
+        teacher(row, use_cache=False, logits_to_keep=1)
+    with fed(attentions(student), inputs, made):
+        student(row, use_cache=False, logits_to_keep=1)
+    return torch.stack([relative_loss(made[name], x.float()) for name, x in outputs.items()]).mean()
+
+
+def kl_loss(teacher: nn.Module, student: nn.Module, row: torch.Tensor) -> torch.Tensor:
+    """Return the divergence of the predictions, mean over tokens, in nats."""
+    with torch.no_grad():
+        expected = teacher(row, use_cache=False).logits.float().log_softmax(-1)
+    found = student(row, use_cache=False).logits.float().log_softmax(-1)
+    return functional.kl_div(found, expected, log_target=True, reduction="none").sum(-1).mean()
+
+
 def adapt(variant: str) -> dict[str, Any]:
     """Return losses on the way, and loss and recall before and after."""
     student = patched_model(variant)
@@ -146,40 +167,29 @@ def adapt(variant: str) -> dict[str, Any]:
     torch.manual_seed(0)
     rows = train[: len(train) // LENGTH * LENGTH].unflatten(0, (-1, LENGTH))
     order = torch.randperm(len(rows))
-    optimizer = make_optimizer(
-        student, dict(student.named_parameters()), learning_rate=RATE, mixing_learning_rate=MIXING_RATE
-    )
-    start, result["transfer"], result["distillation"] = time.process_time(), [], []
+    start, update = time.process_time(), 0
     student.train()
-    for update in range(TRANSFER + DISTIL):
-        stage = "transfer" if update < TRANSFER else "distillation"
-        step = update - (0 if update < TRANSFER else TRANSFER)
-        steps = TRANSFER if update < TRANSFER else DISTIL
-        for group in optimizer.param_groups:
-            decay = 1 - 0.9 * max(0.0, 2 * step / steps - 1)
-            group["lr"] = group["initial_lr"] * min((step + 1) / WARM_UP, 1.0) * decay
-        row = rows[order[update % len(rows)]][None]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            inputs: dict[str, torch.Tensor] = {}
-            outputs: dict[str, torch.Tensor] = {}
-            with torch.no_grad(), recorded(attentions(teacher), inputs, outputs):
-                expected = teacher(row, use_cache=False).logits.float().log_softmax(-1)
-            if stage == "transfer":
-                made: dict[str, torch.Tensor] = {}
-                with fed(attentions(student), inputs, made):
-                    student(row, use_cache=False, logits_to_keep=1)
-                loss = torch.stack([relative_loss(made[name], x.float()) for name, x in outputs.items()]).mean()
-            else:
-                found = student(row, use_cache=False).logits.float().log_softmax(-1)
-                loss = functional.kl_div(found, expected, log_target=True, reduction="none").sum(-1).mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        result[stage].append(loss.item())
-        if update % 10 == 0:
-            sys.stdout.write(f"{variant} {stage} {step}: {loss.item():.3f}\n")
-            sys.stdout.flush()
+    for stage, steps in UPDATES.items():
+        result[stage] = []
+        optimizer = make_optimizer(
+            student, dict(student.named_parameters()), learning_rate=RATES[stage], mixing_learning_rate=MIXING_RATE
+        )
+        for step in range(steps):
+            factor = min((step + 1) / WARM_UP, 1.0) * (1 - 0.9 * max(0.0, 2 * step / steps - 1))
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+            row = rows[order[update % len(rows)]][None]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = transfer_loss(teacher, student, row) if stage == "transfer" else kl_loss(teacher, student, row)
+            loss.backward()
+            nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            result[stage].append(loss.item())
+            update += 1
+            if update % 10 == 0:
+                sys.stdout.write(f"{variant} {stage} {step}: {loss.item():.3f}\n")
+                sys.stdout.flush()
     result["minutes"] = (time.process_time() - start) / 60
     student.eval()
     result["after"] = {"loss": held_out_loss(student), "recall": recall(student)}
@@ -251,7 +261,7 @@ def main() -> None:
         file = HERE / "smollm2" / f"{file_name(variant, 0)}.json"
         if not file.is_file():
             file.parent.mkdir(exist_ok=True)
-            write_json(file, adapt(variant))
+            write_json(adapt(variant), file)
     write_tables()
 
 
