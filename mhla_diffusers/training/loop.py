@@ -29,7 +29,7 @@ from .latents.times import frames_together
 from .objectives import stage_losses
 from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_class, optimizer_state
 from .roles import Critic, Roles, Teacher, add_lora, make_trainable, trainable_names
-from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint
+from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint, step_of
 from .validation import Sampler, calibrate_fresh, validation_loss
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class _Run:
 
         if self._is_first:
             self._folder.path.mkdir(parents=True, exist_ok=True)
-            self._folder.keep_metrics_until(self.step)
+            self._folder.go_back_to(self.step)
         self._accelerator.wait_for_everyone()
         self._accelerator.init_trackers("mhla")
         shown: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": not self._is_first}
@@ -392,7 +392,7 @@ class _Run:
     def _diverged(self, what: str) -> TrainingDivergedError:
         # an update that was not skipped shows that the weights before it worked, not those after it
         worked = self.step - self._skipped
-        good = [path for path in self._folder.checkpoints() if int(path.name.removeprefix("step-")) < worked]
+        good = [path for path in self._folder.checkpoints() if step_of(path) < worked]
         from_there = (
             f"{good[-1]} is the last good checkpoint: if a sample of the data is at fault, fix it and resume from "
             f"there with --resume {good[-1]}."

@@ -6,15 +6,19 @@
       metrics.jsonl                     one line per update and per validation
       checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, those of the critic
                                         of few steps, and state.json, which holds the SHA-256 of each of them
+      samples/step-00000500/            what a validation generated
       result/                           what load_mhla (or from_pretrained) loads after the last stage
+      aside-1/                          what an earlier run made after the step that a later one resumed from
 
 ``state.json`` holds the updates done and what identifies the run. Random numbers need no state: they follow from the
 seed and the step.
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,8 @@ from ..patching import Weights, find_patched, save_mhla
 from ..patching.few_step_scheduler import FewStepScheduler
 from .config import TrainingConfig
 from .roles import STUDENT, lora_of
+
+logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -117,8 +123,24 @@ class RunFolder:
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
-    def keep_metrics_until(self, step: int) -> None:
-        """Drop the metrics after a step, and an unfinished line of a killed run."""
+    def go_back_to(self, step: int) -> None:
+        """Move what was made after a step into ``aside-1``, ``aside-2``, …, with a copy of all metrics.
+
+        Only metrics after the last checkpoint are dropped, and the unfinished line of a killed run.
+        """
+        newer = [path for path in self.checkpoints() if step_of(path) > step]
+        if newer:
+            newer += [path for path in (self.path / "samples").glob("step-*") if step_of(path) > step]
+            newer += [self.result] if self.result.is_dir() else []
+            aside = next(place for number in count(1) if not (place := self.path / f"aside-{number}").exists())
+            aside.mkdir()
+            if self.metrics.is_file():
+                shutil.copy(self.metrics, aside)
+            for path in newer:
+                target = aside / path.relative_to(self.path)
+                target.parent.mkdir(exist_ok=True)
+                path.rename(target)
+            logger.warning("What this folder held of the steps after %d was moved into %s.", step, aside)
         if self.metrics.is_file():
             kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
             write_text("".join(f"{line}\n" for line in kept), self.metrics)
@@ -153,6 +175,11 @@ class RunFolder:
             save_mhla(transformer, aside, weights=weights, base_model=config.model)
 
         _write_whole(self.result, write)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a folder such as ``step-00000500`` is of."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensors]]:

@@ -63,6 +63,22 @@ def test_killed_and_resumed_gives_the_same_losses(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
+def test_what_is_newer_than_the_step_resumed_from_is_moved_aside(tmp_path: Path) -> None:
+    """Else the newest checkpoints would stay those of the run before, which ``latest`` exports."""
+    config = one_stage(tmp_path, steps=6, checkpoint_every=1, keep_checkpoints=9)
+    train(tiny_wan(), wan_data(), config)
+    first = tmp_path / "checkpoints" / "step-00000002"
+    train(tiny_wan(), wan_data(), replace(config, keep_checkpoints=2, checkpoint_every=2), resume=str(first))
+    kept = {path.name: (path / "weights.safetensors").stat().st_mtime_ns for path in first.parent.iterdir()}
+    assert sorted(kept) == ["step-00000004", "step-00000006"]
+    aside = tmp_path / "aside-1"
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == [f"step-0000000{x}" for x in (3, 4, 5, 6)]
+    assert min(kept.values()) > (aside / "checkpoints/step-00000006/weights.safetensors").stat().st_mtime_ns
+    assert (aside / "result").is_dir() and len(read_metrics(aside / "metrics.jsonl")) == 6
+    train(tiny_wan(), wan_data(), config, resume="latest")
+    assert not (tmp_path / "aside-2").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit(tmp_path: Path, number: signal.Signals) -> None:
     """Twice, since a launcher may hand on a Ctrl-C that has come from the terminal."""
