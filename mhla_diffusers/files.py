@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
+_SMALL = 2**20
+"""Bytes up to which a file is hashed to tell whether it has changed; of a larger one size and time count."""
 
 
 @contextmanager
@@ -63,6 +65,19 @@ def write_json(result: Any, file: Path) -> None:
         OSError: the file cannot be written.
     """
     write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", file)
+
+
+def write_checked_json(content: Mapping[str, Any], file: Path) -> None:
+    """Write named values as JSON with a hash of them, which :func:`read_checked_json` compares.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    write_json({**content, "sha256": _json_hash(content)}, file)
+
+
+def _json_hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -164,6 +179,34 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def content_of(path: Path) -> str | None:
+    """Identify the content of a file or folder, so that a change at the same path is noticed.
+
+    The content of small files counts, and the size and time of large ones. In a folder hidden files and Markdown do not
+    count.
+
+    Returns:
+        A short hash; None if there is nothing at the path, which may be the id of a model on the Hub.
+    """
+    if path.is_dir():
+        files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
+        files = {
+            name: file
+            for name, file in files.items()
+            if file.suffix != ".md" and not any(part.startswith(".") for part in Path(name).parts)
+        }
+    elif path.is_file():
+        files = {"": path}
+    else:
+        return None
+    digest = hashlib.sha256()
+    for name, file in files.items():
+        status = file.stat()
+        what = file_hash(file) if status.st_size <= _SMALL else f"{status.st_size} {status.st_mtime_ns}"
+        digest.update(f"{name} {what}\n".encode())
+    return digest.hexdigest()[:16]
+
+
 def check_hash(file: Path, expected: str, noted_in: str) -> None:
     """Raise unless a file still has its recorded hash.
 
@@ -209,6 +252,19 @@ def read_json(file: Path) -> Any:
         return json.loads(read_text(file))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no readable JSON file: {error}.") from error
+
+
+def read_checked_json(file: Path) -> dict[str, Any]:
+    """Read what :func:`write_checked_json` wrote.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is damaged or was changed.
+    """
+    content = read_json(file)
+    if not isinstance(content, dict) or content.pop("sha256", None) != _json_hash(content):
+        raise ValueError(f"{file} is damaged or was changed: its content does not fit its SHA-256.")
+    return content
 
 
 def read_csv(file: Path) -> list[dict[str, str | None]]:

@@ -57,7 +57,8 @@ class SampleSet(PipelineChoice):
     @property
     def choices(self) -> dict[str, Any]:
         """Everything but the prompts that determines the samples, which is recorded beside them."""
-        return {**super().choices, "seed": self.seed}
+        rate = self.video_rate if self.of_family.makes_videos else None
+        return {**super().choices, "frames_per_second": rate, "seed": self.seed}
 
     def check(self) -> None:
         """Check patch and settings, and that the pipeline takes pictures where any are given, and all that it needs."""

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from ..config import load_patch
+from ..config import adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..families import TrainedFamily, families, find_family, get_family, supported_instead, trained_family
-from ..files import read_json
+from ..files import content_of, read_json
 from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
-from .record import identity_of_weights
 
 _MODULAR_INDEX = "modular_model_index.json"
 _MODULAR = (
@@ -84,12 +83,17 @@ class PipelineChoice:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Everything but prompt and seed that determines a result, including the content of patch and weights."""
+        """Everything but prompt and seed that determines a result, including the content of model, patch and weights.
+
+        Content is None where it is not known: that of a Hub id.
+        """
         names = ("family", "model", "patch", "weights", "dtype", "settings")
+        weights = self.weights and (adapted_patch_folder(self.weights) or Path(self.weights))
         return {
             **{name: getattr(self, name) for name in names},
+            "model_content": None if self.model is None else content_of(Path(self.model)),
             "patch_settings": None if self.patch is None else load_patch(self.patch).config.to_dict(),
-            "weights_hash": None if self.weights is None else identity_of_weights(self.weights),
+            "weights_content": None if not weights else content_of(Path(weights)),
         }
 
     def check(self) -> None:

@@ -4,14 +4,13 @@ Torch is imported where it is used, because ``mhla eval --help`` imports this fi
 """
 
 import errno
-import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, read_json, write_json, written_aside
+from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json, write_json, written_aside
 
 RECORD_NAME = "generation.json"
 """Records beside generated files how they were made."""
@@ -77,17 +76,6 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
     """Record how the files are made, so that later runs do not mix other files in; see :func:`check_choices`."""
     check_choices(folder, choices)
     write_json(choices, folder / RECORD_NAME)
-
-
-def identity_of_weights(weights: str) -> str | None:
-    """Hash the files in a folder of weights, so that a record detects changes; None for a Hub id."""
-    from ..config import adapted_patch_folder
-
-    folder = adapted_patch_folder(weights) or Path(weights)
-    if not folder.is_dir():
-        return None
-    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
-    return hashlib.sha256("".join(file.name + file_hash(file) for file in files).encode()).hexdigest()[:16]
 
 
 def first_sample(folder: Path) -> Path | None:

@@ -20,7 +20,7 @@ from .estimate import Estimate, estimate
 from .latents.cache import INDEX_NAME, LatentCache
 from .latents.data import InMemoryData
 from .latents.encode import encode_folder, model_header
-from .latents.media import find_media
+from .latents.media import contents_of, find_media
 from .loop import TrainingResult, train_checked
 from .validation import PromptSampler
 
@@ -39,7 +39,7 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
     """
     checkpoint = check_start(config, resume)
     run = NamedRun(config)
-    data = run.open_data()
+    data = run.open_data(resuming=checkpoint is not None)
     check_fits(run.transformer(with_weights=False), data, config)
     sampler = run.sampler() if config.validation.prompts else None
     return train_checked(run.transformer(with_weights=True), data, config, checkpoint, sampler)
@@ -135,16 +135,18 @@ class NamedRun:
                 return load_mhla(model, patch)
             return model if patch is None else apply_mhla(model, patch)
 
-    def open_data(self) -> LatentCache:
+    def open_data(self, resuming: bool = False) -> LatentCache:
         """Open the latents; videos or images are encoded into the output folder first.
 
         Raises:
             FileNotFoundError: no data; the message has the commands that make it.
+            ValueError: ``resuming``, and files have changed since the run encoded them.
         """
         if self.is_encoded:
             return LatentCache(self.data)
+        folder = Path(self.config.output) / "latents"
         try:
-            find_media(self.data)
+            media = find_media(self.data)
         except FileNotFoundError as error:
             common = ["--model", self.model, "--output", str(self.data), "--precision", self.config.precision]
             encoding = ["mhla", "encode", "--source", "FOLDER", *common]
@@ -158,7 +160,16 @@ class NamedRun:
                 f"{error} Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or "
                 f"from prompts, one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
             ) from error
-        folder = Path(self.config.output) / "latents"
+        if resuming:
+            cache, contents = LatentCache(folder), contents_of(media)
+            changed = [name for name, content in cache.index.contents.items() if contents.get(name) != content]
+            changed += [name for name in contents if name not in cache.index.contents]
+            check(
+                not changed,
+                f"{len(changed)} files or captions in {self.data} are not those that this run has encoded, such as "
+                f"{', '.join(changed[:1])}. Put them back, or start a run in another output folder.",
+            )
+            return cache
         logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
         with _process_state().main_process_first():
             pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype)

@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..config import load_patch
 from ..devices import launched_on_cpus, launched_processes
 from ..families import NoisedBatch, trained_family
+from ..files import content_of
 from .checks import check_fits, check_start
 from .config import TrainingConfig
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
@@ -147,6 +149,7 @@ class _Run:
             "samples_per_update": config.batch_size * config.gradient_accumulation * self._groups,
             "training_samples": self.batches.training_samples,
             "config": config.to_dict(),
+            "content": _content(config, data),
         }
         # a model to be sharded is still on the CPU, where this would take too long; it starts with λ and β unfitted
         if checkpoint is None and not self._sharded:
@@ -442,6 +445,17 @@ class _Run:
                 self._folder.export(whole, self.config)
         self._accelerator.wait_for_everyone()
         return self._folder.result
+
+
+def _content(config: TrainingConfig, data: TrainingData) -> dict[str, Any]:
+    """Return what identifies the content of data, patch and base weights, None where it is unknown, as on the Hub."""
+    patch, model = config.patch, config.model
+    content: dict[str, Any] = {"data": getattr(data, "content", None), "patch": None, "model": None}
+    if isinstance(patch, str):
+        content["patch"] = content_of(Path(patch)) if Path(patch).is_dir() else load_patch(patch).config.to_dict()
+    if model is not None:
+        content["model"] = content_of(Path(model))
+    return content
 
 
 def _make_accelerator(config: TrainingConfig) -> Any:

@@ -5,7 +5,8 @@
     output/
       metrics.jsonl                     one line per update and per validation
       checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, those of the critic
-                                        of few steps, and state.json, which holds the SHA-256 of each of them
+                                        of few steps, and state.json, which holds the SHA-256 of each of them and
+                                        of itself
       samples/step-00000500/            what a validation generated
       result/                           what load_mhla (or from_pretrained) loads after the last stage
       aside-1/                          what an earlier run made after the step that a later one resumed from
@@ -26,7 +27,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..files import check_hash, file_hash, read_json, write_json, write_tensors, write_text, write_whole_folder
+from ..files import (
+    check_hash,
+    file_hash,
+    read_checked_json,
+    write_checked_json,
+    write_tensors,
+    write_text,
+    write_whole_folder,
+)
 from ..patching import Weights, find_patched, save_mhla
 from ..patching.few_step_scheduler import FewStepScheduler
 from .config import TrainingConfig
@@ -117,7 +126,7 @@ class RunFolder:
                 file = aside / f"{name}.safetensors"
                 write_tensors(part, file)
                 hashes[file.name] = file_hash(file)
-            write_json({**state, "files": hashes}, aside / _STATE)
+            write_checked_json({**state, "files": hashes}, aside / _STATE)
 
         _write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write)
         for old in self.checkpoints()[:-keep]:
@@ -187,7 +196,8 @@ def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any
 
     Args:
         folder: the checkpoint's.
-        run: what identifies the run: ``config``, ``samples_per_update`` and ``training_samples``.
+        run: what identifies the run: ``config``, ``content`` of what it names, ``samples_per_update`` and
+            ``training_samples``.
 
     Returns:
         Its state, and file name without suffix → tensors.
@@ -198,6 +208,7 @@ def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any
     state = _read_state(folder)
     mine, saved = (
         _flat(part["config"])
+        | _flat(part["content"], "the content of ")
         | {name.replace("_", " "): part[name] for name in ("samples_per_update", "training_samples")}
         for part in (run, state)
     )
@@ -222,10 +233,7 @@ def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any
 def _read_state(folder: Path) -> dict[str, Any]:
     """Read ``state.json``; settings that are newer than the checkpoint get their defaults."""
     try:
-        state: dict[str, Any] = read_json(folder / _STATE)
-        names = {"step", "skipped_in_row", "samples_per_update", "training_samples", "config", "files"}
-        if not isinstance(state, dict) or state.keys() != names:
-            raise ValueError(f"{_STATE} must hold {', '.join(sorted(names))}.")
+        state = read_checked_json(folder / _STATE)
         return {**state, "config": TrainingConfig.from_dict(state["config"]).to_dict()}
     except ValueError as error:
         raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -312,8 +313,24 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     with torch.no_grad():
         next(iter(mhla_layers(pipe).values())).mixing.mul_(0.5)
     save_mhla(pipe, tmp_path / "weights")
-    with pytest.raises(ValueError, match="weights_hash='.*', now '.*another output folder"):
+    with pytest.raises(ValueError, match="weights_content='.*', now '.*another output folder"):
         made(config)
+
+
+def test_a_folder_notices_base_weights_that_changed_at_their_path_and_another_frame_rate(tmp_path):
+    shutil.copytree(DIT, tmp_path / "model")
+    config = prompted(tmp_path / "made", "3", model=str(tmp_path / "model"))
+    assert made(config) == [True] and made(config) == [False]
+    weights = next((tmp_path / "model" / "transformer").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match="model_content='.*', now '.*another output folder"):
+        made(config)
+    video = prompted(tmp_path / "video", "a seven", family="wan", settings={"num_inference_steps": 1})
+    made(video)
+    with pytest.raises(ValueError, match="frames_per_second=.*, now 99"):
+        made(replace(video, frames_per_second=99))
 
 
 def _shown(tmp_path: Path) -> str:

@@ -1,14 +1,15 @@
-import json
 import math
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 import yaml
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.finetune import dry_run, finetune
+from mhla_diffusers.training.latents.cache import CacheWriter
 
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
 from .processes import finish, start_process
@@ -91,6 +93,43 @@ def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, latents: Path, confi
     assert frames.isfinite().all()
 
 
+def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
+    tmp_path: Path, model: str, latents: Path, config_file: Path
+) -> None:
+    """At the same paths; put back, it is."""
+    shutil.copytree(latents, tmp_path / "latents")
+    shutil.copytree(model, tmp_path / "model")
+    patch = tmp_path / "patch.yaml"
+    patch.write_text("family: wan\nbase_model: a\ndescription: b\nmhla: {blocks: [2, 2, 2]}\n")
+    config = TrainingConfig.from_yaml(config_file, [f"model={tmp_path / 'model'}", f"patch={patch}"])
+    assert finetune(config).finished
+
+    def other_latents() -> None:
+        lines = "a red cube\n\na blue cube moves\n"
+        (tmp_path / "prompts.txt").write_text(lines)
+        shutil.rmtree(tmp_path / "latents")
+        synthesize = ("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--steps", 2)
+        _cli(*synthesize, "--output", tmp_path / "latents", "--frames", 5, "--size", "32x32", "--precision", "no")
+
+    def other_weights() -> None:
+        file = tmp_path / "model/transformer/diffusion_pytorch_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    for name, change in {
+        "data": other_latents,
+        "patch.mixing_init": lambda: patch.write_text(patch.read_text().replace("]}", "], mixing_init: uniform}")),
+        "model": other_weights,
+    }.items():
+        shutil.copytree(tmp_path, tmp_path.with_name("kept"), dirs_exist_ok=True)
+        change()
+        with pytest.raises(ValueError, match=f"belongs to another run: the content of {name} is "):
+            finetune(config, resume="latest")
+        for file in ("latents", "model"):
+            shutil.rmtree(tmp_path / file)
+        shutil.copytree(tmp_path.with_name("kept"), tmp_path, dirs_exist_ok=True)
+        assert finetune(config, resume="latest").finished
+
+
 def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path) -> None:
     (tmp_path / "videos").mkdir()
     for index in range(2):
@@ -99,6 +138,13 @@ def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path) -> None:
     config = TrainingConfig.from_yaml(config_file, [f"data={tmp_path / 'videos'}", CLIP])
     assert finetune(config).finished
     assert (tmp_path / "run" / "latents" / "index.json").is_file()
+    index = (tmp_path / "run" / "latents" / "index.json").read_bytes()
+    (tmp_path / "videos" / "1.txt").write_text("a blue ball")
+    with pytest.raises(ValueError, match=r"1 files or captions .* such as 1.mp4"):
+        finetune(config, resume="latest")
+    (tmp_path / "videos" / "1.txt").write_text("a red ball")
+    assert finetune(config, resume="latest").finished
+    assert (tmp_path / "run" / "latents" / "index.json").read_bytes() == index
 
 
 def test_bfloat16_keeps_frozen_weights_small_and_trains(tmp_path: Path, latents: Path, config_file: Path) -> None:
@@ -228,11 +274,9 @@ def test_bad_input_is_refused_before_weights_are_read(
 
 def test_a_cache_of_another_model_is_refused_before_weights_are_read(tmp_path: Path, config_file: Path) -> None:
     header = {"family": "wan", "vae": "AutoencoderKLWan (configuration 0)", "text_encoder": "x", "settings": {}}
-    (tmp_path / "latents").mkdir()
-    sample = {"source": "a", "caption": "b", "shard": "shard-00000.safetensors", "shape": [4, 2, 4, 4]}
-    index = {"format_version": 1, "header": header, "samples": [sample], "skipped": {}, "hashes": {}}
-    (tmp_path / "latents" / "index.json").write_text(json.dumps(index))
-    (tmp_path / "latents" / "shard-00000.safetensors").touch()
+    writer = CacheWriter(tmp_path / "latents", header)
+    writer.add("a", "b", {"latents": torch.zeros(4, 2, 4, 4)})
+    writer.flush()
     with pytest.raises(ValueError, match=r"vae='AutoencoderKLWan \(configuration 0\)'"):
         finetune(TrainingConfig.from_yaml(config_file))
 

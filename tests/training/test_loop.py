@@ -197,6 +197,7 @@ def _flip(file: Path) -> None:
         *((f"{name}.safetensors", Path.unlink, FileNotFoundError) for name in ("weights", "optimizer", "ema")),
         ("ema.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1]), ValueError),
         *(("state.json", lambda file, x=x: file.write_text(x), ValueError) for x in ("{", "[]", "{}")),
+        ("state.json", lambda file: file.write_text(file.read_text().replace('"seed": 0', '"seed": 1')), ValueError),
     ],
 )
 def test_checkpoint_that_lacks_a_file_or_is_damaged_names_the_file_and_an_earlier_one(

@@ -3,12 +3,12 @@
 ::
 
     folder/
-      index.json                  what made it, one entry per sample, and the SHA-256 of every file
+      index.json                  what made it, one entry per sample, and the SHA-256 of every file and of itself
       empty.safetensors           conditioning of the empty prompt
-      shard-00000.safetensors     tensors "<sample>/latents", "<sample>/encoder_hidden_states", …
+      shard-00000.safetensors     tensors "<key>/latents", "<key>/encoder_hidden_states", …
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from ...config import check
 from ...families import Clip, Sample
-from ...files import check_hash, file_hash, read_json, write_json, write_tensors
+from ...files import check_hash, file_hash, read_checked_json, write_checked_json, write_tensors
 
 INDEX_NAME = "index.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BEGINS_WITH_PICTURE = "begins_with_picture"
 """Setting of a cache for image-to-video by a first frame without noise."""
 _EMPTY_NAME = "empty.safetensors"
@@ -37,6 +37,8 @@ class CachedSample:
     shard: str
     shape: tuple[int, ...]
     """Shape of the latents."""
+    key: str
+    """Beginning of the names of its tensors in the shard."""
 
 
 class CacheIndex:
@@ -44,8 +46,8 @@ class CacheIndex:
 
     Args:
         folder: of the cache.
-        header: what it is made with: ``family``, class and configuration of ``vae`` and ``text_encoder`` as text, and
-            ``settings`` of the encoding.
+        header: what it is made with: ``family``, class and configuration of ``vae`` and ``text_encoder`` as text, the
+            content of all ``weights`` or None where that is unknown, and ``settings`` of the encoding.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
@@ -53,6 +55,8 @@ class CacheIndex:
         self.samples: list[CachedSample] = []
         self.skipped: dict[str, str] = {}
         """Skipped files, and why."""
+        self.contents: dict[str, str] = {}
+        """Source of a sample, or skipped file → what identifies its content and its caption."""
         self.hashes: dict[str, str] = {}
         """File of the cache → SHA-256 of its content."""
 
@@ -63,23 +67,26 @@ class CacheIndex:
         if not path.is_file():
             raise FileNotFoundError(f"{folder} holds no latents: {INDEX_NAME} is missing. Make them with mhla encode.")
         try:
-            content = read_json(path)
+            content = read_checked_json(path)
             version = content["format_version"]
-            check(version == FORMAT_VERSION, f"format version {version!r} is unknown; known: {FORMAT_VERSION}")
-            index = cls(
-                folder, {name: content["header"][name] for name in ("family", "vae", "text_encoder", "settings")}
-            )
+            check(version == FORMAT_VERSION, f"format version {version!r} is unknown; known: {FORMAT_VERSION}.")
+            index = cls(folder, content["header"])
             index.samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]
-            index.skipped, index.hashes = dict(content["skipped"]), dict(content["hashes"])
+            index.skipped, index.contents, index.hashes = (content[name] for name in ("skipped", "contents", "hashes"))
             return index
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no valid index: {error}.") from error
+            raise ValueError(f"{path} is no valid index: {error} {_way_out(folder)}") from error
 
     def write(self) -> None:
         """Write it whole."""
         samples = [asdict(sample) for sample in self.samples]
         content = {"format_version": FORMAT_VERSION, "header": self.header, "samples": samples}
-        write_json({**content, "skipped": self.skipped, "hashes": self.hashes}, self.folder / INDEX_NAME)
+        further = {"skipped": self.skipped, "contents": self.contents, "hashes": self.hashes}
+        write_checked_json({**content, **further}, self.folder / INDEX_NAME)
+
+
+def _way_out(folder: Path) -> str:
+    return f"Delete {folder} and make it again with mhla encode or mhla synthesize."
 
 
 class LatentCache:
@@ -101,7 +108,9 @@ class LatentCache:
         self.index = CacheIndex.read(self.folder)
         self.settings: dict[str, Any] = self.index.header["settings"]
         """Settings of the encoding: frames, fps and sizes, or steps and guidance of the teacher."""
-        self._way_out = f"Delete {self.folder} and make it again with mhla encode or mhla synthesize."
+        self._way_out = _way_out(self.folder)
+        self.content = file_hash(self.folder / INDEX_NAME)[:16]
+        """Identifies all samples, because the index holds the hash of every file."""
         check(bool(self.index.samples), f"The cache {self.folder} holds no samples.")
         self._files = sorted({sample.shard for sample in self.index.samples} | set(self.index.hashes))
         self._is_checked = torch.zeros(len(self._files), dtype=torch.bool).share_memory_()
@@ -116,7 +125,8 @@ class LatentCache:
 
     def __getitem__(self, index: int) -> Sample:
         """One sample; ValueError if its shard is damaged."""
-        return self._read(self.index.samples[index].shard, f"{index}/")
+        sample = self.index.samples[index]
+        return self._read(sample.shard, f"{sample.key}/")
 
     def _read(self, name: str, prefix: str = "") -> Sample:
         """Read the tensors of a file whose names begin with a prefix, by their names without it."""
@@ -195,7 +205,8 @@ class CacheWriter:
             there, here = ({**one, **one["settings"], "settings": None} for one in (self.index.header, header))
             for name in here | there:  # a setting may be in one of them alone
                 made, wanted = there.get(name), here.get(name)
-                check(made == wanted, f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.")
+                fits = made == wanted or (name == "weights" and None in (made, wanted))  # of the Hub
+                check(fits, f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.")
         self._shard_bytes = shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: list[CachedSample] = []
@@ -207,21 +218,39 @@ class CacheWriter:
             write_tensors({name: tensor.contiguous() for name, tensor in sample.items()}, file)
             self.index.hashes[_EMPTY_NAME] = file_hash(file)
 
-    def add(self, source: str, caption: str, sample: Sample) -> None:
-        """Add one sample."""
-        number = len(self.index.samples) + len(self._entries)
-        self._tensors |= {f"{number}/{name}": tensor.cpu().contiguous() for name, tensor in sample.items()}
-        shard = f"shard-{len({sample.shard for sample in self.index.samples}):05d}.safetensors"
-        self._entries.append(CachedSample(source, caption, shard, tuple(sample["latents"].shape)))
+    def drop(self, sources: Collection[str]) -> None:
+        """Forget samples and skipped files, so that they can be made again."""
+        self.index.samples = [sample for sample in self.index.samples if sample.source not in sources]
+        for source in sources:
+            self.index.skipped.pop(source, None)
+            self.index.contents.pop(source, None)
+
+    def skip(self, source: str, reason: str, content: str) -> None:
+        """Note why a file makes no sample."""
+        self.index.skipped[source], self.index.contents[source] = reason, content
+
+    def add(self, source: str, caption: str, sample: Sample, content: str = "") -> None:
+        """Add one sample; ``content`` identifies what it was made of."""
+        key = str(len(self._entries))
+        self._tensors |= {f"{key}/{name}": tensor.cpu().contiguous() for name, tensor in sample.items()}
+        shards = sorted(self.index.hashes.keys() - {_EMPTY_NAME})
+        shard = f"shard-{int(shards[-1][6:11]) + 1 if shards else 0:05d}.safetensors"
+        self._entries.append(CachedSample(source, caption, shard, tuple(sample["latents"].shape), key))
+        self.index.contents[source] = content
         if sum(tensor.nbytes for tensor in self._tensors.values()) >= self._shard_bytes:
             self.flush()
 
     def flush(self) -> None:
-        """Write a shard of the samples added since the last one, then the index."""
+        """Write a shard of the samples added since the last one, then the index; remove shards without samples."""
         if self._entries:
             name = self._entries[0].shard
             write_tensors(self._tensors, self.folder / name)
             self.index.hashes[name] = file_hash(self.folder / name)
             self.index.samples += self._entries
             self._tensors, self._entries = {}, []
+        unused = self.index.hashes.keys() - {sample.shard for sample in self.index.samples} - {_EMPTY_NAME}
+        for name in unused:
+            del self.index.hashes[name]
         self.index.write()
+        for name in unused:
+            (self.folder / name).unlink(missing_ok=True)

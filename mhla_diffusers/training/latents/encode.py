@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader
 
 from ...config import check
 from ...families import Clip, Sample, TrainedFamily, trained_family
+from ...files import content_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
-from .media import Media, UnreadableMediaError, find_media, read_clip
+from .media import Media, UnreadableMediaError, contents_of, find_media, read_clip
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ def encode_folder(
     """Encode videos or images with captions into a cache; resumes an earlier call.
 
     Unreadable files and samples of tar shards without a usable caption are skipped; the log and the index list them.
+    A file that has changed since the earlier call, or whose caption has, is encoded again.
 
     Args:
         pipe: the pipeline whose autoencoder and text encoder are used.
@@ -49,20 +51,21 @@ def encode_folder(
     # one transformer may be that of text-to-video too, whose samples differ
     if family.keeps_first_frame(pipe, pipe.transformer.config):
         settings[BEGINS_WITH_PICTURE] = True
-    writer, done = _writer(pipe, model, family, output, settings)
-    left = [item for item in media if item.name not in done]
+    contents = contents_of(media)
+    writer, left = _writer(pipe, model, family, output, settings, contents)
+    media_left = [item for item in media if item.name in left]
     # a list is read in the workers by what would else make a batch of it
     read: Any = partial(_read, clip)
-    reading: DataLoader[Any] = DataLoader(left, batch_size=None, num_workers=workers, collate_fn=read)  # type: ignore[arg-type]
-    for item, pixels in _progress(reading, len(media), len(media) - len(left), "encode"):
+    reading: DataLoader[Any] = DataLoader(media_left, batch_size=None, num_workers=workers, collate_fn=read)  # type: ignore[arg-type]
+    for item, pixels in _progress(reading, len(media), len(media) - len(media_left), "encode"):
         if isinstance(pixels, str):
-            writer.index.skipped[item.name] = pixels
+            writer.skip(item.name, pixels, contents[item.name])
             continue
         # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
         given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
         sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
         sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
-        writer.add(item.name, item.caption, _on_cpu(sample))
+        writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name])
     writer.flush()
     index = writer.index
     for name, reason in index.skipped.items():
@@ -116,8 +119,10 @@ def synthesize(
     clip = clip or family.default_clip
     _check_clip(family, pipe, clip)
     settings = {"frames": clip.frames, "sizes": [list(clip.sizes[0])], "steps": steps}
-    writer, done = _writer(pipe, model, family, output, {**settings, "guidance": guidance, "seed": seed})
-    left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" not in done]
+    settings |= {"guidance": guidance, "seed": seed}
+    sources = {f"{number}: {prompt}": "" for number, prompt in enumerate(prompts)}
+    writer, missing = _writer(pipe, model, family, output, settings, sources)
+    left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" in missing]
     pipe.set_progress_bar_config(disable=True)
     for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
         if steps:
@@ -135,16 +140,28 @@ def synthesize(
 def model_header(model: str, family: TrainedFamily) -> dict[str, Any]:
     """Make the header of a cache for a model, without settings; reads none of its weights."""
     parts = {name: component_identity(model, name) for name in ("vae", "text_encoder")}
-    return {"family": family.name, **parts, "settings": {}}
+    return {"family": family.name, **parts, "weights": content_of(Path(model)), "settings": {}}
 
 
 def _writer(
-    pipe: Any, model: str, family: TrainedFamily, output: str | Path, settings: dict[str, Any]
+    pipe: Any, model: str, family: TrainedFamily, output: str | Path, settings: dict[str, Any], contents: dict[str, str]
 ) -> tuple[CacheWriter, set[str]]:
-    """Open a cache, and return it with the sources that are in it or were skipped."""
+    """Open a cache, and return it with the sources that it lacks, or holds with other contents, which are dropped."""
     writer = CacheWriter(output, {**model_header(model, family), "settings": settings})
     writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
-    return writer, {sample.source for sample in writer.index.samples} | set(writer.index.skipped)
+    known = writer.index.contents
+    changed = sorted(name for name in contents.keys() & known.keys() if contents[name] != known[name])
+    if changed:
+        logger.warning("%d files or captions have changed and are encoded again, such as %s.", len(changed), changed[0])
+    others = sorted(sample.source for sample in writer.index.samples if sample.source not in contents)
+    if others:
+        logger.warning(
+            "%s also holds %d samples that were not asked for now, such as %r; delete the folder to be rid of them.",
+            *(output, len(others), others[0]),
+        )
+    missing = set(contents.keys() - known.keys()) | set(changed)
+    writer.drop(changed)
+    return writer, missing
 
 
 def _check_clip(family: TrainedFamily, pipe: Any, clip: Clip) -> None:

@@ -5,6 +5,7 @@ would read everything again. It also misses a shard that was truncated between t
 damage do not name the sample.
 """
 
+import hashlib
 import json
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 
 from ...config import check
 from ...families import Clip
-from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_csv, read_json_lines, read_text
+from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, content_of, read_csv, read_json_lines, read_text
 
 CAPTION_KEYS = ("text", "caption", "prompt", "label")
 """Metadata columns that may hold the caption."""
@@ -50,6 +51,13 @@ class Media:
         with self.path.open("rb") as file:
             file.seek(self.offset or 0)
             return file.read(self.size)
+
+
+def contents_of(media: Sequence[Media]) -> dict[str, str]:
+    """Return name → what identifies the content of each file and its caption."""
+    paths = {path: content_of(path) for path in {item.path for item in media}}
+    texts = {item.name: f"{paths[item.path]} {item.offset} {item.size} {item.caption}" for item in media}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 def find_media(source: str | Path) -> list[Media]:

@@ -1,4 +1,3 @@
-import json
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.files import read_checked_json, write_checked_json
 from mhla_diffusers.training import train
 from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, TrainingConfig
 from mhla_diffusers.training.finetune import NamedRun
-from mhla_diffusers.training.latents.cache import CacheWriter, LatentCache
+from mhla_diffusers.training.latents.cache import CacheIndex, CacheWriter, LatentCache
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
 from mhla_diffusers.training.latents.media import Media, read_clip
@@ -74,6 +74,43 @@ def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tm
     assert alone.shapes == [(4, 2, 4, 4)] * 3
     assert alone[0]["encoder_hidden_states"].shape == (512, 8)
     assert train(wan_pipeline().transformer, alone, one_stage(tmp_path / "run", 2, prompt_dropout=0.5)).finished
+
+
+def test_what_has_changed_is_encoded_again_and_nothing_else(
+    wan: tuple[Any, str], videos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A caption, a video, and a file that was skipped; of the sample that stays not a bit changes."""
+    pipe, model = wan
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    before = LatentCache(tmp_path / "cache")
+    kept, texts = before[2], [before[index]["encoder_hidden_states"] for index in range(3)]
+    (videos / "0.txt").write_text("a blue ball")
+    for name in ("1", "2"):
+        write_video(videos / f"{name}.mp4", frames=6 + int(name), fps=4)
+    index = encode_folder(pipe, model, videos, tmp_path / "cache", Clip(5, 8.0, ((32, 32),)))
+    cache = LatentCache(tmp_path / "cache")
+    found = {sample.source: (sample.caption, cache[place]) for place, sample in enumerate(index.samples)}
+    assert found.keys() == {f"{name}.mp4" for name in range(4)} and not index.skipped
+    assert torch.equal(found["3.mp4"][1]["latents"], kept["latents"])
+    assert found["0.mp4"][0] == "a blue ball"
+    assert not torch.equal(found["0.mp4"][1]["encoder_hidden_states"], texts[0])
+    assert not torch.equal(found["1.mp4"][1]["latents"], kept["latents"])
+    assert "3 files or captions have changed" in caplog.text
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    assert CacheIndex.read(tmp_path / "cache").samples == index.samples
+
+
+def test_a_cache_notices_other_weights_and_names_samples_that_were_not_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe, model = _saved(wan_pipeline(), tmp_path)
+    synthesize(pipe, model, ["a ball"], tmp_path / "cache", WAN_CLIP, steps=0)
+    synthesize(pipe, model, ["a cube"], tmp_path / "cache", WAN_CLIP, steps=0)
+    assert "also holds 1 samples that were not asked for now, such as '0: a ball'" in caplog.text
+    next(pipe.vae.parameters()).data.add_(1)
+    pipe.save_pretrained(model)
+    with pytest.raises(ValueError, match="weights='.*', not '"):
+        synthesize(pipe, model, ["a cube"], tmp_path / "cache", WAN_CLIP, steps=0)
 
 
 def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_path: Path) -> None:
@@ -221,8 +258,8 @@ def test_killed_writer_leaves_a_good_cache_and_what_it_lacks_is_named(tmp_path: 
     (tmp_path / "shard-00001.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"shard-00001.safetensors.*mhla encode"):
         LatentCache(tmp_path)
-    content = json.loads((tmp_path / "index.json").read_text())
-    (tmp_path / "index.json").write_text(json.dumps({**content, "format_version": 9}))
+    content = read_checked_json(tmp_path / "index.json")
+    write_checked_json({**content, "format_version": 9}, tmp_path / "index.json")
     with pytest.raises(ValueError, match="version 9"):
         LatentCache(tmp_path)
     (tmp_path / "index.json").unlink()
