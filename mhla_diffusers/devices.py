@@ -77,6 +77,13 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_first_process() -> bool:
+    """Whether this is the first of the processes that a launcher started, or the only one."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
 def launched_on_cpus() -> bool:
     """Whether to tell accelerate that a launcher's processes run on CPUs; otherwise each would run by itself.
 

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,23 +154,40 @@ def check_writable(folder: Path) -> None:
 
 
 @contextmanager
-def folder_for_results(folder: Path) -> Iterator[None]:
+def folder_for_results(folder: Path, lock: bool = True) -> Iterator[None]:
     """Ensure that a folder is writable within the context; if it was created and stays empty, remove it again.
 
+    Args:
+        folder: of the results.
+        lock: let nobody else take the folder meanwhile; of several processes that share it one may.
+
     Raises:
-        OSError: it is not writable, with the reason.
+        OSError: it is not writable, with the reason, or another run has it.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
-    check_writable(folder)
     try:
-        yield
+        check_writable(folder)
+        with _locked(folder) if lock else nullcontext():
+            yield
     finally:
         for place in made:
-            if not place.exists():  # removed meanwhile
-                continue
-            if any(place.iterdir()):
-                break
-            place.rmdir()
+            with suppress(OSError):  # not empty, or removed meanwhile
+                place.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    file = folder / ".lock"
+    try:
+        with FileLock(file, timeout=0):
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)  # while it is held; who has opened it meanwhile finds that it is gone
+    except Timeout:
+        raise OSError(f"Another run is writing into {folder}. Wait for its end, or choose another folder.") from None
 
 
 def file_hash(path: Path) -> str:

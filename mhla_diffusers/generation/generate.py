@@ -127,12 +127,13 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
         Each sample, and whether it was generated (True) or existed already (False); those that existed first.
 
     Raises:
-        OSError: the output folder is not writable, raised before anything is loaded; or writing a file failed.
+        OSError: the output folder is not writable or another run has it, raised before anything is loaded; or writing a
+            file failed.
         ValueError: a setting that the pipeline does not take, an invalid prompt, a model of another family, a patch
             that is unknown or does not fit, or a folder with files made with other choices.
         ImportError: imageio is missing, which videos need.
     """
-    with folder_for_results(config.output):
+    with folder_for_results(config.output, lock=process == 0):
         config.check()
         _check_folder(config)
         if config.of_family.makes_videos:

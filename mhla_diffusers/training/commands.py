@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..files import folder_for_results
+
 if TYPE_CHECKING:
     from ..families import Clip
 
@@ -74,8 +76,9 @@ def encode_command(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     find_media(source)  # before anything is loaded
-    pipe, clip = _load(model, device, precision, frames, fps, sizes)
-    index = encode_folder(pipe, model, source, output, clip, workers)
+    with folder_for_results(output, lock=False):
+        pipe, clip = _load(model, device, precision, frames, fps, sizes)
+        index = encode_folder(pipe, model, source, output, clip, workers)
     typer.echo(f"{output} holds {len(index.samples)} samples; {len(index.skipped)} files were skipped.")
 
 
@@ -96,8 +99,9 @@ def synthesize_command(
     from .latents.encode import synthesize
 
     lines = read_prompts(prompts)
-    pipe, clip = _load(model, device, precision, frames, None, sizes)
-    index = synthesize(pipe, model, lines, output, clip, steps=steps, guidance=guidance, seed=seed)
+    with folder_for_results(output, lock=False):
+        pipe, clip = _load(model, device, precision, frames, None, sizes)
+        index = synthesize(pipe, model, lines, output, clip, steps=steps, guidance=guidance, seed=seed)
     typer.echo(f"{output} holds {len(index.samples)} samples.")
 
 

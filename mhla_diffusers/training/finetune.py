@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..config import check, load_patch
-from ..devices import FLOAT_TYPES, dtype_name, launched_on_cpus
+from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpus
 from ..families import Clip
-from ..files import read_json
+from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..patching import apply_mhla, load_mhla, read_record
 from .checks import check_fits, check_start
@@ -39,10 +39,11 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
     """
     checkpoint = check_start(config, resume)
     run = NamedRun(config)
-    data = run.open_data(resuming=checkpoint is not None)
-    check_fits(run.transformer(with_weights=False), data, config)
-    sampler = run.sampler() if config.validation.prompts else None
-    return train_checked(run.transformer(with_weights=True), data, config, checkpoint, sampler)
+    with folder_for_results(Path(config.output), lock=is_first_process()):
+        data = run.open_data(resuming=checkpoint is not None)
+        check_fits(run.transformer(with_weights=False), data, config)
+        sampler = run.sampler() if config.validation.prompts else None
+        return train_checked(run.transformer(with_weights=True), data, config, checkpoint, sampler)
 
 
 def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
@@ -171,9 +172,11 @@ class NamedRun:
             )
             return cache
         logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
-        with _process_state().main_process_first():
-            pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype)
-            encode_folder(pipe, self.model, self.data, folder, self.clip, self.config.workers)
+        state = _process_state()
+        with state.main_process_first():
+            if state.is_main_process:
+                pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype)
+                encode_folder(pipe, self.model, self.data, folder, self.clip, self.config.workers)
         return LatentCache(folder)
 
     def sampler(self) -> PromptSampler:

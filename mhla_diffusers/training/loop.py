@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..config import load_patch
-from ..devices import launched_on_cpus, launched_processes
+from ..devices import is_first_process, launched_on_cpus, launched_processes
 from ..families import NoisedBatch, trained_family
-from ..files import content_of
+from ..files import content_of, folder_for_results
 from .checks import check_fits, check_start
 from .config import TrainingConfig
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
@@ -77,11 +77,13 @@ def train(
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates or with non-finite weights or validation loss; no result is written.
         CheckpointError: the last checkpoint or the result could not be written.
+        OSError: another run has the output folder, or it cannot be written.
         KeyboardInterrupt: a second Ctrl-C, before the checkpoint for the first was written.
     """
     checkpoint = check_start(config, resume)
     check_fits(transformer, data, config)
-    return train_checked(transformer, data, config, checkpoint, sampler)
+    with folder_for_results(Path(config.output), lock=is_first_process()):
+        return train_checked(transformer, data, config, checkpoint, sampler)
 
 
 def train_checked(

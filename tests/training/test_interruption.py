@@ -16,11 +16,15 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla
-from mhla_diffusers.families import get_family
+from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.generation.generate import SampleSet, generate
+from mhla_diffusers.generation.record import Sample
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import NoisedBatches
+from mhla_diffusers.training.latents.encode import synthesize
 
 from .models import one_stage, tiny_wan, wan_data
+from .pipelines import wan_pipeline
 from .processes import finish, start_process, start_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
@@ -120,6 +124,27 @@ class _Watched:
         self.read += 1
         self.on_read(self.read)
         return self.data[index]
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """Also to encode and to generate; a run that was killed leaves the folder free."""
+    process = start_process(_train_on_data_that_waits, tmp_path)
+    while not (tmp_path / "waiting").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    config = one_stage(tmp_path / "run", steps=1)
+    samples = [Sample("0.png", "1")]
+    for begin in (
+        lambda: train(tiny_wan(), wan_data(), config),
+        lambda: synthesize(wan_pipeline(), "unused", ["a"], config.output, Clip(5, 8.0, ((32, 32),)), steps=0),
+        lambda: next(generate(SampleSet("dit", samples=samples, output=tmp_path / "run"))),
+    ):
+        with pytest.raises(OSError, match=f"Another run is writing into {tmp_path / 'run'}"):
+            begin()
+    process.kill()
+    process.join()
+    assert train(tiny_wan(), wan_data(), config).finished
+    assert not (tmp_path / "run" / ".lock").exists()
 
 
 def _train_on_data_that_waits(folder: Path) -> None:

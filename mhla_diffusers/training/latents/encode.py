@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ...config import check
 from ...families import Clip, Sample, TrainedFamily, trained_family
-from ...files import content_of
+from ...files import content_of, folder_for_results
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
@@ -42,6 +42,7 @@ def encode_folder(
         FileNotFoundError: nothing to encode.
         ValueError: missing captions, or captions that are no class of a DiT; sizes that the model cannot take; a cache
             made with other settings; or no readable file.
+        OSError: the folder cannot be written, or another run has it.
     """
     family = trained_family(pipe.transformer)
     clip = clip or family.default_clip
@@ -52,21 +53,22 @@ def encode_folder(
     if family.keeps_first_frame(pipe, pipe.transformer.config):
         settings[BEGINS_WITH_PICTURE] = True
     contents = contents_of(media)
-    writer, left = _writer(pipe, model, family, output, settings, contents)
-    media_left = [item for item in media if item.name in left]
-    # a list is read in the workers by what would else make a batch of it
-    read: Any = partial(_read, clip)
-    reading: DataLoader[Any] = DataLoader(media_left, batch_size=None, num_workers=workers, collate_fn=read)  # type: ignore[arg-type]
-    for item, pixels in _progress(reading, len(media), len(media) - len(media_left), "encode"):
-        if isinstance(pixels, str):
-            writer.skip(item.name, pixels, contents[item.name])
-            continue
-        # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
-        given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-        sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
-        sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
-        writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name])
-    writer.flush()
+    with folder_for_results(Path(output)):
+        writer, left = _writer(pipe, model, family, output, settings, contents)
+        media_left = [item for item in media if item.name in left]
+        # a list is read in the workers by what would else make a batch of it
+        read: Any = partial(_read, clip)
+        reading: DataLoader[Any] = DataLoader(media_left, batch_size=None, num_workers=workers, collate_fn=read)  # type: ignore[arg-type]
+        for item, pixels in _progress(reading, len(media), len(media) - len(media_left), "encode"):
+            if isinstance(pixels, str):
+                writer.skip(item.name, pixels, contents[item.name])
+                continue
+            # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
+            given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
+            sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
+            sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
+            writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name])
+        writer.flush()
     index = writer.index
     for name, reason in index.skipped.items():
         logger.warning("Skipped %s: %s.", name, reason.rstrip("."))
@@ -102,6 +104,7 @@ def synthesize(
     Raises:
         ValueError: no, empty or unknown prompts, a patched pipeline, sizes that the model cannot take, or a cache made
             with other settings.
+        OSError: the folder cannot be written, or another run has it.
     """
     check(
         not is_patched(pipe),
@@ -121,19 +124,20 @@ def synthesize(
     settings = {"frames": clip.frames, "sizes": [list(clip.sizes[0])], "steps": steps}
     settings |= {"guidance": guidance, "seed": seed}
     sources = {f"{number}: {prompt}": "" for number, prompt in enumerate(prompts)}
-    writer, missing = _writer(pipe, model, family, output, settings, sources)
-    left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" in missing]
-    pipe.set_progress_bar_config(disable=True)
-    for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
-        if steps:
-            generator = generator_for(seed, "synthesize", number)
-            latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
-        else:
-            shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
-            latents = torch.zeros(shape, dtype=torch.uint8)
-        sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
-        writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample))
-    writer.flush()
+    with folder_for_results(Path(output)):
+        writer, missing = _writer(pipe, model, family, output, settings, sources)
+        left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" in missing]
+        pipe.set_progress_bar_config(disable=True)
+        for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
+            if steps:
+                generator = generator_for(seed, "synthesize", number)
+                latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+            else:
+                shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+                latents = torch.zeros(shape, dtype=torch.uint8)
+            sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
+            writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample))
+        writer.flush()
     return writer.index
 
 
