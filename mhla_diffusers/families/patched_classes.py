@@ -15,6 +15,16 @@ _BASE = "_mhla_base"
 """Attribute of a subclass: the library's class."""
 
 
+class _EqualToBase(type):
+    """Class of the subclasses, each equal to its base: ``from_pipe`` takes a component over by ``type(x) in allowed``."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is vars(cls).get(_BASE)
+
+    def __hash__(cls) -> int:
+        return hash(vars(cls).get(_BASE, cls.__qualname__))
+
+
 class _Patched:
     """A subclass that is made when it is needed, so it is pickled as its mixin and its base class."""
 
@@ -26,7 +36,7 @@ class _Patched:
 @cache
 def _subclass(mixin: Any, base: Any) -> Any:
     """Return a subclass that has the name and module of its base, which diffusers writes into ``config.json``."""
-    return type(base.__name__, (_Patched, mixin, base), {"__module__": base.__module__, _BASE: base})
+    return _EqualToBase(base.__name__, (_Patched, mixin, base), {"__module__": base.__module__, _BASE: base})
 
 
 def _unpickled(mixin: Any, base: Any) -> Any:

@@ -100,6 +100,13 @@ def test_methods_that_a_class_lacks_come_and_go(name: str) -> None:
     assert type(model) is cls
 
 
+@pytest.mark.parametrize("name", ["cogview4", "dit", "latte", "lumina2", "mochi", "z_image"])
+def test_another_pipeline_takes_a_patched_transformer_whose_class_is_switched(name: str) -> None:
+    pipe = mhla.apply_mhla(CASES[name].pipeline(), **plain(name))
+    other = type(pipe).from_pipe(pipe)
+    assert other.transformer is pipe.transformer and mhla.is_patched(other)
+
+
 @every_case
 def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
     """Other latents change the queries of the grid's tokens alone, before the first attention."""
