@@ -22,6 +22,12 @@ _SAME = 1e-5
 For a timestep in a lower type it is the rounding of that type.
 """
 
+_NOT_ONE_GRAPH = (
+    "softmax_steps chooses by the timestep's value, which one graph of the whole transformer cannot read, and this "
+    "pipeline does not state its step. Compile without fullgraph, or only the blocks, each with "
+    "block.compile(fullgraph=True), or patch with softmax_steps=0."
+)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -87,6 +93,7 @@ class DenoisingLoop:
         rounded, same = places, _SAME
         if given.is_floating_point():  # some pipelines round to the type of the latents before they scale
             rounded, same = places.to(given.dtype).float(), max(_SAME, torch.finfo(given.dtype).eps)
+        torch._dynamo.graph_break(msg=_NOT_ONE_GRAPH)
         differences = (rounded - of_scheduler).abs()
         nearest = differences <= same * max(1.0, float(of_scheduler))
         if not bool(nearest.any()):

@@ -374,6 +374,17 @@ def test_compiled_where_only_the_scheduler_tells():
         assert_equal_up_to_order(found, expected)
 
 
+@pytest.mark.usefixtures("fresh_graphs")
+@pytest.mark.parametrize("name", ["sana", "dit"])
+def test_one_graph_of_the_whole_transformer_is_refused_by_name(name):
+    pipe = PIPELINES[name].build()
+    del pipe.transformer.transformer_blocks[1:]
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=2)
+    pipe.transformer.compile(backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="softmax_steps.*block.compile"):
+        pictures(name, pipe)
+
+
 def compile_blocks(transformer):
     for block in transformer.transformer_blocks:
         block.compile(backend="eager", fullgraph=True)
