@@ -587,7 +587,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
             if adapted_patch_folder(str(name_or_path)) is not None:
                 hint = f": it is adapted, with weights; load_mhla(model, {str(name_or_path)!r}) opens it, or --weights."
-            elif path.is_dir():
+            elif str(name_or_path) and path.is_dir():
                 hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."
             raise ValueError(
                 f"Unknown patch {str(name_or_path)!r}{hint} "

@@ -16,7 +16,7 @@ _BASE = "_mhla_base"
 
 
 class _EqualToBase(type):
-    """Class of the subclasses, each equal to its base: ``from_pipe`` takes a component over by ``type(x) in allowed``."""
+    """Class of the subclasses, equal to its base: ``from_pipe`` takes a component by ``type(x) in allowed``."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is vars(cls).get(_BASE)

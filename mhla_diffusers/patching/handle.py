@@ -338,6 +338,8 @@ class Patched:
             for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
                 torch._dynamo.mark_static(tensor, axis)
         grid = tuple(int(size) for size in self.family.grid_of_arguments(trunk, arguments))
+        if 0 in grid:
+            raise ValueError(f"{name} of {type(trunk).__name__} are too small for one token: the token grid is {grid}.")
         self._meet_processes()
         if self._parallel is not None:
             check_split(self.family, self.layers, arguments, grid, self._parallel)
@@ -490,6 +492,8 @@ def supported_transformers(model: Any) -> dict[str, nn.Module]:
 
 
 def _modules(model: Any) -> dict[str, nn.Module]:
+    if isinstance(model, type):
+        raise ValueError(f"{model.__name__} is a class; give an instance, such as {model.__name__}.from_pretrained(…).")
     components = {"transformer": model} if isinstance(model, nn.Module) else getattr(model, "components", {})
     return {name: unwrapped(part) for name, part in components.items() if isinstance(part, nn.Module)}
 
@@ -498,7 +502,7 @@ def refuse_wrapped(model: Any) -> None:
     """Raise if the model that was meant lies inside what was given.
 
     Raises:
-        ValueError: a pipeline of transformers, or PEFT's wrapper, with the way to what is inside.
+        ValueError: a class, a pipeline of transformers, or PEFT's wrapper, with the way to what is inside.
     """
     inside = getattr(model, "model", None)
     if not isinstance(model, nn.Module) and isinstance(inside, nn.Module) and find_family(inside) is not None:

@@ -36,6 +36,7 @@ Record = TypeVar("Record", PatchRecord, TransformerRecord)
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Files that are never loaded."""
+_ARGUMENTS = ("blocks", "block_size", "density", "backend", "revision", "token", "keep_replaced")
 _WORDS = {str: "text", int: "an integer", dict: "an object", list: "a list of names"}
 
 
@@ -50,6 +51,7 @@ def load_mhla(
     revision: str | None = None,
     token: str | None = None,
     keep_replaced: bool = True,
+    **others: Any,
 ) -> Model:
     """Apply a saved patch and load its weights.
 
@@ -70,14 +72,24 @@ def load_mhla(
         token: for a private Hub repository.
         keep_replaced: whether to keep the weights of the model that the patch changes, in the CPU's memory. Without
             them :func:`remove_mhla` refuses, since it could not bring them back.
+        **others: refused: other settings are for :func:`change_mhla`.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: wrong model, damaged or incomplete files, non-finite values, or a model that is patched already.
+        ValueError: arguments that are unknown or not allowed, wrong model, damaged or incomplete files, non-finite
+            values, or a model that is patched already.
         FileNotFoundError: no patch there.
     """
+    for name, value in others.items():
+        near = get_close_matches(name, _ARGUMENTS, n=1)
+        hint = f"did you mean {near[0]!r}? Allowed" if near else "allowed"
+        raise ValueError(
+            f"load_mhla has no argument {name!r}; {hint}: {', '.join(_ARGUMENTS)}. Other settings change after "
+            f"loading, with change_mhla(model, {name}={value!r})."
+        )
+    check(isinstance(keep_replaced, bool), f"keep_replaced={keep_replaced!r} must be True or False.")
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
     tensors = load_file(check_file(folder, record))

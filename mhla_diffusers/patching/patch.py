@@ -177,9 +177,10 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
     each its own; the dict is left as it is.
 
     Raises:
-        ValueError: unsupported transformer, already patched, what is no processor, or a dict whose names are not those
-            of the attentions.
+        ValueError: unsupported transformer or a class of one, already patched, what is no processor, or a dict whose
+            names are not those of the attentions.
     """
+    refuse_wrapped(transformer)
     if isinstance(processor, MHLAProcessor):
         patched, layers = plan_patch(transformer, processor)
         patched.install(layers, None)
@@ -208,8 +209,9 @@ def attn_processors(transformer: Any) -> dict[str, Any]:
     """Return processors by name as diffusers' ``attn_processors`` does, for a transformer of any family, DiT included.
 
     Raises:
-        ValueError: a pipeline, or no model.
+        ValueError: a pipeline, a class, or no model.
     """
+    refuse_wrapped(transformer)
     if not isinstance(transformer, nn.Module):
         get_family(transformer)
     return {f"{name}.processor": module.get_processor() for name, module in attentions_of(transformer).items()}

@@ -33,10 +33,11 @@ class MHLAProcessor:
     diffusers does not pass the model to a processor. Set in that way, it makes ``attn.mhla`` when the attention first
     runs, and reads the grid off the tables of RoPE, as Wan's allow, or needs ``grid``.
     :func:`mhla_diffusers.set_attn_processor` and :func:`mhla_diffusers.apply_mhla` make the weights at once and read
-    the grid of every input.
+    the grid of every input; DiT, Mochi and others have no ``set_attn_processor`` of their own and need one of these.
 
     Args:
         config: settings; or give the fields of :class:`MHLAConfig` as keywords.
+        *call: refused: what an attention gives that the class was set on.
         grid: token grid of every input; None to find it out. It is believed: of an input with as many tokens in
             another shape, such as portrait for landscape, the blocks would be wrong.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
@@ -56,11 +57,17 @@ class MHLAProcessor:
     def __init__(
         self,
         config: MHLAConfig | None = None,
-        *,
+        *call: Any,
         grid: tuple[int, ...] | None = None,
         backend: str = "auto",
         **settings: Any,
     ) -> None:
+        if call:
+            raise ValueError(
+                f"MHLAProcessor takes settings as keywords, got {type(config).__name__} and {len(call)} more by place. "
+                "If an attention called it so, its processor is the class: set an instance, such as "
+                "MHLAProcessor(blocks=(7, 3, 5))."
+            )
         if config is not None and settings:
             raise ValueError(
                 f"Give either config or single settings, not both (got config and {', '.join(settings)}); "

@@ -5,6 +5,7 @@ size depends on the blocks of the patch and not on the length of the video.
 """
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..attention import MHLAState
 from ..attention.rope import Rotary
+from ..config import check, check_names
 from ..families import get_family, unwrapped
 from .context import Grid, call_context
 from .handle import find_transformers
@@ -100,11 +102,13 @@ class VideoStream:
             What the transformer returns.
 
         Raises:
-            ValueError: frames that are no whole blocks, of another size or of another batch than before, too late for
-                the model's RoPE or with ``beyond="error"`` for the patch; tokens that are split between processes; or a
-                call in which not all layers attend with MHLA. The stream is then as before.
+            ValueError: ``keep`` that is no bool, arguments that the transformer's forward lacks; latents of another
+                type than its weights; frames that are no whole blocks, of another size or of another batch than before,
+                too late for the model's RoPE or with ``beyond="error"`` for the patch; tokens that are split between
+                processes; or a call in which not all layers attend with MHLA. The stream is then as before.
         """
-        self._check_call()
+        check(isinstance(keep, bool), f"keep={keep!r} must be True or False.")
+        self._check_call(args, kwargs)
         step = _Step(self, keep)
         with call_context(stream=step):
             output = self._transformer(*args, **kwargs)
@@ -118,7 +122,16 @@ class VideoStream:
             self._states, self._grid = step.states, step.grid
         return output
 
-    def _check_call(self) -> None:
+    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forward: Any = type(self._inside).forward
+        check_names(kwargs, [*inspect.signature(forward).parameters][1:] + ["keep"], "argument of a stream")
+        latents = self._family.named_arguments(self._inside, args, kwargs).get(self._family.latents_name)
+        if isinstance(latents, torch.Tensor) and not torch.is_autocast_enabled(latents.device.type):
+            kind = self._inside.dtype
+            check(
+                latents.dtype == kind,
+                f"The latents are {latents.dtype} and the weights of the transformer {kind}; give latents.to({kind}).",
+            )
         if parallel_of(getattr(self._inside, "_parallel_config", None)) is not None:
             raise ValueError(
                 "The tokens of this transformer are split between processes, which a stream does not do; use it before "

@@ -5,6 +5,8 @@ import logging
 import numpy as np
 import pytest
 import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from transformers import ViTConfig, ViTForImageClassification
 
 import mhla_diffusers as mhla
@@ -54,6 +56,16 @@ def stream():
     return mhla.VideoStream(mhla.apply_mhla(FAMILIES["wan"].build(), **CAUSAL))
 
 
+def halved(frames=None, dtype=torch.float16):
+    return {"hidden_states": inputs("wan")["hidden_states"][:, :, :frames].to(dtype)}
+
+
+def with_class_as_processor(name):
+    model = FAMILIES[name].build()
+    model.set_attn_processor(mhla.MHLAProcessor)
+    model(**inputs(name))
+
+
 def dit():
     return FAMILIES["dit"].build()
 
@@ -67,6 +79,7 @@ def nothing_known():
         pass
 
 
+WAN, IS_CLASS = WanTransformer3DModel, "WanTransformer3DModel is a class"
 REFUSED = {
     # call, offending value
     "size as text": (lambda: mhla.describe(dit_pipeline(), height="64", width=64), "height='64'"),
@@ -110,6 +123,20 @@ REFUSED = {
         lambda: mhla.VideoStream(mhla.apply_mhla(wan22_pipeline(), **CAUSAL)),
         r"several transformers.*VideoStream\(pipe.transformer\)",
     ),
+    "class of a transformer": (lambda: mhla.set_attn_processor(WAN, mhla.MHLAProcessor(blocks=(2, 2, 3))), IS_CLASS),
+    "other processor for a class": (lambda: mhla.set_attn_processor(WAN, WanAttnProcessor()), IS_CLASS),
+    "processors of a class": (lambda: attn_processors(WAN), IS_CLASS),
+    "class of a pipeline": (lambda: mhla.apply_mhla(WanPipeline), "WanPipeline is a class"),
+    "class of a processor": (lambda: with_class_as_processor("wan"), "the class: set an instance"),
+    "class of a processor in SANA": (lambda: with_class_as_processor("sana"), "the class: set an instance"),
+    "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "Unknown patch ''. *Presets"),
+    "misspelt argument": (lambda: mhla.load_mhla(dit(), "tiny-dit-mhla", densty=0.1), "mean 'density'.*change_mhla"),
+    "setting of a patch": (lambda: mhla.load_mhla(dit(), "x", order="raster"), r"change_mhla\(model, order='raster'\)"),
+    "no truth to keep": (lambda: mhla.load_mhla(dit(), "x", keep_replaced="x"), "keep_replaced='x'"),
+    "no truth for a stream": (lambda: stream()(**inputs("wan"), keep="no"), "keep='no'"),
+    "misspelt argument of a stream": (lambda: stream()(**inputs("wan"), kep=False), "'kep'; did you mean 'keep'"),
+    "stream of another type": (lambda: stream()(**(inputs("wan") | halved())), r"torch\.float16.*to\(torch\.float32\)"),
+    "stream of no frames": (lambda: stream()(**(inputs("wan") | halved(0, torch.float32))), r"grid is \(0, "),
     "stream without arguments": (lambda: stream()(), "hidden_states"),
     "stream without latents": (lambda: stream()(None), "hidden_states"),
     "layers of no pipeline": (lambda: mhla.apply_mhla(vit(), layers="auto:1/2"), "'auto:1/2'.*calibration=run"),
