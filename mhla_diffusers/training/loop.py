@@ -32,7 +32,7 @@ from .objectives import stage_losses
 from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_class, optimizer_state
 from .roles import Critic, Roles, Teacher, add_lora, make_trainable, trainable_names
 from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint, step_of
-from .validation import Sampler, calibrate_fresh, validation_loss
+from .validation import Sampler, calibrate_fresh, needs_calibration, validation_loss
 
 logger = logging.getLogger(__name__)
 
@@ -141,21 +141,35 @@ class _Run:
         # processes that split the tokens of a batch form a group, with the same batches, noise and times
         self._group_size = size = config.context_parallel.processes
         self._group, self._groups = accelerator.process_index // size, accelerator.num_processes // size
+        self._identity: dict[str, Any] = {
+            "samples_per_update": config.batch_size * config.gradient_accumulation * self._groups
+        }
+        if self._is_first:
+            logger.info(
+                "Training in %d process(es) on %s: %d samples per update, in %d forward(s) of %d in %d group(s).",
+                *(accelerator.num_processes, device.type, self._identity["samples_per_update"]),
+                *(config.gradient_accumulation, config.batch_size, self._groups),
+            )
         together = frames_together(transformer)
         self.batches = NoisedBatches(data, process, config, device, self._group, self._groups, together)
         self.step = 0
         """Updates done, over all stages, skipped ones included."""
         self._skipped = 0
         """Updates skipped since the last one that was not."""
-        self._identity = {
-            "samples_per_update": config.batch_size * config.gradient_accumulation * self._groups,
+        self._identity |= {
             "training_samples": self.batches.training_samples,
             "config": config.to_dict(),
             "content": _content(config, data),
         }
-        # a model to be sharded is still on the CPU, where this would take too long; it starts with λ and β unfitted
         if checkpoint is None and not self._sharded:
             calibrate_fresh(transformer, self.batches)
+        elif checkpoint is None and needs_calibration(transformer) and self._is_first:
+            # it is still on the CPU, where this would take too long
+            logger.warning(
+                "λ and β of the patch are not fitted, because the model is sharded (FSDP2), and training ends with a "
+                "higher loss than in one process. Fit them first: calibrate_sparse(pipe, ...), save_mhla(pipe, FOLDER) "
+                "and patch: FOLDER."
+            )
         self._validation_loss: float | None = None
         self._matching: DistributionMatching | None = None
         self._critic: dict[str, nn.Parameter] = {}

@@ -38,12 +38,17 @@ def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Ten
     return total
 
 
+def needs_calibration(transformer: nn.Module) -> bool:
+    """Whether the patch is new and its sparse branch learns λ and β."""
+    return any(layer.needs_calibration for layer in mhla_layers(transformer).values())
+
+
 def calibrate_fresh(transformer: nn.Module, batches: NoisedBatches) -> None:
     """Fit λ and β in place if the patch is new and its sparse branch learns them; else do nothing.
 
     Up to 16 training samples are run with the original weights, each at a timestep of its own.
     """
-    if not any(layer.needs_calibration for layer in mhla_layers(transformer).values()):
+    if not needs_calibration(transformer):
         return
     device, config, count = batches.device, batches.config, min(16, batches.training_samples)
     logger.info("Fitting λ and β on %d training samples.", count)

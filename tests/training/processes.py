@@ -25,7 +25,7 @@ def start_training(
 ) -> BaseProcess:
     """Begin to train a tiny patched model; the process exits with 0 when finished, 143 when stopped."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    process = CONTEXT.Process(target=_train, args=(config.to_dict(), resume, environment or {}, family))
+    process = CONTEXT.Process(target=train_as_launched, args=(config.to_dict(), resume, environment or {}, family))
     process.start()
     return process
 
@@ -73,7 +73,10 @@ def finish(processes: Sequence[BaseProcess], timeout: float = 300) -> None:
         assert process.exitcode == 0
 
 
-def _train(settings: dict[str, object], resume: str | None, environment: dict[str, str], family: str) -> None:
+def train_as_launched(
+    settings: dict[str, object], resume: str | None, environment: dict[str, str], family: str
+) -> None:
+    """Train a tiny model in this process, which a launcher has given an environment; it exits then."""
     os.environ.update(environment)
     config = TrainingConfig.from_dict(settings)
     make, data = _FAMILIES[family]

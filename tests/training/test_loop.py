@@ -110,6 +110,13 @@ def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
         assert one == pytest.approx(other, rel=1e-4)
 
 
+def test_the_log_begins_with_processes_and_samples_per_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=1, batch_size=2, gradient_accumulation=3))
+    first = next(record.message for record in caplog.records if record.name.startswith("mhla_diffusers.training"))
+    assert "1 process" in first and "6 samples per update" in first
+
+
 def test_processes_that_accelerate_does_not_join_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE"):
