@@ -11,8 +11,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-import yaml
-
 from .attention import get_feature_map
 from .attention.call import ContentRule, Order, list_length
 from .attention.causal import Causal
@@ -20,6 +18,7 @@ from .attention.costs import AttentionSizes
 from .attention.layout import block_count, check_blocks, fit_blocks
 from .attention.mixing import MixingInit
 from .attention.state import Beyond
+from .files import parse_yaml, read_text
 
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
@@ -597,9 +596,8 @@ def load_patch(name_or_path: str | Path) -> Patch:
     if not path.is_file():
         raise FileNotFoundError(f"Patch file {path} does not exist.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return _parse_patch(content)
-    except (ValueError, yaml.YAMLError) as error:
+        return _parse_patch(parse_yaml(read_text(path), "it"))
+    except ValueError as error:
         raise ValueError(f"Patch file {path}: {error}") from error
 
 

@@ -196,6 +196,12 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def visible_files(folder: Path) -> dict[str, Path]:
+    """Return path inside a folder → file, in order, without those whose name or folder begins with a dot."""
+    files = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {str(name): file for name, file in files.items() if not any(part.startswith(".") for part in name.parts)}
+
+
 def content_of(path: Path) -> str | None:
     """Identify the content of a file or folder, so that a change at the same path is noticed.
 
@@ -206,12 +212,7 @@ def content_of(path: Path) -> str | None:
         A short hash; None if there is nothing at the path, which may be the id of a model on the Hub.
     """
     if path.is_dir():
-        files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
-        files = {
-            name: file
-            for name, file in files.items()
-            if file.suffix != ".md" and not any(part.startswith(".") for part in Path(name).parts)
-        }
+        files = {name: file for name, file in visible_files(path).items() if file.suffix != ".md"}
     elif path.is_file():
         files = {"": path}
     else:
@@ -256,6 +257,32 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no UTF-8 text: {error}.") from error
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Parse YAML.
+
+    Args:
+        text: of a file or a setting.
+        source: its name, to begin an error with.
+
+    Raises:
+        ValueError: it is malformed, or a key is given twice.
+    """
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for place, key in enumerate(keys):
+                if any(key.value == other.value for other in keys[:place]):
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {error}") from error
 
 
 def read_json(file: Path) -> Any:

@@ -121,8 +121,6 @@ def print_model(
         ValueError: an unknown model, or a size, a patch or a density that it does not take.
     """
     (model,) = find_models([name])
-    if frames is not None and not model.is_video:
-        raise ValueError(f"--frames {frames} was given, but {name} makes images; leave it out.")
     chosen, *_ = choose_sizes(model, size and [size], None if frames is None else [frames], "cpu")
     family, grid = family_of_model(model), token_grid(model, chosen)
     if patch is None:

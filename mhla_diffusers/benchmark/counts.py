@@ -104,7 +104,7 @@ def count_forward(
         change: what is done to the transformer before.
 
     Raises:
-        ValueError: a patch that does not fit the model or the size.
+        ValueError: a patch that does not fit the model or the size, or a size that the model does not take.
     """
     built, meta = layers or model.layers, torch.device("meta")
     found: list[dict[str, float]] = []
@@ -113,7 +113,10 @@ def count_forward(
         if change is not None:
             change(transformer)
         inputs = make_forward_inputs(model, transformer, size, meta, torch.bfloat16)
-        plain = count_parts(transformer, inputs)
+        try:
+            plain = count_parts(transformer, inputs)
+        except RuntimeError as error:  # of shapes, as where RoPE's table ends
+            raise ValueError(f"{model.name} cannot run at {size}: {error}. Ask for fewer frames, or less.") from error
         found.append({**plain})
         if config is not None:
             # which layers an automatic choice takes is open until it is made, and all cost the same

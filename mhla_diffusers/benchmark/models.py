@@ -72,11 +72,12 @@ def choose_sizes(
 ) -> list[Size]:
     """Choose sizes to measure a model at: as asked for, such as "480x832", or its own, on a CPU the smallest of them.
 
-    Frames are ignored for image models.
-
     Raises:
-        ValueError: a size that cannot be read, or that the model's stride and patch size do not divide.
+        ValueError: a size that cannot be read, or that the model's stride and patch size do not divide, or frames of a
+            model that has none.
     """
+    if frames and not model.is_video:
+        raise ValueError(f"--frames {frames[0]} is for videos, and {model.name} takes none; leave it out.")
     chosen = [parse_size(text) for text in sizes] if sizes else model.sizes[: 1 if device_type == "cpu" else None]
     counts = (frames or (model.frames,)) if model.is_video else (None,)
     step, stride = model.stride * model.patch, model.temporal_stride

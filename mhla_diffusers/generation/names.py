@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import read_csv, read_json_lines, read_text
+from ..files import parse_yaml, read_csv, read_json_lines, read_text
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -56,17 +56,12 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     """Parse ``key=value`` arguments of the pipeline's call; values are YAML, and anything else is a ValueError."""
-    import yaml
-
     settings = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise ValueError(f"Setting {text!r} must look like key=value, for example num_frames=81.")
-        try:
-            settings[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ValueError(f"Setting {text!r} is not valid YAML: {error}.") from error
+        settings[name] = parse_yaml(value, f"Setting {text!r}")
     return settings
 
 

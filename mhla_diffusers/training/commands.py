@@ -98,6 +98,8 @@ def synthesize_command(
     from ..generation.names import read_prompts
     from .latents.encode import synthesize
 
+    if len(sizes or ()) > 1:
+        raise ValueError(f"--size {', '.join(sizes or ())}: give one; each size needs a folder of its own.")
     lines = read_prompts(prompts)
     with folder_for_results(output, lock=False):
         pipe, clip = _load(model, device, precision, frames, None, sizes)

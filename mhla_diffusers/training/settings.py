@@ -6,10 +6,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from ..config import check_names
-from ..files import read_text
+from ..files import parse_yaml, read_text
 
 Settings = TypeVar("Settings")
 
@@ -30,10 +28,7 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
         ValueError: a malformed file or override, a configuration of another script, or what :func:`from_mapping`
             raises.
     """
-    try:
-        settings = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    settings = parse_yaml(read_text(path), str(path))
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold named settings, got {settings!r}.")
     for override in overrides:
@@ -45,7 +40,7 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
         for name in names:
             place = _place(where, name, override)
             where = where.setdefault(place, {}) if isinstance(where, dict) else where[place]
-        where[_place(where, last, override)] = yaml.safe_load(text)
+        where[_place(where, last, override)] = parse_yaml(text, f"Override {override!r}")
     own = next(name for name in _SCRIPTS if name in get_type_hints(cls))
     theirs = next((name for name in _SCRIPTS if name in settings), own)
     if own not in settings and theirs != own:

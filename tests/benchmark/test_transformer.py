@@ -125,6 +125,7 @@ def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
         (("sana-0.6b", "--size", "500"), "height=500.*480 and 512"),
         (("tiny-dit", "--size", "64x80"), "64x80"),
         (("tiny-wan", "--frames", "80"), "frames=80.*77 and 81"),
+        (("tiny-dit", "--frames", "9"), "--frames 9 .*tiny-dit"),
         (("tiny-dit", "--size", "big"), "'big'"),
         (("tiny-dit", "--batch", "0"), "batch=0"),
         (("tiny-dit", "--layers", "9"), "layers=9.*1 to 3"),

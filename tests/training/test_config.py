@@ -75,6 +75,7 @@ LORA = "{steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: 
         ("stages=3", "stages .* 3"),
         ("stages.0=3", "stages.0 .* 3"),
         ("seed", "'seed'"),
+        ("batch_size=[1", r"Override 'batch_size=\[1' is not valid YAML"),
     ],
 )
 def test_errors_name_the_setting(path: Path, override: str, message: str) -> None:
@@ -84,7 +85,12 @@ def test_errors_name_the_setting(path: Path, override: str, message: str) -> Non
 
 
 def test_missing_settings_and_file(path: Path) -> None:
-    for text, message in (("output: here\n", "lacks stages"), ("a: [", "not valid YAML"), ("[]", "named settings")):
+    for text, message in (
+        ("output: here\n", "lacks stages"),
+        ("a: [", "not valid YAML"),
+        ("seed: 1\nseed: 2\n", "'seed' is given twice"),
+        ("[]", "named settings"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             TrainingConfig.from_yaml(path)

@@ -121,6 +121,11 @@ def synthesize(
         family.check_prompt(pipe, prompt)
     clip = clip or family.default_clip
     _check_clip(family, pipe, clip)
+    check(
+        len(clip.sizes) == 1,
+        f"sizes={clip.sizes} are several, and all samples of a cache from prompts have one; synthesize each size into "
+        "a folder of its own.",
+    )
     settings = {"frames": clip.frames, "sizes": [list(clip.sizes[0])], "steps": steps}
     settings |= {"guidance": guidance, "seed": seed}
     sources = {f"{number}: {prompt}": "" for number, prompt in enumerate(prompts)}

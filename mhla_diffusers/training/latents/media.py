@@ -7,6 +7,7 @@ damage do not name the sample.
 
 import hashlib
 import json
+import logging
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,9 @@ import torch
 
 from ...config import check
 from ...families import Clip
-from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, content_of, read_csv, read_json_lines, read_text
+from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, content_of, read_csv, read_json_lines, read_text, visible_files
+
+logger = logging.getLogger(__name__)
 
 CAPTION_KEYS = ("text", "caption", "prompt", "label")
 """Metadata columns that may hold the caption."""
@@ -64,7 +67,8 @@ def find_media(source: str | Path) -> list[Media]:
     """Return the videos and images of a folder or of webdataset's tar shards, with their captions.
 
     In a folder captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file. Metadata has the
-    columns ``file_name`` and ``text`` (or ``caption``, ``prompt``, ``label``).
+    columns ``file_name`` and ``text`` (or ``caption``, ``prompt``, ``label``); files that it does not list are left out
+    with a warning. Hidden files do not count.
 
     In shards the members of a sample share their name up to its first dot: a video or image, and a .txt or a .json with
     one of the keys above. Samples without a caption and truncated shards do not raise, because nobody repairs a shard
@@ -76,7 +80,8 @@ def find_media(source: str | Path) -> list[Media]:
 
     Raises:
         FileNotFoundError: no such source, no videos or images in it, or files of the metadata are missing.
-        ValueError: missing, empty or unreadable captions beside files, or a folder of both files and shards.
+        ValueError: missing, empty or unreadable captions beside files, metadata that names a file twice or has a
+            caption that is no text, two files of metadata, or a folder of both files and shards.
     """
     folder = Path(source)
     shards = _find_shards(folder)
@@ -85,12 +90,14 @@ def find_media(source: str | Path) -> list[Media]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder, no .tar file and no pattern of any.")
     captions = _metadata(folder)
+    files = {name: path for name, path in visible_files(folder).items() if path.suffix.lower() in _SUFFIXES}
     if captions is None:
         captions = {}
-        for path in sorted(folder.rglob("*")):
-            if path.suffix.lower() in _SUFFIXES:
-                text = path.with_suffix(".txt")
-                captions[str(path.relative_to(folder))] = read_text(text).strip() if text.is_file() else ""
+        for name, path in files.items():
+            text = path.with_suffix(".txt")
+            captions[name] = read_text(text).strip() if text.is_file() else ""
+    elif unlisted := sorted(files.keys() - captions.keys()):
+        logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), folder, unlisted[0])
     if not captions:
         raise FileNotFoundError(f"{folder} holds no videos or images ({', '.join(_SUFFIXES)}).")
     absent = [name for name in captions if not (folder / name).is_file()]
@@ -109,22 +116,30 @@ def find_media(source: str | Path) -> list[Media]:
 
 def _metadata(folder: Path) -> dict[str, str] | None:
     """Return file name → caption, from the metadata file if there is one."""
-    file = next((folder / name for name in ("metadata.jsonl", "metadata.csv") if (folder / name).is_file()), None)
-    if file is None:
+    files = [folder / name for name in ("metadata.jsonl", "metadata.csv") if (folder / name).is_file()]
+    if not files:
         return None
+    check(len(files) == 1, f"{folder} holds metadata.jsonl and metadata.csv; remove one of them.")
+    file = files[0]
     text = read_text(file)
     rows: Sequence[Any] = ()
     if text.strip():
         rows = read_csv(file) if file.suffix == ".csv" else read_json_lines(file)
     check(bool(rows), f"{file} is empty; it needs a row with file_name and text for every file, or remove it.")
-    captions = {}
-    for row in rows:
+    captions: dict[str, str] = {}
+    for number, row in enumerate(rows, start=1):
         names = row if isinstance(row, dict) else {}
         key = next((key for key in CAPTION_KEYS if key in names), None)
         if "file_name" not in names or key is None:
             has = ", ".join(map(str, names)) or repr(row)
             raise ValueError(f"{file} must have file_name and text in every row; a row has {has}.")
-        captions[str(row["file_name"])] = str("" if row[key] is None else row[key]).strip()
+        name, caption = str(Path(str(row["file_name"]))), "" if row[key] is None else row[key]
+        check(name not in captions, f"Row {number} of {file} names {name}, as an earlier row does; keep one of them.")
+        check(
+            type(caption) in (str, int),
+            f"Row {number} of {file}: {key}={caption!r} must be text, or the number of a class.",
+        )
+        captions[name] = str(caption).strip()
     return captions
 
 
@@ -135,7 +150,7 @@ def _find_shards(source: Path) -> dict[str, Path]:
     parts = source.parts
     first = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
     if source.is_dir():
-        folder, files = source, [path for path in source.rglob("*") if path.is_file()]
+        folder, files = source, list(visible_files(source).values())
     elif first < len(parts):
         folder = Path(*parts[:first])
         files = list(folder.glob("/".join(parts[first:])))

@@ -183,8 +183,21 @@ def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
     assert _captions(tmp_path) == {"a.png": "caption of a.png", "deep/b.png": "caption of deep/b.png"}
     (tmp_path / "metadata.csv").write_text('file_name,caption\na.png,"from, csv"\n', encoding="utf-8-sig")
     assert _captions(tmp_path) == {"a.png": "from, csv"}
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "deep/b.png", "text": "from\u2028jsonl"}\n\n', "utf-8")
+    (tmp_path / "metadata.csv").unlink()
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "./deep/b.png", "text": "from\u2028jsonl"}\n\n', "utf-8")
     assert _captions(tmp_path) == {"deep/b.png": "from\u2028jsonl"}
+
+
+def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    for name in ("a.png", "b.png", "._a.png", ".ipynb_checkpoints/a-checkpoint.png"):
+        write_image(tmp_path / name)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert _captions(tmp_path) == {"a.png": "a", "b.png": "b"}
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "label": 3}\n')
+    assert _captions(tmp_path) == {"a.png": "3"}
+    assert "1 files in" in caplog.text and "such as b.png" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -203,6 +216,10 @@ def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
         ({"metadata.jsonl": b"\n"}, ".", ValueError, "metadata.jsonl is empty"),
         ({"metadata.csv": b"file_name,text\na.png,a, b\n"}, ".", ValueError, "Row 1 of .*3 values for 2 columns"),
         ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl is no UTF-8"),
+        ({"metadata.csv": b"file_name,text\na.png,a\na.png,b\n"}, ".", ValueError, "Row 2 of .* a.png, as an earlier"),
+        ({"metadata.jsonl": b'{"file_name": "a.png", "text": ["x"]}\n'}, ".", ValueError, r"Row 1 of .*text=\['x'\]"),
+        ({"metadata.jsonl": b'{"file_name": "a.png", "text": NaN}\n'}, ".", ValueError, "Row 1 of .*text=nan"),
+        ({"metadata.jsonl": b"{}\n", "metadata.csv": b"a\n"}, ".", ValueError, "metadata.jsonl and metadata.csv"),
     ],
 )
 def test_what_is_refused(
