@@ -29,8 +29,11 @@ def written_aside(file: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be written.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{os.getpid()}-{file.name}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(file, error.strerror) from error
     try:
         yield aside
         aside.replace(file)

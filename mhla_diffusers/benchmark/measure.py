@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ..files import read_csv, write_text
+from ..files import check_writable, read_csv, write_text
 from ..reporting import require_matplotlib
 
 _CACHE_BYTES = 2**28
@@ -285,6 +285,9 @@ class Results:
         dtype: of the inputs.
         output: gets the device's folder.
         budget: how often each variant runs.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
 
     def __init__(
@@ -299,6 +302,7 @@ class Results:
         self.conditions = gather_conditions(device)
         self.file = output / re.sub(r"[^a-z0-9]+", "-", self.conditions["device"].lower()).strip("-") / command
         self.rows: list[Row] = []
+        check_writable(self.file.parent)  # before anything is measured
 
     def measure(self, variants: Iterable[Variant], **what: Any) -> list[Row]:
         """Time variants in turns; the rows have what is given of their case, and are not added yet."""

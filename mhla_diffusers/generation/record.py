@@ -57,6 +57,8 @@ def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
     if not file.exists() or first_sample(folder) is None:
         return
     recorded = read_json(file)
+    if not isinstance(recorded, dict):
+        raise ValueError(f"{file} is damaged: it must name how the samples were made. Choose another output folder.")
     changed = []
     for name, now in choices.items():
         before = recorded.get(name)

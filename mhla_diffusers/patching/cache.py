@@ -154,10 +154,11 @@ class StateLayer(CacheLayerMixin):
         Raises:
             ValueError: the attention that ran before did not.
         """
-        if self.is_awaited:
+        if self.is_awaited or layer_of(self.attn) is None:
             raise ValueError(
                 "This MHLACache was given to a model that does not run MHLA in the layers that it was made for, so it "
-                "has nothing to go on from. Make it from the patched model itself, MHLACache(model)."
+                "has nothing to go on from. After remove_mhla take transformers' DynamicCache; else make it from the "
+                "patched model itself, MHLACache(model)."
             )
         self.is_awaited, self.batch = True, key_states.shape[0]
         return key_states, value_states

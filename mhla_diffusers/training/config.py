@@ -253,6 +253,12 @@ class TrainingConfig:
         _check_numbers(self, (*positive, "keep_checkpoints", "max_skipped"), ("weight_decay", "workers", "seed"))
         _check_numbers(self.validation, ("every", "inference_steps", "timesteps"), ("samples",), "validation.")
         _check_numbers(self.context_parallel, ("ring", "ulysses"), path="context_parallel.")
+        for name in ("output", "model", "component", "patch", "data"):
+            value = getattr(self, name)
+            check(
+                value != "",
+                f"{name}='' is empty; give a name or a path{'' if name == 'output' else ', or leave it out'}.",
+            )
         check_choice("optimizer", self.optimizer, get_args(OptimizerName))
         object.__setattr__(self, "precision", precision_name(self.precision, ("float32", "bfloat16")))
         check_choice("tracker", self.tracker, ("tensorboard", "wandb", None))

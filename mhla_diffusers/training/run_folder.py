@@ -257,7 +257,7 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     try:
         write_whole_folder(folder, write)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} could not be written: {error}. Is the disk full?") from error
+        raise CheckpointError(f"{folder} could not be written: {str(error).rstrip('.')}.") from error
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -94,6 +94,13 @@ def test_results_are_read_as_they_were_written(tmp_path):
         results.finish()
 
 
+def test_an_output_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Cannot write to the output folder"):
+        bench("op", "--shape", "tiny", "--device", "cpu", "--output", tmp_path / "file")
+    assert capsys.readouterr().out == ""
+
+
 def test_a_plot_of_several_files(tmp_path):
     pytest.importorskip("matplotlib")
     results = Results("op", CPU, torch.float32, tmp_path, SHORT)

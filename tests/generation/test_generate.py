@@ -214,6 +214,13 @@ def test_folder_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_pat
         made(prompted(tmp_path / "file" / "out", "1", model="does/not-exist"))
 
 
+def test_a_damaged_record_is_named(tmp_path):
+    made(prompted(tmp_path, "1"))
+    (tmp_path / "generation.json").write_text("[]")
+    with pytest.raises(ValueError, match="generation.json is damaged"):
+        made(prompted(tmp_path, "1"))
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_folder_without_permission_is_said(tmp_path):
     tmp_path.chmod(0o500)

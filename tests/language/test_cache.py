@@ -154,6 +154,10 @@ def test_a_cache_of_another_model_is_refused():
     torch.testing.assert_close(logits(other, text(), past_key_values=cache), logits(llama(), text()))
     with pytest.raises(ValueError, match="the layers that it was made for"):
         logits(other, text(length=1), past_key_values=cache)
+    cache = after(model)
+    mhla.remove_mhla(model)
+    with pytest.raises(ValueError, match="After remove_mhla take"):
+        logits(model, text(length=1), past_key_values=cache)
     cache = MHLACache(patch(other, layers=[1]))
     mhla.change_mhla(other, layers=[0, 1])
     with pytest.raises(ValueError, match="before this layer was patched"):

@@ -281,6 +281,20 @@ def test_a_cache_of_another_model_is_refused_before_weights_are_read(tmp_path: P
         finetune(TrainingConfig.from_yaml(config_file))
 
 
+def test_an_output_that_is_a_file_is_said_before_weights_are_read(
+    tmp_path: Path, latents: Path, config_file: Path
+) -> None:
+    """The pipeline to encode with has no weights at all."""
+    (tmp_path / "file").touch()
+    empty = tmp_path / "empty"
+    shutil.copytree(ROOT / "mhla_diffusers/tiny/assets/tiny-dit", empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "prompts.txt").write_text("seven")
+    with pytest.raises(OSError, match="file is a file; give a folder"):
+        finetune(TrainingConfig.from_yaml(config_file, [f"data={latents}", f"output={tmp_path / 'file'}"]))
+    with pytest.raises(OSError, match="Cannot write to the output folder"):
+        _cli("synthesize", "--model", empty, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "file" / "x")
+
+
 def test_missing_data_names_the_commands_that_make_it(tmp_path: Path, model: str, config_file: Path) -> None:
     """They parse, and make what the configuration takes."""
     latents = tmp_path / "latents"

@@ -75,6 +75,10 @@ LORA = "{steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: 
         ("stages=3", "stages .* 3"),
         ("stages.0=3", "stages.0 .* 3"),
         ("seed", "'seed'"),
+        ("output=''", "output='' is empty"),
+        ("output=", "output=None"),
+        ("model=''", "model='' is empty"),
+        ("patch=''", "patch='' is empty"),
         ("batch_size=[1", r"Override 'batch_size=\[1' is not valid YAML"),
     ],
 )
