@@ -214,9 +214,10 @@ def _attend_to_all(
 
 def block_means(weights: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]:
     """Means (B, H, T, D) of (B, H, T, L, D) with weights (1 or B, 1 or H, T, L); 0 where there is no weight."""
-    total = weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    # a token alone in its block has the share 1 exactly, so that keys do not vary there
+    share = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     # no product of matrices, whose backward pass autocast would lower where backward() is called under it
-    return [(weights[..., None] * x).sum(dim=-2) / total for x in some]
+    return [(share[..., None] * x).sum(dim=-2) for x in some]
 
 
 def attend_to_lists(

@@ -304,6 +304,20 @@ def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask, size, rule)
             assert torch.equal(lists.keys[sample, head], best.sort(dim=-1).values)
 
 
+def test_single_tokens_are_chosen_by_their_logits_whatever_they_weigh():
+    """A key alone in its block has no variance, which rounding must not make up."""
+    tensors, settings = content_problem()
+    mask = torch.rand(2, math.prod(GRID), generator=torch.Generator().manual_seed(3)).double() + 0.1
+    rule = ContentRule(1, 0.3)
+    call = call_of(tensors, settings, sparse=rule, key_mask=mask)
+    query, key = (rotated(x, call.rotary).transpose(1, 2) for x in tensors[:2])
+    token_of_block = key_block_of_tokens(call, rule).expand(2, 2, -1).argsort(dim=-1)
+    key = key.gather(2, token_of_block[..., None].expand_as(key))
+    lists = with_lists(call).sparse.keys
+    best = (query[:, :, layout_of(GRID, 1).order.long()] @ key.mT).topk(lists.shape[-1], dim=-1).indices
+    assert torch.equal(lists, best.sort(dim=-1).values)
+
+
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"extra": 5}], ids=["plain", "mask", "text"])
 def test_the_fitted_bias_is_the_best_of_those_tried(options):
     """By brute force: every β, on all queries that it is fitted on, against softmax attention."""
