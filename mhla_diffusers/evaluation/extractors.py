@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,10 +194,17 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
 
 
 def load_callable(place: str) -> Callable[..., Any]:
-    """Load a callable given as ``package.module:name``."""
+    """Load a callable given as ``package.module:name``, which may lie in the current folder, as for ``python -m``.
+
+    Raises:
+        ValueError: another form, or a module without such a callable.
+        ImportError: no such module.
+    """
     module, separator, name = place.partition(":")
     if not separator:
         raise ValueError(f"{place!r} must look like package.module:callable.")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
         raise ValueError(f"{module} has no callable named {name!r}.")

@@ -144,6 +144,15 @@ def test_dinov2_names_its_size_and_takes_the_class_token_of_a_normalised_picture
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32, sums in another order
 
 
+def test_callables_of_the_current_folder_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    (tmp_path / "features_here.py").write_text("def features(x):\n    return x.float().mean(dim=(2, 3))\n")
+    folder = write_pictures(tmp_path / "pictures", 12)
+    shown = mhla("eval", "fid", folder, folder, "--extractor", "features_here:features")
+    assert shown.exit_code == 0, shown.exception
+
+
 def test_statistics_of_a_reference_are_not_those_of_changed_code(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     folder = write_pictures(tmp_path / "pictures", 12, size=16)
