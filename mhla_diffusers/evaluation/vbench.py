@@ -127,7 +127,10 @@ def _check_scores(scores: Mapping[str, float]) -> None:
         if name not in DIMENSIONS:
             raise ValueError(f"{name!r} is no dimension of VBench; allowed: {', '.join(DIMENSIONS)}.")
         if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
-            raise ValueError(f"{name}={score!r} must lie between 0 and 1; VBench's tables show percent, its files not.")
+            raise ValueError(
+                f"{name}={score!r} must lie between 0 and 1; VBench's tables show percent, its files not. A dimension "
+                "whose file is removed is evaluated again."
+            )
 
 
 def read_results(files: Iterable[Path]) -> dict[str, float]:
@@ -151,11 +154,14 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
                 raise ValueError(f"{part} holds no results of VBench: it must map dimensions to scores.")
             for key, value in content.items():
                 name, score = key.replace(" ", "_"), value[0] if isinstance(value, list) and value else value
+                try:
+                    _check_scores({name: score})
+                except ValueError as error:
+                    raise ValueError(f"{part}: {error}") from error
                 if scores.setdefault(name, score) != score:
                     raise ValueError(
                         f"{part} scores {name} {score}, another file {scores[name]}; give the files of one run."
                     )
-    _check_scores(scores)
     return scores
 
 

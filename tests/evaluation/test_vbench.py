@@ -109,6 +109,9 @@ def test_results_are_read_from_one_file_or_many(tmp_path):
     (folder / "color_eval_results.json").write_text('{"color": [0.1, []]}')
     with pytest.raises(ValueError, match="scores color"):
         read_results([one, folder])
+    (folder / "color_eval_results.json").write_text('{"color": [NaN, []]}')
+    with pytest.raises(ValueError, match="color_eval_results.json: color=nan must lie"):
+        read_results([one, folder])
     (folder / "color_eval_results.json").write_text('{"color": [')
     with pytest.raises(ValueError, match="color_eval_results.json is no readable JSON"):
         read_results([folder])
