@@ -40,7 +40,7 @@ def fid(
     extractor: _EXTRACTOR = "adm",
     weights: _WEIGHTS = None,
     device: _DEVICE = "cpu",
-    batch_size: Annotated[int, typer.Option(help="Images per call of the extractor.")] = 50,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per call of the extractor.")] = 50,
     output: _OUTPUT = None,
 ) -> None:
     """FID and, if the extractor supports them, sFID, Inception score, precision, recall and KID."""
@@ -94,7 +94,7 @@ def vbench(
 def clip(
     samples: Annotated[Path, typer.Argument(help="Folder of a sample set, with its samples.json.")],
     model: Annotated[str, typer.Option(help="Hub id or folder of a CLIP model.")] = "openai/clip-vit-large-patch14",
-    batch_size: Annotated[int, typer.Option(help="Images per forward.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward.")] = 32,
     device: _DEVICE = "cpu",
     output: _OUTPUT = None,
 ) -> None:

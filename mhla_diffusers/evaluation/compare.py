@@ -1,5 +1,6 @@
 """Compare sample sets of variants of one model: scores, and differences over the same samples."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +15,7 @@ from ..generation.similarity import Similarity
 from ..reporting import show_progress
 from .extractors import Extractor
 from .fid import check_one_each, extract_features, reference_statistics, score, too_few
-from .images import Images, read_sample
+from .images import Images, check_batch_size, read_sample
 from .metrics import frechet_distance
 from .samples import require_samples
 
@@ -156,14 +157,19 @@ def known_scores(folder: Path) -> dict[str, torch.Tensor]:
             values = value if isinstance(value, list) else [value]
             if isinstance(value, str):
                 continue
-            if not values or not all(isinstance(one, int | float) for one in values):
-                raise ValueError(f"{file}: {name} must be a number or a list of numbers.")
+            if not values or not all(isinstance(one, int | float) and math.isfinite(one) for one in values):
+                raise ValueError(f"{file}: {name} must be a number or a list of numbers, all finite, got {value!r}.")
             scores[name] = torch.tensor(values, dtype=torch.float64)
     return scores
 
 
 def score_samples(variant: Variant, name: str, sample_score: SampleScore, batch_size: int = _BATCH) -> torch.Tensor:
-    """Score every sample: float64 (n,); ValueError for a score that is not one number per sample."""
+    """Score every sample: float64 (n,).
+
+    Raises:
+        ValueError: a batch size below 1, or a score that is not one finite number per sample.
+    """
+    check_batch_size(batch_size)
     parts: list[torch.Tensor] = []
     for start in range(0, len(variant.samples), batch_size):
         batch = variant.samples[start : start + batch_size]
@@ -171,6 +177,9 @@ def score_samples(variant: Variant, name: str, sample_score: SampleScore, batch_
         values = sample_score(images, [sample.text for sample in batch])
         check_one_each(f"The score {name}", values, len(batch))
         parts.append(values.double().cpu().view(len(batch)))
+        for sample, value in zip(batch, parts[-1].tolist(), strict=True):
+            if not math.isfinite(value):
+                raise ValueError(f"The score {name} of {variant.folder / sample.file} is {value}; it must be finite.")
         show_progress(start + len(batch), len(variant.samples))
     return torch.cat(parts)
 
@@ -204,7 +213,9 @@ def _add_distances(variants: Sequence[Variant], reference: Path, extractor: Extr
     remarks = [too_few(*size, channels) for size in (*sizes.items(), ("Every set", len(variants[0].samples)))]
     found = []
     for variant in variants:
-        found.append(extract_features(Images(variant.folder), extractor.features, _BATCH))
+        images = Images(variant.folder)
+        remarks.append(images.remark())
+        found.append(extract_features(images, extractor.features, _BATCH))
         variant.scores.update(score(found[-1], expected))
     if channels > _FRECHET_CHANNELS:
         remarks.append(

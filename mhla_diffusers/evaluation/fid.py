@@ -4,18 +4,20 @@ Memory does not grow with the number of images. Statistics of reference images a
 statistics can be read.
 """
 
+import hashlib
 import warnings
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..files import write_tensors
 from ..reporting import show_progress
 from .extractors import Extractor, FeatureExtractor, ImageFeatures
-from .images import Images
+from .images import Images, npz_errors
 from .metrics import frechet_distance, inception_score, kernel_distance, moments, precision_recall
 
 _KEPT_FEATURES = 10_000
@@ -52,7 +54,8 @@ def measure_images(
 
     Raises:
         FileNotFoundError: no such images.
-        ValueError: damaged images, or a reference that was made with another extractor.
+        ValueError: a batch size below 1, damaged images, features or statistics that are not finite, or a reference
+            that was made with another extractor.
         OSError: statistics cannot be written beside the reference.
         ImportError: torchmetrics is missing, which computes KID.
     """
@@ -60,10 +63,11 @@ def measure_images(
     expected = reference_statistics(Path(reference), extractor, batch_size)
     found = extract_features(images, extractor.features, batch_size)
     counts = {"samples": len(images)} | ({"reference": int(expected["count"])} if "count" in expected else {})
+    remarks = [images.remark()]
     for path, count in zip((samples, reference), counts.values(), strict=False):
-        remark = too_few(path, count, len(expected["mu"]))
-        if remark is not None:
-            warnings.warn(remark, stacklevel=2)
+        remarks.append(too_few(path, count, len(expected["mu"])))
+    for remark in filter(None, remarks):
+        warnings.warn(remark, stacklevel=2)
     return {**counts, **score(found, expected)}
 
 
@@ -105,6 +109,10 @@ def extract_features(images: Images, extractor: FeatureExtractor, batch_size: in
                 continue
             if values.ndim != 2 or (name in kept and values.shape[1] != kept[name].shape[1]):
                 raise ValueError(f"The extractor's {name} must be (B, D) of one D, got {tuple(values.shape)}.")
+            if not values.isfinite().all():
+                raise ValueError(
+                    f"The extractor's {name} is not finite for {images.path}; it overflowed, or got damaged images."
+                )
             if name not in kept:
                 shape = len(images), values.shape[1]
                 with NamedTemporaryFile(prefix="mhla-features-") as file:  # stays mapped after it is removed
@@ -138,26 +146,33 @@ def reference_statistics(reference: Path, extractor: Extractor, batch_size: int 
 
     Raises:
         FileNotFoundError: no such reference.
-        ValueError: damaged images.
+        ValueError: damaged images, or published statistics that are damaged or not finite.
         OSError: statistics cannot be written beside the reference.
     """
     import numpy
 
     published: Statistics = {}
     if reference.suffix == ".npz" and zipfile.is_zipfile(reference):
-        with numpy.load(reference, allow_pickle=False) as content:
+        with npz_errors(reference), numpy.load(reference, allow_pickle=False) as content:
             pairs = [pair for pair in (("mu", "sigma"), ("mu_s", "sigma_s")) if {*pair} <= set(content.files)]
-            found = {name: torch.from_numpy(content[name]) for pair in pairs for name in pair}
-            published = found if "mu" in found else {}
-            if published and "arr_0" not in content.files:
-                return published
+            found = {name: torch.from_numpy(content[name].astype(numpy.float64)) for pair in pairs for name in pair}
+            has_images = "arr_0" in content.files
+        for name, values in found.items():
+            if not values.isfinite().all():
+                raise ValueError(f"{name} of {reference} has values that are not finite; get the statistics again.")
+        published = found if "mu" in found else {}
+        if published and not has_images:
+            return published
     images, file = Images(reference), statistics_file(reference, extractor.name)
+    if (remark := images.remark()) is not None:
+        warnings.warn(remark, stacklevel=2)
     made_of = {"extractor": f"{extractor.name} {extractor.fingerprint}", "fingerprint": images.fingerprint()}
     found = {}
     if file.is_file():
-        with safe_open(file, "pt") as opened:
-            if opened.metadata() == made_of:
-                found = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+        with suppress(SafetensorError), safe_open(file, "pt") as opened:
+            kept = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+            if opened.metadata() == made_of | {"content": _hash(kept)}:
+                found = kept
     if not found:
         features = extract_features(images, extractor.features, batch_size)
         chosen = torch.linspace(0, len(images) - 1, min(len(images), _KEPT_FEATURES), dtype=torch.float64).long()
@@ -166,10 +181,18 @@ def reference_statistics(reference: Path, extractor: Extractor, batch_size: int 
         if features.spatial is not None:
             found["mu_s"], found["sigma_s"] = moments(features.spatial)
         try:
-            write_tensors(found, file, made_of)
+            write_tensors(found, file, made_of | {"content": _hash(found)})
         except OSError as error:
             raise OSError(
                 f"The statistics of the reference cannot be written to {file}: {error}. Link the reference into a "
                 "writable folder, and pass the link."
             ) from error
     return {**published, "features": found["features"]} if published else found
+
+
+def _hash(statistics: Statistics) -> str:
+    """Hash the values, so that damage on the disk is noticed and the statistics are made anew."""
+    digest = hashlib.sha256()
+    for name, values in sorted(statistics.items()):
+        digest.update(name.encode() + values.contiguous().numpy().tobytes())
+    return digest.hexdigest()

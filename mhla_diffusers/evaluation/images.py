@@ -2,6 +2,7 @@
 
 import hashlib
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,13 @@ import torch
 
 from ..files import IMAGE_SUFFIXES, written_aside
 from ..generation.pixels import quarter_turns, upright_rgb
+from ..generation.record import SAMPLE_LIST
+from .samples import require_samples
 
 VIDEO_SUFFIX = ".mp4"
 _ARRAY = "arr_0.npy"
+_SHOWN_NAMES = 4
+"""Files that a remark names."""
 
 
 class UnreadableImageError(ValueError):
@@ -23,15 +28,27 @@ class UnreadableImageError(ValueError):
 class Images:
     """A set of images or videos in a fixed order, from a folder or from ``arr_0`` of an npz, uint8 (n, H, W, 3).
 
-    From a folder it takes the image files, including subfolders, or if there are none the MP4 files, sorted by path.
+    From a folder it takes the samples that its ``samples.json`` lists. Without such a list it takes the image files,
+    including subfolders, or if there are none the MP4 files, sorted by path.
+
+    Raises:
+        FileNotFoundError: no images there, or samples of the list are missing.
+        ValueError: another kind of file, or a damaged one.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = Path(path)
+        self.left_out: list[Path] = []
+        """Images and videos of the folder that are not in the set."""
         if path.is_dir():
             shown = sorted(file for file in path.rglob("*") if not file.name.startswith("."))
             images = [file for file in shown if file.suffix.lower() in IMAGE_SUFFIXES]
-            self._files = images or [file for file in shown if file.suffix.lower() == VIDEO_SUFFIX]
+            videos = [file for file in shown if file.suffix.lower() == VIDEO_SUFFIX]
+            self._files = images or videos
+            if (path / SAMPLE_LIST).is_file():
+                self._files = [path / sample.file for sample in require_samples(path)]
+            taken = set(self._files)
+            self.left_out = [file for file in (*images, *videos) if file not in taken]
             self._count = len(self._files)
             if not self._files:
                 raise FileNotFoundError(
@@ -50,12 +67,18 @@ class Images:
         return self._count
 
     def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """Yield at most ``size`` images of one resolution at a time: uint8 (B, 3, H, W), or (B, F, 3, H, W)."""
+        """Yield at most ``size`` images of one resolution at a time: uint8 (B, 3, H, W), or (B, F, 3, H, W).
+
+        Raises:
+            ValueError: a size below 1, or a damaged image.
+        """
+        check_batch_size(size)
         if not self._files:
             with _open_array(self.path) as (stream, (count, *shape)):
                 for start in range(0, count, size):
                     wanted = min(size, count - start) * shape[0] * shape[1] * 3
-                    content = stream.read(wanted)
+                    with npz_errors(self.path):
+                        content = stream.read(wanted)
                     if len(content) < wanted:
                         raise UnreadableImageError(f"{self.path} ends after {start} of {count} images; it is cut off.")
                     yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, *shape).permute(0, 3, 1, 2)
@@ -69,6 +92,14 @@ class Images:
             batch.append(sample)
         yield torch.stack(batch)
 
+    def remark(self) -> str | None:
+        """Return what is said of the files that are left out, or None if there are none."""
+        if not self.left_out:
+            return None
+        names = ", ".join(str(file.relative_to(self.path)) for file in self.left_out[:_SHOWN_NAMES])
+        more = f" and {len(self.left_out) - _SHOWN_NAMES} more" if len(self.left_out) > _SHOWN_NAMES else ""
+        return f"{self.path} is scored without {names}{more}: of its files {len(self)} belong to the set."
+
     def fingerprint(self) -> str:
         """Return a hash that changes when a file is added, removed, resized or written again."""
         digest = hashlib.sha256()
@@ -77,6 +108,12 @@ class Images:
             status = file.stat()
             digest.update(f"{file.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+
+def check_batch_size(size: int) -> None:
+    """Raise ValueError unless a batch holds a sample."""
+    if size < 1:
+        raise ValueError(f"batch_size={size} must be 1 or more.")
 
 
 def read_sample(file: Path) -> torch.Tensor:
@@ -110,20 +147,33 @@ def read_sample(file: Path) -> torch.Tensor:
 
 
 @contextmanager
+def npz_errors(path: Path) -> Iterator[None]:
+    """Name the file where reading an npz fails within the context.
+
+    Raises:
+        ValueError: it is damaged, or holds objects, which would need pickle.
+    """
+    try:
+        yield
+    except (ValueError, EOFError, OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no readable npz file: {error}. Get it again, with arrays of numbers.") from error
+
+
+@contextmanager
 def _open_array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
     """Yield the stream of ``arr_0``, positioned after its header, and its shape."""
     from numpy.lib import format as npy
 
-    try:
+    with npz_errors(path):
         archive = zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} is no npz file: {error}.") from error
     with archive:
         if _ARRAY not in archive.namelist():
             raise ValueError(f"{path} holds no array arr_0, only {', '.join(archive.namelist())}.")
-        with archive.open(_ARRAY) as stream:
+        with npz_errors(path):
+            stream = archive.open(_ARRAY)
             read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
             shape, column_major, dtype = read(stream)
+        with stream:
             if dtype != "uint8" or len(shape) != 4 or shape[3] != 3 or column_major:
                 raise ValueError(f"{path} must hold arr_0 as uint8 (n, H, W, 3), got {dtype} {shape}.")
             yield stream, tuple(shape)

@@ -82,6 +82,14 @@ def test_sets_are_looked_at_before_a_model_is_looked_for(tmp_path):
         assert "has no samples.json" in str(ended.exception)
 
 
+def test_batches_of_nothing_are_refused(tmp_path):
+    for command in (("clip", tmp_path), ("fid", tmp_path, tmp_path)):
+        shown = mhla("eval", *command, "--batch-size", 0)
+        assert shown.exit_code == 2 and "--batch-size" in shown.output
+    with pytest.raises(ValueError, match="batch_size=0"):
+        score_samples(Variant("set", tmp_path, [Sample("0.png", "a")], {}), "clip_score", len, 0)
+
+
 def test_long_prompts_are_cut_and_videos_refused(clip_folder):
     scorer = ClipScorer(str(clip_folder))
     image = torch.zeros(3, 16, 16, dtype=torch.uint8)

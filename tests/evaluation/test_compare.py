@@ -90,6 +90,25 @@ def test_lists_of_scores_are_paired(tmp_path):
             compare_sets([first, second])
 
 
+def test_pictures_that_no_list_names_are_left_out_and_named(folders):
+    before = compared(folders)[0][2]
+    write_pictures(folders[2] / "stray", 1)
+    variants, remarks = compared(folders)
+    assert variants[2].scores == before.scores and variants[2].differences == before.differences
+    assert any("linear is scored without stray/0000.png" in remark for remark in remarks)
+
+
+def test_scores_that_are_not_finite_are_refused_by_name(folders):
+    def undefined(images, texts):
+        return brightness(images, texts) + torch.tensor([math.nan if "<4>" in text else 0 for text in texts])
+
+    with pytest.raises(ValueError, match=r"odd of .*softmax/0004\.png is nan"):
+        compare_sets(folders, sample_scores={"odd": undefined})
+    (folders[1] / "scores.json").write_text('{"held_out_loss": NaN}')
+    with pytest.raises(ValueError, match=r"MHLA/scores\.json: held_out_loss .*got nan"):
+        compare_sets(folders)
+
+
 def test_the_distance_of_many_channels_has_no_interval(folders, tmp_path):
     def wide(images):
         return torch.cat([blocks(images).pooled, torch.zeros(len(images), 300)], dim=1)

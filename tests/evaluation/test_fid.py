@@ -12,7 +12,7 @@ from mhla_diffusers.evaluation.extractors import Extractor
 from mhla_diffusers.evaluation.fid import extract_features, measure_images, statistics_file
 from mhla_diffusers.evaluation.images import Images, UnreadableImageError, write_npz
 from mhla_diffusers.evaluation.metrics import frechet_distance, kernel_distance, moments, precision_recall
-from mhla_diffusers.generation.record import write_video
+from mhla_diffusers.generation.record import Sample, write_sample_list, write_video
 
 from .pictures import blocks, mhla, write_pictures
 
@@ -82,6 +82,55 @@ def test_published_statistics_are_read(folders, tmp_path):
     assert whole == pytest.approx({name: scores[name] for name in scores if name != "reference"})
 
 
+@pytest.mark.parametrize("place", [3, 40, 0.5, -1])
+def test_a_flipped_byte_of_stored_statistics_is_noticed(folders, place):
+    before, file = measure(*folders), statistics_file(folders[1], "blocks")
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content)) if isinstance(place, float) else place] ^= 64
+    file.write_bytes(content)
+    assert measure(*folders) == before
+
+
+def flipped(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 64
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("wrong", ["mu", "sigma", "mu_s", "objects", "flipped"])
+def test_published_statistics_that_are_no_finite_numbers_are_refused(folders, tmp_path, wrong):
+    arrays = dict(zip(("mu", "sigma", "mu_s", "sigma_s"), 2 * moments(features_of(folders[1])), strict=True))
+    arrays, file = {name: values.numpy() for name, values in arrays.items()}, tmp_path / "published.npz"
+    if wrong in arrays:
+        arrays[wrong].flat[1] = numpy.nan
+    if wrong == "objects":
+        arrays["mu"] = numpy.array([None, *arrays["mu"][1:]])
+    numpy.savez(file, **arrays)
+    if wrong == "flipped":
+        flipped(file)
+    with pytest.raises(ValueError, match="published.npz"):
+        measure(folders[0], file)
+
+
+def test_features_that_are_not_finite_are_refused_by_name(folders):
+    for name in ("pooled", "spatial", "probabilities"):
+        odd = Extractor(
+            lambda images, name=name: blocks(images)._replace(**{name: images[:, 0, 0] * numpy.nan}), "o", ""
+        )
+        with pytest.raises(ValueError, match=f"{name} is not finite"):
+            measure_images(*folders, odd)
+
+
+def test_a_set_is_scored_without_what_its_list_does_not_name(folders):
+    before = measure(*folders)
+    write_sample_list([Sample(f"{number:04d}.png", "a") for number in range(80)], folders[0])
+    write_pictures(folders[0] / "others", 3, seed=9)
+    with pytest.warns(UserWarning, match="without others/0000.png, others/0001.png"):
+        assert measure(*folders) == before
+    with pytest.warns(UserWarning, match="without others"):
+        measure(folders[1], folders[0])
+
+
 def test_features_of_all_images_take_no_memory(folders):
     """They lie in files that are removed and only mapped."""
     features = extract_features(Images(folders[0]), blocks, 7)
@@ -116,6 +165,11 @@ def test_npz_and_folders_of_several_sizes_are_measured_and_damage_is_named(folde
     (folders[0] / "0003.png").write_bytes((folders[0] / "0003.png").read_bytes()[:60])
     with pytest.raises(UnreadableImageError, match="0003.png is no readable image"):
         measure(*folders)
+    flipped(tmp_path / "made.npz")
+    with pytest.raises(ValueError, match="made.npz is no readable npz file"):
+        measure(tmp_path / "made.npz", folders[1])
+    with pytest.raises(ValueError, match="batch_size=0"):
+        measure_images(folders[1], folders[1], Extractor(blocks, "blocks", ""), batch_size=0)
 
 
 def test_videos_go_through_the_same_plug(tmp_path):

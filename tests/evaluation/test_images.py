@@ -35,11 +35,13 @@ def test_what_holds_no_images_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.npz").write_text("no zip")
     numpy.savez(tmp_path / "floats.npz", numpy.zeros((2, 4, 4, 3)))
+    numpy.savez(tmp_path / "objects.npz", numpy.array([None]))
     numpy.savez(tmp_path / "other.npz", images=numpy.zeros(3))
     for name, error, message in (
         ("absent", FileNotFoundError, "no images at"),
         ("empty", FileNotFoundError, "holds no images"),
-        ("text.npz", ValueError, "no npz file"),
+        ("text.npz", ValueError, "no readable npz file"),
+        ("objects.npz", ValueError, r"object \(1,\)"),
         ("floats.npz", ValueError, r"float64 \(2, 4, 4, 3\)"),
         ("other.npz", ValueError, "no array arr_0, only images.npy"),
     ):
