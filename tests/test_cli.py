@@ -11,6 +11,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 import mhla_diffusers
@@ -113,6 +114,17 @@ def test_user_errors_have_no_traceback(monkeypatch, capsys):
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert "wan2.1-t2v-1.3b" in said and "Traceback" not in said
+
+
+def test_modules_of_the_current_folder_are_found(tmp_path):
+    (tmp_path / "mine.py").write_text("raise ValueError('mine was found')")
+    for file in ("a.png", "b.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / file)
+    # -P: not by Python itself, as where mhla is a script elsewhere
+    command = [sys.executable, "-P", "-c", "from mhla_diffusers.cli import run; run()"]
+    command += ["eval", "fid", ".", ".", "--extractor", "mine:extract"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "mine was found" in ended.stderr
 
 
 def modules_after(script: str) -> set[str]:

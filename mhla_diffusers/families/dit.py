@@ -6,6 +6,7 @@ blocks of 64 to choose among, so they have 16 by default.
 """
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,6 +64,14 @@ class DiTFamily(ImageFamily):
     def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """Return the labelled classes; all classes of the transformer if there are no labels."""
         return len(index.get("id2label") or {}) or int(config["num_embeds_ada_norm"])
+
+    def check_class(self, index: Mapping[str, Any], config: Mapping[str, Any], prompt: str) -> None:
+        """Raise ValueError unless the pipeline has the class, one of the names that DiTPipeline reads."""
+        named = index.get("id2label") or {}
+        labels = {name.strip(): int(label) for label, names in named.items() for name in names.split(",")}
+        if labels or "num_embeds_ada_norm" in config:  # else it is no DiT, which loading says
+            transformer = SimpleNamespace(config=SimpleNamespace(**config))
+            class_label(SimpleNamespace(labels=labels, transformer=transformer), prompt)
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:
         """Raise ValueError unless the pipeline has the class."""

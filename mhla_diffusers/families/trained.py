@@ -136,6 +136,9 @@ class TrainedFamily(Family):
         """Return the number of classes a pipeline was trained on, read without loading it; 0 if prompts are text."""
         return 0
 
+    def check_class(self, index: Mapping[str, Any], config: Mapping[str, Any], prompt: str) -> None:
+        """Raise ValueError for a class that a pipeline does not have, read without loading it."""
+
     def check_prompt(self, pipe: Any, prompt: str) -> None:
         """Raise ValueError for a class that the model does not have."""
 

@@ -13,7 +13,7 @@ import torch
 from ..families.styles import takes_picture
 from ..files import file_hash, folder_for_results
 from .noise import generator_for
-from .pipelines import PipelineChoice
+from .pipelines import PipelineChoice, check_classes
 from .record import (
     RECORD_NAME,
     Sample,
@@ -61,8 +61,9 @@ class SampleSet(PipelineChoice):
         return {**super().choices, "frames_per_second": rate, "seed": self.seed}
 
     def check(self) -> None:
-        """Check patch and settings, and that the pipeline takes pictures where any are given, and all that it needs."""
+        """Check patch, settings and classes, and that pictures are given where the pipeline needs them alone."""
         super().check()
+        check_classes(self.model, self.family, dict.fromkeys(sample.text for sample in self.samples))
         pipeline, images = self.pipeline_class(), [sample.image for sample in self.samples]
         takes = inspect.signature(pipeline.__call__).parameters.get("image")
         if takes is None and any(images):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -64,6 +64,8 @@ class PipelineChoice:
             raise ValueError(
                 f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch."
             )
+        if self.weights is not None:
+            object.__setattr__(self, "weights", str(_result_in(self.weights)))
         choose_device(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.frames_per_second is not None and self.frames_per_second < 1:
@@ -181,7 +183,7 @@ def load_result(pipe: Any, result: str | Path) -> None:
     Raises:
         ValueError: another model's weights, or as :func:`mhla_diffusers.load_mhla`.
     """
-    folder = Path(result)
+    folder = _result_in(result)
     if (folder / "config.json").is_file() and not (folder / CONFIG_NAME).is_file():
         made_for = read_json(folder / "config.json").get("_class_name")
         if made_for != type(pipe.transformer).__name__:
@@ -191,7 +193,17 @@ def load_result(pipe: Any, result: str | Path) -> None:
         if (folder / SCHEDULER_FILE).is_file():
             pipe.scheduler = FewStepScheduler.from_pretrained(folder)
         return
-    load_mhla(pipe, result)
+    load_mhla(pipe, folder)
+
+
+def _result_in(weights: str | Path) -> Path:
+    """Return the folder ``result`` of a run, or anything else as it is; ValueError for a run without a result."""
+    folder = Path(weights)
+    if not (folder / "metrics.jsonl").is_file():
+        return folder
+    if not (folder / "result").is_dir():
+        raise ValueError(f"{folder} is a run without a result so far; go on with it by --resume latest.")
+    return folder / "result"
 
 
 def component_identity(model: str, component: str) -> str:
@@ -214,6 +226,16 @@ def class_count(model: str | None, family: str) -> int:
     files = ("model_index.json", "transformer/config.json")
     index, config = (read_json(pipeline_file(place, name)) for name in files)
     return family_named(family).class_count(index, config)
+
+
+def check_classes(model: str | None, family: str, prompts: Iterable[str]) -> None:
+    """Raise ValueError for a prompt that is no class of a pipeline for classes, read without its weights."""
+    if family_named(family).prompts_are_classes:
+        place = str(pipeline_folder(family)) if model is None else model
+        files = ("model_index.json", "transformer/config.json")
+        index, config = (read_json(pipeline_file(place, name)) for name in files)
+        for prompt in prompts:
+            family_named(family).check_class(index, config, prompt)
 
 
 def family_named(name: str) -> TrainedFamily:

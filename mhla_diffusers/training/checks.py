@@ -27,13 +27,26 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     Raises:
         ValueError: a new run in a folder that holds one, unsupported sharding, or processes that make no whole groups.
         FileNotFoundError: no checkpoint to resume from.
-        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
+        ImportError: as :func:`check_installed`.
     """
     checkpoint = RunFolder(config.output).find(resume)
     uses_fsdp2(config)
-    optimizer_class(config.optimizer)
+    check_installed(config)
     check_groups(config.context_parallel, launched_processes())
     return checkpoint
+
+
+def check_installed(config: TrainingConfig) -> None:
+    """Raise ImportError if the tracker is missing, or bitsandbytes for ``optimizer: adamw8bit``."""
+    from accelerate.utils import is_tensorboard_available, is_wandb_available
+
+    optimizer_class(config.optimizer)
+    available = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
+    if config.tracker is not None and not available[config.tracker]():
+        raise ImportError(
+            f"tracker={config.tracker} is not installed: pip install {config.tracker}, or set tracker: null. "
+            "metrics.jsonl holds the same numbers."
+        )
 
 
 def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:

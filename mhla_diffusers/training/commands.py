@@ -71,11 +71,14 @@ def encode_command(
     """Encode videos or images with captions into latents for finetune. Resumes where it stopped."""
     import logging
 
+    from ..generation.pipelines import check_classes, family_of
     from .latents.encode import encode_folder
     from .latents.media import find_media
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    find_media(source)  # before anything is loaded
+    # before anything is loaded; captions in shards are skipped where they are no class
+    captions = dict.fromkeys(item.caption for item in find_media(source) if item.offset is None)
+    check_classes(model, family_of(model).name, captions)
     with folder_for_results(output, lock=False):
         pipe, clip = _load(model, device, precision, frames, fps, sizes)
         index = encode_folder(pipe, model, source, output, clip, workers)
@@ -96,11 +99,13 @@ def synthesize_command(
 ) -> None:
     """Make latents for finetune from prompts, with the unpatched model. Resumes where it stopped."""
     from ..generation.names import read_prompts
+    from ..generation.pipelines import check_classes, family_of
     from .latents.encode import synthesize
 
     if len(sizes or ()) > 1:
         raise ValueError(f"--size {', '.join(sizes or ())}: give one; each size needs a folder of its own.")
     lines = read_prompts(prompts)
+    check_classes(model, family_of(model).name, lines)
     with folder_for_results(output, lock=False):
         pipe, clip = _load(model, device, precision, frames, None, sizes)
         index = synthesize(pipe, model, lines, output, clip, steps=steps, guidance=guidance, seed=seed)

@@ -14,7 +14,7 @@ from ..families import Clip
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..patching import apply_mhla, load_mhla, read_record
-from .checks import check_fits, check_start
+from .checks import check_fits, check_installed, check_start
 from .config import TrainingConfig
 from .estimate import Estimate, estimate
 from .latents.cache import INDEX_NAME, LatentCache
@@ -55,6 +55,7 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
         config: with ``model`` and ``data``.
         processes: that FSDP2 shards weights, gradients and optimizer state over; None for no sharding.
     """
+    check_installed(config)
     run = NamedRun(config)
     transformer = run.transformer(with_weights=False)
     data: LatentCache | InMemoryData

@@ -73,7 +73,7 @@ def train(
         ValueError: settings, data, transformer and the checkpoint do not fit each other, or the kind of sharding is not
             supported.
         FileNotFoundError: no checkpoint to resume from.
-        ImportError: bitsandbytes is missing for ``optimizer: adamw8bit``.
+        ImportError: the tracker is missing, or bitsandbytes for ``optimizer: adamw8bit``.
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates or with non-finite weights or validation loss; no result is written.
         CheckpointError: the last checkpoint or the result could not be written.
@@ -477,14 +477,8 @@ def _content(config: TrainingConfig, data: TrainingData) -> dict[str, Any]:
 def _make_accelerator(config: TrainingConfig) -> Any:
     """Make an ``Accelerator`` for the settings; the launcher determines the devices."""
     from accelerate import Accelerator
-    from accelerate.utils import AutocastKwargs, is_tensorboard_available, is_wandb_available
+    from accelerate.utils import AutocastKwargs
 
-    available = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
-    if config.tracker is not None and not available[config.tracker]():
-        raise ValueError(
-            f"tracker={config.tracker} is not installed: pip install {config.tracker}, or set tracker: null. "
-            "metrics.jsonl holds the same numbers."
-        )
     accelerator = Accelerator(
         cpu=launched_on_cpus(),
         gradient_accumulation_steps=config.gradient_accumulation,

@@ -20,7 +20,7 @@ from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.finetune import dry_run, finetune
 from mhla_diffusers.training.latents.cache import CacheWriter
 
-from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_video
+from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 from .processes import finish, start_process
 
 ROOT = Path(__file__).parents[2]
@@ -281,7 +281,7 @@ def test_a_cache_of_another_model_is_refused_before_weights_are_read(tmp_path: P
         finetune(TrainingConfig.from_yaml(config_file))
 
 
-def test_an_output_that_is_a_file_is_said_before_weights_are_read(
+def test_an_output_that_is_a_file_and_unknown_classes_are_said_before_weights_are_read(
     tmp_path: Path, latents: Path, config_file: Path
 ) -> None:
     """The pipeline to encode with has no weights at all."""
@@ -289,6 +289,13 @@ def test_an_output_that_is_a_file_is_said_before_weights_are_read(
     empty = tmp_path / "empty"
     shutil.copytree(ROOT / "mhla_diffusers/tiny/assets/tiny-dit", empty, ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "prompts.txt").write_text("seven")
+    (tmp_path / "bad.txt").write_text("seven\nhorse\n")
+    (tmp_path / "images").mkdir()
+    write_image(tmp_path / "images" / "a.png")
+    (tmp_path / "images" / "a.txt").write_text("horse")
+    for source in (("synthesize", "--prompts", tmp_path / "bad.txt"), ("encode", "--source", tmp_path / "images")):
+        with pytest.raises(ValueError, match="'horse' is no class"):
+            _cli(*source, "--model", empty, "--output", tmp_path / "x")
     with pytest.raises(OSError, match="file is a file; give a folder"):
         finetune(TrainingConfig.from_yaml(config_file, [f"data={latents}", f"output={tmp_path / 'file'}"]))
     with pytest.raises(OSError, match="Cannot write to the output folder"):

@@ -143,7 +143,7 @@ def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch
     config = one_stage(tmp_path / "run", steps=3, tracker="tensorboard", validation=validation)
     with monkeypatch.context() as missing:
         missing.setattr("accelerate.utils.is_tensorboard_available", lambda: False)
-        with pytest.raises(ValueError, match="tracker=tensorboard"):
+        with pytest.raises(ImportError, match="tracker=tensorboard"):
             train(tiny_wan(), wan_data(), config)
         assert not (tmp_path / "run").exists()
     train(tiny_wan(), wan_data(), config)

@@ -13,7 +13,7 @@ from mhla_diffusers.families import Clip
 from mhla_diffusers.generation import PipelineChoice, load_result
 from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.training import read_metrics, train
-from mhla_diffusers.training.finetune import finetune
+from mhla_diffusers.training.finetune import dry_run, finetune
 from mhla_diffusers.training.roles import add_lora
 from mhla_diffusers.training.run_folder import RunFolder
 from mhla_diffusers.training.validation import PromptSampler
@@ -48,12 +48,14 @@ def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -
     result = train(pipe.transformer, wan_data(), one_stage(tmp_path / "run", **settings)).result
     assert result is not None
     trained, loaded = _output(pipe.transformer), wan_pipeline()
-    load_result(loaded, result)
+    load_result(loaded, result if trainable == "lora" else tmp_path / "run")  # of a run its result is meant
     assert torch.allclose(_output(loaded.transformer), trained, atol=1e-6)
     assert not torch.allclose(_output(begun), trained, atol=1e-3)
     if trainable == "lora":
         assert torch.allclose(_output(load_mhla(tiny_wan(), result)), trained, atol=1e-6)
-        chosen = PipelineChoice("wan", model=str(tmp_path / "model"), weights=str(result)).load()
+        choice = PipelineChoice("wan", model=str(tmp_path / "model"), weights=str(tmp_path / "run"))
+        assert choice.weights == str(result)
+        chosen = choice.load()
         assert torch.allclose(_output(chosen.transformer), trained, atol=1e-6)
     if trainable == "unpatched":
         with pytest.raises(ValueError, match="WanTransformer3DModel"):
@@ -88,8 +90,9 @@ def test_missing_bitsandbytes_is_told_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     config = one_stage(tmp_path / "run", optimizer="adamw8bit", model="nowhere", data="nowhere")
-    with pytest.raises(ImportError, match=r"mhla_diffusers\[adamw8bit\]"):
-        finetune(config)
+    for begin in (finetune, dry_run):
+        with pytest.raises(ImportError, match=r"mhla_diffusers\[adamw8bit\]"):
+            begin(config)
     assert not (tmp_path / "run").exists()
 
 
