@@ -5,6 +5,7 @@ statistics can be read.
 """
 
 import hashlib
+import math
 import warnings
 import zipfile
 from contextlib import suppress
@@ -72,7 +73,11 @@ def measure_images(
 
 
 def score(found: ImageFeatures, expected: Statistics) -> dict[str, float]:
-    """Return the scores of a set against a reference, for features that both have."""
+    """Return the scores of a set against a reference, for features that both have.
+
+    Raises:
+        ValueError: a score that is not finite.
+    """
     scores = {"fid": frechet_distance(found.pooled, (expected["mu"], expected["sigma"]))}
     if found.spatial is not None and "mu_s" in expected:
         scores["sfid"] = frechet_distance(found.spatial, (expected["mu_s"], expected["sigma_s"]))
@@ -82,6 +87,9 @@ def score(found: ImageFeatures, expected: Statistics) -> dict[str, float]:
     if real is not None and min(len(real), len(found.pooled)) > _NEIGHBOURS:
         scores["precision"], scores["recall"] = precision_recall(real, found.pooled, _NEIGHBOURS)
         scores["kid"] = kernel_distance(real, found.pooled)
+    for name, value in scores.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}: the features are too large, or the probabilities no probabilities.")
     return scores
 
 

@@ -124,7 +124,9 @@ class VideoStream:
 
     def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward: Any = type(self._inside).forward
-        check_names(kwargs, [*inspect.signature(forward).parameters][1:] + ["keep"], "argument of a stream")
+        names = inspect.signature(forward).parameters
+        if not any(one.kind is one.VAR_KEYWORD for one in names.values()):
+            check_names(kwargs, [*names][1:] + ["keep"], "argument of a stream")
         latents = self._family.named_arguments(self._inside, args, kwargs).get(self._family.latents_name)
         if isinstance(latents, torch.Tensor) and not torch.is_autocast_enabled(latents.device.type):
             kind = self._inside.dtype

@@ -119,6 +119,9 @@ def test_features_that_are_not_finite_are_refused_by_name(folders):
         )
         with pytest.raises(ValueError, match=f"{name} is not finite"):
             measure_images(*folders, odd)
+    negative = Extractor(lambda images: blocks(images)._replace(probabilities=-blocks(images).probabilities), "n", "")
+    with pytest.raises(ValueError, match="inception_score is nan"):
+        measure_images(*folders, negative)
 
 
 def test_a_set_is_scored_without_what_its_list_does_not_name(folders):
