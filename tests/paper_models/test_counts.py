@@ -1,6 +1,7 @@
 """Parameters and multiply-adds beside those of the paper's Table 2, and by hand."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,15 @@ def test_counts_are_those_of_the_paper(name):
     parameters, macs = near.get(name, (0.02, 0.02))
     assert counts.parameters / 1e6 == pytest.approx(million_parameters, rel=parameters)
     assert counts.weight_macs / 1e9 == pytest.approx(giga_macs, rel=macs)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_page_on_classification_holds_these_counts(name):
+    page = (Path(__file__).parents[2] / "docs" / "classify.md").read_text()
+    (row,) = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith(f"| {name} |")]
+    parameters, macs, attention = paper_counts(name)
+    shown = f"{parameters / 1e6:.2f}", f"{macs / 1e9:.3f}", f"{attention / 1e9:.3f}"
+    assert (row[1], row[3], row[5]) == shown
 
 
 def test_multiply_adds_of_attention_are_those_of_its_sizes():
