@@ -87,7 +87,7 @@ def load_mhla(
         hint = f"did you mean {near[0]!r}? Allowed" if near else "allowed"
         raise ValueError(
             f"load_mhla has no argument {name!r}; {hint}: {', '.join(_ARGUMENTS)}. Other settings change after "
-            f"loading, with change_mhla(model, {name}={value!r})."
+            f"loading, with change_mhla(model, {(near or [name])[0]}={value!r})."
         )
     check(isinstance(keep_replaced, bool), f"keep_replaced={keep_replaced!r} must be True or False.")
     folder = _find_folder(patch, revision, token)

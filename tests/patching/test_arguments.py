@@ -130,7 +130,10 @@ REFUSED = {
     "class of a processor": (lambda: with_class_as_processor("wan"), "the class: set an instance"),
     "class of a processor in SANA": (lambda: with_class_as_processor("sana"), "the class: set an instance"),
     "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "Unknown patch ''. *Presets"),
-    "misspelt argument": (lambda: mhla.load_mhla(dit(), "tiny-dit-mhla", densty=0.1), "mean 'density'.*change_mhla"),
+    "misspelt argument": (
+        lambda: mhla.load_mhla(dit(), "tiny-dit-mhla", densty=0.1),
+        "mean 'density'.*change_mhla.*density=",
+    ),
     "setting of a patch": (lambda: mhla.load_mhla(dit(), "x", order="raster"), r"change_mhla\(model, order='raster'\)"),
     "no truth to keep": (lambda: mhla.load_mhla(dit(), "x", keep_replaced="x"), "keep_replaced='x'"),
     "no truth for a stream": (lambda: stream()(**inputs("wan"), keep="no"), "keep='no'"),
