@@ -203,6 +203,8 @@ class Measured:
     """Intersection over union of the saliency mask with the unpatched model's."""
     layers: list[float]
     """Error of every attention."""
+    photographs: list[float]
+    """``features`` of every photograph, to compare attentions in pairs."""
 
 
 @torch.no_grad()
@@ -240,4 +242,5 @@ def measure(model: Any, seen: list[Photograph], saliency: Saliency, views: bool 
         fmean(matches) if views else math.nan,
         fmean(masks),
         by_layer,
+        features,
     )

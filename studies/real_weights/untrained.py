@@ -62,8 +62,8 @@ def patch(model: Any, name: str, calibration: torch.Tensor) -> None:
 
 def write_measured(pixels: int) -> None:
     """Write untrained-<pixels>.csv."""
-    file, header = HERE / f"untrained-{pixels}.csv", ["attention", "cost", *list(Measured.__annotations__)[:-1]]
-    header += [f"layer {index}" for index in range(1, 13)]
+    file, header = HERE / f"untrained-{pixels}.csv", ["attention", "cost", *list(Measured.__annotations__)[:-2]]
+    header += [f"layer {index}" for index in range(1, 13)] + [x.stem for x in photographs()]
     done = {row["attention"] for row in csv.DictReader(file.open())} if file.is_file() else set()
     model, saliency = open_model(), Saliency()
     names = LARGEST if pixels > 1100 else tuple(VARIANTS)
@@ -80,7 +80,8 @@ def write_measured(pixels: int) -> None:
                 continue
             patch(model, name, calibration)
             found = measure(model, seen, saliency, views=pixels < 1100)
-            row = cost(model, (pixels // PATCH) ** 2), *list(vars(found).values())[:-1], *found.layers
+            numbers = list(vars(found).values())[:-2]
+            row = cost(model, (pixels // PATCH) ** 2), *numbers, *found.layers, *found.photographs
             if VARIANTS[name] is not None:
                 remove_mhla(model)
             table.writerow([name, *(f"{x:.4f}" for x in row)])
