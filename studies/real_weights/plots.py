@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from adapted import UPDATES, VARIANTS, file_name
+from untrained import DENSITIES
 
 from mhla_diffusers.files import written_aside
 from mhla_diffusers.reporting import require_matplotlib
@@ -17,6 +18,7 @@ from mhla_diffusers.reporting import require_matplotlib
 HERE = Path(__file__).parent
 TOKENS = {518: "1,369", 1036: "5,476"}
 COLOURS = dict(zip(VARIANTS, ("#999999", "#1f77b4", "#17becf", "#2ca02c", "#d62728", "#ff7f0e"), strict=True))
+ENDINGS = ((", along the curve", "#999999", "along the curve"), ("", "#d62728", "by content"))
 SMOOTHED = 10
 """Updates that a point of a loss is the mean of."""
 
@@ -28,26 +30,27 @@ def save(figure: Any, name: str) -> None:
 
 
 def draw_error_over_cost(plt: Any) -> None:
-    """Error of the features over the keys that a query attends to, for both orders of keys, at two sizes."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for axis, (pixels, tokens) in zip(axes, TOKENS.items(), strict=True):
-        rows = list(csv.DictReader((HERE / f"untrained-{pixels}.csv").open()))
-        by_name = {row["attention"]: row for row in rows}
-        for ending, colour, label in (
-            (", along the curve", "#999999", "along the curve"),
-            ("", "#d62728", "by content"),
-        ):
-            chosen = [row for row in rows if row["attention"].startswith("sparse")]
-            chosen = [x for x in chosen if x["attention"] == f"sparse {x['attention'].split()[1].rstrip(',')}{ending}"]
-            points = [(float(row["cost"]), float(row["features"])) for row in chosen]
-            axis.plot(*zip(*points, strict=True), "o-", color=colour, label=f"block-sparse, keys {label}")
-        axis.axhline(float(by_name["MHLA"]["features"]), color="#1f77b4", linestyle="--", label="MHLA, plain linear")
-        without = by_name["sparse 5.0%, no pooled keys"]
-        axis.plot(float(without["cost"]), float(without["features"]), "x", color="#d62728", label="without pooled keys")
-        axis.set(title=f"{pixels} pixels, {tokens} tokens", xlabel="keys per query / N", ylim=(0, 1.2))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("relative error of the features")
-    axes[1].legend(fontsize=8)
+    """Errors over the keys that a query attends to, for both orders of keys, at two sizes."""
+    figure, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharey="row", sharex="col", layout="constrained")
+    for column, (pixels, tokens) in enumerate(TOKENS.items()):
+        rows = {row["self-attention"]: row for row in csv.DictReader((HERE / f"untrained-{pixels}.csv").open())}
+        for axis, measured in zip(axes[:, column], ("features", "attention"), strict=True):
+            for ending, colour, label in ENDINGS:
+                chosen = [rows[f"sparse {density:.1%}{ending}"] for density in DENSITIES]
+                points = [(float(row["cost"]), float(row[measured])) for row in chosen]
+                axis.plot(*zip(*points, strict=True), "o-", color=colour, label=f"block-sparse, keys {label}")
+            without = rows["sparse 5.0%, no pooled keys"]
+            point = float(without["cost"]), float(without[measured])
+            axis.plot(*point, "x", color="#d62728", label="5 %, without pooled keys")
+            for name, style in (("MHLA", "--"), ("plain linear", ":")):
+                axis.axhline(float(rows[name][measured]), color="#1f77b4", linestyle=style, label=name)
+            axis.set_yscale("log")
+            axis.grid(alpha=0.3, which="both")
+        axes[0, column].set_title(f"{pixels} pixels, {tokens} tokens")
+        axes[1, column].set_xlabel("keys per query / N")
+    axes[0, 0].set_ylabel("error of the features")
+    axes[1, 0].set_ylabel("error of one attention")
+    axes[0, 1].legend(fontsize=8)
     save(figure, "error-over-cost.png")
 
 

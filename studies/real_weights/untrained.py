@@ -62,9 +62,9 @@ def patch(model: Any, name: str, calibration: torch.Tensor) -> None:
 
 def write_measured(pixels: int) -> None:
     """Write untrained-<pixels>.csv."""
-    file, header = HERE / f"untrained-{pixels}.csv", ["attention", "cost", *list(Measured.__annotations__)[:-2]]
+    file, header = HERE / f"untrained-{pixels}.csv", ["self-attention", "cost", *list(Measured.__annotations__)[:-2]]
     header += [f"layer {index}" for index in range(1, 13)] + [x.stem for x in photographs()]
-    done = {row["attention"] for row in csv.DictReader(file.open())} if file.is_file() else set()
+    done = {row["self-attention"] for row in csv.DictReader(file.open())} if file.is_file() else set()
     model, saliency = open_model(), Saliency()
     names = LARGEST if pixels > 1100 else tuple(VARIANTS)
     if done.issuperset(names):
@@ -107,7 +107,7 @@ def write_times(pixels: int) -> None:
             seconds[name].append(time.perf_counter() - start)
     with (HERE / f"times-{pixels}.csv").open("w", newline="") as output:
         table = csv.writer(output)
-        table.writerow(["attention", "seconds", "times as fast as softmax"])
+        table.writerow(["self-attention", "seconds", "times as fast as softmax"])
         for name, found in seconds.items():
             table.writerow([name, f"{median(found):.3f}", f"{median(seconds['softmax']) / median(found):.2f}"])
 
