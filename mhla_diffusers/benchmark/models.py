@@ -1,6 +1,5 @@
 """Models and sizes by name: transformers with random weights, and inputs for them."""
 
-import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -109,34 +108,14 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def class_settings(model: Model, size: Size, layers: int | None = None) -> dict[str, Any]:
-    """Return the arguments of a model's class, or of its configuration where that is an object.
-
-    Args:
-        model: which.
-        size: of its inputs, which some transformers must know.
-        layers: build only so many, at least one; None for all.
-    """
-    built = layers or model.layers
-    others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
-    known = inspect.signature(family_of_model(model).transformer_class(model.transformer)).parameters
-    shape = {
-        "num_attention_heads": model.heads,
-        "attention_head_dim": model.head_dim,
-        "sample_size": size.height // model.stride,
-        "video_length": size.frames,
-    }
-    taken = {name: value for name, value in shape.items() if name in known}
-    return {**taken, **model.settings, model.layers_argument: built, **others}
-
-
 def build_transformer(model: Model, size: Size, layers: int | None, device: torch.device, dtype: torch.dtype) -> Any:
     """Build a transformer with seeded random weights, in eval mode.
 
     Weights that diffusers keeps in float32 when it loads a model stay float32 here, and so do positions, which are
     buffers. Some transformers must know the size of their inputs.
     """
-    family, settings = family_of_model(model), class_settings(model, size, layers)
+    family = family_of_model(model)
+    settings = family.class_settings(model, size.height, size.frames, layers)
     torch.manual_seed(0)
     with device:
         transformer = family.build(model.transformer, settings).to(device)

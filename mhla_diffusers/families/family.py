@@ -147,6 +147,29 @@ class Family:
         """Make a transformer with fresh weights; AttributeError if the library lacks its class."""
         return self.transformer_class(name)(**settings)
 
+    def class_settings(
+        self, model: Model, height: int, frames: int | None = None, layers: int | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of a model's class, or of its configuration where that is an object.
+
+        Args:
+            model: which.
+            height: in pixels, which some transformers must know.
+            frames: of a video, too.
+            layers: build only so many, at least one; None for all.
+        """
+        built = layers or model.layers
+        others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
+        known = inspect.signature(self.transformer_class(model.transformer)).parameters
+        shape = {
+            "num_attention_heads": model.heads,
+            "attention_head_dim": model.head_dim,
+            "sample_size": height // model.stride,
+            "video_length": frames,
+        }
+        taken = {name: value for name, value in shape.items() if name in known}
+        return {**taken, **model.settings, model.layers_argument: built, **others}
+
     def trunk(self, transformer: Any) -> Any:
         """Return the module that takes the pixels or latents and runs the blocks; by default the transformer."""
         return transformer

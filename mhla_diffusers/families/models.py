@@ -62,6 +62,8 @@ class Model:
     """Argument of the class that takes :attr:`layers`."""
     more_layers: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the class that count other layers; building fewer layers also builds fewer of these."""
+    source: str = ""
+    """Hub id of the pipeline whose transformer it is, for a dry run of its recipe without the Hub."""
     grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Name of a size, such as 480p → token grid, for benchmarks of the attention alone."""
 

@@ -24,6 +24,9 @@ _TINY = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_
 _TINY |= {"caption_channels": 8, "in_channels": 4}
 
 
+_SOURCE = "Efficient-Large-Model/Sana_{}M_1024px_diffusers"
+
+
 def _model(name: str, heads: int, layers: int, cross_heads: int, cross_head_dim: int, **different: Any) -> Model:
     settings = {"num_cross_attention_heads": cross_heads, "cross_attention_head_dim": cross_head_dim}
     settings["cross_attention_dim"] = heads * 32
@@ -50,8 +53,13 @@ class SanaFamily(ImageFamily):
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
     )
     models: ClassVar[tuple[Model, ...]] = (
-        _model("sana-0.6b", 36, 28, 16, 72),
-        _model("sana-1.6b", 70, 20, 20, 112, grids={f"{32 * side}px": (side, side) for side in (32, 64, 128)}),
+        _model("sana-0.6b", 36, 28, 16, 72, source=_SOURCE.format(600)),
+        _model(
+            "sana-1.6b",
+            *(70, 20, 20, 112),
+            source=_SOURCE.format(1600),
+            grids={f"{32 * side}px": (side, side) for side in (32, 64, 128)},
+        ),
         tiny_image("sana", _CLASS, _TINY, head_dim=16, sizes=squares(256), stride=32, patch=1),
     )
 

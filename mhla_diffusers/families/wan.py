@@ -60,8 +60,8 @@ class WanFamily(TabledRotaryFamily):
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),)
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     models: ClassVar[tuple[Model, ...]] = (
-        wan_model("wan2.1-1.3b", 12, 8960, 30),
-        wan_model("wan2.1-14b", 40, 13824, 40),
+        wan_model("wan2.1-1.3b", 12, 8960, 30, source="Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+        wan_model("wan2.1-14b", 40, 13824, 40, source="Wan-AI/Wan2.1-T2V-14B-Diffusers"),
         # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
         tiny_wan("wan", _CLASS, _TINY, heads=3, head_dim=32, layers=4),
     )

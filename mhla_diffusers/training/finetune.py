@@ -10,7 +10,7 @@ import torch
 
 from ..config import check, load_patch
 from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpus
-from ..families import Clip
+from ..families import Clip, Model, families, trained_family
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..patching import apply_mhla, load_mhla, read_record
@@ -49,21 +49,22 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
 def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
     """Estimate trainable parameters, memory and FLOPs of a run, without weights and without data.
 
-    Uses the shapes of the encoded data if it exists, else of ``config.clip`` or the family's default.
+    Uses the shapes of the encoded data if it exists, else of ``config.clip`` or the family's default. Of a model whose
+    configuration ships with the package, the Hub is not asked.
 
     Args:
         config: with ``model`` and ``data``.
         processes: that FSDP2 shards weights, gradients and optimizer state over; None for no sharding.
     """
     check_installed(config)
-    run = NamedRun(config)
+    shipped = (model for family in families() for model in family.models if model.source == config.model)
+    run = NamedRun(config, next(shipped, None) if config.component == "transformer" else None)
     transformer = run.transformer(with_weights=False)
     data: LatentCache | InMemoryData
     if run.is_encoded:
         data = run.open_data()
     else:
-        vae = read_json(pipeline_file(run.model, "vae/config.json"))
-        latents = torch.empty(run.family.latent_shape(transformer.config, vae, run.clip), device="meta")
+        latents = torch.empty(run.family.latent_shape(transformer.config, run.vae_settings(), run.clip), device="meta")
         shapes = run.family.conditioning_shapes(transformer.config)
         count = config.batch_size + config.validation.samples  # as many as there have to be
         data = InMemoryData([{"latents": latents, **shapes}] * count, shapes)
@@ -76,19 +77,22 @@ class NamedRun:
 
     Args:
         config: with ``model`` and ``data``.
+        shipped: describes the model, in place of the files of its pipeline.
 
     Raises:
         ValueError: no model or data, a patch for another family, or a cache of another model or resolution.
         FileNotFoundError: no such model.
     """
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig, shipped: Model | None = None) -> None:
         import diffusers
 
         if config.model is None or config.data is None:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
         self.config, self.model, self.data = config, config.model, Path(config.data)
-        self.family = family = family_of(config.model, config.component)
+        self._shipped = shipped
+        named = None if shipped is None else trained_family(shipped.transformer)
+        self.family = family = named or family_of(config.model, config.component)
         if isinstance(config.patch, str) and Path(config.patch).is_dir():
             check(
                 read_record(Path(config.patch)).weights == "mhla",
@@ -102,16 +106,21 @@ class NamedRun:
                 f"patch={config.patch!r} is for the {patch.family!r} family (made for {patch.base_model}), but "
                 f"{config.model} belongs to {family.name!r}.",
             )
-        self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
         self._dtype = FLOAT_TYPES[dtype_name(config.precision)]
         self.clip = config.clip or family.default_clip
+        if shipped is None:
+            self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
+        else:
+            described = family.class_settings(shipped, self.clip.sizes[0][0], self.clip.frames)
+            self._settings = {"_class_name": shipped.transformer, **described}
         self.is_encoded = (self.data / INDEX_NAME).is_file()
         if self.is_encoded:
             cache = LatentCache(self.data)
-            name = read_json(pipeline_file(self.model, "model_index.json"))["_class_name"]
-            pipeline = getattr(diffusers, name, None)  # None for the user's own classes, which are not known here
-            picture = None if pipeline is None else family.keeps_first_frame(pipeline, self._settings)
-            cache.check_made_for(self.model, model_header(self.model, family), picture)
+            if shipped is None:
+                name = read_json(pipeline_file(self.model, "model_index.json"))["_class_name"]
+                pipeline = getattr(diffusers, name, None)  # None for the user's own classes, which are not known here
+                picture = None if pipeline is None else family.keeps_first_frame(pipeline, self._settings)
+                cache.check_made_for(self.model, model_header(self.model, family), picture)
             if config.clip is not None:
                 cache.check_cut_as(config.clip)
             else:  # prompts are generated as the data was cut
@@ -123,6 +132,12 @@ class NamedRun:
                 f"{self.data} holds prompts without latents (mhla synthesize --steps 0), which only few_steps is "
                 "trained on; make latents for the other stages, with --steps 50.",
             )
+
+    def vae_settings(self) -> dict[str, Any]:
+        """Return the configuration of the autoencoder, or what is known of it: its strides."""
+        if self._shipped is None:
+            return dict(read_json(pipeline_file(self.model, "vae/config.json")))
+        return {"scale_factor_temporal": self._shipped.temporal_stride, "scale_factor_spatial": self._shipped.stride}
 
     def transformer(self, with_weights: bool) -> Any:
         """Make the transformer, patched, on the CPU, or without weights on the meta device."""
