@@ -1,4 +1,4 @@
-"""The attention of DINOv2-S, which is trained on real pictures, and not a toy's: exact at density 1, and close at 5 %."""
+"""The attention of DINOv2-S, trained on real pictures: exact at density 1, and close at 5 %."""
 
 from pathlib import Path
 
