@@ -175,10 +175,9 @@ def describe(
 def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, ...] | None) -> LayerDescription:
     layer, family = layer_of(attn), patched.family
     processor: Any = getattr(attn, "processor", None)
-    running, kind = (
-        isinstance(processor, MHLAProcessor) and not processor.is_off,
-        type(processor if processor is not None else attn).__name__,
-    )
+    if isinstance(processor, MHLAProcessor) and processor.is_off:
+        processor = patched.original_processor(attn)
+    running, kind = isinstance(processor, MHLAProcessor), type(processor if processor is not None else attn).__name__
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
     config: MHLAConfig | None = layer.settings if layer is not None else processor.config if running else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
