@@ -307,7 +307,7 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     patch.write_text(head)
     config = prompted(tmp_path / "patched", "3", patch=str(patch))
     assert made(config) == [True]
-    patch.write_text(f"# {head}\n{head}")
+    patch.write_text(f"# a remark\n{head}")
     assert made(config) == [False]
     patch.write_text(head + "  mixing_init: uniform\n")
     with pytest.raises(ValueError, match=r"patch_settings={.*'locality'}, now {.*'uniform'}"):

@@ -22,7 +22,7 @@ CAUSAL: dict[str, Any] = {"blocks": (3, 2, 2), "sparse": "own", "causal": "block
 FRAMES = 6
 
 
-def _config(output: object = "", **settings: Any) -> TrainingConfig:
+def _config(output: object = "outputs/run", **settings: Any) -> TrainingConfig:
     stage = StageConfig(2, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
     usual = TrainingConfig(str(output), (stage,), patch=mhla.MHLAConfig(**CAUSAL), batch_size=2)
     return replace(usual, validation=ValidationConfig(1, timesteps=2), **settings)
