@@ -19,7 +19,7 @@ from mhla_diffusers.training.finetune import dry_run, finetune
 
 
 def main() -> int:
-    """Run; 143 as exit code after SIGTERM or Ctrl-C, of which torchrun and accelerate launch make their own."""
+    """Run and exit with 143 after SIGTERM or Ctrl-C; under torchrun and accelerate launch the exit code is theirs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file, see finetune/configs")
     parser.add_argument("--resume", help='"latest", or the path of a checkpoint')

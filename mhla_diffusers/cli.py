@@ -4,9 +4,7 @@ Commands import their dependencies when called, so that ``--help`` does not wait
 """
 
 import logging
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -100,7 +98,6 @@ def _hide(part: str) -> Callable[[logging.LogRecord], bool]:
 
 def run() -> None:
     """Entry point: user errors are printed without a traceback."""
-    sys.path.append(str(Path.cwd()))  # for the user's own extractors and scores
     for name, part in _NOT_FOR_USERS.items():
         logging.getLogger(name).addFilter(_hide(part))
     try:

@@ -11,7 +11,8 @@ from torch import nn
 from ..attention.layout import block_sizes
 from ..attention.rope import rotated
 from ..families import AttentionInputs, Family, get_family
-from ..patching import MHLAProcessor, TransformerCall, attention_inputs
+from ..patching import TransformerCall, attention_inputs
+from ..patching.processor import runs_mhla
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this fraction of the largest count."""
@@ -61,14 +62,9 @@ def each_attention_matrix(
         yield name, _matrix(attentions[name], given, family)[:, :, here, here]
 
 
-def _runs_mhla(attn: Any) -> bool:
-    processor = getattr(attn, "processor", None)
-    return isinstance(processor, MHLAProcessor) and not processor.is_off
-
-
 def _matrix(attn: Any, given: AttentionInputs, family: Family) -> torch.Tensor:
     """Return the weights of all tokens, extra ones too: float64 (B, H, N, N)."""
-    if _runs_mhla(attn):
+    if runs_mhla(attn):
         weights: torch.Tensor = attn.mhla.weights(given)
         return weights
     if family.own_attention == "gated linear":
@@ -157,7 +153,7 @@ def analyze_layers(
         if each is not None:
             each(name, matrix)
         attn = attentions[name]
-        is_patched = _runs_mhla(attn)
+        is_patched = runs_mhla(attn)
         kind = "MHLA" if is_patched else family.own_attention
         if kind == "softmax" or (is_patched and attn.mhla.config.sparse != "none"):
             bound = tokens

@@ -199,7 +199,7 @@ def reference_statistics(reference: Path, extractor: Extractor, batch_size: int 
 
 
 def _hash(statistics: Statistics) -> str:
-    """Hash the values, so that damage on the disk is noticed and the statistics are made anew."""
+    """Return the SHA-256 of the values, by which a damaged file is noticed."""
     digest = hashlib.sha256()
     for name, values in sorted(statistics.items()):
         digest.update(name.encode() + values.contiguous().numpy().tobytes())

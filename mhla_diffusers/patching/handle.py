@@ -22,6 +22,7 @@ from .processor import (
     PerturbedMHLAProcessor,
     default_cross_attention_processor,
     holds_weights,
+    runs_mhla,
     with_backend_of,
 )
 from .steps import DenoisingLoop, Step
@@ -269,11 +270,7 @@ class Patched:
 
     def running_attentions(self) -> dict[str, Any]:
         """Return every self-attention that runs MHLA now, in this thread, by name."""
-        return {
-            name: attn
-            for name, attn in self.attentions.items()
-            if isinstance(attn.processor, MHLAProcessor) and not attn.processor.is_off
-        }
+        return {name: attn for name, attn in self.attentions.items() if runs_mhla(attn)}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

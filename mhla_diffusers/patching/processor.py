@@ -268,6 +268,12 @@ class MHLAProcessor:
             )
 
 
+def runs_mhla(attn: Any) -> bool:
+    """Whether an attention runs MHLA now, in this thread."""
+    processor = getattr(attn, "processor", None)
+    return isinstance(processor, MHLAProcessor) and not processor.is_off
+
+
 class PerturbedMHLAProcessor(MHLAProcessor):
     """MHLA under perturbed-attention guidance: the last part of the batch attends to itself alone.
 

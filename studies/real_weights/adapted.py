@@ -71,6 +71,11 @@ def training_frames() -> tuple[torch.Tensor, torch.Tensor]:
     return kept["pixels"], kept["hidden"]
 
 
+def rate_factor(step: int, steps: int, warm_up: int) -> float:
+    """Return the factor of a learning rate: a warm-up, then constant, and down to a tenth over the second half."""
+    return min((step + 1) / warm_up, 1.0) * (1 - 0.9 * max(0.0, 2 * step / steps - 1))
+
+
 def make_student(variant: str) -> nn.Module:
     """Return a patched model."""
     model = open_model()
@@ -106,7 +111,7 @@ def train(variant: str, seed: int) -> dict[str, Any]:
         for step in range(steps):
             start = time.process_time()
             chosen = order[update * BATCH : (update + 1) * BATCH]
-            factor = min((step + 1) / WARM_UP, 1.0) * (1 - 0.9 * max(0.0, 2 * step / steps - 1))
+            factor = rate_factor(step, steps, WARM_UP)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from fetch import FOLDER, PATCH, fetched, photographs, pixels_of
+from fetch import FOLDER, PATCH, fetched, middle_of, photographs, pixels_of
 from PIL import Image, ImageEnhance
 from safetensors.torch import load_file
 from torch import nn
@@ -61,10 +61,7 @@ def second_view(photograph: Path, size: int) -> tuple[torch.Tensor, torch.Tensor
     Returns:
         Pixels (1, 3, size, size); float (h w, 2), row and column in patches of the first view, NaN outside it.
     """
-    picture = Image.open(photograph).convert("RGB")
-    side = min(picture.size)
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
-    picture = picture.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+    picture = middle_of(photograph, size)
     radians, centre = math.radians(VIEW_ANGLE), size / 2
     cos, sin = VIEW_CROP * math.cos(radians), VIEW_CROP * math.sin(radians)
     # x, y of the view → x, y of the first view

@@ -191,13 +191,17 @@ def photographs() -> list[Path]:
     return [fetched(name.split("/")[0]) / name.split("/", 1)[1] for name in PHOTOGRAPHS]
 
 
-def pixels_of(picture: Path | Image.Image, size: int) -> torch.Tensor:
-    """Return the middle of a picture as DINOv2 takes it: float32 (1, 3, size, size)."""
+def middle_of(picture: Path | Image.Image, size: int) -> Image.Image:
+    """Return the middle of a picture as RGB, size x size."""
     image = (Image.open(picture) if isinstance(picture, Path) else picture).convert("RGB")
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
-    image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
-    normed = (np.asarray(image) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    return image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+
+
+def pixels_of(picture: Path | Image.Image, size: int) -> torch.Tensor:
+    """Return the middle of a picture as DINOv2 takes it: float32 (1, 3, size, size)."""
+    normed = (np.asarray(middle_of(picture, size)) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     return torch.from_numpy(normed.transpose(2, 0, 1)[None].astype(np.float32))
 
 

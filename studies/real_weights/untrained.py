@@ -20,6 +20,7 @@ from dinov2 import Measured, Saliency, measure, open_model, see
 from fetch import PATCH, photographs, pixels_of
 
 from mhla_diffusers import apply_mhla, calibrate_sparse, describe, remove_mhla
+from mhla_diffusers.attention.call import list_length
 
 HERE = Path(__file__).parent
 DENSITIES = (0.025, 0.05, 0.1, 0.15, 0.25)
@@ -46,7 +47,7 @@ def cost(model: Any, tokens: int) -> float:
         return 0.0 if layer.config is not None else 1.0
     rule = layer.config.rule_on(layer.grid)
     blocks = -(-tokens // rule.key_block_size)
-    listed = max(1, round(rule.density * blocks))
+    listed = list_length(rule.density, blocks)
     return (listed * rule.key_block_size + (blocks - listed) * layer.config.pooled) / tokens
 
 
