@@ -53,7 +53,7 @@ def info(
     density: Annotated[float | None, typer.Option(help="Of the sparse branch, default 0.05; or give --patch.")] = None,
 ) -> None:
     """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
-    from .info import configs_of, print_any_patch, print_info, print_model, report
+    from .benchmark.info import configs_of, print_any_patch, print_info, print_model, report
 
     given = {"size": size, "frames": frames, "density": density}
     if model is None and any(value is not None for value in given.values()):

@@ -456,6 +456,20 @@ class MHLAConfig:
         return cls(**settings)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of a denoising loop."""
+
+    index: int
+    """From 0."""
+    count: int
+    """Number of all steps."""
+
+    def is_among_first(self, steps: int | float) -> bool:
+        """Whether it is one of the first ``steps``, a number or, as a float, a fraction of all, rounded up."""
+        return self.index < (steps if isinstance(steps, int) else math.ceil(steps * self.count - 1e-9))
+
+
 def _plain(value: Any) -> Any:
     """Numbers and arrays, for example of NumPy and torch, as plain Python values for JSON and YAML."""
     if isinstance(value, list | tuple):

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import mhla_diffusers
 from mhla_diffusers import mhla_layers, save_mhla
+from mhla_diffusers.benchmark.info import print_any_patch, report
 from mhla_diffusers.cli import app, run
 from mhla_diffusers.config import patch_folder, patch_names
-from mhla_diffusers.info import print_any_patch, report
 from mhla_diffusers.patching import read_record
 
 from . import models

@@ -10,6 +10,7 @@ import torch
 
 from ..attention.calibrate import in_float32, weight_held
 from ..attention.precision import without_autocast
+from ..config import Step
 from ..families import get_family
 from ..files import write_json
 from ..patching.calibrate import (
@@ -25,7 +26,6 @@ from ..patching.context import call_context, current
 from ..patching.handle import require_layers, require_patched, supported_transformers
 from ..patching.layer import layer_of
 from ..patching.processor import adapter_of, attention_inputs, tokens_of_grid
-from ..patching.steps import Step
 from ..reporting import require_matplotlib, text_table
 
 _QUERIES = 512

@@ -16,7 +16,7 @@ import torch
 from ..attention import MHLAState
 from ..attention.parallel.place import Parallel
 from ..attention.rope import Rotary
-from .steps import Step
+from ..config import Step
 
 Grid = tuple[int, ...]
 

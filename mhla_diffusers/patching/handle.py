@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.parallel.place import Parallel
-from ..config import MHLAConfig
+from ..config import MHLAConfig, Step
 from ..families import Family, find_family, get_family, unwrapped
 from .advice import advise
 from .compiling import allow_graphs, give_back_graphs
@@ -25,7 +25,7 @@ from .processor import (
     runs_mhla,
     with_backend_of,
 )
-from .steps import DenoisingLoop, Step
+from .steps import DenoisingLoop
 from .weights import base_weights, check_writable, has_lora, remove_lora
 
 if TYPE_CHECKING:

@@ -6,14 +6,13 @@ where a pipeline calls it with a step as Wan's does, and otherwise by its timest
 caches skip attentions in some of the steps.
 """
 
-import math
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..config import Step
 from ..families import Family
 
 _SAME = 1e-5
@@ -27,20 +26,6 @@ _NOT_ONE_GRAPH = (
     "pipeline does not state its step. Compile without fullgraph, or only the blocks, each with "
     "block.compile(fullgraph=True), or patch with softmax_steps=0."
 )
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a denoising loop."""
-
-    index: int
-    """From 0."""
-    count: int
-    """Number of all steps."""
-
-    def is_among_first(self, steps: int | float) -> bool:
-        """Whether it is one of the first ``steps``, a number or, as a float, a fraction of all, rounded up."""
-        return self.index < (steps if isinstance(steps, int) else math.ceil(steps * self.count - 1e-9))
 
 
 class DenoisingLoop:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from ..config import Step
 from ..families import NoisedBatch, predict
 from ..generation.noise import generator_for
 from ..patching import mhla_disabled, mhla_layers
-from ..patching.steps import Step
 from .config import FewStepsConfig
 from .latents.data import NoisedBatches
 from .objectives import Losses

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import mhla_diffusers as mhla
+from mhla_diffusers.config import Step
 from mhla_diffusers.patching.context import call_context, current
-from mhla_diffusers.patching.steps import Step
 
 from ..models import FAMILIES, inputs, output, patched
 from .shared import assert_equal_up_to_order

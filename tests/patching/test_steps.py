@@ -15,8 +15,8 @@ from PIL import Image
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
+from mhla_diffusers.config import Step
 from mhla_diffusers.patching import call_context, layer_sensitivity
-from mhla_diffusers.patching.steps import Step
 
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched

@@ -10,11 +10,9 @@ import torch
 import typer
 from safetensors import safe_open
 
-from .attention import BACKENDS, feature_map_names
-from .attention.layout import block_count
-from .benchmark.counts import ATTENTION, PARTS, count_forward
-from .benchmark.models import choose_sizes, family_of_model, find_models, token_grid
-from .config import (
+from ..attention import BACKENDS, feature_map_names
+from ..attention.layout import block_count
+from ..config import (
     MHLAConfig,
     Patch,
     adapted_patch_folder,
@@ -23,9 +21,11 @@ from .config import (
     patch_folder,
     patch_names,
 )
-from .families import families
-from .patching.loading import check_file, read_record
-from .reporting import scaled, text_table, times
+from ..families import families
+from ..patching.loading import check_file, read_record
+from ..reporting import scaled, text_table, times
+from .counts import ATTENTION, PARTS, count_forward
+from .models import choose_sizes, family_of_model, find_models, token_grid
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 

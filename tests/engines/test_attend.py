@@ -1,0 +1,151 @@
+"""The attention that engines call: equal to the operator, dense where it has to be, and never in silence."""
+
+import logging
+import re
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mhla_diffusers.attention import mhla_attention
+from mhla_diffusers.config import MHLAConfig, Step
+from mhla_diffusers.engines.attend import EngineAttention, EngineSettings
+
+GRID, HEADS, HEAD_DIM = (4, 8, 8), 3, 16
+
+
+def tensors(tokens: int = 256, batch: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(batch, tokens, HEADS, HEAD_DIM) for _ in range(3)]
+
+
+def softmax(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
+
+
+def attention(min_tokens: int = 0, softmax_layers: tuple[int, ...] = (), **settings: object) -> EngineAttention:
+    config = MHLAConfig(blocks=(1,), sparse="content", **settings)
+    return EngineAttention(EngineSettings(config, softmax_layers, min_tokens), logging.getLogger("test"))
+
+
+def test_density_1_is_softmax_attention_also_beside_extra_tokens():
+    query, key, value = tensors(256 + 9)
+    output = attention(density=1.0).attend(query, key, value, GRID, extra=(4, 5))
+    torch.testing.assert_close(output, softmax(query, key, value), atol=1e-5, rtol=0)
+
+
+def test_sparse_attention_is_the_operator_and_not_softmax():
+    query, key, value = tensors()
+    config = MHLAConfig(blocks=(1,), sparse="content", density=0.15)
+    output = EngineAttention(EngineSettings(config, min_tokens=0), logging.getLogger("test")).attend(
+        query, key, value, GRID
+    )
+    expected = mhla_attention(
+        query, key, value, torch.ones(1, 1), GRID, (1, 1, 1), rope="before", sparse=config.rule_on(GRID)
+    )
+    torch.testing.assert_close(output, expected, atol=0, rtol=0)
+    assert (output - softmax(query, key, value)).abs().max() > 1e-2
+
+
+def test_extra_tokens_attend_to_everything():
+    query, key, value = tensors(256 + 9)
+    output = attention(density=0.15).attend(query, key, value, GRID, extra=(0, 9))
+    torch.testing.assert_close(output[:, 256:], softmax(query, key, value)[:, 256:], atol=1e-5, rtol=0)
+
+
+def test_every_reason_for_dense_is_logged_once_per_shape_and_counted(caplog):
+    caplog.set_level(logging.INFO)
+    query, key, value = tensors()
+    attend = attention(softmax_steps=1, softmax_layers=(0,)).attend
+    for index in range(4):
+        for layer in range(3):
+            output = attend(query, key, value, GRID, layer=layer, step=Step(index, 4))
+            assert (output is None) == (index == 0 or layer == 0)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "MHLA: dense attention for query (2, 256, 3, 16): first steps",
+        "MHLA: dense attention for query (2, 256, 3, 16): layers 0",
+        "MHLA: sparse in 6 of 12 attentions, 3 dense: first steps, 3 dense: layers 0",
+    ]
+
+
+def test_a_call_that_was_stopped_is_told_when_the_next_begins(caplog):
+    caplog.set_level(logging.INFO)
+    engine = attention()
+    for index in (0, 1, 0):
+        engine.attend(*tensors(), GRID, step=Step(index, 9))
+    assert [record.getMessage() for record in caplog.records] == ["MHLA: sparse in 2 of 2 attentions"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"grid": None}, "grid is unknown"),
+        ({"grid": (4, 8, 7)}, "not those of the grid 4x8x7 and 0 others"),
+        ({"extra": (1, 0)}, "and 1 others"),
+        ({"key": tensors()[1][:, :20]}, "key \\(2, 20, 3, 16\\)"),
+        ({"value": tensors()[2].half()}, "float16"),
+        ({"obstacle": "a mask"}, "a mask"),
+    ],
+)
+def test_what_does_not_fit_is_dense_with_a_warning(caplog, given, words):
+    names = dict(zip(("query", "key", "value"), tensors(), strict=True))
+    assert attention().attend(**{**names, "grid": GRID, **given}) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.search(words, record.getMessage())
+
+
+def test_short_sequences_stay_dense():
+    assert attention(min_tokens=257).attend(*tensors(), GRID) is None
+    assert attention(min_tokens=256).attend(*tensors(), GRID) is not None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sparse": "none"},
+        {"sparse": "content", "linear_branch": True},
+        {"sparse": "content", "rope": "after"},
+        {"sparse": "content", "fit_pooled_bias": False},
+        {"sparse": "content", "layers": "2/3"},
+        {"sparse": "content", "output_gate": True},
+    ],
+)
+def test_patches_with_weights_are_refused_with_the_way_out(settings):
+    with pytest.raises(ValueError, match="load_mhla"):
+        EngineSettings(MHLAConfig(blocks=(1, 1, 1), **settings))
+
+
+def test_settings_from_the_environment():
+    read = EngineSettings.from_environment
+    assert read({"PATH": "/bin", "MHLA_DENSITY": ""}) == EngineSettings()
+    settings = read(
+        {
+            "MHLA_DENSITY": ".1",
+            "MHLA_ORDER": "curve",
+            "MHLA_BLOCK_SIZE": "32",
+            "MHLA_SOFTMAX_STEPS": "0.2",
+            "MHLA_SOFTMAX_LAYERS": "0,1",
+            "MHLA_MIN_TOKENS": "100",
+        }
+    )
+    assert (settings.config.density, settings.config.order, settings.config.block_size) == (0.1, "curve", 32)
+    assert (settings.config.softmax_steps, settings.softmax_layers, settings.min_tokens) == (0.2, (0, 1), 100)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"MHLA_DENSTY": "0.1"}, "MHLA_DENSITY"),
+        ({"MHLA_DENSITY": "high"}, "must be a number"),
+        ({"MHLA_DENSITY": "2"}, "density=2"),
+        ({"MHLA_SOFTMAX_LAYERS": "0,-1"}, "softmax_layers"),
+        ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens=1.5"),
+        ({"MHLA_PATCH": "tiny-wan-mhla"}, "load_mhla"),
+        ({"MHLA_PATCH": "wan2.1-t2v-1.3b-hybrid"}, "load_mhla"),
+    ],
+)
+def test_wrong_variables_are_refused(variables, words):
+    with pytest.raises(ValueError, match=words):
+        EngineSettings.from_environment(variables)
