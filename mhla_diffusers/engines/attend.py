@@ -2,7 +2,8 @@
 
 Engines hand over what their models attend with after RoPE, so no weights are needed: the key blocks of every query are
 chosen by content in every call, and the others take part through their pooled keys
-(:mod:`mhla_diffusers.attention.sparse`). What is adapted, λ and mixing matrices, belongs to the modules of a diffusers model, where ``load_mhla`` puts it.
+(:mod:`mhla_diffusers.attention.sparse`). What is adapted, λ and mixing matrices, belongs to the modules of a diffusers
+model, where ``load_mhla`` puts it.
 """
 
 import logging
