@@ -14,12 +14,13 @@ import json
 import sys
 import time
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
-from adapted import file_name, rate_factor, relative_loss
+from adapted import file_name, patched, relative_loss, trained
 from dinov2 import fed, recorded
 from fetch import FOLDER, fetched, texts
 from safetensors.torch import save_file
@@ -30,7 +31,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from mhla_diffusers import MHLACache, apply_mhla
 from mhla_diffusers.files import write_json
 from mhla_diffusers.reporting import scaled, write_table
-from mhla_diffusers.training.optimizer import make_optimizer
 
 HERE = Path(__file__).parent
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,7 +38,7 @@ LENGTH = 1024
 """Tokens per row; each update trains on one row."""
 UPDATES = {"transfer": 50, "distillation": 50}
 RATES = {"transfer": 5e-4, "distillation": 5e-5}
-MIXING_RATE, WARM_UP = 1e-2, 5
+WARM_UP = 5
 HELD_OUT_ROWS = 3
 """Rows of every text that are held out."""
 BLOCKS: dict[str, Any] = {"blocks": (32,), "block_length": 64, "beyond": "relative"}
@@ -130,7 +130,7 @@ def patched_model(variant: str) -> Any:
 
 
 def transfer_loss(teacher: nn.Module, student: nn.Module, row: torch.Tensor) -> torch.Tensor:
-    """Return the relative error of every attention on the teacher's input, mean over layers."""
+    """Return the relative error of every patched attention on the teacher's input, mean over layers."""
     inputs: dict[str, torch.Tensor] = {}
     outputs: dict[str, torch.Tensor] = {}
     made: dict[str, torch.Tensor] = {}
@@ -138,7 +138,8 @@ def transfer_loss(teacher: nn.Module, student: nn.Module, row: torch.Tensor) -> 
         teacher(row, use_cache=False, logits_to_keep=1)
     with fed(attentions(student), inputs, made):
         student(row, use_cache=False, logits_to_keep=1)
-    return torch.stack([relative_loss(made[name], x.float()) for name, x in outputs.items()]).mean()
+    learners = patched(attentions(student))
+    return torch.stack([relative_loss(made[name], outputs[name].float()) for name in learners]).mean()
 
 
 def kl_loss(teacher: nn.Module, student: nn.Module, row: torch.Tensor) -> torch.Tensor:
@@ -161,28 +162,19 @@ def adapt(variant: str) -> dict[str, Any]:
     torch.manual_seed(0)
     rows = train[: len(train) // LENGTH * LENGTH].unflatten(0, (-1, LENGTH))
     order = torch.randperm(len(rows))
-    start, update = time.process_time(), 0
+    chosen = (rows[index][None] for index in cycle(order))
+    losses = {
+        "transfer": (transfer_loss(teacher, student, row) for row in chosen),
+        "distillation": (kl_loss(teacher, student, row) for row in chosen),
+    }
+    start = time.process_time()
     student.train()
     for stage, steps in UPDATES.items():
         result[stage] = []
-        optimizer = make_optimizer(
-            student, dict(student.named_parameters()), learning_rate=RATES[stage], mixing_learning_rate=MIXING_RATE
-        )
-        for step in range(steps):
-            factor = rate_factor(step, steps, WARM_UP)
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
-            row = rows[order[update % len(rows)]][None]
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = transfer_loss(teacher, student, row) if stage == "transfer" else kl_loss(teacher, student, row)
-            loss.backward()
-            nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            result[stage].append(loss.item())
-            update += 1
-            if update % 10 == 0:
-                sys.stdout.write(f"{variant} {stage} {step}: {loss.item():.3f}\n")
+        for loss in trained(student, losses[stage], steps, RATES[stage], WARM_UP):
+            result[stage].append(loss)
+            if len(result[stage]) % 10 == 0:
+                sys.stdout.write(f"{variant} {stage} {len(result[stage])}: {loss:.3f}\n")
                 sys.stdout.flush()
     result["minutes"] = (time.process_time() - start) / 60
     student.eval()
