@@ -188,33 +188,31 @@ def adapt(variant: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def write_times() -> None:
-    """Write smollm2-times.csv: tokens per second of ``generate`` after texts of growing length, and bytes of caches."""
+    """Write smollm2-times.csv: tokens per second after texts of growing length, all variants in turns, and caches."""
     names = [x for x in VARIANTS if x != "plain linear"]
     models = {name: patched_model(name) for name in names}
     rows = []
     for length in TIMED:
         text = tokens()[0][:length][None]
+        caches: dict[str, Any] = {}
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        sizes = {}
+        for name, model in models.items():
+            caches[name] = DynamicCache(config=model.config) if name == "softmax" else MHLACache(model)
+            model.generate(text, past_key_values=caches[name], do_sample=False, max_new_tokens=1)
         for _ in range(ROUNDS):
             for name, model in models.items():
-                kept: Any = DynamicCache(config=model.config) if name == "softmax" else MHLACache(model)
-                settings = {"past_key_values": kept, "do_sample": False, "min_new_tokens": 1}
-                model.generate(text, max_new_tokens=1, **settings)
                 start = time.perf_counter()
                 for _ in range(TIMED_TOKENS):
-                    model(text[:, :1], past_key_values=kept)
+                    model(text[:, :1], past_key_values=caches[name])
                 seconds[name].append((time.perf_counter() - start) / TIMED_TOKENS)
-                sizes[name] = (
-                    kept.nbytes
-                    if isinstance(kept, MHLACache)
-                    else sum(layer.keys.nbytes + layer.values.nbytes for layer in kept.layers)
-                )
-        rows.append(
-            [f"{length:,}"]
-            + [f"{1 / median(seconds[name]):.1f}" for name in names]
-            + [scaled(sizes[name], 1024, "B") for name in names]
-        )
+        sizes = [
+            cache.nbytes
+            if isinstance(cache, MHLACache)
+            else sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            for cache in caches.values()
+        ]
+        speeds = [f"{1 / median(seconds[name]):.1f}" for name in names]
+        rows.append([f"{length:,}", *speeds, *(scaled(size, 1024, "B") for size in sizes)])
     header = ["tokens before", *(f"{x}, tokens/s" for x in names), *(f"{x}, cache" for x in names)]
     sys.stdout.write(write_table(header, rows, HERE, "smollm2-times"))
 
