@@ -1,0 +1,381 @@
+"""ComfyUI node that makes the self-attention of a model block-sparse.
+
+ComfyUI loads ``pipelines/comfyui-mhla``, or any file in ``custom_nodes`` with the line
+``from mhla_diffusers.engines.comfyui import comfy_entrypoint``. The node sets three things on a clone of the model: an
+attention override, which attends; a wrapper of the diffusion model, which reads token grid, text length and step once
+per call; and a wrapper of the sampler, which ends the count of :class:`.attend.EngineAttention`.
+"""
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..attention.layout import Extra
+from ..config import MHLAConfig, Step, check
+from .attend import EngineAttention, EngineSettings
+
+Override = Callable[..., torch.Tensor]
+"""Attention that ComfyUI calls with its own attention, query, key, value, number of heads and options."""
+
+_TEXT_INPUTS: dict[str, tuple[str, ...]] = {
+    "Flux": ("context",),
+    "HunyuanVideo": ("context", "txt_byt5", "clip_fea"),
+    "LTXVModel": (),
+    "MiniMaxH3Model": (),
+    "QwenImageTransformer2DModel": ("context",),
+    "WanModel": (),
+}
+"""Models whose token grid is known, in raster order, and their inputs that share the sequence with it."""
+_REFERENCE_INPUTS = ("ref_latents", "ref_latent", "reference_latent", "reference_motion", "context_latents")
+_WRAPPER_KEY = "mhla"
+_PREVIOUS = "mhla_previous"
+"""Attribute of our override: the override before it."""
+
+
+@dataclass
+class _ModelCall:
+    """What one call of the diffusion model tells its attentions."""
+
+    grid: tuple[int, ...] | None = None
+    extra: Extra = (0, 0)
+    references: tuple[str, ...] = ()
+    """Names of inputs that add tokens of other pictures to the sequence."""
+    double_blocks: int = 0
+    step: Step | None = None
+    attended: int = 0
+    """Self-attentions over the grid so far."""
+
+
+@dataclass
+class _Patch:
+    """State that the override and the wrappers of one patched model share."""
+
+    attention: EngineAttention
+    call: ContextVar[_ModelCall | None] = field(default_factory=lambda: ContextVar("mhla_call", default=None))
+    calls: int = 0
+    """Calls of the diffusion model in the present sampling."""
+    reached: bool = False
+    """Whether any attention came to the override in the present sampling."""
+
+
+def patch_model(model: Any, settings: EngineSettings) -> Any:
+    """Return a clone of a model whose self-attention is block-sparse.
+
+    An override that the model already has becomes the dense attention; one of ours is replaced.
+
+    Args:
+        model: ComfyUI's ``ModelPatcher``, which stays as it is.
+        settings: what to do.
+    """
+    clone = model.clone()
+    options = dict(clone.model_options.get("transformer_options", {}))
+    previous = options.get("optimized_attention_override")
+    patch = _Patch(EngineAttention(settings, logging.getLogger(__name__)))
+    wrappers = {kind: dict(by_key) for kind, by_key in options.get("wrappers", {}).items()}
+    for kind, wrapper in (  # kinds of ComfyUI's WrappersMP
+        ("diffusion_model", _wrap_diffusion_model(patch)),
+        ("outer_sample", _wrap_sampling(patch)),
+    ):
+        wrappers.setdefault(kind, {})[_WRAPPER_KEY] = [wrapper]
+    options["wrappers"] = wrappers
+    options["optimized_attention_override"] = _make_override(patch, getattr(previous, _PREVIOUS, previous))
+    clone.model_options = {**clone.model_options, "transformer_options": options}
+    return clone
+
+
+def _make_override(patch: _Patch, previous: Override | None) -> Override:
+    """Return the attention override, a function because ``ModelPatcher.clone`` deep-copies objects.
+
+    It has no ``container_function``: ComfyUI would call that without its own attention, to which dense calls fall
+    back. Without one it takes query, key and value out of their containers first.
+    """
+
+    def override(
+        func: Override,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        heads: int,
+        mask: torch.Tensor | None = None,
+        attn_precision: torch.dtype | None = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        patch.reached = True
+        options = kwargs.get("transformer_options") or {}
+        call = patch.call.get() or _ModelCall()
+        grid, extra = _place(call, options)
+        head_dim = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+
+        def tokens_first(x: torch.Tensor) -> torch.Tensor:
+            return x.transpose(1, 2) if skip_reshape else x.unflatten(2, (-1, head_dim))
+
+        query, key, value = tokens_first(q), tokens_first(k), tokens_first(v)
+        output = None
+        if _is_over_grid(query, key, mask, grid):
+            output = patch.attention.attend(
+                query,
+                key,
+                value,
+                grid,
+                extra=extra,
+                layer=_layer(call, options),
+                step=call.step,
+                obstacle=_obstacle(call, query, mask, kwargs.get("scale"), grid, extra),
+            )
+            call.attended += 1
+        if output is None:
+            keywords = {"mask": mask, "attn_precision": attn_precision, **kwargs}
+            keywords |= {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+            return previous(func, q, k, v, heads, **keywords) if previous else func(q, k, v, heads, **keywords)
+        return output.transpose(1, 2) if skip_output_reshape else output.flatten(2)
+
+    setattr(override, _PREVIOUS, previous)
+    return override
+
+
+def _place(call: _ModelCall, options: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, Extra]:
+    """Return the token grid and the numbers of tokens before and after it."""
+    packed = options.get("minimax_h3_layout")
+    if packed is not None:
+        for start, end, kind in packed.segments:
+            if kind == "video":
+                return call.grid, (start, packed.seq_len - end)
+    told = options.get("grid_sizes")  # of Wan
+    return (call.grid if told is None else tuple(told)), call.extra
+
+
+def _is_over_grid(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, grid: tuple[int, ...] | None
+) -> bool:
+    """Whether an attention is over the token grid, and not over text or audio, nor from one to another.
+
+    With guides, LTX attends from some tokens of the grid to all, with a mask.
+    """
+    tokens = math.prod(grid) if grid else 0
+    if query.shape[1] == key.shape[1]:
+        return key.shape[1] >= tokens
+    return mask is not None and 0 < tokens <= key.shape[1]
+
+
+def _layer(call: _ModelCall, options: Mapping[str, Any]) -> int:
+    """Return the number of the layer, single blocks behind double ones.
+
+    LTX, and Wan before ComfyUI 0.11, do not tell the block; they attend over the grid once in each.
+    """
+    index = options.get("block_index")
+    if index is None:
+        return call.attended
+    return int(index) + (call.double_blocks if options.get("block_type") == "single" else 0)
+
+
+def _obstacle(
+    call: _ModelCall,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    grid: tuple[int, ...] | None,
+    extra: Extra,
+) -> str:
+    """Return why an attention cannot be sparse; empty if nothing of ComfyUI's forbids it."""
+    if mask is not None:
+        return "a mask"
+    if scale is not None and not math.isclose(scale, query.shape[-1] ** -0.5, rel_tol=1e-6):
+        return f"scale {scale:g} is not that of {query.shape[-1]} channels"
+    if grid is not None and call.references and query.shape[1] != math.prod(grid) + sum(extra):
+        return f"reference tokens ({', '.join(call.references)}) share the sequence"
+    return ""
+
+
+def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
+    """Return the wrapper that reads every call of the diffusion model for its attentions."""
+
+    def diffusion_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        patch.calls += 1
+        token = patch.call.set(_read_call(executor, args, kwargs))
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            patch.call.reset(token)
+
+    return diffusion_model
+
+
+def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
+    """Return the wrapper that logs one line per sampling, also where nothing reached the override."""
+
+    def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        patch.calls, patch.reached = 0, False
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            patch.attention.end_of_call()
+            if patch.calls and not patch.reached:
+                patch.attention.logger.warning(
+                    "MHLA: no attention reached the node, so all were dense: a node behind it set another attention, "
+                    "which then goes before it, or this ComfyUI is older than attention overrides (0.3.60)."
+                )
+
+    return outer_sample
+
+
+def _read_call(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _ModelCall:
+    """Read the inputs of a diffusion model, by their names in its ``_forward``."""
+    inputs = inspect.signature(executor.original).bind(*args, **kwargs).arguments
+    inputs |= inputs.pop("kwargs", {})
+    model = executor.class_obj
+    call = _ModelCall(step=_step(inputs.get("transformer_options", {})))
+    known = [base.__name__ for base in type(model).__mro__ if base.__name__ in _TEXT_INPUTS]
+    if not known:
+        return call
+    latent = args[0][0] if isinstance(args[0], list | tuple) else args[0]  # video before audio
+    call.grid = _token_grid(latent, getattr(model, "patch_size", 1))
+    text = [inputs[name] for name in _TEXT_INPUTS[known[0]] if inputs.get(name) is not None]
+    length = sum(one.shape[1] for one in text)
+    double_blocks = getattr(model, "double_blocks", ())
+    # before ComfyUI 0.14 HunyuanVideo has its text behind the grid, and its blocks say so
+    flipped = any(getattr(block, "flipped_img_txt", False) for block in double_blocks)
+    call.extra = (0, length) if flipped else (length, 0)
+    call.references = tuple(name for name in _REFERENCE_INPUTS if inputs.get(name) is not None)
+    call.double_blocks = len(double_blocks)
+    return call
+
+
+def _token_grid(latent: torch.Tensor, patch_size: int | tuple[int, ...] | list[int]) -> tuple[int, ...]:
+    """Return the tokens along each axis of a latent (B, C, H, W) or (B, C, F, H, W), padded to whole patches."""
+    axes = latent.shape[2:]
+    patch = (1,) * (len(axes) - 2) + (patch_size,) * 2 if isinstance(patch_size, int) else tuple(patch_size)
+    return tuple(math.ceil(size / step) for size, step in zip(axes, patch, strict=True))
+
+
+def _step(options: Mapping[str, Any]) -> Step | None:
+    """Return the step whose sigma is nearest; None outside a sampler."""
+    sigmas, schedule = options.get("sigmas"), options.get("sample_sigmas")
+    if sigmas is None or schedule is None or len(schedule) < 2:
+        return None
+    return Step(int((schedule[:-1] - sigmas.flatten()[0]).abs().argmin()), len(schedule) - 1)
+
+
+def read_settings(
+    density: float, softmax_steps: float, softmax_layers: str, block_size: int, order: str, min_tokens: int
+) -> EngineSettings:
+    """Return the settings of a node's inputs.
+
+    Args:
+        density: fraction of all pairs of blocks that attend exactly.
+        softmax_steps: share of the steps, from the first, that stay dense.
+        softmax_layers: layers that stay dense, such as "0,1".
+        block_size: tokens per block; 0 fits it to the grid.
+        order: which keys a block holds, "content" or "curve".
+        min_tokens: shorter sequences stay dense.
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+    layers = [layer.strip() for layer in softmax_layers.split(",") if layer.strip()]
+    check(
+        all(layer.isdecimal() for layer in layers),
+        f"softmax_layers={softmax_layers!r} must be numbers of layers from 0, such as '0,1', or empty for none.",
+    )
+    config = MHLAConfig(blocks=(1,), sparse="content").replace(
+        density=float(density), softmax_steps=float(softmax_steps), block_size=block_size or None, order=order
+    )
+    return EngineSettings(config, tuple(map(int, layers)), min_tokens)
+
+
+def make_node() -> Any:
+    """Return the node's class, which needs ComfyUI."""
+    from comfy_api.latest import io
+
+    class MHLASparseAttention(io.ComfyNode):
+        """Makes the self-attention of a model block-sparse."""
+
+        @classmethod
+        def define_schema(cls) -> Any:
+            """Return what the node shows and takes."""
+            return io.Schema(
+                node_id="MHLASparseAttention",
+                display_name="MHLA Sparse Attention",
+                category="advanced/model",
+                description="Block-sparse self-attention, without training, for Wan, Flux, HunyuanVideo, LTX, "
+                "Qwen-Image and MiniMax-H3. Cross-attention is untouched. The log says after every sampling how many "
+                "attentions were sparse, and why the others were not.",
+                inputs=[
+                    io.Model.Input("model"),
+                    io.Float.Input(
+                        "density",
+                        default=0.05,
+                        min=0.005,
+                        max=1.0,
+                        step=0.005,
+                        tooltip="Share of all pairs of token blocks that attend exactly; the others take part through "
+                        "their means. Less is faster, more is closer. 1 is dense attention.",
+                    ),
+                    io.Float.Input(
+                        "softmax_steps",
+                        default=0.2,
+                        min=0.0,
+                        max=1.0,
+                        step=0.05,
+                        tooltip="Share of the sampler's steps, from the first, with dense attention: there the layout "
+                        "of the picture forms. 0 for none.",
+                    ),
+                    io.String.Input(
+                        "softmax_layers",
+                        default="",
+                        tooltip="Layers with dense attention, from 0, such as 0,1; single blocks count on from the "
+                        "double ones. Empty for none.",
+                    ),
+                    io.Int.Input(
+                        "block_size",
+                        default=0,
+                        min=0,
+                        max=128,
+                        step=16,
+                        tooltip="Tokens per block. 0 fits it to the number of tokens: 64 for videos.",
+                    ),
+                    io.Combo.Input(
+                        "order",
+                        options=["content", "curve"],
+                        default="content",
+                        tooltip="Which keys share a block. content: keys that are alike, sorted in every head. "
+                        "curve: neighbours.",
+                    ),
+                    io.Int.Input(
+                        "min_tokens",
+                        default=4096,
+                        min=0,
+                        max=1_000_000,
+                        tooltip="Shorter sequences keep dense attention, which is as fast there.",
+                    ),
+                ],
+                outputs=[io.Model.Output()],
+            )
+
+        @classmethod
+        def execute(cls, model: Any, **inputs: Any) -> Any:
+            """Return the patched clone of a model."""
+            return io.NodeOutput(patch_model(model, read_settings(**inputs)))
+
+    return MHLASparseAttention
+
+
+async def comfy_entrypoint() -> Any:
+    """Return the extension that ComfyUI takes the node from."""
+    from comfy_api.latest import ComfyExtension
+
+    class MHLAExtension(ComfyExtension):
+        """Extension with the one node."""
+
+        async def get_node_list(self) -> list[Any]:
+            """Return the node's class."""
+            return [make_node()]
+
+    return MHLAExtension()

