@@ -260,7 +260,8 @@ def _step(options: Mapping[str, Any]) -> Step | None:
     sigmas, schedule = options.get("sigmas"), options.get("sample_sigmas")
     if sigmas is None or schedule is None or len(schedule) < 2:
         return None
-    return Step(int((schedule[:-1] - sigmas.flatten()[0]).abs().argmin()), len(schedule) - 1)
+    sigma = float(sigmas.flatten()[0])  # on another GPU than the schedule where ComfyUI splits the work
+    return Step(int((schedule[:-1] - sigma).abs().argmin()), len(schedule) - 1)
 
 
 def read_settings(
