@@ -26,14 +26,15 @@ def settings(**changed):
 
 
 class Patcher:
-    """What the node takes of ComfyUI's ModelPatcher: options that a clone copies deeply."""
+    """What the node takes of ComfyUI's ModelPatcher: options that a clone copies, deeply as ComfyUI does or not."""
 
-    def __init__(self, transformer_options=None):
-        self.model_options = {"transformer_options": transformer_options or {}}
+    def __init__(self, transformer_options=None, copied=copy.deepcopy, **others):
+        self.model_options = {"transformer_options": transformer_options or {}, **others}
+        self.copied = copied
 
     def clone(self):
-        clone = Patcher()
-        clone.model_options = copy.deepcopy(self.model_options)
+        clone = Patcher(copied=self.copied)
+        clone.model_options = self.copied(self.model_options)
         return clone
 
 
@@ -187,6 +188,12 @@ def test_text_stands_where_the_model_puts_it(model, latent, grid, extra):
     torch.testing.assert_close(output, operator(*tensors(tokens), grid, extra), atol=0, rtol=0)
 
 
+def test_the_grid_that_wan_tells_goes_before_that_of_the_latent():
+    longer = (4, *GRID[1:])  # where conditions add frames
+    output = WanModel(self_attention(320)).forward(patch_model(Patcher(), settings()), options={"grid_sizes": longer})
+    torch.testing.assert_close(output, operator(*tensors(320), longer), atol=0, rtol=0)
+
+
 def test_minimax_tells_where_its_video_stands():
     layout = SimpleNamespace(segments=[(0, 9, "text"), (9, 20, "audio"), (20, 260, "video")], seq_len=260)
     patched = patch_model(Patcher(), settings())
@@ -324,15 +331,20 @@ def test_a_second_node_replaces_the_first(caplog):
     patched = patch_model(patch_model(Patcher(), settings()), settings(softmax_layers="0"))
     (output,) = sample(patched, lambda: WanModel(self_attention()).forward(patched, options={"block_index": 0}))
     torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
-    assert lines(caplog)[-1] == "sparse in 0 of 1 attentions, 1 dense: layers 0"
+    assert lines(caplog) == [
+        "dense attention for query (2, 240, 3, 24): layers 0",
+        "sparse in 0 of 1 attentions, 1 dense: layers 0",
+    ]
 
 
-def test_the_original_stays_as_it_is_and_a_clone_keeps_the_patch():
-    original = Patcher({"wrappers": {"outer_sample": {"other": [len]}}})
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
+def test_the_original_stays_as_it_is_and_a_clone_keeps_the_patch(copied):
+    original = Patcher({"wrappers": {"outer_sample": {"other": [len]}}}, copied, sampler_cfg_function=len)
     before = copy.deepcopy(original.model_options)
     patched = patch_model(original, settings())
     assert original.model_options == before
     assert patched.model_options["transformer_options"]["wrappers"]["outer_sample"]["other"] == [len]
+    assert patched.model_options["sampler_cfg_function"] is len
     output = WanModel(self_attention()).forward(patched.clone().clone())
     torch.testing.assert_close(output, operator(*tensors()), atol=0, rtol=0)
 
