@@ -3,6 +3,7 @@
 # make test   set everything up and run the tests
 # make check  lint, types, structure
 # make gpu    the tests that use a GPU: run them first on a new card
+# make engines  the plug-ins of ComfyUI, vLLM-Omni and others, each in an environment with its engine (gigabytes)
 # make docs   the pages and the API reference, into build/site
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ QUICK := tests/attention/test_layout.py tests/attention/test_linear.py tests/att
 # Python keeps what it compiled of the packages, which else every process of a test would compile anew, for ten seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check gpu docs clean
+.PHONY: demo quick test check gpu engines docs clean
 
 # the oldest version that pyproject.toml allows: on Linux the tests compile kernels with it too
 OLDEST_TRITON := 3.6.0
@@ -60,6 +61,22 @@ check: $(VENV)/ready
 
 gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu
+
+# Each tests/engines/<engine>.txt makes an environment, and what <engine>.no-deps.txt names joins it without what that
+# requires, such as packages for a GPU. Their diffusers may be older than ours, so this package comes without its own too.
+ENGINE_NAMES := $(filter-out %.no-deps,$(basename $(notdir $(wildcard tests/engines/*.txt))))
+ENGINE_PIP = $(@D)/bin/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore
+build/engines/%/ready: tests/engines/%.txt $(wildcard tests/engines/*.no-deps.txt) pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(ENGINE_PIP) --requirement $<
+	$(if $(wildcard tests/engines/$*.no-deps.txt),$(ENGINE_PIP) --no-deps --requirement tests/engines/$*.no-deps.txt)
+	$(ENGINE_PIP) --no-deps --editable .
+	touch $@
+
+engines: $(ENGINE_NAMES:%=build/engines/%/ready)
+	for engine in $(ENGINE_NAMES); do \
+		echo "== $$engine" && OMP_NUM_THREADS=1 build/engines/$$engine/bin/python -m pytest tests/engines || exit 1; \
+	done
 
 docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

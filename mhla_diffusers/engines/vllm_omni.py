@@ -1,0 +1,240 @@
+"""Attention backend "MHLA" of vLLM-Omni: block-sparse self-attention where a model publishes its video's token grid.
+
+The package's entry point in the group ``vllm_omni.general_plugins`` calls :func:`register` in every process of the
+engine. ``DIFFUSION_ATTENTION_BACKEND=MHLA`` selects the backend, and the ``MHLA_`` variables set it
+(:meth:`.attend.EngineSettings.from_environment`). Written for vLLM-Omni 0.30.0.
+"""
+
+import atexit
+import math
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+from aenum import extend_enum
+from torch.nn import functional
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm_omni.diffusion.attention.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadata
+from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
+from vllm_omni.diffusion.attention.selector import HEAD_SIZE_UNKNOWN, get_attn_backend_for_role
+from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
+from vllm_omni.diffusion.forward_context import ForwardContext, get_forward_context, is_forward_context_available
+
+from ..attention.layout import Extra
+from ..config import Step, check
+from .attend import EngineAttention, EngineSettings
+
+NAME = "MHLA"
+"""Name by which users select the backend."""
+
+
+def register() -> None:
+    """Add the backend to those of vLLM-Omni; a second call changes nothing."""
+    if NAME not in DiffusionAttentionBackendEnum.__members__:
+        extend_enum(DiffusionAttentionBackendEnum, NAME, f"{__name__}.{MHLABackend.__name__}")
+
+
+@cache
+def engine_attention() -> EngineAttention:
+    """Return what all layers of this process attend with, with settings from the environment.
+
+    Its line about a call that was not over is logged when the process ends.
+    """
+    attention = EngineAttention(EngineSettings.from_environment(), init_logger("vllm_omni.mhla"))
+    atexit.register(attention.end_of_call)
+    return attention
+
+
+def _dense_backend(head_dim: int = HEAD_SIZE_UNKNOWN) -> type[AttentionBackend]:
+    """Return the engine's own choice for this machine, which must accept masks: TRTLLM_ATTN does not."""
+    return get_attn_backend_for_role("self", head_dim, allow_trtllm_default=False)[0]
+
+
+class MHLABackend(AttentionBackend):
+    """Backend whose dense attention, and so what masks it accepts, is that of the engine's choice for the machine."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name by which users select the backend."""
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type["MHLAImpl"]:
+        """Return the class whose objects attend."""
+        return MHLAImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        """Return the class of what models say of their tokens."""
+        return AttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> None:
+        """Return None: no backend of vLLM-Omni 0.30 has a builder of metadata."""
+
+    @staticmethod
+    def get_supported_head_sizes() -> list[int]:
+        """Return an empty list, which allows any head dim."""
+        return []
+
+    @classmethod
+    def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
+        """Return whether the dense attention accepts masks."""
+        return _dense_backend().supports_attention_mask()
+
+    @classmethod
+    def supports_packed_mask_free(cls) -> bool:
+        """Return whether the dense attention tells padding from tokens without a mask."""
+        return _dense_backend().supports_packed_mask_free()
+
+
+class MHLAImpl(AttentionImpl):
+    """Attention of one layer.
+
+    Raises:
+        ValueError: attention that the engine would not hand over whole, or settings that are not allowed.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+        qkv_layout: str | None = None,
+        backend_kwargs: dict[str, Any] | None = None,
+        role: str = "self",
+        **extra_impl_args: Any,
+    ) -> None:
+        _check_parallelism()
+        check(
+            not backend_kwargs, f"{NAME} takes its settings from variables such as MHLA_DENSITY, not {backend_kwargs}."
+        )
+        self.dense: AttentionImpl = _dense_backend(head_size).get_impl_cls()(
+            num_heads=num_heads,
+            head_size=head_size,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            num_kv_heads=num_kv_heads,
+            prefix=prefix,
+            qkv_layout=qkv_layout,
+            role=role,
+            **extra_impl_args,
+        )
+        self.attention = engine_attention()
+        self.is_cross = role == "cross"
+        self.layer = extract_layer_index(prefix) if any(part.isdigit() for part in prefix.split(".")) else None
+        self.obstacle = ""
+        if causal:
+            self.obstacle = "causal attention"
+        elif not math.isclose(softmax_scale, head_size**-0.5, rel_tol=1e-4):
+            self.obstacle = f"scores are scaled by {softmax_scale:.4g} instead of 1/sqrt({head_size})"
+
+    # The engine compiles the blocks of its models. Traced, the counts would stand still, and the step and the layer
+    # would be constants, so that every one of them compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: AttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: (B, N, H, D) after RoPE, all tokens and the heads of this process.
+            key: like ``query``; of another length for cross-attention.
+            value: like ``key``.
+            attn_metadata: masks, and where in the sequence a video stands.
+
+        Returns:
+            (B, N, H, D) in the type of ``query``; zero for tokens that are padding.
+        """
+        output = None
+        if not self.is_cross:
+            output = self._sparse(query, key, value, attn_metadata or AttentionMetadata())
+        return self.dense.forward(query, key, value, attn_metadata) if output is None else output
+
+    def _sparse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor | None:
+        """Attend to the tokens before the padding, or return None for dense attention."""
+        tokens = query.shape[1]
+        grid, extra = _video(metadata)
+        used = math.prod(grid) + sum(extra) if grid else tokens
+        step, unknown_step = _step(self.attention)
+        output = self.attention.attend(
+            query[:, :used],
+            key[:, :used],
+            value[:, :used],
+            grid,
+            extra=extra,
+            layer=self.layer,
+            step=step,
+            obstacle=self.obstacle or unknown_step or _masked(metadata, tokens, used),
+        )
+        return None if output is None else functional.pad(output, (0, 0, 0, 0, 0, tokens - used))
+
+
+def _check_parallelism() -> None:
+    """Raise where a process would have a part of the keys, or the engine would attend without its backend."""
+    parallel = getattr(get_current_diffusion_config_or_none(), "parallel_config", None)
+    for name in ("ring_degree", "allgather_degree"):
+        degree = getattr(parallel, name, 1)
+        check(
+            degree == 1,
+            f"{NAME} needs all tokens in every process, which {name}={degree} divides; use {name}=1 and "
+            "ulysses_degree, which divides the heads.",
+        )
+
+
+def _video(metadata: AttentionMetadata) -> tuple[tuple[int, ...] | None, Extra]:
+    """Return the grid of the video that is made, None if unknown, and the tokens before and after it that count."""
+    layout = metadata.video_layout
+    for span in layout.video_spans if layout else ():
+        if span.role == "target":
+            return span.latent_grid, (span.start, layout.used_len - span.start - span.length)
+    if layout is None or layout.latent_grid is None:
+        return None, (0, 0)
+    return layout.latent_grid, (layout.prefix_len or 0, 0)
+
+
+def _masked(metadata: AttentionMetadata, tokens: int, used: int) -> str:
+    """Return what hides tokens besides padding; empty for nothing.
+
+    A model that tells its video's grid promises that a mask of keys hides the padding behind the used tokens alone.
+    """
+    if metadata.full_attn_spans is not None:
+        return "full_attn_spans"
+    if any(x is not None for x in (metadata.joint_query, metadata.joint_key, metadata.joint_attn_mask)):
+        return "joint tokens beside the sequence"
+    mask = metadata.attn_mask
+    return "" if mask is None or (mask.ndim == 2 and used < tokens) else f"a mask of shape {tuple(mask.shape)}"
+
+
+def _step(attention: EngineAttention) -> tuple[Step | None, str]:
+    """Return the denoising step, None if unknown, and why that keeps attention dense."""
+    first_steps = attention.settings.config.softmax_steps
+    context = get_forward_context() if is_forward_context_available() else None
+    if context is None or context.denoise_step_idx is None:
+        return None, f"the step is unknown, on which MHLA_SOFTMAX_STEPS={first_steps} depends" if first_steps else ""
+    count = context.total_denoise_steps
+    check(
+        count is not None or not first_steps or isinstance(first_steps, int),
+        f"MHLA_SOFTMAX_STEPS={first_steps} is a share of a number of steps that this model does not tell its "
+        "attention; give a number of steps such as MHLA_SOFTMAX_STEPS=4.",
+    )
+    if count is None:
+        _end_call_with(context, attention)
+    return Step(context.denoise_step_idx, count or 0), ""
+
+
+def _end_call_with(context: ForwardContext, attention: EngineAttention) -> None:
+    """Log the line of a call when its context ends, since no step is known to be the last."""
+    if not hasattr(context, "mhla_end"):
+        context.mhla_end = weakref.finalize(context, attention.end_of_call)
