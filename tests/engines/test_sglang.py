@@ -104,7 +104,9 @@ def test_without_variables_sglang_is_as_it_was(run):
 
 
 def test_density_1_is_dense_attention_everywhere(run, dense):
-    output = run(MHLA_DENSITY="1", MHLA_MIN_TOKENS="0").outputs[0]
+    exact = run(MHLA_DENSITY="1", MHLA_MIN_TOKENS="0", MHLA_SOFTMAX_STEPS="0")
+    output = exact.outputs[0]
+    assert f"INFO MHLA: sparse in {2 * STEPS} of {2 * STEPS} attentions" in exact.lines()
     assert output.keys() == dense.keys()
     for name in dense:
         # rows of padding are of no sequence: SGLang's CPU attention fills them, its FlashAttention has zeros
