@@ -324,6 +324,8 @@ _SETTINGS_OF_PARAMETERS = (
     "mixing_per_head",
     "mixing_learnable",
     "sparse",
+    "pooled",
+    "linear_branch",
     "learns_pooled_bias",
     "output_norm",
     "output_gate",

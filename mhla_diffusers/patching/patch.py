@@ -247,11 +247,11 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     """Change blocks, layers, density, backend or other settings of a patched model, without loading it again.
 
     What the layers that stay patched have learned is kept: mixing matrices are interpolated to other blocks, as
-    :func:`load_mhla` does it. A layer that is patched now starts fresh, and one that is no longer patched gets its
-    original processor. A warning names what was learned and is dropped, or was learned with other uniform blocks.
-    Another backend, density, block size or number of ``softmax_steps`` keeps all parameters; with other settings layers
-    have new ones, so make optimizers after it. Where something else has set processors, MHLA runs again. If anything is
-    refused the model is unchanged.
+    :func:`load_mhla` does it, and what has learned nothing is as in a fresh layer of the new settings. A layer that is
+    patched now starts fresh, and one that is no longer patched gets its original processor. A warning names what was
+    learned and is dropped, or was learned with other uniform blocks. Another backend, density, block size or number of
+    ``softmax_steps`` keeps all parameters; with other settings layers have new ones, so make optimizers after it. Where
+    something else has set processors, MHLA runs again. If anything is refused the model is unchanged.
 
     Args:
         model: patched pipeline or transformer.
@@ -333,13 +333,14 @@ def _plan_change(
             layers[name].original_processor = attn.processor if old is None else old.original_processor
         if old is None:
             continue
-        if not keeps_parameters:
-            layers[name].runs_linear |= old.runs_linear
-            prefix = f"{name}.mhla."
-            own = {key.removeprefix(prefix): x for key, x in fitting.items() if key.startswith(prefix)}
-            _carry_over(name, old, layers[name], own)
         fresh = make_layer(attn, old_config, family).state_dict()
         names = {key for key, x in old.state_dict().items() if not x.is_meta and not torch.equal(x, fresh[key])}
+        if not keeps_parameters:
+            layers[name].runs_linear |= old.runs_linear > old_config.starts_linear or (old.runs_linear and bool(names))
+            prefix = f"{name}.mhla."
+            own = {key.removeprefix(prefix): x for key, x in fitting.items() if key.startswith(prefix)}
+            # what has learned nothing starts as in a fresh layer of the new settings
+            _carry_over(name, old, layers[name], {key: x for key, x in own.items() if key in names or x.is_meta})
         dropped |= names - set(layers[name].state_dict())
         learned |= names
     losses = [f"What the patch has learned of {', '.join(sorted(dropped))} is dropped."] if dropped else []

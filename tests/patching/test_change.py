@@ -12,6 +12,8 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import extend_mixing
 from mhla_diffusers.attention.mixing import causal_mixing
 
+from ..families.cases import case_of
+from ..families.cases import output as case_output
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import wan22_pipeline
 from .shared import (
@@ -76,6 +78,37 @@ def test_which_changes_keep_the_parameters(change, keeps):
     optimizer.step()
     assert not any(torch.equal(after[name], value) for name, value in values.items() if name.endswith("mixing"))
     assert not torch.equal(output(model, inputs("wan")), output_before)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "change"),
+    [
+        ("wan", SPARSE, {"linear_branch": True}),
+        ("wan", SPARSE | {"linear_branch": True, "blocks": (1, 1, 1)}, {"linear_branch": False, "blocks": (2, 2, 2)}),
+        ("wan", SPARSE, {"pooled": False}),
+        ("wan", SPARSE | {"pooled": False}, {"pooled": True}),
+        ("wan", {"sparse": "none"}, SPARSE),
+        ("flux", {"sparse": "none"}, SPARSE),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:The patch has learned")
+def test_what_has_learned_nothing_is_as_fresh_and_as_loaded(name, before, change, tmp_path):
+    """Linear branch and λ too; what has learned keeps both."""
+    case = case_of(name)
+    fresh = mhla.apply_mhla(case.transformer(), **before | change)
+    model = mhla.change_mhla(mhla.apply_mhla(case.transformer(), **before), **change)
+    assert torch.equal(case_output(model, case.inputs()), case_output(fresh, case.inputs()))
+    mhla.save_mhla(model, tmp_path)
+    loaded = mhla.load_mhla(case.transformer(), tmp_path)
+    assert torch.equal(case_output(model, case.inputs()), case_output(loaded, case.inputs()))
+    model = mhla.apply_mhla(case.transformer(), **before).train().eval()
+    for layer in mhla.mhla_layers(model).values():
+        torch.nn.init.constant_((layer.mixing if layer.linear_log_weight is None else layer.linear_log_weight), 0.3)
+    mhla.change_mhla(model, **change)
+    for layer in mhla.mhla_layers(model).values():
+        assert layer.runs_linear
+        assert layer.linear_log_weight.eq(0.3).all() or layer.mixing.eq(0.3).all()
 
 
 def test_layers_are_added_and_taken_away():
