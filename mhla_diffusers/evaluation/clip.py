@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..devices import choose_device
+from .extractors import load_whole
 
 
 class ClipScorer:
@@ -14,13 +15,16 @@ class ClipScorer:
     Args:
         model: Hub id or folder of a CLIP model with its processor.
         device: where it runs; "auto" for a GPU if there is one.
+
+    Raises:
+        ValueError: no such device, or weights that are damaged or do not fit the model.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
         from transformers import CLIPModel, CLIPProcessor
 
         self._device = choose_device(device)
-        self._model = CLIPModel.from_pretrained(model).to(self._device).eval()
+        self._model = load_whole(CLIPModel, model).to(self._device).eval()
         self._processor = CLIPProcessor.from_pretrained(model)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 
 from ..devices import choose_device
 from ..files import file_hash
@@ -49,6 +50,7 @@ _CLEAN_WEIGHTS = "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrai
 _ADM_WEIGHTS = (
     "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 )
+_SHOWN_TENSORS = 4
 
 
 class CleanInception:
@@ -118,7 +120,7 @@ class Dinov2Features:
 
     Raises:
         FileNotFoundError: no weights there.
-        ValueError: weights of another kind of model.
+        ValueError: weights of another kind of model, or that do not fit its configuration.
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
@@ -134,14 +136,16 @@ class Dinov2Features:
         if not isinstance(config, Dinov2Config):
             raise ValueError(f"{weights} holds a model of type {config.model_type!r}; --extractor needs a DINOv2.")
         self.file, self._device = weights / "model.safetensors", choose_device(device)
-        self._model = Dinov2Model.from_pretrained(weights).to(self._device).eval()
+        self._model = load_whole(Dinov2Model, weights).to(self._device).eval()
         self.name = (
             f"dinov2 ({config.num_hidden_layers} layers, {config.hidden_size} wide, patches of {config.patch_size})"
         )
 
     @torch.no_grad()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return features (B, D) of uint8 images (B, 3, H, W)."""
+        """Return features (B, D) of uint8 images (B, 3, H, W); ValueError for videos."""
+        if images.ndim != 4:
+            raise ValueError(f"DINOv2 takes pictures, got videos: {tuple(images.shape)}. Use an extractor for videos.")
         pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
         resized = [numpy.asarray(picture.resize((224, 224), Image.Resampling.BICUBIC)) for picture in pictures]
         pixels = torch.from_numpy(numpy.stack(resized)).permute(0, 3, 1, 2).float() / 255
@@ -168,6 +172,31 @@ def _require_weights(file: Path | None, source: str) -> Path:
     return file
 
 
+def load_whole(cls: Any, place: str | Path) -> Any:
+    """Load a model of transformers, which would fill in random values for what its weights lack.
+
+    Raises:
+        ValueError: damaged weights, or tensors that are missing, left over, or of another shape.
+    """
+    try:
+        model, found = cls.from_pretrained(place, output_loading_info=True, ignore_mismatched_sizes=True)
+    except SafetensorError as error:
+        raise ValueError(f"The weights of {place} are damaged: {error}. Download them again.") from error
+    names = {
+        "lack": found["missing_keys"],
+        # older weights of CLIP hold positions, which it makes itself now
+        "have unexpected": set(found["unexpected_keys"]) - {name for name, _ in model.named_buffers()},
+        "have another shape of": [name for name, *_ in found["mismatched_keys"]],
+    }
+    for problem, tensors in names.items():
+        if tensors:
+            raise ValueError(
+                f"The weights of {place} {problem} {', '.join(sorted(tensors)[:_SHOWN_TENSORS])} ({len(tensors)} in "
+                f"all), so they do not fit its config.json as a {cls.__name__}. Download both again."
+            )
+    return model
+
+
 def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> Extractor:
     """Load an extractor.
 
@@ -178,7 +207,7 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
 
     Raises:
         FileNotFoundError: no weights there.
-        ValueError: unknown extractor, or weights for a callable.
+        ValueError: unknown extractor, weights for a callable, or weights that do not fit their model.
         ImportError: a package is missing.
     """
     if choice in _MODELS:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Dinov2Config, Dinov2Model
 
 from mhla_diffusers.evaluation.extractors import CleanInception, Extractor, load_extractor
@@ -124,6 +125,29 @@ def test_clean_fid_agrees(scripted_weights, tmp_path):
 
     ours = measure_images(*folders, Extractor(resized, "resized", ""))
     assert ours["fid"] == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value"),
+    [
+        (lambda x: {name: value for name, value in x.items() if name != "layernorm.bias"}, "lack layernorm.bias"),
+        (lambda x: {**x, "encoder.layer.2.norm1.bias": torch.ones(32)}, "unexpected encoder.layer.2.norm1.bias"),
+        (lambda x: {**x, "layernorm.bias": torch.ones(3)}, "shape of layernorm.bias"),
+        (None, "are damaged"),
+    ],
+)
+def test_dinov2_with_other_weights_than_its_own_is_refused_and_so_are_videos(tmp_path, wrong, value):
+    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14)
+    Dinov2Model(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=re.escape("(1, 5, 3, 8, 8)")):
+        load_extractor("dinov2", tmp_path).features(torch.zeros(1, 5, 3, 8, 8, dtype=torch.uint8))
+    file = tmp_path / "model.safetensors"
+    if wrong is None:
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        save_file(wrong(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(ValueError, match=value):
+        load_extractor("dinov2", tmp_path)
 
 
 def test_dinov2_names_its_size_and_takes_the_class_token_of_a_normalised_picture(tmp_path):
