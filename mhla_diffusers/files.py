@@ -200,9 +200,17 @@ def file_hash(path: Path) -> str:
 
 
 def visible_files(folder: Path) -> dict[str, Path]:
-    """Return path inside a folder → file, in order, without those whose name or folder begins with a dot."""
-    files = {file.relative_to(folder): file for file in sorted(folder.rglob("*")) if file.is_file()}
-    return {str(name): file for name, file in files.items() if not any(part.startswith(".") for part in name.parts)}
+    """Return path inside a folder → file, in order, without those whose name or folder begins with a dot.
+
+    Links are followed, except those to a folder that they lie in.
+    """
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        here = Path(place)
+        around = {parent.resolve() for parent in (here, *here.absolute().parents)}
+        folders[:] = [name for name in folders if name[0] != "." and (here / name).resolve() not in around]
+        found += [here / name for name in names if name[0] != "." and (here / name).is_file()]
+    return {str(file.relative_to(folder)): file for file in sorted(found)}
 
 
 def content_of(path: Path) -> str | None:

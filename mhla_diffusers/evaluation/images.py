@@ -10,7 +10,7 @@ from typing import IO
 
 import torch
 
-from ..files import IMAGE_SUFFIXES, written_aside
+from ..files import IMAGE_SUFFIXES, visible_files, written_aside
 from ..generation.pixels import quarter_turns, upright_rgb
 from ..generation.record import SAMPLE_LIST
 from .samples import require_samples
@@ -41,7 +41,7 @@ class Images:
         self.left_out: list[Path] = []
         """Images and videos of the folder that are not in the set."""
         if path.is_dir():
-            shown = sorted(file for file in path.rglob("*") if not file.name.startswith("."))
+            shown = visible_files(path).values()
             images = [file for file in shown if file.suffix.lower() in IMAGE_SUFFIXES]
             videos = [file for file in shown if file.suffix.lower() == VIDEO_SUFFIX]
             self._files = images or videos

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json, write_json, written_aside
+from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json, visible_files, write_json, written_aside
 
 RECORD_NAME = "generation.json"
 """Records beside generated files how they were made."""
@@ -82,9 +82,9 @@ def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
 
 def first_sample(folder: Path) -> Path | None:
     """Find any image or video in a folder or its subfolders."""
-    samples = (file for file in folder.rglob("*") if file.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
     # names of files that are being written begin with a dot
-    return next((file for file in samples if not file.name.startswith(".")), None)
+    samples = (x for x in visible_files(folder).values() if x.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
+    return next(samples, None)
 
 
 def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:

@@ -326,6 +326,8 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
 
 def test_a_folder_notices_base_weights_that_changed_at_their_path_and_another_frame_rate(tmp_path):
     shutil.copytree(DIT, tmp_path / "model")
+    transformer = tmp_path / "model" / "transformer"
+    transformer.symlink_to(transformer.rename(tmp_path / "elsewhere"))
     config = prompted(tmp_path / "made", "3", model=str(tmp_path / "model"))
     assert made(config) == [True] and made(config) == [False]
     weights = next((tmp_path / "model" / "transformer").glob("*.safetensors"))

@@ -188,6 +188,16 @@ def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
     assert _captions(tmp_path) == {"deep/b.png": "from\u2028jsonl"}
 
 
+def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
+    source, other = tmp_path / "source", tmp_path / "other"
+    for folder, name, target in ((source, "up", tmp_path), (source, "sub", other), (other, "back", source)):
+        folder.mkdir(exist_ok=True)
+        (folder / name).symlink_to(target)
+    write_image(other / "a.png")
+    (other / "a.txt").write_text("a")
+    assert _captions(source) == {"sub/a.png": "a"}
+
+
 def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".ipynb_checkpoints").mkdir()
     for name in ("a.png", "b.png", "._a.png", ".ipynb_checkpoints/a-checkpoint.png"):
