@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -85,7 +86,7 @@ def mhla_attention(
         key: like ``query``.
         value: like ``query``.
         mixing: (M, M), or (H, M, M) for one matrix per head; row i belongs to query block i. Any float type.
-            Beside softmax weights (``linear_weight``) not negative; checked on CPU only.
+            Beside softmax weights (``linear_weight``, extra tokens) not negative; checked on CPU only.
         grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
         blocks: block count per axis of the grid; the product is M.
         feature_map: a name registered with :func:`register_feature_map`.
@@ -93,8 +94,8 @@ def mhla_attention(
         rope: "after": rotate φ(q) and φ(k), normaliser unrotated; "before": rotate q and k, then apply φ.
         normalize: divide by the normaliser. Without it the output grows with N and ``output_norm`` should fix it.
         eps: floor that the relu and elu+1 feature maps add.
-        key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k). A sample of which no key takes part gets
-            0, as from PyTorch's attention.
+        key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k), checked on CPU only. A sample of which
+            no key takes part gets 0, as from PyTorch's attention.
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
         output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
         linear_weight: λ, (H,): beside ``sparse`` or extra tokens, the weights of MHLA over all blocks are multiplied
@@ -245,7 +246,12 @@ def check_call(call: Call) -> None:
             if found != expected:
                 raise ValueError(f"{name} has {what} {found}, but query has {expected}; they must be the same.")
     batch, tokens, heads, head_dim = call.query.shape
-    for table in call.rotary or ():
+    tables: Any = () if call.rotary is None else call.rotary
+    is_pair = isinstance(tables, tuple | list) and len(tables) == 2
+    if call.rotary is not None and not (is_pair and all(isinstance(x, torch.Tensor) for x in tables)):
+        got = [type(x).__name__ for x in tables] if isinstance(tables, tuple | list) else type(tables).__name__
+        raise ValueError(f"rotary must be two tensors, (cos, sin), or None for no RoPE, got {got}.")
+    for table in tables:
         if table.shape[0] not in (1, batch) or tuple(table.shape[1:]) != (tokens, 1, head_dim):
             raise ValueError(
                 f"rotary tables must be (1 or {batch}, {tokens}, 1, {head_dim}), got {tuple(table.shape)}."
@@ -280,6 +286,12 @@ def check_call(call: Call) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
+    mask = call.key_mask
+    if mask is not None and _is_free_to_read(mask) and mask.numel() and not bool(((mask >= 0) & (mask <= 1)).all()):
+        raise ValueError(
+            f"key_mask has values from {mask.min():g} to {mask.max():g}; it must be bool or hold weights in [0, 1]. Of "
+            "a mask that is added to logits that is mask.exp()."
+        )
     _check_denominator(call)
     if call.causal is None:
         _check_sparse(call)
@@ -287,17 +299,18 @@ def check_call(call: Call) -> None:
 
 def _check_denominator(call: Call) -> None:
     """Ensure that what the branches of a call are divided by is positive."""
-    if not call.eps >= 0:
-        raise ValueError(f"eps={call.eps} must not be negative; it is the floor of feature maps, such as 1e-6.")
+    if not (isinstance(call.eps, Real) and call.eps >= 0):
+        raise ValueError(f"eps={call.eps!r} must be a number from 0 up, the floor of feature maps, such as 1e-6.")
     if any(call.extra) and not call.normalize:
         raise ValueError("Extra tokens share one denominator with those of the grid, which needs normalize=True.")
     weight = call.linear_weight
-    if weight is not None and _is_free_to_read(weight) and not bool((weight >= 0).all()):
+    has_linear_part = weight is not None or (any(call.extra) and call.sparse is None)
+    if weight is not None and _is_free_to_read(weight) and not bool((weight > 0).all()):
         raise ValueError(
             f"linear_weight={weight.tolist()} holds what is not a positive number; a weight of the linear branch is "
             "a factor of weights that are all positive, such as the exponential of what is trained."
         )
-    if weight is not None and _is_free_to_read(call.mixing) and bool((call.mixing < 0).any()):
+    if has_linear_part and _is_free_to_read(call.mixing) and not bool((call.mixing >= 0).all()):
         raise ValueError(
             f"mixing has entries down to {call.mixing.min():.3g}, and beside softmax weights the logarithm of its sums "
             "is taken; they must not be negative, as after mixing.clamp(min=0)."
@@ -306,7 +319,7 @@ def _check_denominator(call: Call) -> None:
         raise ValueError("Softmax weights share one denominator with the linear branch, which needs normalize=True.")
     if call.feature_map != "relu" or call.eps > 0:
         return
-    if weight is not None or (any(call.extra) and call.sparse is None):
+    if has_linear_part:
         raise ValueError(
             f"eps={call.eps} lets a query of the relu feature map have no linear branch; it must be positive."
         )

@@ -9,6 +9,7 @@ list holds.
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -81,8 +82,8 @@ class ContentRule(UniformBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density={self.density} must be more than 0 and at most 1.")
+        if not (isinstance(self.density, Real) and 0 < self.density <= 1):
+            raise ValueError(f"density={self.density!r} must be more than 0 and at most 1.")
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class BlockLists(UniformBlocks):
     Lists hold for all samples of a batch (S = 1) or for each its own (S = B).
 
     Raises:
-        ValueError: the lists have another shape or name a block that is not there; on a device, where looking would
-            wait for it, the shape alone is checked.
+        ValueError: the lists have another shape or type, do not ascend or name a block that is not there, or ``pairs``
+            is another number; on a device, where looking would wait for it, shape and type alone are checked.
     """
 
     block_size: int
@@ -108,15 +109,29 @@ class BlockLists(UniformBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keys.ndim != 4 or not self.keys.shape[2]:
-            raise ValueError(f"keys must be (S, H, T, n) for T blocks, got {tuple(self.keys.shape)}.")
+        keys = self.keys
+        if not isinstance(keys, torch.Tensor) or keys.dtype != torch.int64:
+            what = keys.dtype if isinstance(keys, torch.Tensor) else type(keys).__name__
+            raise ValueError(f"keys must be an int64 tensor, got {what}; BlockLists.from_mask() takes a mask.")
+        if keys.ndim != 4 or not keys.shape[2]:
+            raise ValueError(f"keys must be (S, H, T, n) for T blocks, got {tuple(keys.shape)}.")
         if self.key_blocks == 0:
             object.__setattr__(self, "key_blocks", self.blocks)
-        is_seen = self.keys.device.type == "cpu" and not torch.compiler.is_compiling() and self.keys.numel()
-        if is_seen and not -1 <= int(self.keys.min()) <= int(self.keys.max()) < self.key_blocks:
-            raise ValueError(f"keys must be from 0 to {self.key_blocks - 1}, the blocks of the grid, or -1.")
-        if self.pairs < 0:
-            object.__setattr__(self, "pairs", int((self.keys >= 0).sum()))
+        is_seen = keys.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_seen and keys.numel():
+            if not -1 <= int(keys.min()) <= int(keys.max()) < self.key_blocks:
+                raise ValueError(f"keys must be from 0 to {self.key_blocks - 1}, the blocks of the grid, or -1.")
+            ends = keys.where(keys >= 0, self.key_blocks)  # -1 is behind all
+            is_wrong = ((ends.diff() <= 0) & (ends[..., 1:] < self.key_blocks)).any(dim=-1)
+            if bool(is_wrong.any()):
+                raise ValueError(
+                    f"keys has the list {keys[is_wrong][0].tolist()}; lists must ascend without a block twice, and end "
+                    "with any -1."
+                )
+        count = int((keys >= 0).sum()) if is_seen or self.pairs < 0 else self.pairs
+        if self.pairs >= 0 and self.pairs != count:
+            raise ValueError(f"pairs={self.pairs}, but keys has {count} entries that are not -1; leave it out.")
+        object.__setattr__(self, "pairs", count)
 
     @classmethod
     def from_mask(

@@ -236,11 +236,18 @@ IMPOSSIBLE = {
     "order='place'": lambda: ContentRule(64, 0.1, order="place"),
     "key_block_size=48": lambda: ContentRule(64, 0.1, key_block_size=48),
     "from 0 to 3": lambda: BlockLists(4, torch.full((1, 1, 4, 1), 4)),
+    r"\[0, 0\]": lambda: BlockLists(4, torch.tensor([[[[0, 1], [0, 0]]]])),
+    r"\[1, 0\]": lambda: BlockLists(4, torch.tensor([[[[1, 0], [0, 1]]]])),
+    r"\[-1, 0\]": lambda: BlockLists(4, torch.tensor([[[[-1, 0], [0, 1]]]])),
+    "torch.bool": lambda: BlockLists(4, torch.ones(1, 2, 2, 2, dtype=torch.bool)),
+    "torch.float32": lambda: BlockLists(4, torch.zeros(1, 2, 2, 1)),
+    "pairs=5": lambda: BlockLists(4, torch.tensor([[[[0, 1], [0, -1]]]]), 5),
     r"\(1, 4, 1\)": lambda: BlockLists(4, torch.zeros(1, 4, 1, dtype=torch.int64)),
     "block_size=0": lambda: BlockLists.from_mask(0, torch.ones(2, 3, 3)),
     r"block_size=\(2, 2\)": lambda: ContentRule((2, 2), 0.1),
     "density=0.0": lambda: ContentRule(64, 0.0),
     "density=1.5": lambda: ContentRule(64, 1.5),
+    "density='0.1'": lambda: ContentRule(64, "0.1"),
 }
 
 
