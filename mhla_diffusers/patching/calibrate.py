@@ -3,6 +3,7 @@ measure how much each layer's replacement changes the output.
 """
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -202,7 +203,7 @@ def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]
         transformer's output.
 
     Raises:
-        ValueError: the model is not patched, or ``run`` did not reach it.
+        ValueError: the model is not patched, ``run`` did not reach it, or it returns NaN or infinity there.
     """
     refuse_language(model, "layer_sensitivity()")
     require_layers(model)
@@ -225,6 +226,9 @@ def measure_sensitivity(patched: Patched, calls: Sequence[TransformerCall]) -> d
 
     Returns:
         Name → ‖output − output of none‖² / ‖output of none‖², averaged over the calls.
+
+    Raises:
+        ValueError: that is NaN or infinite.
     """
     running, sensitivities = patched.running_attentions(), {}
     with patched.disabled():
@@ -237,6 +241,8 @@ def measure_sensitivity(patched: Patched, calls: Sequence[TransformerCall]) -> d
         for name in running:
             with call_context(off=tuple(processor for other, processor in alone.items() if other != name)):
                 sensitivities[name] = _mean_change(patched.transformer, calls, expected)
+                if not math.isfinite(sensitivities[name]):
+                    raise ValueError(not_finite(name))
     finally:
         for name, attn in running.items():
             attn.set_processor(shared[name])
@@ -369,7 +375,8 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
         run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
 
     Raises:
-        ValueError: if the model is not patched or has no output norm, or ``run`` did not reach every layer.
+        ValueError: if the model is not patched or has no output norm, ``run`` did not reach every layer, or one returns
+            NaN or infinity there.
     """
     refuse_language(model, "calibrate_output_norm()")
     check_run(run)
@@ -410,6 +417,9 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     with _removed_after(hooks), mhla_disabled(model):
         run()
     check_reached(layers, counts)
+    for name, total in squares.items():
+        if not bool(total.isfinite().all()):
+            raise ValueError(not_finite(name))
     for name, (_, layer) in layers.items():
         if layer.output_norm is not None:
             layer.output_norm.copy_((squares[name] / counts[name]).sqrt())

@@ -241,9 +241,9 @@ def test_refused_choices_leave_the_model_alone(settings, error, value):
         layer_sensitivity(model, run_of(model, "wan"))
 
 
-@pytest.mark.parametrize("measure", [mhla.calibrate_sparse, mhla.audit])
+@pytest.mark.parametrize("measure", [mhla.calibrate_sparse, mhla.audit, calibrate_output_norm, layer_sensitivity])
 def test_a_run_with_nan_is_refused_and_the_layer_named(measure):
-    model = patched("wan", sparse="content", density=0.25, block_size=4, fit_pooled_bias=False)
+    model = patched("wan", sparse="content", density=0.25, block_size=4, fit_pooled_bias=False, output_norm=True)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     arguments = inputs("wan")
     arguments["hidden_states"] = arguments["hidden_states"] * float("nan")
