@@ -277,8 +277,15 @@ class Patched:
         """Let the transformer attend as before the patch within the context, in this thread, with the same weights."""
         processors = {id(attn.processor): attn.processor for attn in attentions_of(self.transformer).values()}
         switched = [one for one in processors.values() if isinstance(one, MHLAProcessor)]
-        with call_context(off=(*current().off, *switched)):
+        enter(current()._replace(off=(*current().off, *switched)))
+        try:
             yield
+        finally:  # takes out its own alone, as contexts of generators may end in any order
+            off = list(current().off)
+            for one in switched:
+                if one in off:
+                    off.remove(one)
+            enter(current()._replace(off=tuple(off)))
 
     def _check_processors(self) -> None:
         """Look whether patched attentions still run MHLA, which something else may have changed.

@@ -52,6 +52,17 @@ def test_disabled_within_the_context_only(name):
     assert torch.equal(output(model, inputs(name)), found)
 
 
+def test_disabled_contexts_end_in_any_order():
+    model = patched("wan")
+    first, second = mhla.mhla_disabled(model), mhla.mhla_disabled(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not find_patched(model)["transformer"].running_attentions()
+    second.__exit__(None, None, None)
+    assert find_patched(model)["transformer"].running_attentions()
+
+
 def test_removal_while_switched_off_stays_removed():
     model, expected = patched("wan"), output(FAMILIES["wan"].build(), inputs("wan"))
     with mhla.mhla_disabled(model):
