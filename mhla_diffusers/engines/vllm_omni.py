@@ -123,7 +123,8 @@ class MHLAImpl(AttentionImpl):
             prefix=prefix,
             qkv_layout=qkv_layout,
             role=role,
-            **extra_impl_args,
+            # nobody selected it, so that it may do without its kernel where that does not fit
+            **{**extra_impl_args, "backend_explicit": False},
         )
         self.attention = engine_attention()
         self.is_cross = role == "cross"
@@ -156,7 +157,8 @@ class MHLAImpl(AttentionImpl):
             (B, N, H, D) in the type of ``query``; zero for tokens that are padding.
         """
         output = None
-        if not self.is_cross:
+        # the role of some models' cross-attention has a name of their own, such as "longcat_video.avatar_audio"
+        if not self.is_cross and query.shape[1] == key.shape[1]:
             output = self._sparse(query, key, value, attn_metadata or AttentionMetadata())
         return self.dense.forward(query, key, value, attn_metadata) if output is None else output
 
