@@ -9,6 +9,7 @@ model, where ``load_mhla`` puts it.
 import logging
 import math
 import os
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,10 @@ class EngineSettings:
     """Sequences of fewer tokens stay dense, since there sparse attention gains next to nothing."""
 
     def __post_init__(self) -> None:
+        check(
+            isinstance(self.config, MHLAConfig),
+            f"config={self.config!r} must be settings, such as MHLAConfig(blocks=(1,), sparse='content', density=0.1).",
+        )
         found = {"sparse": self.config.sparse, "layers": self.config.layers}
         found |= {name: getattr(self.config, name) for name in _OF_WEIGHTS}
         wanted = {"sparse": "content", "layers": "all", **_OF_WEIGHTS}
@@ -66,10 +71,13 @@ class EngineSettings:
             "cannot run there. Run it in diffusers with load_mhla(pipe, ...), or give the engine sparse='content' "
             "settings such as density, order and block_size; layers that stay dense are softmax_layers.",
         )
-        for layer in self.softmax_layers:
-            check(isinstance(layer, int) and layer >= 0, f"softmax_layers={self.softmax_layers} must count from 0.")
+        layers: Any = self.softmax_layers
         check(
-            isinstance(self.min_tokens, int) and self.min_tokens >= 0,
+            isinstance(layers, tuple | list) and all(type(layer) is int and layer >= 0 for layer in layers),
+            f"softmax_layers={layers!r} must be numbers of layers from 0, such as (0, 1).",
+        )
+        check(
+            type(self.min_tokens) is int and self.min_tokens >= 0,
             f"min_tokens={self.min_tokens!r} must be a number of tokens such as 4096, or 0 for any sequence.",
         )
 
@@ -129,6 +137,7 @@ class EngineAttention:
         """Attentions in the present step."""
         self._per_step = 0
         """Attentions in a whole step; 0 while none has ended."""
+        self._end: weakref.finalize[Any, Any] | None = None
 
     def attend(
         self,
@@ -204,6 +213,17 @@ class EngineAttention:
         self._in_step += 1
         if step.index == step.count - 1 and self._in_step == self._per_step:
             self.end_of_call()
+
+    def end_with(self, owner: object) -> None:
+        """Log the line of the present call when an object is gone, or the next call comes with another.
+
+        For calls whose last step cannot be told: of one step, or of a number of steps that is unknown.
+        """
+        waiting = self._end.peek() if self._end is not None else None
+        if waiting is None or waiting[0] is not owner:
+            if self._end is not None:
+                self._end()
+            self._end = weakref.finalize(owner, self.end_of_call)
 
     def end_of_call(self) -> None:
         """Log how many attentions were sparse since the last call of the model, and why the others were not."""

@@ -164,7 +164,7 @@ class SparseImplementation:
             _grid(),
             extra=self.extra,
             layer=self.layer,
-            step=_step(),
+            step=_step(self.attention),
             obstacle=obstacle or self.obstacle,
         )
 
@@ -240,7 +240,7 @@ def _grid() -> tuple[int, ...] | None:
     return tuple(size // length for size, length in zip(shape[2:], patch, strict=True))
 
 
-def _step() -> Step | None:
+def _step(attention: EngineAttention) -> Step | None:
     """Return the denoising step of the request; None outside of denoising."""
     from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context_or_none
 
@@ -249,4 +249,6 @@ def _step() -> Step | None:
         return None
     batch = context.forward_batch
     count = batch.num_inference_steps if batch.timesteps is None else len(batch.timesteps)
+    if count == 1:
+        attention.end_with(batch)
     return Step(int(context.current_timestep), count)

@@ -7,7 +7,6 @@ engine. ``DIFFUSION_ATTENTION_BACKEND=MHLA`` selects the backend, and the ``MHLA
 
 import atexit
 import math
-import weakref
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,7 @@ from vllm_omni.diffusion.attention.backends.abstract import AttentionBackend, At
 from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
 from vllm_omni.diffusion.attention.selector import HEAD_SIZE_UNKNOWN, get_attn_backend_for_role
 from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
-from vllm_omni.diffusion.forward_context import ForwardContext, get_forward_context, is_forward_context_available
+from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
 from ..attention.layout import Extra
 from ..config import Step, check
@@ -231,12 +230,6 @@ def _step(attention: EngineAttention) -> tuple[Step | None, str]:
         f"MHLA_SOFTMAX_STEPS={first_steps} is a share of a number of steps that this model does not tell its "
         "attention; give a number of steps such as MHLA_SOFTMAX_STEPS=4.",
     )
-    if count is None:
-        _end_call_with(context, attention)
+    if count in (None, 1):
+        attention.end_with(context)
     return Step(context.denoise_step_idx, count or 0), ""
-
-
-def _end_call_with(context: ForwardContext, attention: EngineAttention) -> None:
-    """Log the line of a call when its context ends, since no step is known to be the last."""
-    if not hasattr(context, "mhla_end"):
-        context.mhla_end = weakref.finalize(context, attention.end_of_call)

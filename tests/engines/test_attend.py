@@ -1,6 +1,7 @@
 """The attention that engines call: equal to the operator, dense where it has to be, and never in silence."""
 
 import logging
+import math
 import re
 
 import pytest
@@ -75,6 +76,41 @@ def test_a_call_that_was_stopped_is_told_when_the_next_begins(caplog):
     for index in (0, 1, 0):
         engine.attend(*tensors(), GRID, step=Step(index, 9))
     assert [record.getMessage() for record in caplog.records] == ["MHLA: sparse in 2 of 2 attentions"]
+
+
+def test_calls_of_one_step_end_with_an_object_of_the_engine(caplog):
+    """Of two forwards, as under guidance, there is one line; also where the object of before stays."""
+    caplog.set_level(logging.INFO)
+    engine, kept = attention(), []
+    for lives_on in (False, True, False):
+        owner = attention()
+        kept += [owner] * lives_on
+        for layer in (0, 1, 0, 1):
+            engine.end_with(owner)
+            engine.attend(*tensors(), GRID, layer=layer, step=Step(0, 1))
+        del owner
+    assert [record.getMessage() for record in caplog.records] == ["MHLA: sparse in 4 of 4 attentions"] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"config": {"density": 0.1}}, "config=.*0.1"),
+        ({"softmax_layers": 3}, "softmax_layers=3"),
+        ({"softmax_layers": (True,)}, "softmax_layers=.*True"),
+        ({"min_tokens": True}, "min_tokens=True"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(settings, words):
+    with pytest.raises(ValueError, match=words):
+        EngineSettings(**settings)
+
+
+@pytest.mark.parametrize("grid", [(0, 8), (-4, -64)])
+def test_a_grid_without_tokens_is_refused_by_name(grid):
+    with pytest.raises(ValueError, match=re.escape(f"grid={grid}")) as error:
+        attention().attend(*tensors(), grid, extra=(256 - math.prod(grid), 0))
+    assert "clamp_blocks" not in str(error.value)
 
 
 @pytest.mark.parametrize(
