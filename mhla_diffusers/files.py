@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SMALL = 2**20
 """Bytes up to which a file is hashed to tell whether it has changed; of a larger one size and time count."""
 
@@ -234,6 +235,23 @@ def content_of(path: Path) -> str | None:
         what = file_hash(file) if status.st_size <= _SMALL else f"{status.st_size} {status.st_mtime_ns}"
         digest.update(f"{name} {what}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def weights_of(folder: Path) -> str | None:
+    """Identify the weights in a folder, wherever it is copied to: by small files, and by 64 parts of each large one.
+
+    Returns:
+        A short hash; None if there are no weights, as where the folder is one on the Hub.
+    """
+    digest, files = hashlib.sha256(), [x for x in visible_files(folder).values() if x.suffix in _WEIGHT_SUFFIXES]
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for start in range(0, size, max(size // 64, _SMALL // 64)):
+                stream.seek(start)
+                digest.update(stream.read(_SMALL // 64))
+    return digest.hexdigest()[:16] if files else None
 
 
 def check_hash(file: Path, expected: str, noted_in: str) -> None:

@@ -47,7 +47,8 @@ class CacheIndex:
     Args:
         folder: of the cache.
         header: what it is made with: ``family``, class and configuration of ``vae`` and ``text_encoder`` as text, the
-            content of all ``weights`` or None where that is unknown, and ``settings`` of the encoding.
+            content of all ``weights`` and of ``vae_weights`` and ``text_encoder_weights``, each None where it is
+            unknown, and ``settings`` of the encoding.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
@@ -87,6 +88,11 @@ class CacheIndex:
 
 def _way_out(folder: Path) -> str:
     return f"Delete {folder} and make it again with mhla encode or mhla synthesize."
+
+
+def _is_same(name: str, made: Any, wanted: Any) -> bool:
+    """Compare what a header says; weights of the Hub are unknown, and so are those of parts in older caches."""
+    return bool(made == wanted or (name.endswith("weights") and None in (made, wanted)))
 
 
 class LatentCache:
@@ -148,13 +154,13 @@ class LatentCache:
 
         Args:
             model: its name, for messages.
-            header: family, autoencoder and text encoder of the model.
+            header: family, autoencoder and text encoder of the model, and the content of their weights.
             with_picture: whether videos begin with a picture in its pipeline; None if that is not known.
         """
-        for what in ("family", "vae", "text_encoder"):
-            made, wanted = self.index.header[what], header[what]
+        for what in ("family", "vae", "text_encoder", "vae_weights", "text_encoder_weights"):
+            made, wanted = self.index.header.get(what), header[what]
             check(
-                made == wanted,
+                _is_same(what, made, wanted),
                 f"The cache {self.folder} was made with {what}={made!r}, but {model} has {wanted!r}. Encode the data "
                 f"again with mhla encode --model {model}.",
             )
@@ -205,8 +211,10 @@ class CacheWriter:
             there, here = ({**one, **one["settings"], "settings": None} for one in (self.index.header, header))
             for name in here | there:  # a setting may be in one of them alone
                 made, wanted = there.get(name), here.get(name)
-                fits = made == wanted or (name == "weights" and None in (made, wanted))  # of the Hub
-                check(fits, f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.")
+                check(
+                    _is_same(name, made, wanted),
+                    f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.",
+                )
         self._shard_bytes = shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: list[CachedSample] = []

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ...config import check
 from ...families import Clip, Sample, TrainedFamily, trained_family
-from ...files import content_of, folder_for_results
+from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
@@ -147,9 +147,11 @@ def synthesize(
 
 
 def model_header(model: str, family: TrainedFamily) -> dict[str, Any]:
-    """Make the header of a cache for a model, without settings; reads none of its weights."""
-    parts = {name: component_identity(model, name) for name in ("vae", "text_encoder")}
-    return {"family": family.name, **parts, "weights": content_of(Path(model)), "settings": {}}
+    """Make the header of a cache for a model, without settings; loads none of its weights."""
+    names = ("vae", "text_encoder")
+    parts = {name: component_identity(model, name) for name in names}
+    parts_weights = {f"{name}_weights": weights_of(Path(model, name)) for name in names}
+    return {"family": family.name, **parts, **parts_weights, "weights": content_of(Path(model)), "settings": {}}
 
 
 def _writer(

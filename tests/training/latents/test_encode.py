@@ -1,3 +1,4 @@
+import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -162,6 +163,14 @@ def test_cache_of_another_model_or_clip_is_refused(wan: tuple[Any, str], videos:
     cache, (other, name) = LatentCache(tmp_path / "cache"), _saved(wan_pipeline(latent_channels=8), tmp_path)
     with pytest.raises(ValueError, match=rf"vae='AutoencoderKLWan \(configuration \w+\)', but {name}"):
         cache.check_made_for(name, model_header(name, get_family(other.transformer)))
+    copied = shutil.copytree(model, tmp_path / "copied")
+    cache.check_made_for(str(copied), header := model_header(str(copied), get_family(other.transformer)))
+    for part in ("vae", "text_encoder"):
+        _flipped(next((copied / part).glob("*.safetensors")))
+        with pytest.raises(ValueError, match=f"{part}_weights='.*mhla encode"):
+            cache.check_made_for(str(copied), model_header(str(copied), get_family(other.transformer)))
+        cache.index.header[f"{part}_weights"] = None  # of the Hub
+    cache.check_made_for(str(copied), header)
     cache.check_cut_as(Clip(5, 8.0, ((64, 32), (32, 32))))
     for clip, difference in {
         Clip(9, 8.0, ((32, 32),)): "frames=5, .*frames=9",
