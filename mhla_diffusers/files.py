@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from io import StringIO
 from pathlib import Path
@@ -319,12 +319,26 @@ def read_json(file: Path) -> Any:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is damaged.
+        ValueError: it is damaged, or a key is given twice.
     """
+    text = read_text(file)
     try:
-        return json.loads(read_text(file))
-    except json.JSONDecodeError as error:
+        return json.loads(text, object_pairs_hook=_unique)
+    except ValueError as error:
         raise ValueError(f"{file} is no readable JSON file: {error}.") from error
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON; ValueError if a key is given twice."""
+    check_unique([name for name, _ in pairs])
+    return dict(pairs)
+
+
+def check_unique(names: Sequence[str]) -> None:
+    """Raise ValueError if a name is given twice."""
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is given twice; keep one of them")
 
 
 def read_checked_json(file: Path) -> dict[str, Any]:
@@ -345,9 +359,13 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a row has more values than columns, as where a text with a comma is not in quotation marks.
+        ValueError: two columns of one name, or a row with more values than columns, as where a text with a comma is not in quotation marks.
     """
     rows = csv.DictReader(StringIO(read_text(file)))
+    try:
+        check_unique(rows.fieldnames or ())
+    except ValueError as error:
+        raise ValueError(f"{file}: the column {error}.") from error
     found: list[dict[str, str | None]] = []
     for number, row in enumerate(rows, start=1):
         columns = len(rows.fieldnames or ())
@@ -366,15 +384,15 @@ def read_json_lines(file: Path) -> list[Any]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is empty or damaged; the message names the line.
+        ValueError: it is empty or damaged, or a key is given twice; the message names the line.
     """
     values = []
     # not splitlines(), which also splits at characters that JSON may contain
     for number, line in enumerate(read_text(file).split("\n"), start=1):
         if line.strip():
             try:
-                values.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                values.append(json.loads(line, object_pairs_hook=_unique))
+            except ValueError as error:
                 raise ValueError(f"Line {number} of {file} is no JSON: {error}.") from error
     if not values:
         raise ValueError(f"{file} is empty.")
