@@ -15,11 +15,11 @@ from tempfile import NamedTemporaryFile
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..files import write_tensors
+from ..files import content_of, write_tensors
 from ..reporting import show_progress
 from .extractors import Extractor, FeatureExtractor, ImageFeatures
 from .images import Images, npz_errors
-from .metrics import frechet_distance, inception_score, kernel_distance, moments, precision_recall
+from .metrics import frechet_distance, inception_score, is_covariance, kernel_distance, moments, precision_recall
 
 _KEPT_FEATURES = 10_000
 """Number of reference features for precision, recall and KID, as in the ADM suite."""
@@ -154,7 +154,7 @@ def reference_statistics(reference: Path, extractor: Extractor, batch_size: int 
 
     Raises:
         FileNotFoundError: no such reference.
-        ValueError: damaged images, or published statistics that are damaged or not finite.
+        ValueError: damaged images, or published statistics that are damaged, not finite or no covariance.
         OSError: statistics cannot be written beside the reference.
     """
     import numpy
@@ -163,18 +163,24 @@ def reference_statistics(reference: Path, extractor: Extractor, batch_size: int 
     if reference.suffix == ".npz" and zipfile.is_zipfile(reference):
         with npz_errors(reference), numpy.load(reference, allow_pickle=False) as content:
             pairs = [pair for pair in (("mu", "sigma"), ("mu_s", "sigma_s")) if {*pair} <= set(content.files)]
-            found = {name: torch.from_numpy(content[name].astype(numpy.float64)) for pair in pairs for name in pair}
+            arrays = {name: content[name] for pair in pairs for name in pair}
+            complex_ones = [name for name, array in arrays.items() if numpy.iscomplexobj(array)]
+            if complex_ones:
+                raise ValueError(f"{complex_ones[0]} is complex")
+            found = {name: torch.from_numpy(array.astype(numpy.float64)) for name, array in arrays.items()}
             has_images = "arr_0" in content.files
         for name, values in found.items():
             if not values.isfinite().all():
                 raise ValueError(f"{name} of {reference} has values that are not finite; get the statistics again.")
+            if name.startswith("sigma") and not is_covariance(values):
+                raise ValueError(f"{name} of {reference} is no covariance, symmetric without negative eigenvalues.")
         published = found if "mu" in found else {}
         if published and not has_images:
             return published
     images, file = Images(reference), statistics_file(reference, extractor.name)
     if (remark := images.remark()) is not None:
         warnings.warn(remark, stacklevel=2)
-    made_of = {"extractor": f"{extractor.name} {extractor.fingerprint}", "fingerprint": images.fingerprint()}
+    made_of = {"extractor": f"{extractor.name} {extractor.fingerprint}", "fingerprint": str(content_of(reference))}
     found = {}
     if file.is_file():
         with suppress(SafetensorError), safe_open(file, "pt") as opened:

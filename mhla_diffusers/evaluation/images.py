@@ -1,6 +1,5 @@
 """Sets of images or videos: a folder of files, or the npz of the ADM suite. Read in batches, never whole."""
 
-import hashlib
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -100,15 +99,6 @@ class Images:
         more = f" and {len(self.left_out) - _SHOWN_NAMES} more" if len(self.left_out) > _SHOWN_NAMES else ""
         return f"{self.path} is scored without {names}{more}: of its files {len(self)} belong to the set."
 
-    def fingerprint(self) -> str:
-        """Return a hash that changes when a file is added, removed, resized or written again."""
-        digest = hashlib.sha256()
-        root = self.path if self._files else self.path.parent
-        for file in self._files or [self.path]:
-            status = file.stat()
-            digest.update(f"{file.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
-        return digest.hexdigest()
-
 
 def check_batch_size(size: int) -> None:
     """Raise ValueError unless a batch holds a sample."""
@@ -174,8 +164,8 @@ def _open_array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
             read = npy.read_array_header_1_0 if npy.read_magic(stream) == (1, 0) else npy.read_array_header_2_0
             shape, column_major, dtype = read(stream)
         with stream:
-            if dtype != "uint8" or len(shape) != 4 or shape[3] != 3 or column_major:
-                raise ValueError(f"{path} must hold arr_0 as uint8 (n, H, W, 3), got {dtype} {shape}.")
+            if dtype != "uint8" or len(shape) != 4 or shape[3] != 3 or column_major or 0 in shape:
+                raise ValueError(f"{path} must hold images, arr_0 as uint8 (n, H, W, 3), got {dtype} {shape}.")
             yield stream, tuple(shape)
 
 

@@ -9,6 +9,8 @@ Moments = tuple[torch.Tensor, torch.Tensor]
 
 _CHUNK = 1000
 """Features per computation, so that memory does not grow with their number."""
+_ROUNDING = 1e-3
+"""Share of the largest value that counts as rounding in statistics."""
 
 
 def moments(features: torch.Tensor) -> Moments:
@@ -63,6 +65,14 @@ def frechet_distance(first: torch.Tensor | Moments, second: torch.Tensor | Momen
         factors.append(vectors[:, kept] * values[kept].sqrt())
     overlap = torch.linalg.svdvals(factors[0].T @ factors[1]).sum()
     return float((mean - other_mean).square().sum() + covariance.trace() + other_covariance.trace() - 2 * overlap)
+
+
+def is_covariance(matrix: torch.Tensor) -> bool:
+    """Return whether a matrix (D, D) is symmetric and has no negative eigenvalues, up to rounding of float32."""
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        return False
+    smallest = -_ROUNDING * matrix.abs().max()
+    return bool((matrix - matrix.T).abs().max() <= -smallest and torch.linalg.eigvalsh(matrix)[0] >= smallest)
 
 
 def inception_score(probabilities: torch.Tensor, split: int = 5000) -> float:

@@ -1,6 +1,7 @@
 """Sets of images against each other, with features that need no weights."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -54,6 +55,12 @@ def test_reference_statistics_lie_beside_the_data_and_are_used(folders):
         return blocks(images)
 
     assert measure_images(*folders, Extractor(only_the_samples, "blocks", "")) == pytest.approx(before)
+    first, second, *_ = sorted(folders[1].iterdir())
+    times = {path: path.stat() for path in (first, second)}
+    assert times[first].st_size == times[second].st_size
+    first.write_bytes(second.read_bytes())  # as tar writes it, with the time of before
+    os.utime(first, ns=(times[first].st_atime_ns, times[first].st_mtime_ns))
+    assert measure(*folders)["fid"] != before["fid"]
     write_pictures(folders[1], 20, seed=5, brightness=20)
     assert measure(*folders)["fid"] > 1.5 * before["fid"]
 
@@ -97,14 +104,16 @@ def flipped(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("wrong", ["mu", "sigma", "mu_s", "objects", "flipped"])
-def test_published_statistics_that_are_no_finite_numbers_are_refused(folders, tmp_path, wrong):
+@pytest.mark.parametrize("wrong", ["mu", "sigma", "mu_s", "objects", "flipped", "negative", "skew", "complex"])
+def test_published_statistics_that_are_none_are_refused(folders, tmp_path, wrong):
     arrays = dict(zip(("mu", "sigma", "mu_s", "sigma_s"), 2 * moments(features_of(folders[1])), strict=True))
     arrays, file = {name: values.numpy() for name, values in arrays.items()}, tmp_path / "published.npz"
     if wrong in arrays:
         arrays[wrong].flat[1] = numpy.nan
     if wrong == "objects":
         arrays["mu"] = numpy.array([None, *arrays["mu"][1:]])
+    changed = {"negative": lambda x: -x, "skew": numpy.tril, "complex": lambda x: x + 1j * x}
+    arrays["sigma"] = changed.get(wrong, numpy.array)(arrays["sigma"])
     numpy.savez(file, **arrays)
     if wrong == "flipped":
         flipped(file)

@@ -37,12 +37,16 @@ def test_what_holds_no_images_is_refused(tmp_path):
     numpy.savez(tmp_path / "floats.npz", numpy.zeros((2, 4, 4, 3)))
     numpy.savez(tmp_path / "objects.npz", numpy.array([None]))
     numpy.savez(tmp_path / "other.npz", images=numpy.zeros(3))
+    numpy.savez(tmp_path / "none.npz", numpy.zeros((0, 4, 4, 3), numpy.uint8))
+    numpy.savez(tmp_path / "flat.npz", numpy.zeros((2, 0, 4, 3), numpy.uint8))
     for name, error, message in (
         ("absent", FileNotFoundError, "no images at"),
         ("empty", FileNotFoundError, "holds no images"),
         ("text.npz", ValueError, "no readable npz file"),
         ("objects.npz", ValueError, r"object \(1,\)"),
         ("floats.npz", ValueError, r"float64 \(2, 4, 4, 3\)"),
+        ("none.npz", ValueError, r"uint8 \(0, 4, 4, 3\)"),
+        ("flat.npz", ValueError, r"uint8 \(2, 0, 4, 3\)"),
         ("other.npz", ValueError, "no array arr_0, only images.npy"),
     ):
         with pytest.raises(error, match=message):
