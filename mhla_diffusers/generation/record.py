@@ -4,6 +4,7 @@ Torch is imported where it is used, because ``mhla eval --help`` imports this fi
 """
 
 import errno
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,15 +40,27 @@ def write_sample_list(samples: Sequence[Sample], folder: Path) -> None:
 
 
 def read_sample_list(folder: Path) -> list[Sample] | None:
-    """Read the list of a set; None if the folder has none."""
+    """Read the list of a set; None if the folder has none.
+
+    Raises:
+        ValueError: the list is damaged, or names a file twice or outside the folder.
+    """
     file = folder / SAMPLE_LIST
     if not file.is_file():
         return None
     try:
         entries = read_json(file)
-        return [Sample(str(x["file"]), str(x["text"]), x.get("image"), x.get("seed")) for x in entries]
+        samples = [Sample(str(x["file"]), str(x["text"]), x.get("image"), x.get("seed")) for x in entries]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is no list of samples with file and text.") from error
+    listed: set[str] = set()
+    for sample in samples:
+        path = os.path.normpath(sample.file)
+        if path in listed or Path(path).is_absolute() or path.split(os.sep)[0] == "..":
+            problem = "twice" if path in listed else "outside the folder"
+            raise ValueError(f"{file} lists {sample.file!r} {problem}; every sample needs a file of its own inside it.")
+        listed.add(path)
+    return samples
 
 
 def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:

@@ -41,6 +41,8 @@ def test_classes_are_balanced_or_drawn_and_prompts_numbered():
         (None, FileNotFoundError, "has no samples.json"),
         ([Sample("0000.png", "a"), Sample("0001.png", "a")], FileNotFoundError, "lacks 1 of 2 .* 0001.png"),
         ([], ValueError, "lists no samples"),
+        ([Sample("0000.png", "a"), Sample("./0000.png", "a")], ValueError, r"'\./0000.png' twice"),
+        ([Sample("../0000.png", "a")], ValueError, r"'\.\./0000.png' outside"),
     ],
 )
 def test_sets_that_are_not_whole_are_refused(tmp_path, listed, error, message):
