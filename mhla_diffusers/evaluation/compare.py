@@ -27,7 +27,8 @@ SCORE_FILES = ("scores.json", "vbench.json", "geneval.json")
 A list has the same items in the same order in every set, for example the loss of every held-out sample. Its mean is the
 score, and differences between sets are paired.
 """
-
+_NO_SCORES = ("extractor", "model")
+"""What mhla eval writes beside scores."""
 _FRECHET_RESAMPLES = 200
 _FRECHET_CHANNELS = 256
 """Maximum channels for bootstrapping the Fréchet distance; with Inception's 2048 it would take an hour."""
@@ -83,7 +84,7 @@ def read_variants(folders: Sequence[Path]) -> list[Variant]:
     if len(set(names)) < len(names):
         raise ValueError(f"The sets need different folder names, because rows are named after them; got {names}.")
     for first, second in pairwise(variants):
-        for name in ("family", "model", "seed", "settings"):
+        for name in ("family", "model", "model_content", "dtype", "seed", "settings"):
             one, other = first.choices.get(name), second.choices.get(name)
             if one != other:
                 raise ValueError(
@@ -147,18 +148,26 @@ def compare_sets(
 
 
 def known_scores(folder: Path) -> dict[str, torch.Tensor]:
-    """Read every score of :data:`SCORE_FILES`: name → float64 (n,), with n = 1 for a single number."""
+    """Read every score of :data:`SCORE_FILES`: name → float64 (n,), with n = 1 for a single number.
+
+    Raises:
+        ValueError: a damaged file, a value that is no score, or a score in two files.
+    """
     scores: dict[str, torch.Tensor] = {}
     for file in (folder / name for name in SCORE_FILES if (folder / name).is_file()):
         content = read_json(file)
         if not isinstance(content, dict):
             raise ValueError(f"{file} must map names to numbers.")
-        for name, value in ({"geneval": content["overall"]} if "overall" in content else content).items():
-            values = value if isinstance(value, list) else [value]
-            if isinstance(value, str):
+        if file.name == "geneval.json" and "overall" in content:
+            content = {"geneval": content["overall"]}
+        for name, value in content.items():
+            if name in _NO_SCORES:
                 continue
-            if not values or not all(isinstance(one, int | float) and math.isfinite(one) for one in values):
+            values = value if isinstance(value, list) else [value]
+            if not values or not all(type(one) in (int, float) and math.isfinite(one) for one in values):
                 raise ValueError(f"{file}: {name} must be a number or a list of numbers, all finite, got {value!r}.")
+            if name in scores:
+                raise ValueError(f"{file} holds {name}, which another file in {folder} holds too; rename one of them.")
             scores[name] = torch.tensor(values, dtype=torch.float64)
     return scores
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from mhla_diffusers.evaluation.compare import bootstrap, compare_sets, read_variants
+from mhla_diffusers.evaluation.compare import bootstrap, compare_sets, known_scores, read_variants
 from mhla_diffusers.evaluation.extractors import Extractor
 from mhla_diffusers.evaluation.images import Images
 from mhla_diffusers.evaluation.metrics import frechet_distance
@@ -201,14 +201,40 @@ def test_results_of_the_official_evaluators_are_included(tmp_path):
     assert second.scores == {"fid": 9.9}
 
 
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ('{"loss": true}', "loss .*True"),
+        ('{"loss": [0.5, false]}', "loss .*False"),
+        ('{"loss": "0.5"}', "loss .*'0.5'"),
+        ('{"loss": 1, "loss": 2}', "'loss' is given twice"),
+        ('{"quality": 1}', "quality, which another"),
+    ],
+)
+def test_scores_that_are_none_are_refused_with_their_file(tmp_path, content, value):
+    folder = write_set(tmp_path / "a", 128)
+    (folder / "vbench.json").write_text('{"quality": 84.2}')
+    (folder / "scores.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"(scores|vbench)\.json.*{value}"):
+        known_scores(folder)
+    (folder / "scores.json").write_text('{"overall": 3, "loss": 2, "extractor": "own"}')
+    assert known_scores(folder) == {"overall": 3, "loss": 2, "quality": 84.2}
+
+
 def test_sets_that_are_not_paired_are_refused(folders, tmp_path):
     other = write_set(tmp_path / "other", 128, seed=1)
+    choices = json.loads((folders[0] / "generation.json").read_text())
+    more = {name: write_set(tmp_path / name, 128) for name in ("model_content", "dtype")}
+    for name, folder in more.items():
+        (folder / "generation.json").write_text(json.dumps({**choices, name: "another"}))
     shorter = write_set(tmp_path / "shorter", 128)
     write_sample_list([Sample("0000.png", "class <0>")], shorter)
     for sets, message in (
         (folders[:1], "at least two"),
         ([folders[0], folders[0]], "different folder names"),
         ([folders[0], other], r"differ in seed \(0 and 1\)"),
+        ([folders[0], more["dtype"]], r"differ in dtype \(None and 'another'\)"),
+        ([folders[0], more["model_content"]], r"differ in model_content \(None and 'another'\)"),
         ([folders[0], shorter], "hold different samples"),
     ):
         with pytest.raises(ValueError, match=message):
