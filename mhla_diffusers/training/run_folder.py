@@ -82,7 +82,7 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return complete checkpoints, oldest first."""
-        return sorted((self.path / "checkpoints").glob("step-*"))
+        return _steps(self.path / "checkpoints")
 
     def find(self, resume: str | None) -> Path | None:
         """Return the checkpoint to resume from: "latest", a path, or None for a new run.
@@ -139,7 +139,7 @@ class RunFolder:
         """
         newer = [path for path in self.checkpoints() if step_of(path) > step]
         if newer:
-            newer += [path for path in (self.path / "samples").glob("step-*") if step_of(path) > step]
+            newer += [path for path in _steps(self.path / "samples") if step_of(path) > step]
             newer += [self.result] if self.result.is_dir() else []
             aside = next(place for number in count(1) if not (place := self.path / f"aside-{number}").exists())
             aside.mkdir()
@@ -189,6 +189,11 @@ class RunFolder:
 def step_of(folder: Path) -> int:
     """Return the step that a folder such as ``step-00000500`` is of."""
     return int(folder.name.removeprefix("step-"))
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Return the folders of steps in a folder, in order, without others such as a user's copy ``step-00000500.bak``."""
+    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
 
 
 def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensors]]:
@@ -241,7 +246,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _way_out(checkpoint: Path) -> str:
     """Say what to do instead of resuming from an unusable checkpoint."""
-    earlier = [path for path in sorted(checkpoint.parent.glob("step-*")) if path.name < checkpoint.name]
+    earlier = [path for path in _steps(checkpoint.parent) if path.name < checkpoint.name]
     if earlier:
         return f"Resume from an earlier one: --resume {earlier[-1]}"
     return "There is no earlier one beside it to resume from; start again in another output folder."

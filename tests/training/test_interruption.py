@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -79,6 +80,7 @@ def test_what_is_newer_than_the_step_resumed_from_is_moved_aside(tmp_path: Path)
     assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == [f"step-0000000{x}" for x in (3, 4, 5, 6)]
     assert min(kept.values()) > (aside / "checkpoints/step-00000006/weights.safetensors").stat().st_mtime_ns
     assert (aside / "result").is_dir() and len(read_metrics(aside / "metrics.jsonl")) == 6
+    shutil.copytree(first.with_name("step-00000004"), first.with_name("step-00000009.bak"))  # no checkpoint of ours
     train(tiny_wan(), wan_data(), config, resume="latest")
     assert not (tmp_path / "aside-2").exists()
 
