@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from io import StringIO
@@ -325,20 +326,20 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except ValueError as error:
-        raise ValueError(f"{file} is no readable JSON file: {error}.") from error
+        raise ValueError(f"{file} is no readable JSON file: {str(error).rstrip('.')}.") from error
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object of JSON; ValueError if a key is given twice."""
-    check_unique([name for name, _ in pairs])
+    check_unique([name for name, _ in pairs], "the key")
     return dict(pairs)
 
 
-def check_unique(names: Sequence[str]) -> None:
-    """Raise ValueError if a name is given twice."""
-    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+def check_unique(names: Sequence[str], what: str) -> None:
+    """Raise ValueError if a name is given twice; ``what`` begins the message."""
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise ValueError(f"{twice!r} is given twice; keep one of them")
+        raise ValueError(f"{what} {twice!r} is given twice; keep one of them.")
 
 
 def read_checked_json(file: Path) -> dict[str, Any]:
@@ -359,13 +360,11 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: two columns of one name, or a row with more values than columns, as where a text with a comma is not in quotation marks.
+        ValueError: two columns of one name, or a row with more values than columns, as where a text with a comma is not
+            in quotation marks.
     """
     rows = csv.DictReader(StringIO(read_text(file)))
-    try:
-        check_unique(rows.fieldnames or ())
-    except ValueError as error:
-        raise ValueError(f"{file}: the column {error}.") from error
+    check_unique(rows.fieldnames or (), f"{file}: the column")
     found: list[dict[str, str | None]] = []
     for number, row in enumerate(rows, start=1):
         columns = len(rows.fieldnames or ())
@@ -393,7 +392,7 @@ def read_json_lines(file: Path) -> list[Any]:
             try:
                 values.append(json.loads(line, object_pairs_hook=_unique))
             except ValueError as error:
-                raise ValueError(f"Line {number} of {file} is no JSON: {error}.") from error
+                raise ValueError(f"Line {number} of {file} is no JSON: {str(error).rstrip('.')}.") from error
     if not values:
         raise ValueError(f"{file} is empty.")
     return values

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..files import write_json
+from ..files import check_unique, write_json
 from ..generation.names import expand_options, pipeline_options, read_prompts, video_options
 from ..generation.record import Sample
 from ..reporting import show_progress, text_table
@@ -129,7 +129,7 @@ def compare_variants(
         list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; repeatable.")
     ] = None,
     similarity: Annotated[bool, typer.Option(help="PSNR, SSIM and LPIPS to the first set's samples.")] = True,
-    shown: Annotated[int, typer.Option(help="Samples side by side.")] = 6,
+    shown: Annotated[int, typer.Option(min=0, help="Samples side by side.")] = 6,
     device: _DEVICE = "cpu",
 ) -> None:
     """Compare variants in one report: scores, paired differences, the same samples side by side."""
@@ -141,6 +141,7 @@ def compare_variants(
 
     read_variants(sets)  # before a model is asked of the Hub
     scores: dict[str, SampleScore] = {}
+    check_unique([text.partition("=")[0] for text in score or ()], "--score")
     for text in score or ():
         name, separator, place = text.partition("=")
         if not separator:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json_lines, write_text
+from ..files import check_unique, read_json_lines, write_text
 from ..generation.record import Sample
 
 GENEVAL_SAMPLES = 4
@@ -35,9 +35,7 @@ def geneval_samples(entries: Sequence[Mapping[str, Any]]) -> list[Sample]:
 def write_geneval_metadata(entries: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write ``{prompt number}/metadata.jsonl``, which GenEval's evaluator reads beside the samples."""
     for place, entry in enumerate(entries):
-        file = folder / f"{place:05d}" / "metadata.jsonl"
-        if not file.is_file():
-            write_text(json.dumps(entry) + "\n", file)
+        write_text(json.dumps(entry) + "\n", folder / f"{place:05d}" / "metadata.jsonl")
 
 
 def geneval_score(results: str | Path) -> dict[str, float]:
@@ -47,13 +45,15 @@ def geneval_score(results: str | Path) -> dict[str, float]:
         Fraction of correct pictures per tag, and as ``overall`` the mean of the six, which must all be there.
     """
     right: dict[str, list[bool]] = {tag: [] for tag in TAGS}
-    for number, entry in enumerate(read_json_lines(Path(results))):
+    entries = read_json_lines(Path(results))
+    for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get("correct"), bool) or entry.get("tag") not in TAGS:
             raise ValueError(
                 f"Line {number + 1} of {results} is no result of GenEval: it needs correct (true or false) and a tag "
                 f"of {', '.join(TAGS)}."
             )
         right[entry["tag"]].append(entry["correct"])
+    check_unique([str(entry["filename"]) for entry in entries if "filename" in entry], f"{results}: the picture")
     missing = [tag for tag in TAGS if not right[tag]]
     if missing:
         raise ValueError(f"{results} has no pictures of {', '.join(missing)}; the score is the mean of all six tags.")

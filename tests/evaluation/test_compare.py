@@ -279,6 +279,8 @@ def test_command(tmp_path, monkeypatch):
         *("eval", "compare", *sets, "--reference", tmp_path / "real", "--output", tmp_path / "report"),
         *("--extractor", "tests.evaluation.pictures:blocks", "--score", f"brightness={plug}"),
     )
+    assert mhla("eval", "compare", *sets, "--shown", -1).exit_code == 2
+    assert "'a' is given twice" in str(mhla("eval", "compare", *sets, "--score", "a=x:y", "--score", "a=x:z").exception)
     assert shown.exit_code == 0, shown.output
     assert all(text in shown.output for text in ("softmax", "PSNR (dB) ↑", "SSIM ↑", "LPIPS is left out"))
     written = json.loads((tmp_path / "report" / "comparison.json").read_text())["variants"]["MHLA"]

@@ -32,7 +32,7 @@ def test_geneval_score_is_the_mean_of_six_tags(tmp_path):
     right = {"single_object": (3, 3), "two_object": (1, 2), "counting": (0, 5), "colors": (1, 1)}
     right |= {"position": (1, 4), "color_attr": (1, 4)}
     lines = [
-        {"tag": tag, "correct": number < good, "filename": "x"}
+        {"tag": tag, "correct": number < good, "filename": f"{tag}{number}"}
         for tag, (good, total) in right.items()
         for number in range(total)
     ]
@@ -46,4 +46,8 @@ def test_geneval_score_is_the_mean_of_six_tags(tmp_path):
     file.write_text('{"tag": "counting"}\n')
     with pytest.raises(ValueError, match="Line 1"):
         geneval_score(file)
+    file.write_text("".join(json.dumps(line) + "\n" for line in (*lines, lines[4])))
+    with pytest.raises(ValueError, match="'two_object1' is given twice"):
+        geneval_score(file)
+    file.write_text('{"tag": "counting"}\n')
     assert "Line 1" in str(mhla("eval", "geneval", file).exception)

@@ -109,12 +109,13 @@ def test_prompts_come_from_a_file(tmp_path):
 
 
 def test_geneval_s_evaluator_finds_what_it_reads(tmp_path):
-    (tmp_path / "metadata.jsonl").write_text('{"tag": "counting", "prompt": "a seven"}\n')
-    made = samples(
-        *("geneval", tmp_path / "out", tmp_path / "metadata.jsonl", "--family", "dit", *FAST, "--batch-size", "4")
-    )
-    assert made.exit_code == 0, made.output
-    assert json.loads((tmp_path / "out" / "00000" / "metadata.jsonl").read_text())["tag"] == "counting"
+    for tag in ("colors", "counting"):
+        (tmp_path / "metadata.jsonl").write_text(json.dumps({"tag": tag, "prompt": "a seven"}) + "\n")
+        made = samples(
+            *("geneval", tmp_path / "out", tmp_path / "metadata.jsonl", "--family", "dit", *FAST, "--batch-size", "4")
+        )
+        assert made.exit_code == 0, made.output
+        assert json.loads((tmp_path / "out" / "00000" / "metadata.jsonl").read_text())["tag"] == tag
     assert len(list((tmp_path / "out" / "00000" / "samples").glob("000?.png"))) == 4
 
 

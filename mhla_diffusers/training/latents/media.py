@@ -8,6 +8,7 @@ damage do not name the sample.
 import hashlib
 import json
 import logging
+import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -133,7 +134,7 @@ def _metadata(folder: Path) -> dict[str, str] | None:
         if "file_name" not in names or key is None:
             has = ", ".join(map(str, names)) or repr(row)
             raise ValueError(f"{file} must have file_name and text in every row; a row has {has}.")
-        name, caption = str(Path(str(row["file_name"]))), "" if row[key] is None else row[key]
+        name, caption = os.path.normpath(str(row["file_name"])), "" if row[key] is None else row[key]
         check(name not in captions, f"Row {number} of {file} names {name}, as an earlier row does; keep one of them.")
         check(
             type(caption) in (str, int),
