@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from ..families.styles import takes_picture
@@ -131,9 +132,12 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
         OSError: the output folder is not writable or another run has it, raised before anything is loaded; or writing a
             file failed.
         ValueError: a setting that the pipeline does not take, an invalid prompt, a model of another family, a patch
-            that is unknown or does not fit, or a folder with files made with other choices.
+            that is unknown or does not fit, a folder with files made with other choices, or a result that is not
+            finite.
         ImportError: imageio is missing, which videos need.
     """
+    from diffusers.image_processor import VaeImageProcessor
+
     with folder_for_results(config.output, lock=process == 0):
         config.check()
         _check_folder(config)
@@ -156,10 +160,17 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
             ]
             image = batch[0].image
             picture = {} if image is None else {"image": read_picture(Path(image))}
-            results = config.call(pipe, [sample.text for sample in batch], noise, **picture)
+            results = config.call(pipe, [sample.text for sample in batch], noise, output_type="np", **picture)
             if not start:  # just before the first file, so that a failing run leaves nothing
                 _record(config)
             for sample, result in zip(batch, results, strict=True):
+                if not numpy.isfinite(result).all():
+                    raise ValueError(
+                        f"{type(pipe).__name__} returns values that are not finite for {sample.text!r} with dtype "
+                        f"{config.dtype} and settings {config.settings}; use another dtype, settings or weights."
+                    )
+                if sample.file.endswith(".png"):
+                    (result,) = VaeImageProcessor.numpy_to_pil(result)
                 write_sample(result, config.output / sample.file, config.video_rate)
                 yield sample, True
         if not missing:

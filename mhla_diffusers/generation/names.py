@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import parse_yaml, read_csv, read_json_lines, read_text
+from ..files import check_unique, parse_yaml, read_csv, read_json_lines, read_text
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -55,7 +56,12 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse ``key=value`` arguments of the pipeline's call; values are YAML, and anything else is a ValueError."""
+    """Parse ``key=value`` arguments of the pipeline's call, each given once; values are YAML.
+
+    Raises:
+        ValueError: anything else.
+    """
+    check_unique([text.partition("=")[0] for text in texts], "Setting")
     settings = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -76,7 +82,7 @@ def parse_steps(text: str) -> int | float:
 
 
 def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings that a pipeline's ``__call__`` lacks or annotates with another type."""
+    """Raise ValueError for settings that a pipeline's ``__call__`` lacks or annotates otherwise, or not finite ones."""
     parameters = inspect.signature(pipeline.__call__, eval_str=True).parameters
     annotated = {name: _types(one.annotation) & _WRITABLE for name, one in parameters.items() if name not in _GIVEN}
     allowed = {name: types for name, types in annotated.items() if types}
@@ -96,6 +102,8 @@ def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name}={value!r} is of type {type(value).__name__}, but {pipeline.__name__} takes {names}."
             )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite.")
         if types == {int} and value < 1:  # integers of these pipelines are sizes and counts
             raise ValueError(f"{name}={value} must be 1 or more.")
 

@@ -1,5 +1,6 @@
 """YAML settings with ``key=value`` overrides, read into nested dataclasses and checked."""
 
+import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..config import check_names
-from ..files import parse_yaml, read_text
+from ..files import check_unique, parse_yaml, read_text
 
 Settings = TypeVar("Settings")
 
@@ -31,6 +32,7 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
     settings = parse_yaml(read_text(path), str(path))
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold named settings, got {settings!r}.")
+    check_unique([override.partition("=")[0] for override in overrides], "Override")
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -103,6 +105,8 @@ def as_plain(value: Any) -> Any:
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """Convert a value to the annotation ``kind``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{path}={value} must be finite.")
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):  # None or a name where allowed, else the other members
         kinds = get_args(kind)
@@ -127,9 +131,11 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return from_mapping(kind, value, f"{path}.") if make is None else make(value)
     if kind is float and isinstance(value, str | int) and not isinstance(value, bool):
         try:
-            return float(value)
+            number = float(value)
         except ValueError:
             pass
+        else:
+            return _convert(kind, number, path)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{path}={value!r} must be of type {kind.__name__}, got {type(value).__name__}.")
     return value

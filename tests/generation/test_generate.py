@@ -11,6 +11,7 @@ import torch
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
 from PIL import Image, ImageChops
+from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
 from mhla_diffusers.families.dit import DiTFamily, class_label
@@ -19,7 +20,7 @@ from mhla_diffusers.generation import PipelineChoice
 from mhla_diffusers.generation.generate import SampleSet, generate, name_of_prompt, plan_samples, read_picture
 from mhla_diffusers.generation.record import Sample
 from mhla_diffusers.patching import is_patched
-from mhla_diffusers.tiny import load_tiny, loading
+from mhla_diffusers.tiny import call_settings, load_tiny, loading
 
 from ..evaluation.pictures import mhla as in_process
 from ..evaluation.pictures import write_pictures
@@ -340,6 +341,18 @@ def test_a_folder_notices_base_weights_that_changed_at_their_path_and_another_fr
     made(video)
     with pytest.raises(ValueError, match="frames_per_second=.*, now 99"):
         made(replace(video, frames_per_second=99))
+
+
+@pytest.mark.parametrize(("family", "prompt"), [("dit", "3"), ("wan", "a seven")])
+def test_results_that_are_not_finite_are_refused_with_their_prompt(tmp_path, family, prompt):
+    shutil.copytree(loading.pipeline_folder(family), tmp_path / "model")
+    weights = next((tmp_path / "model" / "vae").glob("*.safetensors"))
+    save_file({name: value * torch.nan for name, value in load_file(weights).items()}, weights)
+    settings = {"num_inference_steps": 1} if family == "dit" else {**call_settings("wan"), "num_inference_steps": 1}
+    config = prompted(tmp_path / "made", prompt, family=family, model=str(tmp_path / "model"), settings=settings)
+    with pytest.raises(ValueError, match=f"not finite for '{prompt}'"):
+        made(config)
+    assert not list((tmp_path / "made").glob("0*"))
 
 
 def _shown(tmp_path: Path) -> str:

@@ -1,5 +1,7 @@
 """Files of prompts, and arguments of a pipeline's call, as users write them."""
 
+import math
+
 import pytest
 from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 
@@ -13,6 +15,8 @@ def test_settings_are_typed():
     for text, message in (("height", "'height' must look like"), ("x=[1", r"'x=\[1' is not valid YAML")):
         with pytest.raises(ValueError, match=message):
             parse_settings([text])
+    with pytest.raises(ValueError, match="'x' is given twice"):
+        parse_settings(["x=2", "y=2", "x=3"])
 
 
 def test_steps_are_a_number_or_a_part():
@@ -52,6 +56,7 @@ def test_settings_of_the_call_pass(pipeline, settings):
         (WanPipeline, {"height": None}, "height=None is of type NoneType"),
         (DiTPipeline, {"guidance_scale": "high"}, "guidance_scale='high' .* float"),
         (DiTPipeline, {"num_inference_steps": 0}, "num_inference_steps=0 must be 1 or more"),
+        (DiTPipeline, {"guidance_scale": math.inf}, "guidance_scale=inf"),
         (WanPipeline, {"num_frames": -1}, "num_frames=-1 must be 1 or more"),
     ],
 )

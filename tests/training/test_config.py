@@ -63,6 +63,10 @@ LORA = "{steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: 
         ("stages.0.objectives.transfer=0", "transfer"),
         ("stages.0.objectives.transfer=-1", "transfer=-1.0"),
         ("stages.0.mixing_learning_rate=0", "mixing_learning_rate=0.0"),
+        ("stages.0.learning_rate=.inf", "stages.0.learning_rate=inf"),
+        ("stages.0.mixing_learning_rate=.nan", "stages.0.mixing_learning_rate=nan"),
+        ("stages.0.objectives.transfer=inf", "stages.0.objectives.transfer=inf"),
+        ("weight_decay=.inf", "weight_decay=inf"),
         ("validation.samples=-1", "validation.samples=-1"),
         ("context_parallel.ring=0", "context_parallel.ring=0"),
         ("max_skipped=0", "max_skipped=0"),
@@ -86,6 +90,8 @@ def test_errors_name_the_setting(path: Path, override: str, message: str) -> Non
     with pytest.raises(ValueError, match=message):
         TrainingConfig.from_yaml(path, [override])
     assert TrainingConfig.from_yaml(path, [f"stages.1={LORA}"]).stages[1].lora_rank == 4
+    with pytest.raises(ValueError, match="'seed' is given twice"):
+        TrainingConfig.from_yaml(path, ["seed=1", "seed=2"])
 
 
 def test_missing_settings_and_file(path: Path) -> None:

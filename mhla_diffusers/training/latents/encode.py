@@ -1,6 +1,7 @@
 """Make a cache of latents: from files, or from prompts alone."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -102,13 +103,17 @@ def synthesize(
         seed: with the sample's number, determines the noise.
 
     Raises:
-        ValueError: no, empty or unknown prompts, a patched pipeline, sizes that the model cannot take, or a cache made
-            with other settings.
+        ValueError: no, empty or unknown prompts, a patched pipeline, sizes that the model cannot take, guidance or
+            latents that are not finite, or a cache made with other settings.
         OSError: the folder cannot be written, or another run has it.
     """
     check(
         not is_patched(pipe),
         "The pipeline is patched, but the latents must be the original model's; call remove_mhla() first.",
+    )
+    check(
+        0 <= guidance < math.inf,
+        f"guidance={guidance} must be finite and 0 or more; 1 is without guidance.",
     )
     check(steps >= 0, f"steps={steps} must be 1 or more, or 0 for prompts alone.")
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
@@ -137,6 +142,11 @@ def synthesize(
             if steps:
                 generator = generator_for(seed, "synthesize", number)
                 latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+                check(
+                    bool(latents.isfinite().all()),
+                    f"{model} makes latents that are not finite for {prompt!r}; use another precision, fewer or more "
+                    "steps, or another guidance.",
+                )
             else:
                 shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
                 latents = torch.zeros(shape, dtype=torch.uint8)

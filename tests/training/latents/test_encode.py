@@ -207,6 +207,15 @@ def test_what_cannot_be_synthesized_is_refused(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("guidance", [float("inf"), float("nan"), -5.0, 3.0])
+def test_guidance_and_latents_that_are_not_finite_are_refused(guidance: float, tmp_path: Path) -> None:
+    pipe, model = _saved(dit_pipeline(), tmp_path)
+    next(pipe.transformer.parameters()).data.fill_(torch.nan)
+    words = "not finite for 'dog'" if guidance == 3 else f"guidance={guidance}"
+    with pytest.raises(ValueError, match=words):
+        synthesize(pipe, model, ["dog"], tmp_path / "cache", IMAGE_CLIP, steps=1, guidance=guidance)
+
+
 def test_captions_that_are_no_class_are_refused_in_a_folder_and_skipped_in_a_shard(tmp_path: Path) -> None:
     pipe, model = _saved(dit_pipeline(), tmp_path)
     (tmp_path / "images").mkdir()
