@@ -142,11 +142,22 @@ class MHLALayer(nn.Module):
         return super().train(mode)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Load weights; with those of a trained layer MHLA over all blocks takes part."""
+        """Load weights; with a mixing matrix, λ or β that has learned MHLA over all blocks takes part.
+
+        Weights of a layer that was in training mode and learned nothing are those of a fresh one.
+        """
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        weight = self.linear_log_weight
-        if weight is not None and not weight.is_meta and bool((weight != self._first_log_weight).any()):
-            self.runs_linear = True
+        if self.runs_linear:
+            return
+        fresh = {
+            "mixing": initial_mixing(self.config.blocks, self.config.mixing_init),
+            "linear_log_weight": torch.tensor(self._first_log_weight),
+            "pooled_bias": torch.tensor(0.0),
+        }
+        for name, start in fresh.items():
+            loaded, own = state_dict.get(prefix + name), getattr(self, name)
+            if own is not None and loaded is not None and loaded.shape == own.shape and not own.is_meta:
+                self.runs_linear |= bool((loaded != start.to(loaded)).any())
 
     def forward(
         self,

@@ -155,9 +155,12 @@ def test_without_training_there_is_no_linear_branch():
     model.load_state_dict(state)
     assert torch.equal(models.output(model, arguments), off), "fresh weights"
     assert torch.equal(models.output(model.train().eval(), arguments), on)
-    other = patched("wan")[0]
-    other.load_state_dict(state | {name: x + 1 for name, x in state.items() if name.endswith("linear_log_weight")})
-    assert not torch.equal(models.output(other, arguments), off)
+    for learned in ("linear_log_weight", "mixing"):
+        other = patched("wan")[0]
+        other.load_state_dict({name: x.half() if "mhla" in name else x for name, x in state.items()})
+        assert not any(layer.runs_linear for layer in mhla_layers(other).values()), "rounded"
+        other.load_state_dict(state | {name: x + 1 for name, x in state.items() if name.endswith(learned)})
+        assert not torch.equal(models.output(other, arguments), off), learned
 
 
 def test_a_saved_patch_keeps_its_linear_branch(tmp_path):
