@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, read_text, write_json
+from ..files import content_of, read_json, read_text, write_json
 from ..generation.record import Sample
 
 FLICKERING = "temporal_flickering"
@@ -198,7 +198,7 @@ def run_vbench(
 
     Raises:
         FileNotFoundError, ValueError: a path, dimension or video that is not there, before any work; or an output
-            folder with results of other videos.
+            folder with results of other videos, or of others at the same path.
         VBenchError: VBench is not installed there, or failed in a dimension; run again to resume with that dimension.
     """
     unknown = [name for name in dimensions if name not in DIMENSIONS]
@@ -218,6 +218,10 @@ def run_vbench(
     def files_of(dimension: str) -> list[str]:
         return [video.file for video in suite_videos([entry for entry in entries if dimension in entry["dimension"]])]
 
+    def content_seen(dimension: str) -> list[str | None]:
+        place = flickering if dimension == FLICKERING and flickering is not None else videos
+        return [content_of(place / file) for file in files_of(dimension)]
+
     # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
     if flickering is not None and not any((flickering / file).is_file() for file in files_of(FLICKERING)):
         raise ValueError(
@@ -236,11 +240,18 @@ def run_vbench(
         )
     output.mkdir(parents=True, exist_ok=True)
     record, now = output / _RECORD_NAME, {name: str(folder.resolve()) for name, folder in folders.items()}
-    before = read_json(record) if record.is_file() else now
+    before: dict[str, Any] = read_json(record) if record.is_file() else {**now}
+    contents, seen = before.pop("contents", {}), {name: content_seen(name) for name in dimensions}
     if before != now:
         was, wanted = (", ".join(places.values()) for places in (before, now))
         raise ValueError(f"{output} holds results of {was}, not of {wanted}. Choose another output folder.")
-    write_json(now, record)
+    for name in dimensions:
+        if contents.get(name, seen[name]) != seen[name] and (output / f"{name}_eval_results.json").is_file():
+            raise ValueError(
+                f"{output} holds results of {name} for other videos than {videos} holds now. Choose another output "
+                f"folder, or remove {name}_eval_results.json to evaluate it again."
+            )
+    write_json({**now, "contents": {**contents, **seen}}, record)
     tried = subprocess.run([python, "-c", "import vbench"], capture_output=True, text=True, check=False)
     if tried.returncode:
         reason = (tried.stderr.strip().splitlines() or ["no message"])[-1]

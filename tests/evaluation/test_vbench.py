@@ -191,7 +191,14 @@ def test_missing_videos_are_named_before_any_work(given):
 
 
 def test_results_of_other_videos_are_not_mixed(given):
+    list(run_vbench(**{**given, "dimensions": ("scene",)}))
+    video = given["videos"] / "scene prompt-0.mp4"
+    (given["videos"] / "human_action prompt-0.mp4").write_bytes(b"new")
     list(run_vbench(**given))
+    video.write_bytes(b"new")
+    with pytest.raises(ValueError, match="results of scene for other videos"):
+        next(run_vbench(**given))
+    video.write_bytes(b"")
     other = given["videos"].rename(given["videos"].with_name("other"))
     with pytest.raises(ValueError, match="holds results of .*videos, not of .*other"):
         next(run_vbench(**{**given, "videos": other}))
