@@ -97,7 +97,7 @@ class EngineSettings:
         changes = {setting: _value(name, given[name]) for name, setting in _VARIABLES.items() if name in given}
         others: dict[str, Any] = {}
         if "MHLA_SOFTMAX_LAYERS" in given:
-            layers = given["MHLA_SOFTMAX_LAYERS"].split(",")
+            layers = filter(None, map(str.strip, given["MHLA_SOFTMAX_LAYERS"].split(",")))
             others["softmax_layers"] = tuple(_value("MHLA_SOFTMAX_LAYERS", layer) for layer in layers)
         if "MHLA_MIN_TOKENS" in given:
             others["min_tokens"] = _value("MHLA_MIN_TOKENS", given["MHLA_MIN_TOKENS"])
