@@ -57,7 +57,9 @@ def check_layout(
 
     ``is_causal``: whether they are those of a causal call, whose blocks are never clamped.
     """
-    grid, blocks = check_blocks(grid, "grid"), check_blocks(blocks, name)
+    if not isinstance(grid, Sequence) or isinstance(grid, str) or any(isinstance(x, float) for x in grid):
+        raise ValueError(f"grid={grid!r} must be a list of tokens, one per axis, for example (16, 16) or (21, 30, 52).")
+    grid, blocks = tuple(grid), check_blocks(blocks, name)
     if len(grid) != len(blocks):
         raise ValueError(
             f"{name}={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "

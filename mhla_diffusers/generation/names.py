@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import check_unique, parse_yaml, read_csv, read_json_lines, read_text
+from ..files import parse_yaml, read_csv, read_json_lines, read_text
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -61,7 +61,6 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: anything else.
     """
-    check_unique([text.partition("=")[0] for text in texts], "Setting")
     settings = {}
     for text in texts:
         name, separator, value = text.partition("=")

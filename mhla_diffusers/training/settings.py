@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..config import check_names
-from ..files import check_unique, parse_yaml, read_text
+from ..files import parse_yaml, read_text
 
 Settings = TypeVar("Settings")
 
@@ -32,7 +32,6 @@ def read_settings(cls: type[Settings], path: Path, overrides: Sequence[str] = ()
     settings = parse_yaml(read_text(path), str(path))
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold named settings, got {settings!r}.")
-    check_unique([override.partition("=")[0] for override in overrides], "Override")
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
