@@ -59,6 +59,9 @@ def check_layout(
     """
     if not isinstance(grid, Sequence) or isinstance(grid, str) or any(isinstance(x, float) for x in grid):
         raise ValueError(f"grid={grid!r} must be a list of tokens, one per axis, for example (16, 16) or (21, 30, 52).")
+    for count in grid:
+        if count < 1:
+            raise ValueError(f"grid={tuple(grid)} must hold positive integers, got {count!r}.")
     grid, blocks = tuple(grid), check_blocks(blocks, name)
     if len(grid) != len(blocks):
         raise ValueError(
