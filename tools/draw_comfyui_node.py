@@ -78,7 +78,6 @@ def main() -> None:
         text = f"{value:.3f}".rstrip("0").ljust(4, "0") if isinstance(value, float) else str(value)
         draw_widget(axes, first + ROW * row, one.id, text, isinstance(value, str) and not hasattr(one, "options"))
     figure.savefig(TARGET, dpi=144, facecolor=BACKGROUND)
-    print(f"{TARGET}: {TARGET.stat().st_size:,} bytes")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def mhla_attention(
         rope: "after": rotate φ(q) and φ(k), normaliser unrotated; "before": rotate q and k, then apply φ.
         normalize: divide by the normaliser. Without it the output grows with N and ``output_norm`` should fix it.
         eps: floor that the relu and elu+1 feature maps add.
-        key_mask: (B, N), bool (True takes part) or a weight in [0, 1] on φ(k), checked on CPU only. A sample of which
-            no key takes part gets 0, as from PyTorch's attention.
+        key_mask: (B, N), bool (True takes part) or weights in [0, 1] on φ(k); the range is checked on CPU only. A
+            sample whose keys are all masked gets 0, as from PyTorch's attention.
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
         output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
         linear_weight: λ, (H,): beside ``sparse`` or extra tokens, the weights of MHLA over all blocks are multiplied

@@ -57,11 +57,11 @@ def check_layout(
 
     ``is_causal``: whether they are those of a causal call, whose blocks are never clamped.
     """
-    if not isinstance(grid, Sequence) or isinstance(grid, str) or any(isinstance(x, float) for x in grid):
-        raise ValueError(f"grid={grid!r} must be a list of tokens, one per axis, for example (16, 16) or (21, 30, 52).")
-    for count in grid:
-        if count < 1:
-            raise ValueError(f"grid={tuple(grid)} must hold positive integers, got {count!r}.")
+    is_list = isinstance(grid, Sequence) and not isinstance(grid, str)
+    if not is_list or any(isinstance(x, float) or x < 1 for x in grid):
+        raise ValueError(
+            f"grid={grid!r} must be a list of positive integers, tokens per axis, for example (16, 16) or (21, 30, 52)."
+        )
     grid, blocks = tuple(grid), check_blocks(blocks, name)
     if len(grid) != len(blocks):
         raise ValueError(

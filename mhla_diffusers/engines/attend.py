@@ -167,6 +167,9 @@ class EngineAttention:
 
         Returns:
             (B, N, H, D) in the type of ``query``; None for dense attention, which is counted and logged.
+
+        Raises:
+            ValueError: an axis of the grid has no tokens.
         """
         if step is not None and step.index < self._step:
             self.end_of_call()

@@ -134,8 +134,8 @@ class MHLAImpl(AttentionImpl):
         elif not math.isclose(softmax_scale, head_size**-0.5, rel_tol=1e-4):
             self.obstacle = f"scores are scaled by {softmax_scale:.4g} instead of 1/sqrt({head_size})"
 
-    # The engine compiles the blocks of its models. Traced, the counts would stand still, and the step and the layer
-    # would be constants, so that every one of them compiled anew.
+    # The engine compiles the blocks of its models. Inside a graph the counters would not advance, and
+    # step and layer would be constants, so that each new value would recompile.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,

@@ -79,7 +79,7 @@ def test_a_call_that_was_stopped_is_told_when_the_next_begins(caplog):
 
 
 def test_calls_of_one_step_end_with_an_object_of_the_engine(caplog):
-    """Of two forwards, as under guidance, there is one line; also where the object of before stays."""
+    """Log one line for two forwards of a step, as under guidance, even if the previous request is still alive."""
     caplog.set_level(logging.INFO)
     engine, kept = attention(), []
     for lives_on in (False, True, False):

@@ -31,7 +31,7 @@ def backend():
 
 @pytest.fixture
 def settings(backend, monkeypatch):
-    """A function that sets the variables of the backend, as if the process began anew."""
+    """Return a function that sets the backend's variables as a new process would read them."""
 
     def forget():
         if backend.engine_attention.cache_info().currsize:
@@ -236,7 +236,7 @@ def test_wrong_variables_stop_the_engine_when_it_loads_a_model(settings):
 
 @pytest.mark.slow
 def test_compiled_blocks_count_and_attend_as_before(settings, lines):
-    """As many layers as compile anew if something of a layer or a step were a constant: torch stops at eight."""
+    """More layers than torch recompiles for (eight), so that a layer or step baked into a graph would be noticed."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
     from vllm_omni.diffusion.compile import regionally_compile
