@@ -31,7 +31,7 @@ _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate
 
 
 def print_info() -> None:
-    """Versions, devices, backends, supported models and patches."""
+    """Print versions, devices, backends, supported models and patches."""
     _print_table("Versions", ["package", "version"], [(package, _version(package)) for package in _PACKAGES])
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     typer.echo(f"\nDevices: {', '.join([*devices, f'CPU ({platform.machine()})'])}")
@@ -60,7 +60,7 @@ def print_info() -> None:
 
 
 def report(patch: str | None) -> str:
-    """Plain text to begin a bug report with: no paths, no names of users or machines.
+    """Write plain text to begin a bug report with: no paths, no names of users or machines.
 
     Args:
         patch: name, YAML file or folder of the patch in question.
@@ -88,8 +88,7 @@ def report(patch: str | None) -> str:
 
 
 def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
-    """Family and configuration of a patch, given as in :func:`print_any_patch`; a saved one may have several
-    transformers.
+    """Return family and configuration of every transformer of a patch, given as in :func:`print_any_patch`.
 
     Raises:
         ValueError: unknown patch, or a file that is none.
@@ -155,22 +154,11 @@ def print_any_patch(patch: str) -> None:
         FileNotFoundError: no such file, or an incomplete patch.
     """
     folder = _saved_folder(patch)
-    if folder is not None:
-        _print_saved(folder)
+    if folder is None:
+        preset = load_patch(patch)
+        _print_settings(f"{patch}: {preset.description}", preset)
+        _print_costs(preset)
         return
-    preset = load_patch(patch)
-    _print_settings(f"{patch}: {preset.description}", preset)
-    _print_costs(preset)
-
-
-def _saved_folder(patch: str) -> Path | None:
-    if patch in patch_names():
-        return None
-    return adapted_patch_folder(patch) or (Path(patch) if Path(patch).is_dir() else None)
-
-
-def _print_saved(folder: Path) -> None:
-    """Print what a saved patch was made for, its settings, and the content of its file."""
     record = read_record(folder)
     file = check_file(folder, record)
     rows = [
@@ -191,8 +179,14 @@ def _print_saved(folder: Path) -> None:
             f"\n{name}: {part.transformer} of {part.layers} layers, {part.heads} heads of {part.head_dim}; "
             f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(base)} of the model with {sum(base):,}\n"
         )
-        patch = Patch(part.family, record.base_model, name, MHLAConfig.from_dict(part.mhla))
-        _print_settings(f"Settings of the {name}", patch)
+        settings = Patch(part.family, record.base_model, name, MHLAConfig.from_dict(part.mhla))
+        _print_settings(f"Settings of the {name}", settings)
+
+
+def _saved_folder(patch: str) -> Path | None:
+    if patch in patch_names():
+        return None
+    return adapted_patch_folder(patch) or (Path(patch) if Path(patch).is_dir() else None)
 
 
 def _print_settings(title: str, patch: Patch) -> None:
@@ -206,9 +200,8 @@ def _print_settings(title: str, patch: Patch) -> None:
 
 
 def _print_costs(patch: Patch) -> None:
-    """FLOPs of a layer at every benchmark grid of the family's models that the patch fits."""
-    config = patch.config
-    has_sparse = config.sparse != "none"
+    """Print the FLOPs of a layer at every benchmark grid of the family's models that the patch fits."""
+    config, has_sparse = patch.config, patch.config.sparse != "none"
     header = ["at", "pixels", "grid", *(["uniform blocks"] if has_sparse else []), "softmax", "MHLA"]
     header += ["with sparse"] if has_sparse else []
     rows = []
@@ -216,30 +209,21 @@ def _print_costs(patch: Patch) -> None:
     for model in family.models:
         for label, grid in model.grids.items():
             if all(count <= size for count, size in zip(config.blocks_on(grid), grid, strict=True)):
-                sizes = config.sizes_on(
-                    grid,
-                    model.heads,
-                    model.head_dim,
-                    family.extra_tokens,
-                    in_order=family.own_attention_is_causal,
-                )
+                layer = model.heads, model.head_dim, family.extra_tokens
+                sizes = config.sizes_on(grid, *layer, in_order=family.own_attention_is_causal)
                 pixels = times([count * model.stride * model.patch for count in grid[-2:]])
                 cells = [f"{model.name}-{label}", pixels, times(grid)]
                 cells += [f"{block_count(grid, config.rule_on(grid).block_size):,}"] if has_sparse else []
                 flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_sparse else [])]
-                rows.append([*cells, *map(_giga, flops)])
+                rows.append([*cells, *(f"{one / 1e9:,.0f}" if one >= 1e11 else f"{one / 1e9:.2f}" for one in flops)])
     if rows:
         typer.echo()
         _print_table("GFLOP of a self-attention's forward", header, rows, right=True)
 
 
 def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> None:
-    """As wide as its longest texts, so that names can be copied in any terminal."""
+    """Print a table as wide as its longest texts, so that names can be copied in any terminal."""
     typer.echo(f"{title}\n{text_table(header, rows, right)}")
-
-
-def _giga(number: int) -> str:
-    return f"{number / 1e9:,.0f}" if number >= 1e11 else f"{number / 1e9:.2f}"
 
 
 def _version(package: str) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention import BlockLists, initial_mixing, mhla_attention
+from ..attention import BlockLists, ContentRule, initial_mixing, mhla_attention
 from ..attention.layout import layout_of
 from ..attention.triton.backend import why_not
 from .correctness import check_operation, check_same
 from .measure import Results, Variant, free_bytes
-from .shapes import Shape, Work, branch_weights, draw_lists, flops_of, make_inputs, random_rotary, rule_of
+from .shapes import Shape, Work, branch_weights, draw_lists, flops_of, make_inputs, random_rotary
 
 STAGES = ("forward", "forward+backward")
 SOFTMAX = "softmax"
@@ -195,8 +195,9 @@ def operation_variants(
         """Append a variant: a forward without gradients, or with those of inputs and leaves."""
         run: Callable[[], object] | str = attend
         if not isinstance(attend, str):
-            with_gradients = partial(_differentiate, attend, (*inputs, *leaves), upstream)
-            run = with_gradients if backward else torch.no_grad()(attend)
+            run = torch.no_grad()(attend)
+            if backward:
+                run = lambda: torch.autograd.grad(attend(), (*inputs, *leaves), upstream)  # noqa: E731
         of_kind = shape.plain if kind in (PLAIN, CAUSAL) else shape
         flops = flops_of(of_kind, work, backward=backward)
         blocks = math.prod(of_kind.blocks) if work in ("linear", "both") else None
@@ -213,7 +214,10 @@ def operation_variants(
             weights = {name: x.requires_grad_() for name, x in branch_weights(shape.heads, device).items()}
             options |= {"rope": "before", "sparse": lists}
         if kind == CONTENT:  # as of a patch that nothing has trained
-            weights, options["sparse"] = {}, rule_of(shape, fit_pooled_bias=True)
+            weights, options["sparse"] = (
+                {},
+                ContentRule(int(shape.block_size or 0), shape.density, fit_pooled_bias=True),
+            )
         function: Any = mhla_attention
         options |= {"backend": backend}
         if backend == "torch.compile" and absent is None:
@@ -236,7 +240,3 @@ def operation_variants(
     for package in ("flash-attn", "FlashAttention-3"):
         add(SOFTMAX, package, "softmax", package_attention(package, inputs))
     return variants
-
-
-def _differentiate(attend: Attend, leaves: Sequence[torch.Tensor], upstream: torch.Tensor) -> object:
-    return torch.autograd.grad(attend(), leaves, upstream)

@@ -14,9 +14,9 @@ import torch
 
 from ..config import adapted_patch_folder, load_patch
 from ..generation import PipelineChoice, family_of, generator_for, load_result
+from ..generation.pipelines import few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
-from ..patching.few_step_scheduler import few_steps_of
 from ..tiny import tiny_pipeline
 from .correctness import check_operation
 from .measure import Results, Row, measured_row, peak_bytes, refused_row, synchronize, with_progress
@@ -103,10 +103,9 @@ def benchmark_pipeline(
         check_operation(shape, device, results.dtype, backend, sparse=sparse)
 
     def run() -> Any:
-        prompt, arguments = "3" if family.prompts_are_classes else "a seven", {}
-        if (few_steps := few_steps_of(pipe)) is not None:  # a patch that was distilled takes its own number
-            arguments = {"num_inference_steps": len(few_steps.times), **family.guidance_arguments(1.0)}
-        (sample,) = choice.call(pipe, [prompt], [generator_for(0)], **arguments)
+        prompt = "3" if family.prompts_are_classes else "a seven"
+        # a patch that was distilled takes its own number of steps
+        (sample,) = choice.call(pipe, [prompt], [generator_for(0)], **few_step_arguments(pipe, family))
         return sample
 
     refused: dict[str, Row] = {}

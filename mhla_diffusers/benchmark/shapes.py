@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ..attention import BlockLists, ContentRule
+from ..attention import BlockLists
 from ..attention.call import list_length
 from ..attention.layout import block_count
 from ..config import DEFAULT_DENSITY, MHLAConfig
@@ -71,7 +71,7 @@ def flops_of(shape: Shape, work: Work, *, backward: bool = False) -> int:
 
 
 def shape_of(model: Model, grid: tuple[int, ...], name: str) -> Shape:
-    """The self-attention of a model on a token grid, with the block counts that it is measured with."""
+    """Return the self-attention of a model on a token grid, with the block counts that it is measured with."""
     family = family_of_model(model)
     blocks = tuple(min(pair) for pair in zip(model.blocks, grid, strict=True))
     size = BLOCK_SIZE if family.own_attention == "softmax" else None
@@ -79,7 +79,7 @@ def shape_of(model: Model, grid: tuple[int, ...], name: str) -> Shape:
 
 
 def choose_shapes(names: Sequence[str] | None, device_type: str) -> list[Shape]:
-    """Shapes by name: tiny, or a model and one of its sizes such as wan2.1-1.3b-480p; None for a default.
+    """Return shapes by name: tiny, or a model and one of its sizes such as wan2.1-1.3b-480p; None for a default.
 
     Raises:
         ValueError: unknown name.
@@ -98,7 +98,7 @@ def choose_shapes(names: Sequence[str] | None, device_type: str) -> list[Shape]:
 
 
 def shape_on(grid: Sequence[int], blocks: Sequence[int], heads: int, head_dim: int) -> Shape:
-    """A shape that belongs to no model, such as one of a row that varies N or M.
+    """Return a shape that belongs to no model, such as one of a row that varies N or M.
 
     Raises:
         ValueError: other axes of blocks than of the grid, more blocks than tokens, or numbers below 1.
@@ -112,31 +112,27 @@ def shape_on(grid: Sequence[int], blocks: Sequence[int], heads: int, head_dim: i
 
 
 def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Seeded query, key and value, each (1, N, H, D)."""
+    """Draw seeded query, key and value, each (1, N, H, D)."""
     generator = torch.Generator(device).manual_seed(0)
     size = (1, shape.tokens, shape.heads, shape.head_dim)
     return tuple(torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(3))
 
 
 def branch_weights(heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """λ of the linear branch and β of pooled keys, each (H,)."""
+    """Return λ of the linear branch and β of pooled keys, each (H,)."""
     return {"linear_weight": torch.ones(heads, device=device), "pooled_bias": torch.zeros(heads, device=device)}
 
 
-def rule_of(shape: Shape, *, fit_pooled_bias: bool) -> ContentRule:
-    """The rule by which lists are chosen at every call, and β is fitted if so asked."""
-    return ContentRule(int(shape.block_size or 0), shape.density, fit_pooled_bias)
-
-
 def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of random angles, each (1, N, 1, D)."""
+    """Return (cos, sin) of random angles, each (1, N, 1, D)."""
     angles = torch.randn(1, shape.tokens, 1, shape.head_dim // 2, device=device).repeat_interleave(2, dim=-1)
     return angles.cos(), angles.sin()
 
 
 def draw_lists(shape: Shape, device: torch.device) -> BlockLists:
-    """Random lists from a seed, every query block with as many key blocks and at least one."""
-    blocks, size = block_count(shape.grid, int(shape.block_size or 0)), int(shape.block_size or 0)
+    """Draw lists from a seed, every query block with as many key blocks and at least one."""
+    size = int(shape.block_size or 0)
+    blocks = block_count(shape.grid, size)
     order = torch.rand(shape.heads, blocks, blocks, generator=torch.Generator().manual_seed(0))
     chosen = order.topk(list_length(shape.density, blocks), dim=-1).indices
     mask = torch.zeros(order.shape, dtype=torch.bool).scatter_(-1, chosen, value=True)

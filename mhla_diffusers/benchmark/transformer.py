@@ -67,7 +67,7 @@ class Choice:
 
 
 def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
-    """Arguments of :func:`apply_mhla` for one of ``PATCHES``; plain linear attention has one block."""
+    """Return arguments of :func:`apply_mhla` for one of ``PATCHES``; plain linear attention has one block."""
     if kind == CONTENT:
         return {"blocks": blocks, "sparse": "content"}
     layers = "2/3" if kind == HYBRID else "all"
@@ -77,7 +77,7 @@ def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
 def softmax_choices(
     tokens: int, heads: int, device: torch.device, *, baseline: bool, dispatched: bool = False
 ) -> list[Choice]:
-    """Softmax attention as it comes, and through each backend.
+    """List softmax attention as it comes, and through each backend.
 
     Args:
         tokens: of the attention with the most pairs.
@@ -154,7 +154,7 @@ class Case:
         return make_forward_inputs(self.model, model, size or self.size, model.device, self.dtype)
 
     def choices(self) -> list[Choice]:
-        """All self-attentions that the model can be measured with, its own first."""
+        """List all self-attentions that the model can be measured with, its own first."""
         family, grid, blocks = family_of_model(self.model), token_grid(self.model, self.size), self.model.blocks
         softmax_is_own, count = family.own_attention == SOFTMAX, math.prod(blocks)
         own = [] if softmax_is_own else [Choice(f"own {family.own_attention}", "own", baseline=True, blocks=1)]
@@ -184,7 +184,7 @@ class Case:
         return [*own, *softmax, *patches, *([Choice(WITHOUT, WITHOUT)] if self.is_cut else [])]
 
     def flops(self, choice: Choice) -> int:
-        """Counted for one forward of all samples."""
+        """Count one forward of all samples."""
         change = None if choice.kind in PATCHES else partial(self._change, choice=choice)
         config = None
         if choice.kind in PATCHES:
@@ -205,14 +205,14 @@ class Case:
             check_operation(shape, self.device, self.dtype, backend, sparse=True)
 
     def variant(self, model: Any, choice: Choice) -> Any:
-        """The model with another self-attention; what weights both have, they share."""
+        """Return the model with another self-attention; what weights both have, they share."""
         tensors = (*model.parameters(), *model.buffers())
         variant = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self._change(variant, choice)
         return variant
 
     def layers_of(self, variant: Any) -> Iterable[Any]:
-        """The repeated blocks, which are compiled one by one."""
+        """Return the repeated blocks, which are compiled one by one."""
         return get_family(variant).blocks_of(variant).values()
 
     def _change(self, variant: Any, choice: Choice) -> None:
@@ -220,7 +220,8 @@ class Case:
         family = get_family(variant)
         if choice.kind == WITHOUT:
             for block in family.blocks_of(variant).values():
-                block.forward = _return_input  # DiT asks its first layer for the time embedding, so layers must stay
+                # DiT asks its first layer for the time embedding, so layers must stay
+                block.forward = lambda hidden_states, *_, **__: hidden_states
         if choice.kind == SOFTMAX and family.own_attention != SOFTMAX:
             for attn in family.self_attentions(variant).values():
                 attn.set_processor(imported(family.softmax_processor or family.processor)())
@@ -231,10 +232,6 @@ class Case:
 
             with attention_backend("native"):  # which restores what set_attention_backend changes for all models
                 variant.set_attention_backend(choice.backend)
-
-
-def _return_input(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return hidden_states
 
 
 # ---- VLT ------------------------------------------------------------------------------------------------------------
@@ -278,7 +275,7 @@ class ClassifierCase(Case):
             )
 
     def config(self, kind: str) -> Any:
-        """Its ``VLTConfig`` with a kind of attention in the stages that have MHLA."""
+        """Return its ``VLTConfig`` with a kind of attention in the stages that have MHLA."""
         from ..models import VLTConfig
 
         settings = dict(self.model.settings)
@@ -289,7 +286,7 @@ class ClassifierCase(Case):
         return make(**(settings | {"mhla": mhla}))
 
     def build(self, device: torch.device | None = None, kind: str = MHLA) -> Any:
-        """A model with seeded random weights and a kind of attention, in eval mode.
+        """Build a model with seeded random weights and a kind of attention, in eval mode.
 
         Mixing matrices stay float32, as where ``from_pretrained`` casts.
         """
@@ -303,13 +300,13 @@ class ClassifierCase(Case):
         return model.eval()
 
     def inputs(self, model: Any, size: Size | None = None) -> dict[str, Any]:
-        """Pictures, on the model's device."""
+        """Draw pictures, on the model's device."""
         chosen = size or self.size
         shape = chosen.batch, model.config.num_channels, chosen.height, chosen.width
         return {"pixel_values": torch.randn(shape, device=model.device, dtype=self.dtype), "return_dict": False}
 
     def choices(self) -> list[Choice]:
-        """Softmax and linear attentions of the stages that have MHLA; the others always keep softmax."""
+        """List softmax and linear attentions of the stages that have MHLA; the others always keep softmax."""
         blocks = [math.prod(own["blocks"]) for own in self.config(MHLA).mhla if own is not None]
         others = f"{' and '.join(map(str, blocks))} blocks in the first stages, softmax in the others"
         return [
@@ -320,7 +317,7 @@ class ClassifierCase(Case):
         ]
 
     def flops(self, choice: Choice) -> int:
-        """Counted by :func:`mhla_diffusers.models.counts.count`."""
+        """Count by :func:`mhla_diffusers.models.counts.count`."""
         from ..models.counts import count
 
         counts = count(self.build(torch.device("meta"), choice.kind), self.size.height, self.size.width)
@@ -331,7 +328,7 @@ class ClassifierCase(Case):
         check_patched(self.variant(model, Choice(MHLA, MHLA)), self.inputs(model, Size(64, 64, None)))
 
     def variant(self, model: Any, choice: Choice) -> Any:
-        """A model with another attention, which shares the weights that both have."""
+        """Return a model with another attention, which shares the weights that both have."""
         variant = self.build(model.device, choice.kind)
         own = variant.state_dict()
         shared = {
@@ -343,7 +340,7 @@ class ClassifierCase(Case):
         return variant
 
     def layers_of(self, variant: Any) -> Iterable[Any]:
-        """The layers of all stages."""
+        """Return the layers of all stages."""
         return chain.from_iterable(stage.layers for stage in variant.vlt.stages)
 
 
@@ -419,7 +416,7 @@ def benchmark_transformer(
 
 
 def forward_of(model: Any, choice: Choice, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """The forward of a variant, with PyTorch's backend chosen where diffusers does not pass the choice on."""
+    """Return the forward of a variant, with PyTorch's backend chosen where diffusers does not pass the choice on."""
     family = find_family(model)
     chosen = choice.backend is not None and not (family is not None and family.dispatches_attention)
 
@@ -439,7 +436,7 @@ def _training_step(forward: Callable[[], Any], optimizer: torch.optim.Optimizer)
 
 
 def extrapolated(row: Row, rows: Iterable[Row], case: Case) -> Row:
-    """A row with the time of all layers, from its own and that of the model without layers, if both were measured."""
+    """Add the time of all layers to a row, from its own and that of the model without layers, if both were measured."""
     if row.variant == WITHOUT:
         return replace(row, stage=f"{row.stage}, {WITHOUT}", batch=None)
     rest = next(other.median for other in rows if other.variant == WITHOUT)

@@ -10,7 +10,7 @@ from torch import nn
 from ..evaluation.extractors import ImageFeatures
 from ..evaluation.metrics import frechet_distance
 from ..families import trained_family
-from ..patching.few_step_scheduler import few_steps_of
+from ..generation.pipelines import few_step_arguments
 from ..tiny import TINY, TinyPipeline
 from ..tiny.digits import PICTURE_SIZE, Scene, compose, crop, load_digits
 from ..tiny.loading import ASSET_FOLDER, check_asset
@@ -79,9 +79,8 @@ def generate_scenes(
     Returns:
         For each scene (1, 64, 64), or (9, 64, 64) of a clip, in [0, 1].
     """
-    family, arguments = trained_family(pipe.transformer), {**tiny.call_settings, **settings}
-    if (few_steps := few_steps_of(pipe)) is not None:
-        arguments |= {"num_inference_steps": len(few_steps.times), **family.guidance_arguments(1.0)}
+    family = trained_family(pipe.transformer)
+    arguments = {**tiny.call_settings, **settings, **few_step_arguments(pipe, family)}
     pictures: list[torch.Tensor] = []
     for start in range(0, len(scenes), _BATCH):
         prompts = [tiny.prompt(scene) for scene in scenes[start : start + _BATCH]]

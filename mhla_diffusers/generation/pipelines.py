@@ -145,16 +145,20 @@ class PipelineChoice:
         A model that was distilled to few steps is called with their number and without guidance.
         """
         defaults = call_settings(self.family) if self.model is None else {}
-        if (few_steps := few_steps_of(pipe)) is not None:
-            guidance = self.of_family.guidance_arguments(1.0)
-            defaults = {**defaults, "num_inference_steps": len(few_steps.times), **guidance}
+        settings = {**defaults, **few_step_arguments(pipe, self.of_family), **self.settings, **arguments}
         try:
-            return self.of_family.call(pipe, prompts, generators, **{**defaults, **self.settings, **arguments})
+            return self.of_family.call(pipe, prompts, generators, **settings)
         except RuntimeError as error:
             # mismatched sizes; lack of memory and failing devices have their own classes
             if not self.settings or type(error) is not RuntimeError:
                 raise
             raise ValueError(f"{type(pipe).__name__} fails with the settings {self.settings}: {error}") from error
+
+
+def few_step_arguments(pipe: Any, family: TrainedFamily) -> dict[str, Any]:
+    """Return the number of steps that a pipeline was distilled to and no guidance; {} for a pipeline of any number."""
+    few_steps = few_steps_of(pipe)
+    return {} if few_steps is None else {"num_inference_steps": len(few_steps.times), **family.guidance_arguments(1.0)}
 
 
 def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtype) -> Any:
@@ -222,20 +226,23 @@ def component_identity(model: str, component: str) -> str:
 
 def class_count(model: str | None, family: str) -> int:
     """Return the number of classes that a pipeline was trained on, read without its weights."""
-    place = str(pipeline_folder(family)) if model is None else model
-    files = ("model_index.json", "transformer/config.json")
-    index, config = (read_json(pipeline_file(place, name)) for name in files)
-    return family_named(family).class_count(index, config)
+    return family_named(family).class_count(*_index_and_config(model, family))
 
 
 def check_classes(model: str | None, family: str, prompts: Iterable[str]) -> None:
     """Raise ValueError for a prompt that is no class of a pipeline for classes, read without its weights."""
     if family_named(family).prompts_are_classes:
-        place = str(pipeline_folder(family)) if model is None else model
-        files = ("model_index.json", "transformer/config.json")
-        index, config = (read_json(pipeline_file(place, name)) for name in files)
+        found = _index_and_config(model, family)
         for prompt in prompts:
-            family_named(family).check_class(index, config, prompt)
+            family_named(family).check_class(*found, prompt)
+
+
+def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the index of a pipeline and the configuration of its transformer."""
+    place = str(pipeline_folder(family)) if model is None else model
+    return read_json(pipeline_file(place, "model_index.json")), read_json(
+        pipeline_file(place, "transformer/config.json")
+    )
 
 
 def family_named(name: str) -> TrainedFamily:

@@ -17,7 +17,6 @@ from mhla_diffusers.benchmark.shapes import (
     draw_lists,
     flops_of,
     make_inputs,
-    shape_on,
 )
 
 from .commands import bench, measure, medians
@@ -104,15 +103,15 @@ def test_n_and_m_vary_with_grids_and_blocks(tmp_path):
     assert found == [(64, 4), (64, 16), (16, 4), (16, 16)]
 
 
-@pytest.mark.slow
-def test_what_compiles_is_timed_when_asked_for(tmp_path):
+def test_what_compiles_is_timed_when_asked_for(tmp_path, monkeypatch):
+    """Uncompiled here: the test of FlexAttention compiles."""
+    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda function: function))
     rows = measure(tmp_path, "op", "--shape", "tiny", "--compile", "--stage", "forward")
     assert {row.stage for row in rows} == {"forward"}
     assert {"MHLA torch.compile", FLEX} <= set(medians(rows))
 
 
-@pytest.mark.parametrize("wrong", ["output", "query"])
-@pytest.mark.parametrize("kind", ["MHLA", "MHLA with the sparse branch"])
+@pytest.mark.parametrize(("wrong", "kind"), [("output", "MHLA"), ("query", "MHLA with the sparse branch")])
 def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
     """The output, or the gradient of the query alone."""
     right = correctness.mhla_attention
@@ -135,7 +134,7 @@ def test_the_check_passes_at_the_blocks_of_real_models(dtype):
     assert 0 < check_operation(shape, CPU, dtype, "eager", sparse=True) < correctness.LARGEST_ERROR[dtype]
 
 
-@pytest.mark.parametrize("name", ["wan2.1-1.3b-480p", "wan2.1-1.3b-720p", "dit-xl-2-1024px", "sana-1.6b-2048px"])
+@pytest.mark.parametrize("name", ["wan2.1-1.3b-480p", "sana-1.6b-2048px"])
 def test_blocks_of_a_cut_shape_are_the_real_ones(name):
     real = shape_named(name)
     small = cut(real, 4096)
@@ -151,23 +150,14 @@ def test_blocks_of_a_cut_shape_are_the_real_ones(name):
     ("options", "offending"),
     [
         (("--shape", "wan"), "'wan'.*tiny, .*dit-xl-2-512px"),
-        (("--dtype", "float8"), "'float8'.*bfloat16"),
-        (("--stage", "backward"), r"'backward'.*forward, forward\+backward"),
-        (("--device", "gpu"), "'gpu'.*cpu"),
-        (("--seconds", 0), "seconds=0"),
-        (("--grid", "8x8"), "--grid 8x8 needs --blocks, such as 4x4"),
+        (("--stage", "backward"), r"'backward'"),
+        (("--device", "gpu"), "'gpu'"),
+        (("--grid", "8x8"), "--grid 8x8 .*4x4"),
         (("--grid", "8xa", "--blocks", "2x2"), "'8xa'"),
         (("--grid", "8x8", "--blocks", "2"), r"blocks=\(2,\)"),
-        (("--shape", "tiny", "--grid", "8x8", "--blocks", "2x2"), "--shape tiny and --grid 8x8"),
-    ],
+        (("--grid", "8x8", "--blocks", "9x2"), r"blocks=\(9, 2\)"),
+        (("--grid", "8x8", "--blocks", "2x2", "--heads", 0), "heads=0"),
 )
 def test_unknown_values_are_refused(tmp_path, options, offending):
     with pytest.raises(ValueError, match=offending):
         bench("op", *options, "--output", tmp_path)
-
-
-def test_shapes_without_a_model_are_checked():
-    assert shape_on((8, 8), (2, 4), 3, 16).tokens == 64
-    for heads, blocks in ((0, (2, 2)), (1, (9, 2))):
-        with pytest.raises(ValueError, match="0|9"):
-            shape_on((8, 8), blocks, heads, 16)

@@ -81,11 +81,10 @@ def test_a_frame_by_hand():
     ("options", "error", "offending"),
     [
         (["--model", "tiny-flux"], ValueError, "'flux'"),
-        *((["--model", name], ValueError, f"'{name}' .*transformer --model {name}") for name in ("deit-s-16", "vlt-s")),
+        (["--model", "vlt-s"], ValueError, "'vlt-s'"),
         (["--repetitions", 0], ValueError, "repetitions=0"),
         (["--size", 64], ValueError, "'height'"),
         (["--model", "."], OSError, r"model_index\.json"),
-        (["--softmax-steps", "many"], ValueError, "'many'"),
         (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),
         (["--patch", "tiny-dit-exakt"], ValueError, "'tiny-dit-exakt'.*tiny-dit-exact"),
         (["--patch", "."], ValueError, r"'\.'"),

