@@ -67,11 +67,6 @@ class LayerAudit:
         return (self.errors.sum(dim=1) / self.squares.sum(dim=1)).sqrt()
 
     @property
-    def worst_head(self) -> int:
-        """Index of the head with the largest error."""
-        return int(self.errors_of_heads.argmax())
-
-    @property
     def change(self) -> float:
         """Relative change of the transformer's output if only this layer is patched, √ :attr:`moves`."""
         return math.sqrt(self.moves)
@@ -95,7 +90,7 @@ class Audit:
         header = ["layer", "error", "worst head", *(("density", "mass kept") if has_lists else ()), "moves"]
         rows = []
         for layer in self.layers:
-            worst = layer.worst_head
+            worst = int(layer.errors_of_heads.argmax())
             kept = ["-" if part is None else f"{part:.1%}" for part in (layer.density, layer.mass_kept)]
             row = [layer.name, f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"]
             rows.append([*row, *(kept if has_lists else ()), f"{layer.change:.1%}"])

@@ -46,9 +46,7 @@ def draw_attention_maps(rows: Mapping[str, torch.Tensor], grid: Sequence[int], t
     columns = 1 if wide else min(_COLUMNS, len(maps))
     bands = math.ceil(len(maps) / columns)
     size = (11.0, 1.9 * bands + 0.5) if wide else (max(4.5, 2.9 * columns), 2.6 * bands + 0.5)
-    figure, axes = plt.subplots(bands, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat:
-        axis.set_axis_off()
+    figure, axes = _panels(bands, columns, size)
     for axis, (name, picture) in zip(axes.flat, maps.items(), strict=False):
         image = axis.imshow(picture, **_colours(rows[name]))
         frame, place = divmod(token, grid[-2] * grid[-1])
@@ -73,10 +71,7 @@ def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], file: Path) -> Pa
     colours = _colours(torch.stack(list(shared.values())))
     columns = min(_COLUMNS, len(shared))
     bands = math.ceil(len(shared) / columns)
-    size = (max(5.0, 2.6 * columns + 1), 2.6 * bands + 0.5)
-    figure, axes = plt.subplots(bands, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat:
-        axis.set_axis_off()
+    figure, axes = _panels(bands, columns, (max(5.0, 2.6 * columns + 1), 2.6 * bands + 0.5))
     for axis, (name, matrix) in zip(axes.flat, shared.items(), strict=False):
         axis.set_axis_on()
         image = axis.imshow(matrix, **colours)
@@ -87,6 +82,14 @@ def draw_mixing_matrices(matrices: Mapping[str, torch.Tensor], file: Path) -> Pa
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file
+
+
+def _panels(bands: int, columns: int, size: tuple[float, float]) -> Any:
+    """Return a figure with rows of axes that are hidden until something is drawn."""
+    figure, axes = require_matplotlib().subplots(bands, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.set_axis_off()
+    return figure, axes
 
 
 def _colours(values: torch.Tensor) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from diffusers import SanaPAGPipeline, SanaPipeline
 from PIL import Image
 
 import mhla_diffusers as mhla
-from mhla_diffusers.analysis import draw_audit, write_audit
+from mhla_diffusers.analysis import draw_audit
 from mhla_diffusers.attention import with_lists
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.sparse import key_block_of_tokens
@@ -20,7 +20,7 @@ from .. import models
 from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
 from ..pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
 
-NAMES = ["wan", "wan_vace", "sana", "dit"]
+NAMES = ["wan_vace", "sana", "dit"]
 SPARSE = {"sparse": "content", "block_size": 4}
 
 
@@ -79,8 +79,8 @@ def test_a_patch_that_changes_nothing_has_no_error():
     assert found.moves < 1e-10
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_lora_is_part_of_both_attentions(name):
+def test_lora_is_part_of_both_attentions():
+    name = "wan"
     model = with_lora(models.patched(name), *PROJECTIONS)
     found = mhla.audit(model, lambda: models.output(model, models.inputs(name)))
     with mhla.mhla_disabled(model):
@@ -190,7 +190,7 @@ def test_figures_as_json():
     assert first["error"] == found.layers[0].error
     assert len(first["errors_of_heads"]) == 2 and first["mass_kept"] > 0.1
     for layer, row in zip(found.layers, str(found).splitlines()[1:], strict=False):
-        worst = f"{layer.worst_head}: {layer.errors_of_heads[layer.worst_head]:.1%}"
+        worst = f"{layer.errors_of_heads.argmax()}: {layer.errors_of_heads.max():.1%}"
         cells = [layer.name, f"{layer.error:.1%}", worst, f"{layer.density:.1%}", f"{layer.mass_kept:.1%}"]
         assert row.split() == " ".join([*cells, f"{layer.change:.1%}"]).split()
     pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
@@ -208,13 +208,6 @@ def test_what_cannot_be_audited_is_refused():
     with mhla.mhla_disabled(model), pytest.raises(ValueError, match="leave mhla_disabled"):
         mhla.audit(model, lambda: None)
     assert not any(len(attn._forward_hooks) for attn in model.modules() if hasattr(attn, "to_out"))
-
-
-def test_files_hold_what_was_found(tmp_path):
-    pytest.importorskip("matplotlib")
-    _, found = audited("dit")
-    assert [file.name for file in write_audit(found, tmp_path / "new")] == ["audit.json", "audit.png"]
-    assert json.loads((tmp_path / "new" / "audit.json").read_text()) == found.to_dict()
 
 
 def test_the_picture_shows_where_the_error_is_and_what_did_not_run(tmp_path):

@@ -157,6 +157,8 @@ def test_blocks_of_a_cut_shape_are_the_real_ones(name):
         (("--grid", "8x8", "--blocks", "2"), r"blocks=\(2,\)"),
         (("--grid", "8x8", "--blocks", "9x2"), r"blocks=\(9, 2\)"),
         (("--grid", "8x8", "--blocks", "2x2", "--heads", 0), "heads=0"),
+        (("--shape", "tiny", "--grid", "8x8", "--blocks", "2x2"), "--shape tiny and --grid 8x8"),
+    ],
 )
 def test_unknown_values_are_refused(tmp_path, options, offending):
     with pytest.raises(ValueError, match=offending):
