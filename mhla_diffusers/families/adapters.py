@@ -191,7 +191,7 @@ class AttentionAdapter:
         """Raise unless a patch sees the same later frames as the model; by default it must see all."""
 
     def extra(self, arguments: Arguments, tokens: int) -> Extra:
-        """Number of extra tokens before and after the grid.
+        """Count the extra tokens before and after the grid.
 
         Args:
             arguments: of the attention's call.

@@ -40,6 +40,7 @@ class CogVideoXFamily(VideoFamily):
     adapter = JointAdapter(context_first=True)
     processor = "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
     extra_tokens = 226
+    has_rope = True
     default_config = MHLAConfig(blocks=(4, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=49, fps=8.0, sizes=((480, 720),))
     conditions = (Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
@@ -50,8 +51,6 @@ class CogVideoXFamily(VideoFamily):
         _model("cogvideox1.5-5b", 48, 42, 85, (768, 1360), grids={"768p": (11, 48, 85)}, **_VERSION_1_5),
         tiny_video("cogvideox", _CLASS, {**_TINY, **_ROPE}, head_dim=16),
     )
-
-    has_rope = True
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from ``hidden_states`` (B, F, C, H, W)."""
@@ -89,7 +88,7 @@ class CogVideoXFamily(VideoFamily):
         return super().prediction(transformer, output, latents).transpose(1, 2)
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Diffusion to pure noise with predicted velocity; 2B, without RoPE, has noisier steps."""
+        """Return diffusion to pure noise with predicted velocity; 2B, without RoPE, has noisier steps."""
         snr_shift = 1.0 if transformer.config.use_rotary_positional_embeddings else 3.0
         return VelocityDDPM(snr_shift, channels=int(transformer.config.out_channels))
 

@@ -55,11 +55,10 @@ class CogView4Family(ImageFamily):
     adapter = CogView4Adapter(context_first=True)
     processor = "diffusers.models.transformers.transformer_cogview4.CogView4AttnProcessor"
     extra_tokens = _TEXT_TOKENS
+    has_rope = True
     # GLM's
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
     models = (image_model("cogview4-6b", _CLASS, 32, 128, 28), tiny_image("cogview4", _CLASS, _TINY))
-
-    has_rope = True
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the latents; ValueError for samples of several sizes in one row, or masks."""
@@ -79,7 +78,7 @@ class CogView4Family(ImageFamily):
         return {**super().forward_arguments(transformer, latents, timestep, conditioning), **sizes}
 
     def needs_pictures(self, config: Any) -> bool:
-        """CogView4-Control takes the latents of a picture beside the noised ones."""
+        """Whether it is CogView4-Control, which takes the latents of a picture beside the noised ones."""
         return bool(config.in_channels != config.out_channels)
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:

@@ -6,7 +6,6 @@ blocks of 64 to choose among, so they have 16 by default.
 """
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ class DiTFamily(ImageFamily):
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Return ``class_labels`` (); the empty prompt is the class after the last one."""
         none = int(pipe.transformer.config.num_embeds_ada_norm)
-        return {"class_labels": torch.tensor(class_label(pipe, prompt) if prompt else none)}
+        return {"class_labels": torch.tensor(_label_of(pipe, prompt) if prompt else none)}
 
     def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
         """Return the labelled classes; all classes of the transformer if there are no labels."""
@@ -75,16 +74,15 @@ class DiTFamily(ImageFamily):
         named = index.get("id2label") or {}
         labels = {name.strip(): int(label) for label, names in named.items() for name in names.split(",")}
         if labels or "num_embeds_ada_norm" in config:  # else it is no DiT, which loading says
-            transformer = SimpleNamespace(config=SimpleNamespace(**config))
-            class_label(SimpleNamespace(labels=labels, transformer=transformer), prompt)
+            class_label(prompt, labels, config.get("num_embeds_ada_norm", 0))
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:
         """Raise ValueError unless the pipeline has the class."""
-        class_label(pipe, prompt)
+        _label_of(pipe, prompt)
 
     def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
         """Give the classes as ``class_labels``."""
-        return {"class_labels": [class_label(pipe, prompt) for prompt in prompts]}
+        return {"class_labels": [_label_of(pipe, prompt) for prompt in prompts]}
 
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
@@ -104,25 +102,35 @@ class DiTFamily(ImageFamily):
         return latents[0]
 
 
-def class_label(pipe: Any, prompt: str) -> int:
+def _label_of(pipe: Any, prompt: str) -> int:
+    return class_label(prompt, pipe.labels, pipe.transformer.config.num_embeds_ada_norm)
+
+
+def class_label(prompt: str, labels: Mapping[str, int], count: int) -> int:
     """Return the number of a class, from its number, its name, or a phrase that ends in its name, such as "a seven".
 
+    Args:
+        prompt: the class.
+        labels: name → number of the classes that a pipeline was trained on.
+        count: classes of its transformer, all of which are meant if there are no labels.
+
     Raises:
-        ValueError: the pipeline has no such class.
+        ValueError: there is no such class.
     """
-    # the labelled classes, which the pipeline was trained on; all classes of the transformer if there are no labels
-    labels = {int(label) for label in pipe.labels.values()} or range(pipe.transformer.config.num_embeds_ada_norm)
+    numbers = {int(label) for label in labels.values()} or range(count)
     text = prompt.strip()
     number = text.lstrip("0") or text[-1:]
-    if number in map(str, labels):
+    if number in map(str, numbers):
         return int(number)
-    lower = {name.lower(): label for name, label in pipe.labels.items()}
+    lower = {name.lower(): label for name, label in labels.items()}
     for name in (text, *text.split()[-1:]):
         # case-sensitive first: "Cardigan" is a dog of ImageNet, "cardigan" is not
-        label = pipe.labels.get(name, lower.get(name.lower()))
+        label = labels.get(name, lower.get(name.lower()))
         if label is not None:
             return int(label)
-    names = sorted(pipe.labels)
+    names = sorted(labels)
     more = f" and {len(names) - _SHOWN_LABELS} more" if len(names) > _SHOWN_LABELS else ""
     or_name = f", or one of its labels: {', '.join(names[:_SHOWN_LABELS])}{more}" if names else "; it has no labels"
-    raise ValueError(f"{prompt!r} is no class of this DiT; give a number from {min(labels)} to {max(labels)}{or_name}.")
+    raise ValueError(
+        f"{prompt!r} is no class of this DiT; give a number from {min(numbers)} to {max(numbers)}{or_name}."
+    )

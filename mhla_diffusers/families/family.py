@@ -140,7 +140,7 @@ class Family:
         return self.axes == 3
 
     def transformer_class(self, name: str) -> Any:
-        """One of :attr:`transformers`; AttributeError if the library lacks it."""
+        """Return one of :attr:`transformers`; AttributeError if the library lacks it."""
         return getattr(import_module(self.library), name)
 
     def build(self, name: str, settings: Mapping[str, Any]) -> Any:
@@ -214,15 +214,22 @@ class Family:
 
     def prepare(self, transformer: Any) -> None:
         """Called once before a transformer is patched: adds methods to set processors where its classes lack them."""
-        from .patched_classes import give_processor_methods
+        from diffusers.models.attention import AttentionMixin
 
-        give_processor_methods(transformer, self.self_attentions(transformer).values())
+        from .patched_classes import ProcessorMethods, switch
+
+        if not hasattr(transformer, "set_attn_processor"):
+            switch(transformer, AttentionMixin)
+        for attn in self.self_attentions(transformer).values():
+            if not hasattr(attn, "set_processor"):
+                switch(attn, ProcessorMethods)
 
     def restore(self, transformer: Any) -> None:
         """Called once when the patch is removed; undoes :meth:`prepare`."""
-        from .patched_classes import take_processor_methods
+        from .patched_classes import switch_back
 
-        take_processor_methods(transformer, self.self_attentions(transformer).values())
+        for module in (transformer, *self.self_attentions(transformer).values()):
+            switch_back(module)
 
     # The token grid
 

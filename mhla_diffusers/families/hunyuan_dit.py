@@ -78,7 +78,7 @@ class HunyuanDiTFamily(ImageFamily):
         return predicted
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """DDPM of 1000 steps with predicted velocity."""
+        """Return DDPM of 1000 steps with predicted velocity."""
         return VelocityDDPM(last_beta=0.03, ends_in_noise=False)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:

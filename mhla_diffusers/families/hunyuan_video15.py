@@ -34,7 +34,7 @@ class HunyuanVideo15Adapter(JointAdapter):
     text_mask = "attention_mask"
 
     def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
-        """The model masks queries as well: the heads' output is 0 for masked text."""
+        """Set the heads' output to 0 for masked text: the model masks queries as well."""
         if inputs.key_mask is not None:
             output = output * inputs.key_mask[:, :, None, None]
         return super().project_output(attn, output, inputs)

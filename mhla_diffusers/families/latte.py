@@ -44,7 +44,7 @@ class LatteFamily(ImageFamily):
 
     @property
     def makes_videos(self) -> bool:
-        """True, although frames are no axis of the grid."""
+        """Whether a sample has frames: True, although frames are no axis of the grid."""
         return True
 
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:

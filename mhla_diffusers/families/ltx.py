@@ -43,7 +43,7 @@ class LTXAdapter(AttentionAdapter):
         return cos, sin
 
     def extra(self, arguments: Arguments, tokens: int) -> tuple[int, int]:
-        """All tokens before the grid, which comes last."""
+        """Count all tokens before the grid, which comes last."""
         others = arguments["hidden_states"].shape[1] - tokens
         return (others, 0) if others > 0 else super().extra(arguments, tokens)
 
@@ -76,7 +76,7 @@ class LTXFamily(PackedVideoFamily):
     )
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Conditioning pictures would be split with the video, and diffusers ignores text masks across processes."""
+        """Refuse conditioning pictures, which would be split too, and text masks, which diffusers then ignores."""
         if extra := arguments["hidden_states"].shape[1] - math.prod(grid):
             return f"the {extra} tokens of pictures before the grid would be split together with it"
         mask = arguments.get("encoder_attention_mask")

@@ -52,11 +52,11 @@ class LTX2Adapter(LTXAdapter):
         return cos, sin
 
     def extra(self, arguments: Arguments, tokens: int) -> tuple[int, int]:
-        """All tokens after the grid, which comes first."""
+        """Count all tokens after the grid, which comes first."""
         return super().extra(arguments, tokens)[::-1]
 
     def project_output(self, attn: Any, output: Tensor, inputs: AttentionInputs) -> Any:
-        """Tokens of samples that guidance skips get their own value; then come gates of the heads."""
+        """Give tokens of samples that guidance skips their own value, then gate the heads."""
         if inputs.attended is not None:
             output = torch.lerp(inputs.value.to(output), output, inputs.attended.to(output)[..., None])
         if attn.to_gate_logits is not None:

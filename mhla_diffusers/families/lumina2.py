@@ -30,7 +30,7 @@ class Lumina2Adapter(JointAdapter):
     """Moves the padding of shorter samples to the front, so that every image is at the end, and its output back."""
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """``encoder_hidden_states`` are the same tokens again."""
+        """Leave out ``encoder_hidden_states``, which are the same tokens again."""
         return without(super().arguments(args, kwargs), "encoder_hidden_states")
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
@@ -49,7 +49,7 @@ class Lumina2Adapter(JointAdapter):
         return super().read(attn, arguments, grid, tokens)
 
     def run(self, processor: Any, attn: Any, arguments: Arguments) -> Any:
-        """The model's processor takes keys and values from ``encoder_hidden_states``."""
+        """Give ``encoder_hidden_states`` back, from which the model's processor takes keys and values."""
         return super().run(processor, attn, {**arguments, "encoder_hidden_states": arguments["hidden_states"]})
 
     def ordered(self, arguments: Arguments, output: Tensor) -> Tensor:

@@ -77,6 +77,6 @@ class MochiFamily(JointFamily, VideoFamily):
     )
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
-        """Patch of one latent frame."""
+        """Return a patch of one latent frame."""
         size = transformer.config.patch_size
         return 1, size, size

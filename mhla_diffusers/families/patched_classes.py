@@ -3,13 +3,12 @@
 Classes of diffusers and transformers never change. This module is imported when a model is patched.
 """
 
-from collections.abc import Iterable
 from functools import cache
 from types import MethodType
 from typing import Any
 
 import torch
-from diffusers.models.attention import AttentionMixin, AttentionModuleMixin
+from diffusers.models.attention import AttentionModuleMixin
 
 _BASE = "_mhla_base"
 """Attribute of a subclass: the library's class."""
@@ -65,28 +64,10 @@ def _set_class(module: Any, cls: Any) -> None:
         module._old_forward = MethodType(cls.forward, module)
 
 
-class _ProcessorMethods(AttentionModuleMixin):
+class ProcessorMethods(AttentionModuleMixin):
     """Mixin for attentions that run a processor without a method to set another."""
 
     _supports_qkv_fusion = False
-
-
-def give_processor_methods(transformer: Any, attentions: Iterable[Any]) -> None:
-    """Give a transformer ``attn_processors`` and ``set_attn_processor``, and its attentions ``set_processor``.
-
-    Those that have them are unchanged.
-    """
-    if not hasattr(transformer, "set_attn_processor"):
-        switch(transformer, AttentionMixin)
-    for attn in attentions:
-        if not hasattr(attn, "set_processor"):
-            switch(attn, _ProcessorMethods)
-
-
-def take_processor_methods(transformer: Any, attentions: Iterable[Any]) -> None:
-    """Undo :func:`give_processor_methods`."""
-    for module in (transformer, *attentions):
-        switch_back(module)
 
 
 class OwnAttention:

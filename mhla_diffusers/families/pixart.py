@@ -41,7 +41,7 @@ class PixArtFamily(ImageFamily):
     )
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
-        """Texts of 120 tokens, or of 300 in Σ, whose configurations have no additional conditions."""
+        """Return texts of 120 tokens, or of 300 in Σ, whose configurations have no additional conditions."""
         tokens = 300 if config.use_additional_conditions is False else 120
         return tuple(one._replace(shape=(tokens, *one.shape[1:])) for one in self.conditions)
 

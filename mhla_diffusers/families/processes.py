@@ -43,7 +43,7 @@ class DiffusionProcess(ABC):
 
     @abstractmethod
     def time_at(self, quantile: Tensor) -> Tensor:
-        """Time at quantiles in (0, 1) of the training distribution: float32 (B,) to (B,)."""
+        """Return the time at quantiles in (0, 1) of the training distribution: float32 (B,) to (B,)."""
 
     @abstractmethod
     def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class DiffusionProcess(ABC):
 
     @abstractmethod
     def timestep(self, time: Tensor) -> Tensor:
-        """The transformer's argument for a time: (B,) to (B,)."""
+        """Return the transformer's argument for a time: (B,) to (B,)."""
 
     @abstractmethod
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
@@ -93,24 +93,24 @@ class FlowMatching(DiffusionProcess):
         self.shift, self.timestep_scale, self.channels, self.is_reversed = shift, timestep_scale, channels, is_reversed
 
     def time_at(self, quantile: Tensor) -> Tensor:
-        """σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
+        """Return σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
         return self.shifted(torch.special.ndtri(quantile.double()).sigmoid()).float()
 
     def shifted(self, sigma: Tensor) -> Tensor:
-        """σ after the shift, of the same shape and type."""
+        """Return σ after the shift, of the same shape and type."""
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
     def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """(1 − σ) latents + σ noise."""
+        """Return (1 − σ) latents + σ noise."""
         sigma = _along(time, latents)
         return (1 - sigma) * latents + sigma * noise
 
     def timestep(self, time: Tensor) -> Tensor:
-        """1000 σ or 1000 (1 − σ), scaled."""
+        """Return 1000 σ or 1000 (1 − σ), scaled."""
         return (1 - time if self.is_reversed else time) * 1000 * self.timestep_scale
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
-        """Mean squared error to the velocity, over frames that are not clean."""
+        """Return the mean squared error to the velocity, over frames that are not clean."""
         velocity = (batch.noise - batch.latents)[:, : self.channels]
         error = (prediction[:, : velocity.shape[1]].float() - velocity.float()).square()
         if batch.time.ndim == 1:
@@ -128,20 +128,20 @@ class _DDPM(DiffusionProcess):
         """ᾱ of every step: float64 (steps,)."""
 
     def time_at(self, quantile: Tensor) -> Tensor:
-        """The step: int64."""
+        """Return the step: int64."""
         return (quantile.double() * len(self.signal)).long().clamp(0, len(self.signal) - 1)
 
     def timestep(self, time: Tensor) -> Tensor:
-        """The step itself."""
+        """Return the step itself."""
         return time
 
     def noised(self, latents: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """√ᾱ latents + √(1 − ᾱ) noise."""
+        """Return √ᾱ latents + √(1 − ᾱ) noise."""
         signal, rest = self.amplitudes(time, latents)
         return signal * latents + rest * noise
 
     def amplitudes(self, time: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """√ᾱ and √(1 − ᾱ) of every sample, float32 (B, 1, ...)."""
+        """Return √ᾱ and √(1 − ᾱ) of every sample, float32 (B, 1, ...)."""
         signal = self.signal.to(time.device)[time]
         return _along(signal.sqrt().float(), like), _along((1 - signal).sqrt().float(), like)
 
@@ -229,7 +229,7 @@ class VelocityDDPM(_DDPM):
         self.channels = channels
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
-        """Mean squared error to the velocity."""
+        """Return the mean squared error to the velocity."""
         latents, noise = (x[:, : self.channels].float() for x in (batch.latents, batch.noise))
         signal, rest = self.amplitudes(batch.time, latents)
         velocity = signal * noise - rest * latents
@@ -237,7 +237,7 @@ class VelocityDDPM(_DDPM):
 
 
 def _along(value: Tensor, like: Tensor) -> Tensor:
-    """Values of samples (B,) as (B, 1, ...), or of frames (B, F) as (B, 1, F, ...)."""
+    """Return values of samples (B,) as (B, 1, ...), or of frames (B, F) as (B, 1, F, ...)."""
     if value.ndim == 2:
         return value.view(len(value), 1, -1, *[1] * (like.ndim - 3))
     return value.view(-1, *[1] * (like.ndim - 1))

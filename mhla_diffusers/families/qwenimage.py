@@ -87,5 +87,5 @@ class QwenImageFamily(PaddedTextFamily, PackedImageFamily):
         return scaled_latents(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())[:, :, 0]
 
     def guidance_arguments(self, guidance: float) -> Kwargs:
-        """Classifier-free guidance, which the pipeline runs if it is given a negative prompt."""
+        """Ask for classifier-free guidance, which the pipeline runs if it is given a negative prompt."""
         return {"true_cfg_scale": guidance, **({"negative_prompt": _NO_PROMPT} if guidance > 1 else {})}

@@ -69,7 +69,7 @@ class SanaFamily(ImageFamily):
         return weight is not None and weight.numel() == attn.inner_dim
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching, with the factor of SANA-Sprint's timesteps."""
+        """Return flow matching with the factor of SANA-Sprint's timesteps."""
         return FlowMatching(flow_shift, timestep_scale=float(transformer.config.timestep_scale))
 
     def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:

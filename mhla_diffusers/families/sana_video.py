@@ -27,6 +27,7 @@ class SanaVideoFamily(SanaFamily):
     name = "sana_video"
     transformers = (_CLASS,)
     axes = 3
+    has_rope = True
     processor = "diffusers.models.transformers.transformer_sana_video.SanaLinearAttnProcessor3_0"
     cross_processor = "diffusers.models.transformers.transformer_sana_video.SanaAttnProcessor2_0"
     # norms and rotates query and key as SANA-Video does
@@ -38,10 +39,8 @@ class SanaVideoFamily(SanaFamily):
         tiny_video("sana_video", _CLASS, _TINY),
     )
 
-    has_rope = True
-
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Flow matching."""
+        """Return flow matching."""
         return FlowMatching(flow_shift)
 
     def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from ..config import MHLAConfig
 from .adapters import Arguments, AttentionAdapter, without
 from .family import Kwargs, Sample
 from .models import Clip, Model
-from .rope_tables import grid_of_table
-from .wan import WanFamily, tiny_wan, wan_model
+from .wan import WanFamily, grid_of_table, tiny_wan, wan_model
 
 _CLASS = "SkyReelsV2Transformer3DModel"
 _AT_24_FPS = 1
@@ -27,16 +26,33 @@ class SkyReelsV2Adapter(AttentionAdapter):
     """Wan's, reading diffusion forcing's mask as a block length."""
 
     def key_mask(self, arguments: Arguments) -> Tensor | None:
-        """None for a block-causal mask, which :meth:`check_order` compares with the patch."""
+        """Return None for a block-causal mask, which :meth:`check_order` compares with the patch."""
         is_block_causal = self.frames_in_block(arguments) is not None
         return super().key_mask(without(arguments, "attention_mask") if is_block_causal else arguments)
 
     def frames_in_block(self, arguments: Arguments) -> int | None:
-        """Return the frames per block of a block-causal mask; None for any other mask."""
+        """Return the frames per block of a block-causal mask (1, 1, N, N); None for a mask of keys or none.
+
+        Raises:
+            ValueError: another mask that differs between queries.
+        """
         mask, rotary = arguments.get("attention_mask"), arguments.get("rotary_emb")
         if mask is None or mask.ndim != 4 or mask.shape[2] != mask.shape[3] or rotary is None:
             return None
-        return _frames_in_block(mask, grid_of_table(rotary[1])[0])
+        if not hasattr(mask, "frames_in_block"):  # all layers of a forward are handed the same mask
+            frames = grid_of_table(rotary[1])[0]
+            step = max(1, mask.shape[2] // frames)
+            between = mask[0, 0, ::step, ::step].cpu()  # the model repeats what it lets frames see for all their tokens
+            length = int(between[0].sum())
+            block = torch.arange(len(between)) // max(1, length)
+            if mask.dtype != torch.bool or not torch.equal(between, block[:, None] >= block):
+                raise ValueError(
+                    f"SkyReels-V2's attention got a mask {tuple(mask.shape)} of {mask.dtype} that is not block-causal "
+                    f"over {frames} frames and differs between queries, for which MHLA has no form."
+                )
+            mask.frames_in_block = length
+        found: int = mask.frames_in_block
+        return found
 
     def check_order(self, arguments: Arguments, config: MHLAConfig | None) -> None:
         """Raise ValueError unless a patch is causal with the mask's block length."""
@@ -54,23 +70,6 @@ class SkyReelsV2Adapter(AttentionAdapter):
             "that of the last call, transformer.config.num_frame_per_block. The mask goes to all layers, so no choice "
             "of layers=[...] keeps it away."
         )
-
-
-def _frames_in_block(mask: Any, frames: int) -> int:
-    """Return the frames of a block of a block-causal mask, (1, 1, N, N); any other raises ValueError."""
-    if not hasattr(mask, "frames_in_block"):  # all layers of a forward are handed the same mask
-        step = max(1, mask.shape[2] // frames)
-        between = mask[0, 0, ::step, ::step].cpu()  # the model repeats what it lets frames see for all their tokens
-        length = int(between[0].sum())
-        block = torch.arange(len(between)) // max(1, length)
-        if mask.dtype != torch.bool or not torch.equal(between, block[:, None] >= block):
-            raise ValueError(
-                f"SkyReels-V2's attention got a mask {tuple(mask.shape)} of {mask.dtype} that is not block-causal over "
-                f"{frames} frames and differs between queries, for which MHLA has no form."
-            )
-        mask.frames_in_block = length
-    found: int = mask.frames_in_block
-    return found
 
 
 def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:

@@ -38,7 +38,7 @@ class VideoFamily(TrainedFamily):
     process_class: ClassVar[type[DiffusionProcess] | None] = FlowMatching
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Channels of a picture, which the transformer takes and does not predict, stay clean."""
+        """Leave channels of a picture, which the transformer takes and does not predict, clean."""
         process, config = super().process(transformer, flow_shift), transformer.config
         if config.in_channels != (config.get("out_channels") or config.in_channels):
             process.channels = int(config.out_channels)
@@ -165,7 +165,7 @@ class TransformersFamily(Family):
     processor = "mhla_diffusers.families.patched_classes.OwnAttention"
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
-        """An old transformers version, or settings for denoising steps."""
+        """Refuse an old transformers version, and settings for denoising steps."""
         kind, installed = type(transformer).__name__, version("transformers")
         if tuple(map(int, installed.split(".")[:2])) < _TRANSFORMERS:
             needed = ".".join(map(str, _TRANSFORMERS))

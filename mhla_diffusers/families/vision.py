@@ -60,7 +60,7 @@ class VisionAdapter(TransformersAdapter):
         return key_padding_mask(mask, batch, tokens)
 
     def extra(self, arguments: Arguments, tokens: int) -> tuple[int, int]:
-        """All tokens that are not patches come before the patches."""
+        """Count all tokens that are not patches, which come before the patches."""
         others = arguments["hidden_states"].shape[1] - tokens
         return (others, 0) if self.has_extra and others > 0 else super().extra(arguments, tokens)
 
@@ -132,7 +132,7 @@ class VisionFamily(TransformersFamily):
         return {"pixel_values": latents, **conditioning}
 
     def conditioning_shapes(self, config: Any) -> Sample:
-        """Nothing: the model gets only pixels."""
+        """Return nothing: the model gets only pixels."""
         return {}
 
     def channels(self, config: Any) -> int:
@@ -216,7 +216,7 @@ def _pooled(name: str, layers: int, heads: int, head_dim: int, settings: Mapping
 
 
 def _deit(name: str, heads: int) -> Model:
-    """DeiT for ImageNet as PooledViTConfig.deit_t and deit_s make it, at 224 pixels and beyond."""
+    """Return DeiT for ImageNet as PooledViTConfig.deit_t and deit_s make it, at 224 pixels and beyond."""
     sizes = squares(224, 384, 512, 1024, 2048)
     return _pooled(name, 12, heads, 64, {"num_labels": 1000}, blocks=(4, 4), patch=16, sizes=sizes)
 

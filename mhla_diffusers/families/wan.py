@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..attention.rope import Rotary
 from ..config import MHLAConfig
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
-from .rope_tables import TabledRotaryFamily
-from .styles import first_picture
+from .styles import VideoFamily, first_picture
 
 _CLASS = "WanTransformer3DModel"
 _TEXT_TOKENS = 512
@@ -28,6 +28,8 @@ _TEXT_TOKENS = 512
 _TINY = {"ffn_dim": 384, "text_dim": 64, "freq_dim": 256, "in_channels": 4, "out_channels": 4}
 _IMAGE_TOKENS = 257
 """Tokens of CLIP ViT-H/14 for a picture: a class token and 16x16 patches."""
+_LAID_OUT: set[tuple[int, ...]] = set()
+"""Shapes of unflattened tables whose coordinates were checked to be the token grid."""
 
 
 def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
@@ -45,7 +47,7 @@ def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = N
     return tiny_video(name, transformer, tiny, **different)
 
 
-class WanFamily(TabledRotaryFamily):
+class WanFamily(VideoFamily):
     """Video transformers with a (frames, height, width) token grid."""
 
     name = "wan"
@@ -55,6 +57,7 @@ class WanFamily(TabledRotaryFamily):
     processor = cross_processor = "diffusers.models.transformers.transformer_wan.WanAttnProcessor"
     default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content")
     dispatches_attention = True
+    has_rope = True
     # those of VACE take one time for all frames, and so do relatives
     streamed: ClassVar[tuple[str, ...]] = (_CLASS,)
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),)
@@ -65,6 +68,34 @@ class WanFamily(TabledRotaryFamily):
         # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
         tiny_wan("wan", _CLASS, _TINY, heads=3, head_dim=32, layers=4),
     )
+
+    def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+        """Read the grid from the sines."""
+        return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
+
+    def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
+        """Take the frames' channels from later rows of the model's own table; ValueError if it is too short."""
+        rope, last = transformer.rope, first + grid[0]
+        if (reason := self.why_too_late(transformer, first, last)) is not None:
+            raise ValueError(reason)
+
+        def later(table: Tensor, rows: Tensor) -> Tensor:
+            frames = rows[first:last, : rope.t_dim].to(table)
+            spread = frames[:, None, None].expand(-1, *grid[1:], -1).reshape(1, -1, 1, frames.shape[-1])
+            return torch.cat([spread, table[..., frames.shape[-1] :]], dim=-1)
+
+        return later(rotary[0], rope.freqs_cos), later(rotary[1], rope.freqs_sin)
+
+    def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
+        """Refuse a frame past the end of the model's own table."""
+        rope = transformer.rope
+        if last <= rope.max_seq_len:
+            return None
+        return (
+            f"{type(transformer).__name__} has RoPE for {rope.max_seq_len} latent frames, its rope_max_seq_len, "
+            f"but frames {first + 1} to {last} were asked for. Begin another video, or load the model with a larger "
+            "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
+        )
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Round frames as the pipeline does, to a multiple of its temporal stride plus one."""
@@ -105,3 +136,26 @@ class WanFamily(TabledRotaryFamily):
         if config.image_dim is not None:
             shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, config.image_dim, device="meta")
         return shapes
+
+
+def grid_of_table(table: Any) -> tuple[int, ...]:
+    """Return the token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
+
+    The table is a flattened (frames, height, width, D), and outside of inference mode a view of it. Once the
+    coordinates have been checked against that shape, the shape alone is enough, and nothing waits for the device.
+    """
+    laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
+    if laid_out in _LAID_OUT:
+        return laid_out
+    if not hasattr(table, "token_grid"):  # all layers of a forward get the same table
+        # an axis has a third of the channels; that of frames also the remainder
+        height = 2 * (table.shape[-1] // 6)
+        frames = table.shape[-1] - 2 * height
+        # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
+        at_zero = table[0, :, 0, [0, frames, frames + height]] == 0
+        along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
+        table.token_grid = tuple(torch.stack(along).tolist())
+    if table.token_grid == laid_out:
+        _LAID_OUT.add(table.token_grid)
+    grid: tuple[int, ...] = table.token_grid
+    return grid

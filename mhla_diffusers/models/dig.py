@@ -120,7 +120,7 @@ class DiGBlock(nn.Module):
         self.conv = nn.Conv2d(width, width, kernel_size=3, padding=1, groups=width)
 
     def forward(self, hidden_states: torch.Tensor, conditioning: torch.Tensor) -> torch.Tensor:
-        """(B, N, hidden size) in raster order to the same; conditioning, (B, hidden size), is of time and class."""
+        """Run the block: (B, N, hidden size) in raster order to the same; conditioning is (B, hidden size)."""
         modulation = self.modulation(nn.functional.silu(conditioning))[:, None].chunk(6, dim=-1)
         shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation
         hidden_states = hidden_states + gate * self.attn1(self.norm1(hidden_states) * (1 + scale) + shift)

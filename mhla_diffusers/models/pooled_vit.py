@@ -27,13 +27,13 @@ class PooledViTConfig(ViTConfig):
 
     @classmethod
     def deit_t(cls, **settings: Any) -> "PooledViTConfig":
-        """DeiT-T/16 (Touvron et al., arXiv 2012.12877) for ImageNet at 224 pixels, unless settings say otherwise."""
+        """Return DeiT-T/16 (Touvron et al., arXiv 2012.12877) for ImageNet at 224 pixels; settings override."""
         size = {"hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
         return cls(**(size | {"layer_norm_eps": 1e-6, "num_labels": 1000} | settings))
 
     @classmethod
     def deit_s(cls, **settings: Any) -> "PooledViTConfig":
-        """DeiT-S/16, likewise."""
+        """Return DeiT-S/16, likewise."""
         return cls.deit_t(**({"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536} | settings))
 
 

@@ -131,12 +131,12 @@ class VLTConfig(PreTrainedConfig):
 
     @classmethod
     def vlt_t(cls, **settings: Any) -> "VLTConfig":
-        """MHLA-VLT-T of the paper's Table 2b, for the 1,000 classes of ImageNet unless settings say otherwise."""
+        """Return MHLA-VLT-T of the paper's Table 2b, for the 1,000 classes of ImageNet; settings override."""
         return cls(**({"num_labels": 1000} | settings))
 
     @classmethod
     def vlt_s(cls, **settings: Any) -> "VLTConfig":
-        """MHLA-VLT-S, likewise."""
+        """Return MHLA-VLT-S, likewise."""
         size = {"hidden_sizes": (64, 128, 320, 512), "depths": (3, 5, 9, 3), "num_attention_heads": (1, 2, 5, 8)}
         return cls.vlt_t(**(size | {"drop_path_rate": 0.15} | settings))
 
@@ -292,7 +292,7 @@ class VLTStage(nn.Module):
         )
 
     def forward(self, feature_map: torch.Tensor) -> torch.Tensor:
-        """(B, channels, height, width) of the stage before, or of the pixels, to that of this stage."""
+        """Run the stage: (B, channels, height, width) of the stage before, or of the pixels, to this stage's."""
         hidden_states = self.downsample(feature_map).movedim(1, -1)
         grid = hidden_states.shape[1], hidden_states.shape[2]
         rotary = None

@@ -42,7 +42,7 @@ class Digits:
     labels: torch.Tensor
 
     def pick(self, label: int, chance: random.Random) -> torch.Tensor:
-        """A random (8, 8) digit with this label."""
+        """Return a random (8, 8) digit with this label."""
         candidates = (self.labels == label).nonzero().flatten().tolist()
         return self.images[chance.choice(candidates)]
 
@@ -59,7 +59,7 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        """For example "a three and an eight bouncing" or "a seven moving left"."""
+        """Return the text, for example "a three and an eight bouncing" or "a seven moving left"."""
         words = " and ".join(f"{'an' if NAMES[label] == 'eight' else 'a'} {NAMES[label]}" for label in self.labels)
         return words + (
             f" moving {self.motion}" if self.motion in DIRECTIONS else f" {self.motion}" if self.motion else ""

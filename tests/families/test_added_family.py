@@ -49,12 +49,6 @@ def test_contract_of_all_families(check: Callable[[str], None]) -> None:
     check(NAME)
 
 
-@pytest.mark.usefixtures("family")
-@pytest.mark.parametrize("ragged", [False, True])
-def test_softmax_in_place_of_mhla(ragged: bool) -> None:
-    test_contract.test_softmax_in_place_of_mhla_is_the_own_attention(NAME, ragged)
-
-
 def test_class_is_short_enough_to_be_read() -> None:
     assert len(inspect.getsource(CogView3PlusFamily).splitlines()) <= 60
     assert len(inspect.getsource(cogview3plus).splitlines()) <= 60

@@ -147,7 +147,8 @@ def test_a_sample_gives_the_transformer_what_the_pipeline_gives(name: str, monke
     assert torch.equal(found["timestep"] == 0, given["timestep"] == 0)
 
 
-@each_other
+# a first frame without noise, channels beside the noised ones, and packed tokens with a time each
+@pytest.mark.parametrize("name", ["hunyuan_video, in place", "cogvideox1.5", "ltx"])
 def test_image_to_video_is_trained_on_what_it_predicts(name: str) -> None:
     """The loss sees neither the picture's channels nor its frame, and has gradients."""
     pipe = OTHERS[name][0]()
@@ -199,19 +200,6 @@ def test_encoded_clips_have_what_the_pipeline_makes_of_their_first_frame(name: s
         "encoder_hidden_states",
         "encoder_hidden_states_image",
     }
-
-
-@each_pipeline
-@torch.no_grad()
-def test_encoded_clips_are_what_the_pipeline_decodes(name: str) -> None:
-    """The noised channels alone: where they are decoded, the video comes back as the autoencoder makes it."""
-    pipe = PIPELINES[name][0]()
-    pixels = (_video().float() / 127.5 - 1)[None]
-    latents = get_family(pipe.transformer).encode_pixels(pipe, pixels)[:, :16]
-    config = pipe.vae.config
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
-    own = pipe.vae.encode(pixels).latent_dist.mode()
-    torch.testing.assert_close(latents * std + mean, own, rtol=1e-4, atol=1e-5)
 
 
 def test_a_transformer_of_other_channels_is_refused() -> None:

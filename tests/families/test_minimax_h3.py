@@ -54,8 +54,7 @@ def test_forward_gets_what_the_pipeline_gives():
     assert FAMILY.time_of(given[1]) == pipe.scheduler.timesteps[1]
 
 
-@pytest.mark.parametrize("anchors", [("first",), ("last",), ("first", "last")], ids=" ".join)
-@pytest.mark.parametrize("sound", [3, 0])
+@pytest.mark.parametrize(("anchors", "sound"), [(("first",), 0), (("last",), 3), (("first", "last"), 3)], ids=str)
 def test_conditioning_rows_stay_exact(anchors, sound):
     """Each is one frame before the sound, or before the video itself where there is none."""
     model, arguments = CASE.transformer(), with_pictures(anchors, sound)

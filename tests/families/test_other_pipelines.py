@@ -21,8 +21,7 @@ KLEIN: dict[str, Any] = {"guidance_embeds": False}
 # pipeline, case, what differs in its call
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "klein": ("Flux2KleinPipeline", "flux2", {}),
-    # a time for every token, 0 in the first frame; and conditions as tokens before or after those of the video
-    "ltx, picture": ("LTXImageToVideoPipeline", "ltx", {"image": PICTURE}),
+    # conditions as tokens before or after those of the video, and a time for every token, 0 in the first frame
     "ltx, conditions": (
         "LTXConditionPipeline",
         "ltx",
@@ -69,8 +68,6 @@ def test_other_pipelines_are_patched_and_restored(kind: str, name: str, call: di
 # pipeline, case, perturbed layer, guidance
 PERTURBED = {
     "pixart": ("PixArtSigmaPAGPipeline", case_of("pixart_sigma"), "transformer_blocks.1", 1.5),
-    "pixart-without-guidance": ("PixArtSigmaPAGPipeline", case_of("pixart_sigma"), "transformer_blocks.1", 1.0),
-    "sana": ("SanaPAGPipeline", case_of("sana"), "transformer_blocks.1", 4.5),
     "sana-without-guidance": ("SanaPAGPipeline", case_of("sana"), "transformer_blocks.1", 1.0),
     # diffusers' own pipeline fails without classifier-free guidance, for which it has sizes of three parts
     "hunyuan_dit": ("HunyuanDiTPAGPipeline", case_of("hunyuan_dit"), "blocks.1", 1.5),

@@ -25,7 +25,6 @@ OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 GUIDANCE = {"flux": 3.5, "flux2": 4.0, "hunyuan_video": 6.0}
 """Guidance of a call with one forward per step, where it is not 1: models that embed it take the pipeline's default."""
 
-COGVIDEOX = ("cogvideox", "cogvideox_two_frames")
 each_family = pytest.mark.parametrize("name", NAMES)
 # text of Chroma, Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, Lumina 2 and Mochi predict with
 # another sign, and guidance of HunyuanVideo 1.5 is a component: their own files look at that
@@ -35,8 +34,6 @@ forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name 
 normed_by_channel = pytest.mark.parametrize("name", [name for name in NAMES if name != "flux2"])
 # HunyuanVideo 1.5 and Stable Diffusion 3 have as many tokens as their tokenizers, which are others in a tiny pipeline
 real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hunyuan_video15", "ltx2", "sd3")])
-# CogVideoX's tiny autoencoder decodes more frames than a clip has, and HunyuanVideo 1.5 takes one prompt
-clip_by_clip = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hunyuan_video15", *COGVIDEOX)])
 
 
 def family_of(case: FamilyCase) -> TrainedFamily:
@@ -125,7 +122,8 @@ def scaled_as(found: torch.Tensor, vae: Any, parts: list[torch.Tensor]) -> torch
     return scaled.reshape(found.shape)  # an image may be one frame of a video
 
 
-@clip_by_clip
+# an image, and videos by each name that pipelines have for their frames
+@pytest.mark.parametrize("name", ["flux", "hunyuan_video", "latte", "ltx2", "sana_video"])
 def test_samples_are_what_files_are_written_of(name: str) -> None:
     case = case_of(name)
     family, clip = family_of(case), clip_of(case)

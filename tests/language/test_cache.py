@@ -43,7 +43,7 @@ def greedy(model, prompt, **arguments):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(cuts=st.lists(st.integers(1, LONGEST - 1), max_size=6, unique=True))
 def test_any_cut_of_a_text_gives_what_the_whole_gives(model, cache, cuts):
     ids, ends, cache = text(length=LONGEST), [0, *sorted(cuts), LONGEST], CACHES[cache](model)

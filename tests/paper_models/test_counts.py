@@ -75,9 +75,9 @@ def test_multiply_adds_of_weights_by_hand():
     assert count(model, 16, 16).weight_macs == stem + layer + 16 * 8 * 32 + 32 * 5
 
 
-@pytest.mark.parametrize(("size", "channels"), [("T", 192), ("S", 384)])
-def test_mhla_adds_next_to_nothing_to_deit(size, channels):
-    before, after = (paper_counts(f"DeiT-{size}, {kind}") for kind in ("softmax", "MHLA"))
+def test_mhla_adds_next_to_nothing_to_deit():
+    channels = 192
+    before, after = (paper_counts(f"DeiT-T, {kind}") for kind in ("softmax", "MHLA"))
     # a mixing matrix for all heads, and a convolution with a bias
     assert after.parameters - before.parameters == 12 * (16**2 + 10 * channels)
     assert after.weight_macs - before.weight_macs == 12 * 196 * 9 * channels
