@@ -50,11 +50,6 @@ class DigitClassifier(nn.Module):
         found = [self(crop(picture, field, size)).argmax(dim=1) for field in scene.fields()]
         return torch.stack(found) == torch.tensor(scene.labels)[:, None]
 
-    @torch.no_grad()
-    def describe(self, picture: torch.Tensor, scene: Scene, size: int) -> torch.Tensor:
-        """Return the features of every digit of every frame (F, 64, 64), for Fréchet distances: (digits · F, 64)."""
-        return torch.cat([self.features(crop(picture, field, size)[:, None]) for field in scene.fields()])
-
 
 def load_classifier() -> DigitClassifier:
     """Load the classifier that ships; DamagedAssetError if its file is missing or damaged."""
@@ -118,10 +113,14 @@ class Yardstick:
         """Return the part of the digits, over all scenes and frames, that is recognised."""
         return float(torch.cat([found.flatten() for found in self.recognised(pictures)]).double().mean())
 
+    @torch.no_grad()
     def features(self, pictures: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return for every scene the classifier's features of its digits: (digits · F, 64)."""
-        describe, size = self.classifier.describe, self.tiny.digit_size
-        return [describe(picture, scene, size) for picture, scene in zip(pictures, self.scenes, strict=True)]
+        found, size = [], self.tiny.digit_size
+        for picture, scene in zip(pictures, self.scenes, strict=True):
+            crops = torch.cat([crop(picture, field, size) for field in scene.fields()])
+            found.append(self.classifier.features(crops[:, None]))
+        return found
 
     def distance(self, pictures: Sequence[torch.Tensor]) -> float:
         """Return the Fréchet distance of the digits to real ones, over all scenes."""

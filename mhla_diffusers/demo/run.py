@@ -132,13 +132,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
         if config.updates:
             demo.adapt_live(goal=rows[0].held_out_loss)
         demo.show_mixing()
-    circumstances = {
-        "machine": f"{platform.processor() or platform.machine()}, {config.device}",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "minutes": f"{(time.perf_counter() - started) / 60:.1f}",
-    }
-    demo.write(circumstances)
+    demo.write(minutes=(time.perf_counter() - started) / 60)
     return rows
 
 
@@ -289,8 +283,14 @@ class Demo:
             heading = f"Mixing matrices of {variant.name}"
             self.sections[heading] = html_media(draw_mixing_matrices(matrices, file), heading)
 
-    def write(self, circumstances: dict[str, str]) -> None:
+    def write(self, minutes: float) -> None:
         """Write the record and last the page, whose images are inside it, so that the file can be sent alone."""
+        circumstances = {
+            "machine": f"{platform.processor() or platform.machine()}, {self.config.device}",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "minutes": f"{minutes:.1f}",
+        }
         write_json({**self.results, "circumstances": circumstances}, self.output / "results.json")
         facts = escape(", ".join(f"{name}: {value}" for name, value in circumstances.items()))
         said = "Everything on this page was computed in one run"

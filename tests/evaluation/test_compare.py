@@ -230,17 +230,17 @@ def test_sets_that_are_not_paired_are_refused(folders, tmp_path):
     shorter = write_set(tmp_path / "shorter", 128)
     write_sample_list([Sample("0000.png", "class <0>")], shorter)
     for sets, message in (
-        (folders[:1], "at least two"),
-        ([folders[0], folders[0]], "different folder names"),
-        ([folders[0], other], r"differ in seed \(0 and 1\)"),
-        ([folders[0], more["dtype"]], r"differ in dtype \(None and 'another'\)"),
-        ([folders[0], more["model_content"]], r"differ in model_content \(None and 'another'\)"),
-        ([folders[0], shorter], "hold different samples"),
+        (folders[:1], "got 1"),
+        ([folders[0], folders[0]], "softmax.*softmax"),
+        ([folders[0], other], r"seed \(0 and 1\)"),
+        ([folders[0], more["dtype"]], r"dtype \(None and 'another'\)"),
+        ([folders[0], more["model_content"]], r"model_content \(None and 'another'\)"),
+        ([folders[0], shorter], "different samples"),
     ):
         with pytest.raises(ValueError, match=message):
             read_variants(sets)
     (folders[1] / "0007.png").unlink()
-    with pytest.raises(FileNotFoundError, match="lacks 1 of 30 samples, for example 0007.png"):
+    with pytest.raises(FileNotFoundError, match="1 of 30 .*0007.png"):
         read_variants(folders)
     with pytest.raises(ValueError, match="belong together"):
         compare_sets(folders, reference=folders[0])

