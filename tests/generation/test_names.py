@@ -51,7 +51,7 @@ def test_settings_of_the_call_pass(pipeline, settings):
         (WanPipeline, {"height": None}, "height=None is of type NoneType"),
         (DiTPipeline, {"guidance_scale": "high"}, "guidance_scale='high'"),
         (DiTPipeline, {"guidance_scale": math.inf}, "guidance_scale=inf"),
-        (WanPipeline, {"num_frames": -1}, "num_frames=-1 must be 1 or more"),
+        (WanPipeline, {"num_frames": 0}, "num_frames=0"),
     ],
 )
 def test_settings_that_the_call_does_not_take_are_refused(pipeline, settings, message):
