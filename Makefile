@@ -3,6 +3,7 @@
 # make test   set everything up and run the tests
 # make check  lint, types, structure
 # make gpu    the tests that use a GPU: run them first on a new card
+# make kernels  compile every kernel for GPUs that are not there, after a change of one; minutes
 # make engines  the plug-ins of ComfyUI, vLLM-Omni and others, each in an environment with its engine (gigabytes)
 # make docs   the pages and the API reference, into build/site
 PYTHON ?= python3
@@ -19,7 +20,7 @@ QUICK := tests/attention/test_layout.py tests/attention/test_linear.py tests/att
 # Python keeps what it compiled of the packages, which else every process of a test would compile anew, for ten seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check gpu engines docs clean
+.PHONY: demo quick test check kernels gpu engines docs clean
 
 # the oldest version that pyproject.toml allows: on Linux the tests compile kernels with it too
 OLDEST_TRITON := 3.6.0
@@ -58,6 +59,10 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_structure.py
+
+kernels: $(VENV)/triton-oldest
+	$(BIN)/python -m tests.attention.triton.ahead_of_time write
+	PYTHONPATH=$(VENV)/triton-oldest $(BIN)/python -m tests.attention.triton.ahead_of_time write MHLA
 
 gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu

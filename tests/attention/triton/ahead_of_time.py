@@ -1,11 +1,18 @@
-"""What the compiler makes of every kernel for GPUs that are not there: a line of JSON for each.
+"""What the compiler makes of every kernel for GPUs that are not there, kept in kernels.csv.
 
 A program of its own, because a kernel is made either for the interpreter or for a GPU:
 
-    python -m tests.attention.triton.ahead_of_time sm_90 sm_80  registers, spills and shared memory
-    python -m tests.attention.triton.ahead_of_time variants     how many variants three resolutions compile
+    python -m tests.attention.triton.ahead_of_time write [problem ...]  compile what kernels.csv lacks (minutes)
+    python -m tests.attention.triton.ahead_of_time rows                 the rows it should have, as JSON
+    python -m tests.attention.triton.ahead_of_time again kernel ...     compile rows of sm_90 once more, as JSON
+    python -m tests.attention.triton.ahead_of_time variants             variants that three resolutions need, as JSON
+
+Problems are those of an H100; ``make kernels`` writes the whole table.
 """
 
+import ast
+import csv
+import hashlib
 import json
 import re
 import subprocess
@@ -24,7 +31,6 @@ from mhla_diffusers.attention.triton import backend, tiles
 
 from .meta import Operators, nothing_launched
 
-INSTRUCTIONS = "wgmma.mma_async", "mma.sync", "tcgen05.mma", "cp.async.cg", "cp.async.ca", "ld.global", "ld.shared"
 HALF, FLOAT = torch.bfloat16, torch.float32
 WAN = {"tokens": 31_500, "blocks": 105, "heads": 12, "head_dim": 128, "dtype": HALF}
 BESIDE = WAN | {"block_size": 64, "rope": "before"}
@@ -50,9 +56,13 @@ COLUMNS = {
     "sm_90": list(PROBLEMS),
     "sm_80": [*_USUAL, "keys in 32"],
     **dict.fromkeys(("sm_86", "gfx942"), [*_USUAL, "16 bits, 256 channels", "float32, 256 channels"]),
+    **dict.fromkeys(("sm_89", "sm_100", "sm_120"), _USUAL),
 }
 """What the cards compile that together meet every entry of the table; others compile the tiles for 16 bits. Narrow
 heads in float32 have the same tiles on every card, or those of wide ones, which need more memory."""
+TABLE_FILE = Path(__file__).with_name("kernels.csv")
+NAMED = "triton", "architecture", "kernel", "problem", "key"
+COMPILED = "shared_bytes", "stack_bytes", "registers", "narrow_loads", "wgmma"
 
 
 def launches_of(architecture, tokens, blocks, heads, head_dim, dtype, rope="after", everything=False, **kinds):
@@ -101,7 +111,7 @@ def target_of(architecture):
 def report_of(source, options, architecture):
     """Registers and stack of a thread, shared memory of a block, and what the text of PTX tells."""
     compiled = triton.compile(source, target=target_of(architecture), options=options)
-    report = {"shared_bytes": int(compiled.metadata.shared)}
+    report = dict.fromkeys(COMPILED, 0) | {"shared_bytes": int(compiled.metadata.shared)}
     if "cubin" not in compiled.asm:
         numbers = {"registers": r"\.vgpr_count:\s*(\d+)", "stack_bytes": r"\.private_segment_fixed_size:\s*(\d+)"}
         text = compiled.asm["amdgcn"]
@@ -116,30 +126,63 @@ def report_of(source, options, architecture):
     text = compiled.asm["ptx"]
     narrow = text.count("ld.global") - text.count("ld.global.v4")
     report |= {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "stack_bytes": stack}
-    return report | {"loop": main_loop(text), "narrow_loads": narrow}
+    return report | {"wgmma": products_of_main_loop(text), "narrow_loads": narrow}
 
 
-def main_loop(text):
-    """How often each instruction stands in the longest loop with matrix products, of PTX."""
+def products_of_main_loop(text):
+    """Tensor-core instructions of Hopper in the loop of PTX that has most."""
     lines = text.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\$\w+):", line))}
     ends = [(i, match[1]) for i, line in enumerate(lines) if (match := re.search(r"bra(?:\.uni)?\s+(\$\w+);", line))]
     loops = ["\n".join(lines[labels[label] : i]) for i, label in ends if labels[label] < i]
-    counts = [{name: loop.count(f"{name}.") for name in INSTRUCTIONS if f"{name}." in loop} for loop in loops]
-    return max(counts, key=lambda found: sum("mma" in name for name in found), default={})
+    return max((loop.count("wgmma.mma_async.") for loop in loops), default=0)
 
 
-def report_all(architecture, names):
-    """Everything for an H100, some columns of the table for other cards."""
+def key_of(source, options):
+    """Hash of all that the compiler gets: code without docstrings and places, types, constants and options."""
+    codes, left = {}, [source.fn]
+    while left:
+        function = left.pop()
+        tree = function.parse()
+        tree.body[0].body = [x for x in tree.body[0].body if not isinstance(getattr(x, "value", None), ast.Constant)]
+        codes[function.__name__] = ast.unparse(tree)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        known = {name: x for name, x in function.__globals__.items() if name in used}
+        left += [x for name, x in known.items() if isinstance(x, triton.JITFunction) and name not in codes]
+        codes |= {name: str(x) for name, x in known.items() if isinstance(x, triton.language.constexpr)}
+    attributes = {place: x for place, x in source.attrs.items() if x}
+    parts = sorted(codes.items()), source.signature, source.constants, attributes, options
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def rows(columns):
+    """Row, source and options of every variant that these problems launch on these cards."""
     assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing; unset TRITON_INTERPRET"
-    known = set()
-    for name in names or COLUMNS.get(architecture, _USUAL):
-        for kernel, arguments in launches_of(architecture, **PROBLEMS[name]):
-            source, options = variant_of(kernel, arguments, architecture)
-            if (variant := (source.hash(), *options.values())) not in known:
-                known.add(variant)
-                report = {"architecture": architecture, "kernel": kernel.__name__, "problem": name}
-                print(json.dumps(report | report_of(source, options, architecture)), flush=True)
+    for architecture, names in columns.items():
+        known = set()
+        for name in names:
+            for kernel, arguments in launches_of(architecture, **PROBLEMS[name]):
+                source, options = variant_of(kernel, arguments, architecture)
+                if (key := key_of(source, options)) not in known:
+                    known.add(key)
+                    named = triton.__version__, architecture, kernel.__name__, name, key
+                    yield dict(zip(NAMED, named, strict=True)), source, options
+
+
+def write_table(columns):
+    """Compile what the table lacks; rows that nothing launches any more go, those of another Triton stay."""
+    with TABLE_FILE.open(newline="") as file:
+        kept = {tuple(row[name] for name in NAMED): row for row in csv.DictReader(file)}
+    table = {name: row for name, row in kept.items() if name[0] != triton.__version__}
+    for row, source, options in rows(columns):
+        name = tuple(row.values())
+        if name not in kept:
+            print(*name[1:4], flush=True)
+        table[name] = kept.get(name) or row | report_of(source, options, row["architecture"])
+    with TABLE_FILE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*NAMED, *COMPILED), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table.values())
 
 
 def count_variants():
@@ -154,10 +197,14 @@ def count_variants():
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "variants":
+    command, *chosen = sys.argv[1:]
+    if command == "write":
+        write_table({"sm_90": chosen} if chosen else COLUMNS)
+    elif command == "rows":
+        print(json.dumps([row for row, _, _ in rows(COLUMNS)]))
+    elif command == "again":
+        for row, source, options in rows({"sm_90": ["16 bits"]}):
+            if row["kernel"] in chosen:
+                print(json.dumps(row | report_of(source, options, "sm_90")))
+    elif command == "variants":
         count_variants()
-    else:
-        chosen = [name for name in sys.argv[1:] if name in PROBLEMS]
-        for architecture in sys.argv[1:]:
-            if architecture not in PROBLEMS:
-                report_all(architecture, chosen)

@@ -1,12 +1,18 @@
-"""The kernels compile for cards that are not there, fit into their memory, and spill no more than they did."""
+"""The kernels compile for cards that are not there, fit into their memory, and spill no more than they did.
 
+``make kernels`` compiles all of them into kernels.csv; the tests ask whether that is of today's kernels.
+"""
+
+import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 from mhla_diffusers.attention.triton.tiles import PROCESSORS
 
@@ -21,9 +27,7 @@ SHARED_MEMORY = {
     "gfx942": 64 * KIB,
 }
 """What one block (workgroup) may have; from the vendors' tables of limits per architecture."""
-TOGETHER = ("sm_90",), ("sm_80", "sm_86", "sm_89"), ("sm_100", "sm_120", "gfx942")
-"""What one process compiles for: starting one takes as long as five kernels."""
-KERNELS = 17
+KERNELS, LINEAR_KERNELS = 17, 4
 ALLOWED_STACK = {
     ("pooled_dkv_kernel", "16 bits"): 16,
     ("pooled_dkv_kernel", "72 channels"): 16,
@@ -34,26 +38,69 @@ ALLOWED_STACK = {
     "float32, 256 channels": 520,
 }
 """Bytes of a thread's stack, by kernel and problem, or of all kernels of a problem."""
-OLDEST_TRITON = Path(sys.prefix) / "triton-oldest"
-"""The oldest version that is allowed, beside the installed one; the Makefile puts it there."""
+AGAIN = (
+    "states_kernel",
+    "read_kernel",
+    "prepare_keys_kernel",
+    "score_kernel",
+    "listed_forward_kernel",
+    "listed_dkv_kernel",
+)
+"""Compiled once more in every run, to see that the table says what the compiler does; all would take six minutes."""
+ROOT = Path(__file__).parents[3]
 
 
-def run(*arguments, folder, triton=None):
-    """Lines of JSON that the program prints, in a process without the interpreter and with a cache of its own."""
+def compiler(*arguments, folder):
+    """Objects that the program prints, run without the interpreter and with a cache of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
-    if triton is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(triton), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "tests.attention.triton.ahead_of_time", *arguments]
-    root = Path(__file__).parents[3]
-    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=root).stdout
-    print(text)
+    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT).stdout
     return [json.loads(line) for line in text.splitlines()]
 
 
-def check(reports, architecture, kernels=KERNELS):
-    reports = [report for report in reports if report["architecture"] == architecture]
-    assert len({report["kernel"] for report in reports}) == kernels
+@pytest.fixture(scope="module")
+def table():
+    with Path(__file__).with_name("kernels.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [row | {name: int(row[name]) for name in list(row)[5:]} for row in rows]
+
+
+def installed(table):
+    """Rows of the Triton that is installed, which on a machine with CUDA may be another than the pinned one."""
+    rows = [row for row in table if row["triton"] == triton.__version__]
+    if not rows:
+        pytest.skip(f"kernels.csv has no rows of Triton {triton.__version__}; make kernels adds them")
+    return rows
+
+
+def test_the_table_is_of_todays_kernels_and_launches(table, tmp_path):
+    """If this fails, run ``make kernels`` and look at what changed in kernels.csv."""
+    [expected] = compiler("rows", folder=tmp_path)
+    assert [{name: row[name] for name in expected[0]} for row in installed(table)] == expected
+
+
+def test_the_table_is_of_the_pinned_and_of_the_oldest_triton(table):
+    pinned = re.search(r"^triton==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    oldest = re.search(r"^OLDEST_TRITON := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert {row["triton"] for row in table} == {pinned, oldest}
+    # the oldest compiles the linear branch, which every call has
+    linear = [row for row in table if row["triton"] == oldest]
+    assert len({row["kernel"] for row in linear}) == LINEAR_KERNELS
+    assert {row["key"] for row in linear} <= {row["key"] for row in table if row["triton"] == pinned}
+
+
+@pytest.mark.slow
+def test_the_table_says_what_the_compiler_does(table, tmp_path):
+    found = compiler("again", *AGAIN, folder=tmp_path)
+    assert {row["kernel"] for row in found} == set(AGAIN)
+    assert [row for row in installed(table) if row in found] == found
+
+
+@pytest.mark.parametrize("architecture", SHARED_MEMORY)
+def test_kernels_fit(architecture, table):
+    reports = [row for row in table if row["architecture"] == architecture]
+    assert len({row["kernel"] for row in reports}) == KERNELS
     for report in reports:
         kernel, problem = report["kernel"], report["problem"]
         assert report["shared_bytes"] <= SHARED_MEMORY[architecture], report
@@ -64,35 +111,20 @@ def check(reports, architecture, kernels=KERNELS):
         # key blocks of 16 and 32 are too few rows for it in the gradient of keys, which takes one block at a time
         has_rows = not (kernel == "listed_dkv_kernel" and problem.startswith("keys in"))
         if (
-            kernel.startswith(("listed", "pooled"))
+            architecture == "sm_90"
+            and kernel.startswith(("listed", "pooled"))
             and has_rows
-            and architecture == "sm_90"
             and "float32" not in problem
         ):
-            assert report["loop"]["wgmma.mma_async"] >= 12, report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architectures", TOGETHER, ids=" ".join)
-def test_kernels_fit(architectures, tmp_path):
-    reports = run(*architectures, folder=tmp_path)
-    for architecture in architectures:
-        check(reports, architecture)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not OLDEST_TRITON.is_dir(), reason="make puts the oldest Triton beside the installed one")
-def test_kernels_fit_with_the_oldest_triton(tmp_path):
-    """Those of the linear branch, which every call has."""
-    check(run("sm_90", "MHLA", folder=tmp_path, triton=OLDEST_TRITON), "sm_90", kernels=4)
+            assert report["wgmma"] >= 12, report
 
 
 def test_another_resolution_compiles_nothing(tmp_path):
-    for name, counts in run("variants", folder=tmp_path):
+    for name, counts in compiler("variants", folder=tmp_path):
         # states are added up of keys, and as gradients of queries; rows have gradients of queries, keys and values
         several = {"states_kernel": 2, "rows_gradient_kernel": 3}
         assert all(count <= several.get(kernel, 1) for kernel, count in counts.items()), (name, counts)
 
 
 def test_the_table_of_cards_is_whole():
-    assert set(SHARED_MEMORY) == set(PROCESSORS) == {name for group in TOGETHER for name in group}
+    assert set(SHARED_MEMORY) == set(PROCESSORS)
