@@ -58,10 +58,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'pipe\("a cat", num_inference_steps=4', f'pipe("a cat", {WAN_CALL}'),
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
-    (
-        r'pipe\.load_lora_weights\("someone/.*"\)',
-        'pipe.transformer.add_adapter(__import__("peft").LoraConfig(target_modules=["to_q"]))',
-    ),
     (r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
     # generation
