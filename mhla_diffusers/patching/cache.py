@@ -54,13 +54,21 @@ class MHLACache(Cache):
             ValueError: another batch size than that of the texts so far, or the call before has not come to its end.
         """
         if layer_idx == 0:
-            self._check_whole()
-        known, given = self._batch(), key_states.shape[0]
-        if known not in (None, given):
-            raise ValueError(
-                f"This cache goes on with a batch of {known} texts, and the model was given {given}. Make another "
-                "MHLACache(model), or reset() this one to begin again."
-            )
+            lengths = {layer.get_seq_length() for layer in self.layers}
+            states = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+            awaited = {layer.is_awaited for layer in states}
+            # where all wait, the model does not run MHLA at all, and the layers raise an error that says so
+            if awaited != {True} and (len(lengths) > 1 or len(awaited) > 1):
+                raise ValueError(
+                    f"The last call with this MHLACache failed on its way through the layers, which now hold "
+                    f"{' or '.join(map(str, sorted(lengths)))} tokens; reset() it and give the text from its begin."
+                )
+            known, given = next((layer.batch for layer in states), None), key_states.shape[0]
+            if known not in (None, given):
+                raise ValueError(
+                    f"This cache goes on with a batch of {known} texts, and the model was given {given}. Make another "
+                    "MHLACache(model), or reset() this one to begin again."
+                )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
@@ -93,24 +101,6 @@ class MHLACache(Cache):
         states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
         softmax = (layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.keys is not None)
         return states + sum(layer.keys.nbytes + layer.values.nbytes for layer in softmax)
-
-    def _check_whole(self) -> None:
-        lengths = {layer.get_seq_length() for layer in self.layers}
-        awaited = {layer.is_awaited for layer in self.layers if isinstance(layer, StateLayer)}
-        # where all wait, the model does not run MHLA at all, and the layers raise an error that says so
-        if awaited != {True} and (len(lengths) > 1 or len(awaited) > 1):
-            raise ValueError(
-                f"The last call with this MHLACache failed on its way through the layers, which now hold "
-                f"{' or '.join(map(str, sorted(lengths)))} tokens; reset() it and give the text from its begin."
-            )
-
-    def _batch(self) -> int | None:
-        for layer in self.layers:
-            if isinstance(layer, StateLayer) and layer.batch is not None:
-                return layer.batch
-            if isinstance(layer, DynamicLayer) and layer.get_seq_length():
-                return int(layer.keys.shape[0])
-        return None
 
 
 class StateLayer(CacheLayerMixin):

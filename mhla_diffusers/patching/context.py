@@ -8,7 +8,6 @@ which two threads share and which PEFT, ``deepcopy`` and checkpointing copy or r
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
@@ -118,7 +117,13 @@ class CarryingCheckpoint:
         """Run a block; when it runs again, it has the context of now."""
         if torch.compiler.is_compiling():  # recomputes its graph, of which the grid is a part
             return self.checkpoint(block, *args)
-        return self.checkpoint(partial(_run_within, current(), block), *args)
+        context = current()
+
+        def run(*again: Any) -> Any:
+            with within(context):
+                return block(*again)
+
+        return self.checkpoint(run, *args)
 
     @classmethod
     def put_on(cls, module: Any) -> None:
@@ -133,8 +138,3 @@ class CarryingCheckpoint:
         carrying = getattr(module, cls.ATTRIBUTE, None)
         if isinstance(carrying, cls):
             setattr(module, cls.ATTRIBUTE, carrying.checkpoint)
-
-
-def _run_within(context: CallContext, block: Any, *args: Any) -> Any:
-    with within(context):
-        return block(*args)

@@ -1,6 +1,7 @@
 """The handle of a patched transformer, and finding it from a pipeline or a model."""
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from ..attention.parallel.place import Parallel
 from ..config import MHLAConfig, Step
 from ..families import Family, find_family, get_family, unwrapped
 from .advice import advise
-from .compiling import allow_graphs, give_back_graphs
 from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter
 from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
 from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
@@ -37,6 +37,12 @@ _ATTRIBUTE = "_mhla"
 """Holds the handle, on the module of a patched transformer that runs its blocks."""
 _CACHE_CONTEXT = "cache_context"
 """Method of diffusers' ``CacheMixin`` that a pipeline enters around every forward."""
+_GRAPHS = 64
+"""Resolutions, each one graph, that a transformer is compiled for before torch.compile gives up; PyTorch allows 8."""
+_owners: "weakref.WeakSet[Patched]" = weakref.WeakSet()
+"""Handles with hooks; PyTorch's limit of graphs, which knows no single models, is raised while there are any."""
+_limits_before: list[int] = []
+"""PyTorch's limit while it is raised."""
 
 
 class Patched:
@@ -67,7 +73,7 @@ class Patched:
         """Name of the LoRA that belongs to the patch; None without one."""
         self.few_steps: FewSteps | None = None
         """How it samples, if it was distilled to a few steps."""
-        self._scheduler: Any = None
+        self.replaced_scheduler: Any = None
         """The pipeline's own scheduler, while it has that of few steps."""
         self._parallel: Parallel | None = None
         """The processes between which tokens are split."""
@@ -135,24 +141,9 @@ class Patched:
             trunk.register_forward_hook(self._end, always_call=True),
         ]
         if self.family.is_diffusion:
-            self.call_from(pipe)
+            self.loop = DenoisingLoop(self.family, pipe)
             if hasattr(type(self.transformer), _CACHE_CONTEXT):
                 setattr(self.transformer, _CACHE_CONTEXT, self.cache_context)
-
-    def call_from(self, pipe: Any) -> None:
-        """Say which pipeline calls the transformer; it is not kept alive."""
-        self.loop = DenoisingLoop(self.family, None if isinstance(pipe, nn.Module) else pipe)
-
-    def sample_in(self, few_steps: "FewSteps", pipe: Any) -> None:
-        """Say that the model was distilled to a few steps, and give its pipeline the scheduler for them.
-
-        Args:
-            few_steps: how it samples.
-            pipe: pipeline that calls the transformer; a transformer where that is not known.
-        """
-        from .few_step_scheduler import sample_in
-
-        self.few_steps, self._scheduler = few_steps, sample_in(pipe, few_steps)
 
     @torch.no_grad()
     def replace_weights(self, tensors: Mapping[str, torch.Tensor], keep: bool) -> None:
@@ -213,13 +204,13 @@ class Patched:
             from .few_step_scheduler import restore_scheduler
 
             for pipe in (self.loop.pipe, model):  # a copied pipeline is known only as the one that is given
-                restore_scheduler(pipe, self.few_steps, self._scheduler)
+                restore_scheduler(pipe, self.few_steps, self.replaced_scheduler)
         if self.replaced_weights:
             places = base_weights(self.transformer)
             for name, tensor in self.replaced_weights.items():
                 for place in places[name]:
                     place.copy_(tensor)
-        self.lora = self.few_steps = self._scheduler = None
+        self.lora = self.few_steps = self.replaced_scheduler = None
         self.replaced_weights = {}
         for attn in attentions_of(self.transformer).values():
             if isinstance(attn.processor, MHLAProcessor) or hasattr(attn, "mhla"):
@@ -231,7 +222,8 @@ class Patched:
         if self._hooks:
             for module in self._checkpointing():
                 CarryingCheckpoint.take_off(module)
-            give_back_graphs(self)
+            _owners.discard(self)
+            _restore_limit()
         if getattr(vars(self.transformer).get(_CACHE_CONTEXT), "__self__", None) is self:
             delattr(self.transformer, _CACHE_CONTEXT)
         if self.is_installed:
@@ -354,19 +346,7 @@ class Patched:
         disabled = self.family.is_diffusion and self._is_disabled(outer, trunk, args, kwargs)
         for module in self._checkpointing():
             CarryingCheckpoint.put_on(module)
-        enter(
-            CallContext(
-                grid,
-                self._parallel,
-                disabled,
-                outer.stream,
-                outer.step,
-                outer.step_disabled,
-                outer.in_every_step,
-                outer.off,
-                outer,
-            )
-        )
+        enter(outer._replace(grid=grid, parallel=self._parallel, disabled=disabled, outer=outer))
 
     def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """Take the context back after a forward, also one that failed, whose result is None."""
@@ -431,7 +411,12 @@ class Patched:
         return list(self.family.blocks_of(self.transformer).values())
 
     def _prepare_compiling(self) -> None:
-        allow_graphs(self)
+        config = torch._dynamo.config
+        if not _owners and config.recompile_limit < _GRAPHS:
+            _limits_before.append(config.recompile_limit)
+            config.recompile_limit = _GRAPHS
+        weakref.finalize(self, _restore_limit)  # before the set knows it, which then forgets it first
+        _owners.add(self)
 
         def meet() -> None:
             """Refuse a cache on which the processes may not agree, before a forward.
@@ -450,6 +435,14 @@ class Patched:
 
         self._meet_processes = meet
         vars(meet)["_dynamo_marked_constant"] = True  # runs while torch.compile traces a graph, and not in it
+
+
+def _restore_limit() -> None:
+    """Restore PyTorch's limit of graphs once no owner is left, unless it was changed since."""
+    if not _owners and _limits_before:
+        before = _limits_before.pop()
+        if torch._dynamo.config.recompile_limit == _GRAPHS:
+            torch._dynamo.config.recompile_limit = before
 
 
 # Which transformers there are

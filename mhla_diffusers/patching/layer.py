@@ -147,17 +147,15 @@ class MHLALayer(nn.Module):
         Weights of a layer that was in training mode and learned nothing are those of a fresh one.
         """
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if self.runs_linear:
-            return
-        fresh = {
-            "mixing": initial_mixing(self.config.blocks, self.config.mixing_init),
-            "linear_log_weight": torch.tensor(self._first_log_weight),
-            "pooled_bias": torch.tensor(0.0),
-        }
-        for name, start in fresh.items():
+        for name in ("linear_log_weight", "pooled_bias", "mixing"):  # last the one whose fresh values take time to make
             loaded, own = state_dict.get(prefix + name), getattr(self, name)
-            if own is not None and loaded is not None and loaded.shape == own.shape and not own.is_meta:
-                self.runs_linear |= bool((loaded != start.to(loaded)).any())
+            if self.runs_linear or own is None or loaded is None or loaded.shape != own.shape or own.is_meta:
+                continue
+            if name == "mixing":
+                fresh = initial_mixing(self.config.blocks, self.config.mixing_init)
+            else:
+                fresh = torch.tensor(self._first_log_weight if name == "linear_log_weight" else 0.0)
+            self.runs_linear = bool((loaded != fresh.to(loaded)).any())
 
     def forward(
         self,

@@ -98,7 +98,7 @@ def load_mhla(
     lora = load_file(_check_content(folder, **record.lora)) if record.lora else {}
     few_steps = None
     if record.few_steps:
-        from .few_step_scheduler import FewSteps
+        from .few_step_scheduler import FewSteps, sample_in
 
         few_steps = FewSteps.from_dict(record.few_steps)
     transformers = _check_model(record, find_transformers(model))
@@ -135,7 +135,7 @@ def load_mhla(
                 load_lora(patched.transformer, own_lora)
                 patched.lora = LORA
             if few_steps is not None:
-                patched.sample_in(few_steps, model)
+                patched.few_steps, patched.replaced_scheduler = few_steps, sample_in(model, few_steps)
     except BaseException:  # no memory, or interrupted
         if is_patched(model) and all(patched.replaced_weights is not None for patched, *_ in plans):
             remove_mhla(model)

@@ -32,6 +32,7 @@ from .handle import (
 )
 from .layer import MHLALayer, attentions_of, share_parameters
 from .processor import MHLAProcessor, holds_weights, make_layer
+from .steps import DenoisingLoop
 from .weights import group_offloading, resized
 
 Model = TypeVar("Model")
@@ -285,7 +286,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
                 attn.set_processor(processor)
         patched.processor = processor
         if patched.is_installed and not isinstance(model, nn.Module):
-            patched.call_from(model)
+            patched.loop = DenoisingLoop(patched.family, model)
     return model
 
 

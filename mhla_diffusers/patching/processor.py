@@ -85,7 +85,10 @@ class MHLAProcessor:
         self.backend = backend
         if self.grid is not None and len(self.grid) != len(self.config.blocks):
             raise ValueError(f"grid={self.grid} and blocks={self.config.blocks} must have the same number of axes.")
-        _register_with_diffusers(type(self))
+        # diffusers' hooks look a processor's class up to learn how it is skipped
+        from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
+
+        AttentionProcessorRegistry.register(type(self), AttentionProcessorMetadata(skip_processor_output_fn=_skip))
 
     @property
     def is_blank(self) -> bool:
@@ -241,7 +244,13 @@ class MHLAProcessor:
         if hasattr(cache, "state_of"):
             state = cache.state_of(attn)
         else:
-            _check_cache(cache)
+            from transformers import DynamicCache
+
+            if cache is not None and type(cache) is not DynamicCache:
+                raise ValueError(
+                    f"A {type(cache).__name__} does not go with MHLA; give past_key_values=MHLACache(model), or "
+                    "transformers' DynamicCache."
+                )
             if key.shape[1] > count:
                 # nothing of the keys is summed up, so that is done again in every call: right, slower than MHLACache
                 state = layer.new_state((1,), self.backend)
@@ -385,6 +394,14 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
     if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     tensors = [*attn.parameters(), *attn.buffers()]
+    # the type that the attention computes in: that of its weights, or what a layer says whose weights are quantised
+    hooks = getattr(projection, "_diffusers_hook", None)
+    casting = hooks.get_hook("layerwise_casting") if hooks is not None else None
+    weight = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > 1), None)
+    if casting is not None:
+        dtype = casting.compute_dtype
+    else:
+        dtype = weight.dtype if weight is not None else getattr(projection, "compute_dtype", None) or torch.float32
     # an attention that first runs under inference_mode must still get weights that can be trained
     with torch.inference_mode(False):
         layer = MHLALayer(config, heads, head_dim, int(projection.in_features), adapter)
@@ -392,7 +409,7 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
             layer.to(device=tensors[0].device)
             for name, parameter in layer.named_parameters():
                 if name not in FLOAT32_PARAMETERS:
-                    parameter.data = parameter.data.to(_compute_dtype(projection, tensors))
+                    parameter.data = parameter.data.to(dtype)
     return layer.train(attn.training)
 
 
@@ -414,23 +431,6 @@ def _skip(
     """What diffusers' layer skipping runs in place of a patched attention: nothing."""
     is_pair = isinstance(encoder_hidden_states, torch.Tensor) and adapter_of(attn).has_extra
     return (hidden_states, encoder_hidden_states) if is_pair else hidden_states
-
-
-def _register_with_diffusers(kind: type) -> None:
-    """Tell diffusers' hooks, which look a processor's class up, how it is skipped."""
-    from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
-
-    AttentionProcessorRegistry.register(kind, AttentionProcessorMetadata(skip_processor_output_fn=_skip))
-
-
-def _compute_dtype(projection: Any, tensors: list[torch.Tensor]) -> torch.dtype:
-    """Type that an attention computes in: that of its weights, or what a layer says whose weights are quantised."""
-    hooks = getattr(projection, "_diffusers_hook", None)
-    casting = hooks.get_hook("layerwise_casting") if hooks is not None else None
-    if casting is not None:
-        return casting.compute_dtype
-    weight = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > 1), None)
-    return weight.dtype if weight is not None else getattr(projection, "compute_dtype", None) or torch.float32
 
 
 def default_cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
@@ -498,13 +498,3 @@ def _grid_of_rotary(attn: Any, adapter: AttentionAdapter, arguments: Arguments) 
         "which read it from every input, or give it to the processor, grid=(frames, height, width) in tokens, or "
         "(height, width) for images."
     )
-
-
-def _check_cache(cache: Any) -> None:
-    from transformers import DynamicCache
-
-    if cache is not None and type(cache) is not DynamicCache:
-        raise ValueError(
-            f"A {type(cache).__name__} does not go with MHLA; give past_key_values=MHLACache(model), or transformers' "
-            "DynamicCache."
-        )

@@ -33,12 +33,12 @@ class DenoisingLoop:
 
     Args:
         family: of the transformer.
-        pipe: None if only the transformer is known.
+        pipe: the pipeline; None, or a transformer, where it is not known.
     """
 
     def __init__(self, family: Family, pipe: Any) -> None:
         self.family = family
-        self._pipe = None if pipe is None else weakref.ref(pipe)
+        self._pipe = None if pipe is None or isinstance(pipe, nn.Module) else weakref.ref(pipe)
         self._timesteps: Any = None
         """The scheduler's, at the latest forward."""
         self._first = 0

@@ -18,7 +18,7 @@ from ..config import check, check_names
 from ..families import get_family, unwrapped
 from .context import Grid, call_context
 from .handle import find_transformers
-from .layer import MHLALayer, layer_of
+from .layer import layer_of
 from .parallel import parallel_of
 
 
@@ -47,16 +47,34 @@ class VideoStream:
     """
 
     def __init__(self, model: Any) -> None:
-        transformer = _transformer_of(model)
-        inside: Any = unwrapped(transformer)
-        self._transformer, self._inside, self._family = transformer, inside, get_family(inside)
+        names = list(find_transformers(model))
+        if len(names) > 1:
+            raise ValueError(
+                f"{type(model).__name__} has several transformers, each of which would need a stream of its own: "
+                f"VideoStream(pipe.{names[0]}) for one of {', '.join(names)}."
+            )
+        self._transformer: nn.Module = model if isinstance(model, nn.Module) else model.components[names[0]]
+        self._inside: Any = unwrapped(self._transformer)
+        inside, self._family = self._inside, get_family(self._inside)
         if type(inside).__name__ not in self._family.streamed:
             raise ValueError(
                 f"A {type(inside).__name__} cannot be given a video frame block after frame block: its family "
                 f"{self._family.name!r} supports {', '.join(self._family.streamed) or 'no transformer'}."
             )
         attentions = self._family.self_attentions(inside)
-        self._layers = {name: _causal_layer(name, layer_of(attn)) for name, attn in attentions.items()}
+        self._layers = {name: layer_of(attn) for name, attn in attentions.items()}
+        for name, layer in self._layers.items():
+            if layer is not None and layer.config.causal != "block":
+                raise ValueError(
+                    f"A stream needs a patch whose frames see no later ones, and {name} has "
+                    f"causal={layer.config.causal!r}; patch with causal='block' and a block_length, such as 1 or 3 "
+                    "latent frames."
+                )
+            if layer is not None and layer.config.softmax_steps:
+                raise ValueError(
+                    f"softmax_steps={layer.config.softmax_steps!r} makes steps attend as before the patch, which leave "
+                    "no state behind; a stream needs softmax_steps=0."
+                )
         unpatched = [name for name, layer in self._layers.items() if layer is None]
         if unpatched:
             raise ValueError(
@@ -108,21 +126,6 @@ class VideoStream:
                 processes; or a call in which not all layers attend with MHLA. The stream is then as before.
         """
         check(isinstance(keep, bool), f"keep={keep!r} must be True or False.")
-        self._check_call(args, kwargs)
-        step = _Step(self, keep)
-        with call_context(stream=step):
-            output = self._transformer(*args, **kwargs)
-        missing = [name for name in self._layers if name not in step.states]
-        if missing:
-            raise ValueError(
-                f"In this call {', '.join(missing)} did not attend with MHLA, so nothing of these frames can be kept "
-                "there. A stream goes on while the patch is neither disabled nor skipped in any layer."
-            )
-        if keep or self._states:  # what is not kept leaves the mixture of the past, which the next call needs too
-            self._states, self._grid = step.states, step.grid
-        return output
-
-    def _check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward: Any = type(self._inside).forward
         names = inspect.signature(forward).parameters
         if not any(one.kind is one.VAR_KEYWORD for one in names.values()):
@@ -144,6 +147,18 @@ class VideoStream:
                 "Gradient checkpointing would run a block again when the stream has moved on; call the stream under "
                 "torch.no_grad(), or transformer.disable_gradient_checkpointing() first."
             )
+        step = _Step(self, keep)
+        with call_context(stream=step):
+            output = self._transformer(*args, **kwargs)
+        missing = [name for name in self._layers if name not in step.states]
+        if missing:
+            raise ValueError(
+                f"In this call {', '.join(missing)} did not attend with MHLA, so nothing of these frames can be kept "
+                "there. A stream goes on while the patch is neither disabled nor skipped in any layer."
+            )
+        if keep or self._states:  # what is not kept leaves the mixture of the past, which the next call needs too
+            self._states, self._grid = step.states, step.grid
+        return output
 
 
 class _Step:
@@ -189,33 +204,3 @@ class _Step:
             moved = stream._family.rotary_from(stream._inside, rotary, grid, self._first)
             self._rotary = rotary, moved
         return self._rotary[1]
-
-
-def _transformer_of(model: Any) -> nn.Module:
-    """Return the model itself, or the transformer of a pipeline, as it is called there."""
-    names = list(find_transformers(model))
-    if isinstance(model, nn.Module):
-        return model
-    if len(names) > 1:
-        raise ValueError(
-            f"{type(model).__name__} has several transformers, each of which would need a stream of its own: "
-            f"VideoStream(pipe.{names[0]}) for one of {', '.join(names)}."
-        )
-    transformer: nn.Module = model.components[names[0]]
-    return transformer
-
-
-def _causal_layer(name: str, layer: MHLALayer | None) -> MHLALayer | None:
-    if layer is None:
-        return None
-    if layer.config.causal != "block":
-        raise ValueError(
-            f"A stream needs a patch whose frames see no later ones, and {name} has causal={layer.config.causal!r}; "
-            "patch with causal='block' and a block_length, such as 1 or 3 latent frames."
-        )
-    if layer.config.softmax_steps:
-        raise ValueError(
-            f"softmax_steps={layer.config.softmax_steps!r} makes steps attend as before the patch, which leave no "
-            "state behind; a stream needs softmax_steps=0."
-        )
-    return layer

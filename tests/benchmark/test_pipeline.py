@@ -9,7 +9,7 @@ from mhla_diffusers.benchmark.operation import CONTENT
 from mhla_diffusers.benchmark.pipeline import PARTS, UNPATCHED, WHOLE, choose_pipeline, frames_of, patched, similarities
 from mhla_diffusers.benchmark.transformer import LINEAR_KINDS
 from mhla_diffusers.patching import require_patched
-from mhla_diffusers.patching.few_step_scheduler import FewSteps
+from mhla_diffusers.patching.few_step_scheduler import FewSteps, sample_in
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
 from .commands import bench, measure, medians
@@ -58,7 +58,8 @@ def test_a_patch_is_put_on_and_leaves_no_trace():
 
 def test_a_patch_of_few_steps_takes_its_own_number(tmp_path):
     pipe = mhla.apply_mhla(load_tiny("wan"), blocks=(3, 4, 4), sparse="none")
-    require_patched(pipe)["transformer"].sample_in(FewSteps((1.0, 0.5)), pipe)
+    few_steps, patch = FewSteps((1.0, 0.5)), require_patched(pipe)["transformer"]
+    patch.few_steps, patch.replaced_scheduler = few_steps, sample_in(pipe, few_steps)
     folder = mhla.save_mhla(pipe, tmp_path / "patch")
     options = ("--model", "tiny-wan", "--steps", 3, "--repetitions", 1, "--patch", folder)
     assert set(medians(measure(tmp_path, "pipeline", *options), WHOLE)) == {UNPATCHED, str(folder)}
