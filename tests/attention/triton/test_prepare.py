@@ -140,7 +140,7 @@ def test_forward_and_backward(case):
     check(make_problem((3, case["block"] - 5), extra=7, batch=2, **case))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     grid=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     extra=st.integers(0, 17),
