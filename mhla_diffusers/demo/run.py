@@ -2,10 +2,8 @@
 
 import platform
 import shutil
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from html import escape
@@ -13,7 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import diffusers.utils.logging
 import torch
+import transformers.utils.logging
+import typer
 
 from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import draw_mixing_matrices
@@ -92,19 +93,6 @@ class Row:
     seconds_per_step: float | None = None
     """Seconds of the transformer with two samples; None in all rows where the machine was too busy to measure."""
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The columns as text."""
-        return (
-            self.name,
-            f"{self.held_out_loss:.4f}",
-            f"{self.digit_accuracy:.1%}",
-            f"{self.frechet_distance:.2f}",
-            f"{self.rank:.1f}",
-            f"{self.entropy:.2f}",
-            *([f"{1000 * self.seconds_per_step:.1f}"] if self.seconds_per_step is not None else []),
-        )
-
 
 def run_demo(config: DemoConfig) -> list[Row]:
     """Compare the attentions that ship adapted, adapt two live, and write all of it into ``config.output``.
@@ -119,19 +107,25 @@ def run_demo(config: DemoConfig) -> list[Row]:
     """
     check_writable(config.output)
     require_matplotlib()
-    started = time.perf_counter()
-    with _without_bars(), threads(free_threads()):
-        demo = Demo(config)
-        rows = demo.compare()
-        if config.speed_seconds:
-            demo.show_speed()
-        if demo.tiny.is_video:
-            demo.show_longer_clip()
-        if f"tiny-{config.family}-4-steps" in adapted_patch_names():
-            demo.show_few_steps()
-        if config.updates:
-            demo.adapt_live(goal=rows[0].held_out_loss)
-        demo.show_mixing()
+    started, bars = time.perf_counter(), (diffusers.utils.logging, transformers.utils.logging)
+    for library in bars:
+        library.disable_progress_bar()
+    try:
+        with threads(free_threads()):
+            demo = Demo(config)
+            rows = demo.compare()
+            if config.speed_seconds:
+                demo.show_speed()
+            if demo.tiny.is_video:
+                demo.show_longer_clip()
+            if f"tiny-{config.family}-4-steps" in adapted_patch_names():
+                demo.show_few_steps()
+            if config.updates:
+                demo.adapt_live(goal=rows[0].held_out_loss)
+            demo.show_mixing()
+    finally:
+        for library in bars:
+            library.enable_progress_bar()
     demo.write(minutes=(time.perf_counter() - started) / 60)
     return rows
 
@@ -150,11 +144,19 @@ class Demo:
         self.sections: dict[str, str] = {}
         """Heading → HTML."""
         self.results: dict[str, Any] = {"config": {**asdict(config), "output": str(config.output)}}
-        say(f"tiny-{config.family}: {len(self.pipes)} attentions, {config.scenes} scenes")
+        typer.echo(f"tiny-{config.family}: {len(self.pipes)} attentions, {config.scenes} scenes")
 
     def compare(self) -> list[Row]:
-        """Generate and measure with every variant: the table, and the same noise side by side."""
-        pictures, rows = {}, []
+        """Generate and measure with every variant: the table, and the same noise side by side.
+
+        Forwards have two samples, as guidance has them, and all take turns on one thread of a CPU: several that wait
+        for each other would measure what else the machine does. On a busy machine there are no times.
+        """
+        runs = {name: partial(predict, p.transformer, self._last_samples(p, 2)) for name, p in self.pipes.items()}
+        with threads(1), torch.no_grad():
+            timed = time_interleaved(runs, torch.device(self.config.device), Budget(seconds=2.0, least=7))
+        is_steady = all(row.median is not None and row.spread <= speed.STEADY for row in timed.values())
+        pictures, rows, cells = {}, [], []
         for name, pipe in self.pipes.items():
             pictures[name] = self.yardstick.generate(pipe)
             matrices = attention_matrices(
@@ -167,27 +169,22 @@ class Demo:
                 frechet_distance=self.yardstick.distance(pictures[name]),
                 rank=mean_rank(matrices),
                 entropy=mean_entropy(matrices),
+                seconds_per_step=timed[name].median if is_steady else None,
             )
             rows.append(row)
-            say(f"  {name}: {row.digit_accuracy:.0%} of the digits recognised")
-        seconds = self._seconds_per_step()
-        rows = [replace(row, seconds_per_step=seconds.get(row.name)) for row in rows]
+            milliseconds = [] if row.seconds_per_step is None else [f"{1000 * row.seconds_per_step:.1f}"]
+            cells.append([name, f"{row.held_out_loss:.4f}", f"{row.digit_accuracy:.1%}"])
+            cells[-1] += [f"{row.frechet_distance:.2f}", f"{row.rank:.1f}", f"{row.entropy:.2f}", *milliseconds]
+            typer.echo(f"  {name}: {row.digit_accuracy:.0%} of the digits recognised")
         self.results["rows"] = [asdict(row) for row in rows]
-        header, cells = _HEADER[: len(rows[0].cells)], [row.cells for row in rows]
-        say(f"\n{text_table(header, cells, right=True)}\n")
-
-        control, *others = rows
-        seen = ", ".join(f"{row.name} {row.digit_accuracy:.0%}" for row in others[::-1])
-        remarks = [
-            f"Digits that the classifier recognises: {seen}; {control.name} {control.digit_accuracy:.0%}.",
-            f"Every row but the first is a patch that ships adapted; {control.name} was trained on for as long.",
-        ]
-        if not seconds:
-            remarks.append("There are no times, since the machine was busy: they spread too much to be reliable.")
-        said = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
+        header = _HEADER[: len(cells[0])]
+        typer.echo(f"\n{text_table(header, cells, right=True)}\n")
+        remark = f"Every row but the first is a patch that ships adapted; {rows[0].name} was trained on for as long."
+        if not is_steady:
+            remark += " There are no times, since the machine was busy: they spread too much to be reliable."
         samples = draw_samples(pictures, self.yardstick.scenes, self.output / "samples")
         media = html_media(samples, "What each attention generates, by the same noise")
-        self.sections["Is it good?"] = said + html_table(header, cells) + media
+        self.sections["Is it good?"] = f"<p>{escape(remark)}</p>{html_table(header, cells)}{media}"
         return rows
 
     def _last_samples(self, pipe: Any, count: int) -> Any:
@@ -195,26 +192,12 @@ class Demo:
         total = len(self.adaptation.data)
         return self.adaptation.batch(pipe.transformer, range(total - count, total), torch.full((count,), 0.5))
 
-    @torch.no_grad()
-    def _seconds_per_step(self) -> dict[str, float]:
-        """Return the median seconds of a forward with two samples, as guidance has them; {} on a busy machine.
-
-        All take turns, on one thread of a CPU: several that wait for each other would measure what else the machine
-        does.
-        """
-        runs = {name: partial(predict, p.transformer, self._last_samples(p, 2)) for name, p in self.pipes.items()}
-        with threads(1):
-            timed = time_interleaved(runs, torch.device(self.config.device), Budget(seconds=2.0, least=7))
-        medians = {name: row.median for name, row in timed.items() if row.median is not None}
-        is_steady = all(row.spread <= speed.STEADY for row in timed.values())
-        return medians if is_steady and len(medians) == len(runs) else {}
-
     def show_speed(self) -> None:
         """Time attention over growing N: ``speed.json`` and ``speed.png``."""
         seconds = self.config.speed_seconds
-        say(f"Timing attention over growing N, for {seconds:g} s at most")
+        typer.echo(f"Timing attention over growing N, for {seconds:g} s at most")
         here = speed.measure_growth(torch.device(self.config.device), seconds)
-        say(f"  {here}\n")
+        typer.echo(f"  {here}\n")
         write_json(asdict(here), self.output / "speed.json")
         speed.draw_growth(here, self.output / "speed.png")
         picture = html_media(self.output / "speed.png", "Milliseconds of an attention over N")
@@ -226,7 +209,7 @@ class Demo:
         streams = stream_longer(self.tiny, scenes, self.config.seed, self.config.device)
         self.results["streamed"] = {name: by_frame(clips, self.yardstick) for name, clips in streams.items()}
         rows = [stream_cells(name, right) for name, right in self.results["streamed"].items()]
-        say(f"{text_table(STREAM_HEADER, rows, right=True)}\n")
+        typer.echo(f"{text_table(STREAM_HEADER, rows, right=True)}\n")
         name = rows[-1][0]
         clips = html_media(draw_samples({name: streams[name]}, scenes, self.output / "stream"), name)
         remark = (
@@ -252,7 +235,7 @@ class Demo:
         live = [variant for variant in self.variants if variant.short in _LIVE] or self.variants[-1:]
         updates, file = self.config.updates, self.output / "loss.png"
         names = " and ".join(variant.name for variant in live)
-        say(f"Live: {names}, {updates} updates each; {file} is drawn again as they go on")
+        typer.echo(f"Live: {names}, {updates} updates each; {file} is drawn again as they go on")
         shutil.rmtree(self.output / "live", ignore_errors=True)  # from an earlier demo, perhaps with another length
         curves: dict[str, list[tuple[int, float]]] = {}
         for variant in live[::-1]:
@@ -297,7 +280,7 @@ class Demo:
         sections = "".join(f"<h2>{escape(heading)}</h2>{part}" for heading, part in self.sections.items())
         page = html_page(f"MHLA on tiny-{self.tiny.family}", f"<p>{said} ({facts}).</p>{sections}")
         write_text(page, self.output / "index.html")
-        say(f"{self.output / 'index.html'} shows all of it.")
+        typer.echo(f"{self.output / 'index.html'} shows all of it.")
 
 
 # ---- clips longer than those that were trained on --------------------------------------------------------------------
@@ -353,24 +336,3 @@ def stream_cells(name: str, right: Sequence[float]) -> list[str]:
     parts = [by_frame, *(by_frame.chunk(LONGER) if len(right) > FRAMES else [])]
     cells = [name, str(len(right)), *(f"{part.mean():.1%}" for part in parts)]
     return cells + [""] * (len(STREAM_HEADER) - len(cells))
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Silence diffusers' and transformers' bars of loading."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    for library in (diffusers, transformers):
-        library.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library in (diffusers, transformers):
-            library.utils.logging.enable_progress_bar()
-
-
-def say(text: str) -> None:
-    """Write one line at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
