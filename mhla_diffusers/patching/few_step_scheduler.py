@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class FewSteps:
             "of σ that begin at 1.0 and fall, above 0, such as [1.0, 0.9, 0.75, 0.5].",
         )
         object.__setattr__(self, "times", tuple(map(float, times)))
-        guided = is_number(self.guidance) and self.guidance >= 1
+        guided = is_number(self.guidance) and 1 <= self.guidance < math.inf
         check(guided, f"guidance={self.guidance!r} must be a number: 1.0, which is none, or more.")
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +26,13 @@ OptimizerName = Literal["adamw", "adamw8bit"]
 def _check_numbers(
     settings: object, positive: Sequence[str] = (), zero_or_more: Sequence[str] = (), path: str = ""
 ) -> None:
-    """Raise unless settings are large enough; None means left out."""
+    """Raise unless settings are large enough and finite; None means left out."""
     for name in (*positive, *zero_or_more):
         value = getattr(settings, name)
-        allowed = "positive" if name in positive else "zero or positive"
-        is_allowed = value is None or value > 0 or (value == 0 and name in zero_or_more)
-        check(is_allowed, f"{path}{name}={value} must be {allowed}.")
+        if value is not None:
+            allowed = "positive" if name in positive else "zero or positive"
+            check(value > 0 or (value == 0 and name in zero_or_more), f"{path}{name}={value} must be {allowed}.")
+            check(value < math.inf, f"{path}{name}={value} must be finite.")
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class StageConfig:
         )
         distils = self.objectives is not None and self.objectives.distillation > 0
         check(
-            self.guidance == 1 or (self.guidance > 1 and distils),
+            self.guidance == 1 or (1 < self.guidance < math.inf and distils),
             f"guidance={self.guidance} must be 1.0, or more with a positive weight of objectives.distillation; few "
             "steps have few_steps.guidance.",
         )

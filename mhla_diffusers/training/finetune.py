@@ -64,7 +64,12 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
     if run.is_encoded:
         data = run.open_data()
     else:
-        latents = torch.empty(run.family.latent_shape(transformer.config, run.vae_settings(), run.clip), device="meta")
+        if run.shipped is None:
+            vae: dict[str, Any] = read_json(pipeline_file(run.model, "vae/config.json"))
+        else:
+            strides = run.shipped.temporal_stride, run.shipped.stride
+            vae = dict(zip(("scale_factor_temporal", "scale_factor_spatial"), strides, strict=True))
+        latents = torch.empty(run.family.latent_shape(transformer.config, vae, run.clip), device="meta")
         shapes = run.family.conditioning_shapes(transformer.config)
         count = config.batch_size + config.validation.samples  # as many as there have to be
         data = InMemoryData([{"latents": latents, **shapes}] * count, shapes)
@@ -90,7 +95,7 @@ class NamedRun:
         if config.model is None or config.data is None:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
         self.config, self.model, self.data = config, config.model, Path(config.data)
-        self._shipped = shipped
+        self.shipped = shipped
         named = None if shipped is None else trained_family(shipped.transformer)
         self.family = family = named or family_of(config.model, config.component)
         if isinstance(config.patch, str) and Path(config.patch).is_dir():
@@ -132,12 +137,6 @@ class NamedRun:
                 f"{self.data} holds prompts without latents (mhla synthesize --steps 0), which only few_steps is "
                 "trained on; make latents for the other stages, with --steps 50.",
             )
-
-    def vae_settings(self) -> dict[str, Any]:
-        """Return the configuration of the autoencoder, or what is known of it: its strides."""
-        if self._shipped is None:
-            return dict(read_json(pipeline_file(self.model, "vae/config.json")))
-        return {"scale_factor_temporal": self._shipped.temporal_stride, "scale_factor_spatial": self._shipped.stride}
 
     def transformer(self, with_weights: bool) -> Any:
         """Make the transformer, patched, on the CPU, or without weights on the meta device."""

@@ -135,3 +135,12 @@ def test_settings_of_a_stage_keep_their_places() -> None:
     stage = StageConfig(2, 1e-3, "lora", ObjectiveWeights(distillation=1.0), 5e-3, 4, "blocks", None, "cosine", 1)
     assert (stage.mixing_learning_rate, stage.lora_rank, stage.lora_layers) == (5e-3, 4, "blocks")
     assert (stage.scheduler, stage.warmup_steps, stage.guidance) == ("cosine", 1, 1.0)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "mixing_learning_rate", "guidance"])
+def test_an_infinite_setting_of_a_stage_is_refused(name: str) -> None:
+    """Of YAML it is refused when it is read, and here when it is made."""
+    distillation = ObjectiveWeights(distillation=1.0)
+    settings = {"steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": distillation, name: float("inf")}
+    with pytest.raises(ValueError, match=f"{name}=inf"):
+        StageConfig(**settings)  # type: ignore[arg-type]

@@ -335,6 +335,7 @@ def test_scheduler_goes_and_comes_back_with_the_patch(lora_result: Path) -> None
         ({"times": tuple(1 - place / 10 for place in range(9))}, "1 to 8"),
         ({"guidance": None}, "guidance=None"),
         ({"guidance": 0.5}, "guidance=0.5"),
+        ({"guidance": float("inf")}, "guidance=inf"),
         ({"critic_updates": 0}, "critic_updates=0"),
         ({"critic_warmup": -1}, "critic_warmup=-1"),
         ({"trainable": "attention"}, "trainable='attention'"),
