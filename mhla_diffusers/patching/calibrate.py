@@ -5,14 +5,13 @@ measure how much each layer's replacement changes the output.
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..attention import with_lists
 from ..attention.calibrate import candidate_errors, in_float32
@@ -96,8 +95,9 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
 
         return note
 
-    hooks = [t.register_forward_pre_hook(watch(name), with_kwargs=True) for name, t in transformers.items()]
-    with _removed_after(hooks), torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
+        for name, transformer in transformers.items():
+            hooks.enter_context(transformer.register_forward_pre_hook(watch(name), with_kwargs=True))
         run()
     missed = [name for name in transformers if not calls[name]]
     if missed:
@@ -144,15 +144,6 @@ def not_finite(layer: str) -> str:
         f"{layer} gets or returns NaN or infinity in this run, so nothing can be fitted or compared there. Run typical "
         "inputs in a precision that the model can take, such as bfloat16 in place of float16."
     )
-
-
-@contextmanager
-def _removed_after(hooks: list[RemovableHandle]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # What is refused
@@ -326,11 +317,10 @@ def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
 
         return note
 
-    hooks = [
-        patched.attentions[name].register_forward_pre_hook(watch(name, layer), with_kwargs=True)
-        for name, layer in layers.items()
-    ]
-    with _removed_after(hooks), patched.disabled():
+    with ExitStack() as hooks, patched.disabled():
+        for name, layer in layers.items():
+            hook = patched.attentions[name].register_forward_pre_hook(watch(name, layer), with_kwargs=True)
+            hooks.enter_context(hook)
         repeat_calls(patched.transformer, calls)
     check_reached(layers, errors)
     for name, layer in layers.items():
@@ -393,7 +383,7 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
         refuse_step_cache(patched.transformer, "calibrate_output_norm()")
     squares: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = defaultdict(int)
-    hooks: list[RemovableHandle] = []
+    hooks = ExitStack()
 
     def watch(name: str, attn: Any, layer: MHLALayer) -> None:
         """Sum up the squares of what the heads hand to the output projection, for the tokens of the grid."""
@@ -408,13 +398,13 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
             squares[name] = squares.get(name, torch.zeros_like(heads[0])) + heads.square().sum(dim=0)
             counts[name] += len(heads)
 
-        hooks.append(attn.register_forward_hook(note, with_kwargs=True))
+        hooks.enter_context(attn.register_forward_hook(note, with_kwargs=True))
         if projection is not None:
-            hooks.append(projection.register_forward_pre_hook(lambda _, args: outputs.append(args[0])))
+            hooks.enter_context(projection.register_forward_pre_hook(lambda _, args: outputs.append(args[0])))
 
-    for name, (attn, layer) in layers.items():
-        watch(name, attn, layer)
-    with _removed_after(hooks), mhla_disabled(model):
+    with hooks, mhla_disabled(model):
+        for name, (attn, layer) in layers.items():
+            watch(name, attn, layer)
         run()
     check_reached(layers, counts)
     for name, total in squares.items():

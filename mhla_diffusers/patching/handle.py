@@ -340,7 +340,12 @@ class Patched:
         if self._parallel is not None:
             check_split(self.family, self.layers, arguments, grid, self._parallel)
         if not torch.compiler.is_compiling():
-            self._warn_of_blocks(grid)
+            layer = next(iter(self.layers.values()), None)
+            if grid != self.latest_grid and layer is not None and self.family.own_attention == "softmax":
+                advice = advise(layer.settings, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
+                for topic in advice.keys() - self._warned:  # each once
+                    self._warned.add(topic)
+                    logger.warning(advice[topic])
             if self.few_steps is not None:
                 self.few_steps.warn_of_call(self.transformer, self.loop.pipe)
         disabled = self.family.is_diffusion and self._is_disabled(outer, trunk, args, kwargs)
@@ -393,16 +398,6 @@ class Patched:
                 type(transformer).__name__,
             )
         return step is not None and step.is_among_first(steps)
-
-    def _warn_of_blocks(self, grid: Grid) -> None:
-        """Warn, once each, where other blocks would do better on a grid."""
-        layer = next(iter(self.layers.values()), None)
-        if grid == self.latest_grid or layer is None or self.family.own_attention != "softmax":
-            return
-        advice = advise(layer.settings, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
-        for topic in advice.keys() - self._warned:
-            self._warned.add(topic)
-            logger.warning(advice[topic])
 
     def _checkpointing(self) -> list[Any]:
         """Return the modules that hold a function for gradient checkpointing."""
