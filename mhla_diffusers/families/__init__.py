@@ -44,44 +44,14 @@ from .wan import WanFamily
 from .wan_animate import WanAnimateFamily
 from .z_image import ZImageFamily
 
-_FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        AuraFlowFamily(),
-        ChromaFamily(),
-        ChronoEditFamily(),
-        CogVideoXFamily(),
-        CogView4Family(),
-        DeiTFamily(),
-        Dinov2Family(),
-        DiGFamily(),
-        DiTFamily(),
-        FluxFamily(),
-        Flux2Family(),
-        HunyuanDiTFamily(),
-        HunyuanVideoFamily(),
-        HunyuanVideo15Family(),
-        LatteFamily(),
-        LlamaFamily(),
-        LTXFamily(),
-        LTX2Family(),
-        Lumina2Family(),
-        MiniMaxH3Family(),
-        MochiFamily(),
-        PixArtFamily(),
-        PooledViTFamily(),
-        QwenImageFamily(),
-        SanaFamily(),
-        SanaVideoFamily(),
-        SD3Family(),
-        SiglipFamily(),
-        SkyReelsV2Family(),
-        ViTFamily(),
-        WanFamily(),
-        WanAnimateFamily(),
-        ZImageFamily(),
-    )
-}
+_KINDS: tuple[type[Family], ...] = (
+    AuraFlowFamily, ChromaFamily, ChronoEditFamily, CogVideoXFamily, CogView4Family, DeiTFamily, Dinov2Family,
+    DiGFamily, DiTFamily, FluxFamily, Flux2Family, HunyuanDiTFamily, HunyuanVideoFamily, HunyuanVideo15Family,
+    LatteFamily, LlamaFamily, LTXFamily, LTX2Family, Lumina2Family, MiniMaxH3Family, MochiFamily, PixArtFamily,
+    PooledViTFamily, QwenImageFamily, SanaFamily, SanaVideoFamily, SD3Family, SiglipFamily, SkyReelsV2Family,
+    ViTFamily, WanFamily, WanAnimateFamily, ZImageFamily,
+)  # fmt: skip
+_FAMILIES: dict[str, Family] = {kind.name: kind() for kind in _KINDS}
 
 _KIND_OF_CLASS = re.compile("Transformer|Model|PreTrained|For[A-Z]|Backbone|Loaders|Mixin")
 """Where the name of a class continues with its kind."""

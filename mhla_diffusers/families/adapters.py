@@ -98,10 +98,6 @@ class AttentionAdapter:
         """Return the number of heads and head dim."""
         return int(attn.heads), int(attn.inner_dim) // int(attn.heads)
 
-    def query_projection(self, attn: Any) -> Any:
-        """Return the linear layer that makes the queries."""
-        return getattr(attn, self.inputs[0])
-
     def output_projection(self, attn: Any) -> Any:
         """Return the linear layer after the heads; None in blocks that project them in another layer.
 

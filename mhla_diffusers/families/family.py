@@ -116,6 +116,8 @@ class Family:
 
     latents_name: ClassVar[str] = "hidden_states"
     """Name of the transformer's argument for the latents, from which the token grid is read."""
+    channels_name: ClassVar[str] = "in_channels"
+    """Name of the setting that counts the channels of the latents that the transformer takes."""
     timestep_name: ClassVar[str] = "timestep"
     """Name of the transformer's argument for the time."""
     takes_sigma: ClassVar[bool] = False
@@ -323,7 +325,7 @@ class Family:
 
     def channels(self, config: Any) -> int:
         """Return the channels of the latents that a transformer of this configuration takes."""
-        return int(config.in_channels)
+        return int(getattr(config, self.channels_name))
 
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
         """Return what a transformer of this configuration gets from a prompt, by default :attr:`conditions`."""

@@ -49,6 +49,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
     processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
     has_rope = True
+    channels_name = "out_channels"  # it also takes given frames
     without_values = WithoutValues  # the transformer reads whether there is an image and which tokens are masked
     default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
@@ -74,10 +75,6 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
             "image_embeds": latents.new_zeros(batch, _IMAGE_TOKENS, config.image_embed_dim),
             **conditioning,
         }
-
-    def channels(self, config: Any) -> int:
-        """Return the channels of a video."""
-        return int(config.out_channels)
 
     def needs_pictures(self, config: Any) -> bool:
         """Whether the model is for anything but text-to-video."""

@@ -61,7 +61,7 @@ class MochiFamily(JointFamily, VideoFamily):
     attention_class = "MochiAttention"
     dispatches_attention = False
     extra_tokens = _TEXT_TOKENS
-    without_values = partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3)
+    without_values = staticmethod(partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3))
     """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""
     time_is_reversed = True
     default_config = MHLAConfig(blocks=(9, 3, 5), rope="before", mixing_per_head=True, sparse="content")

@@ -86,6 +86,7 @@ class VisionFamily(TransformersFamily):
     adapter = VisionAdapter(has_extra=True)
     attentions = ("attention",)
     latents_name = "pixel_values"
+    channels_name = "num_channels"
     # the paper's 16 blocks; 196 tokens are too few uniform blocks of 64 to choose among
     default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
@@ -134,10 +135,6 @@ class VisionFamily(TransformersFamily):
     def conditioning_shapes(self, config: Any) -> Sample:
         """Return nothing: the model gets only pixels."""
         return {}
-
-    def channels(self, config: Any) -> int:
-        """Return the channels of the pixels."""
-        return int(config.num_channels)
 
     def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
         """Refuse an order: a picture has none."""

@@ -390,7 +390,7 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
                 "layers=[...]."
             )
     adapter = adapter_of(attn, family)
-    projection, (heads, head_dim) = adapter.query_projection(attn), adapter.heads(attn)
+    projection, (heads, head_dim) = getattr(attn, adapter.inputs[0]), adapter.heads(attn)
     if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
     tensors = [*attn.parameters(), *attn.buffers()]
