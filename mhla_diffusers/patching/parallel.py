@@ -7,7 +7,7 @@ the first block and sets its configuration on every attention processor.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,11 +82,19 @@ def compare_patches(layers: Mapping[str, MHLALayer], config: Any, parallel: Para
     Raises:
         ValueError: they are not the same on all.
     """
+    from torch.distributed.tensor import DTensor
+
     if any(parameter.is_meta for layer in layers.values() for parameter in layer.parameters()):
         return  # nothing is there to be compared
     settings = json.dumps([(name, layer.config.to_dict()) for name, layer in layers.items()], default=str).encode()
+    weights = hashlib.sha256()
+    for layer in layers.values():
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if not isinstance(tensor, DTensor):  # sharded over the processes, as under FSDP
+                weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    numbers = [int.from_bytes(one.digest()[:7], "big") for one in (hashlib.sha256(settings), weights)]
     device = config.context_parallel_config._device  # of their collectives; weights may be offloaded at this moment
-    digests = torch.tensor([[_digest([settings]), _digest(_weights(layers.values()))]], device=device)
+    digests = torch.tensor([numbers], device=device)
     everyone = gathered(digests, [1] * parallel.whole.size, parallel.whole.name).tolist()
     for what, found in zip(("settings or layers", "weights"), zip(*everyone, strict=True), strict=True):
         different = [rank for rank, digest in enumerate(found) if digest != found[0]]
@@ -96,20 +104,3 @@ def compare_patches(layers: Mapping[str, MHLALayer], config: Any, parallel: Para
                 f"{', '.join(map(str, different))} are not those of process 0. Every process must apply or load the "
                 "same patch."
             )
-
-
-def _weights(layers: Iterable[MHLALayer]) -> Iterable[bytes]:
-    """Yield the bytes of the layers' weights, except those that are sharded over the processes, as under FSDP."""
-    from torch.distributed.tensor import DTensor
-
-    for layer in layers:
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            if not isinstance(tensor, DTensor) and not tensor.is_meta:
-                yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _digest(parts: Iterable[bytes]) -> int:
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(part)
-    return int.from_bytes(found.digest()[:7], "big")

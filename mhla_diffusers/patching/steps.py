@@ -84,8 +84,12 @@ class DenoisingLoop:
         if not bool(nearest.any()):
             return None
         forward = int(differences.argmin())
-        # some timesteps are the same, or a low type rounds them so: which of them it is a scheduler that counts knows
-        counted = _counted(scheduler)
+        # some timesteps are the same, or a low type rounds them so: which of them it is a scheduler knows that counts
+        # the forwards that it has done or left out since its timesteps were made
+        counted = getattr(scheduler, "counter", None)  # of PNDM
+        if hasattr(scheduler, "step_index"):
+            done = scheduler.step_index
+            counted = int(done if done is not None else getattr(scheduler, "begin_index", None) or 0)
         if counted is not None and counted < len(places) and bool(nearest[counted]):
             forward = counted
         index = _step_of(scheduler, forward)
@@ -93,14 +97,6 @@ class DenoisingLoop:
         if timesteps is not self._timesteps or index < self._first:
             self._timesteps, self._first = timesteps, index
         return Step(index - self._first, _count_steps(scheduler) - self._first)
-
-
-def _counted(scheduler: Any) -> int | None:
-    """Count the forwards that a scheduler has done or left out since its timesteps were made; None if it does not."""
-    if not hasattr(scheduler, "step_index"):
-        return getattr(scheduler, "counter", None)  # of PNDM
-    done = scheduler.step_index
-    return int(done if done is not None else getattr(scheduler, "begin_index", None) or 0)
 
 
 def _step_of(scheduler: Any, forward: int) -> int:
