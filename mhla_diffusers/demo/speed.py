@@ -71,20 +71,14 @@ class Growth:
         return float(self.curves[SOFTMAX][0][0])
 
     def __str__(self) -> str:
-        """Say where each attention overtakes softmax and by how much."""
+        """Say where each attention overtakes softmax, and how fast it is at the smallest and the largest N."""
         clauses = []
         for name in (MHLA, SPARSE):
             at, speedups = self.crossing(name), self.speedups(name)
-            (first, slowest), (last, fastest) = speedups[0], speedups[-1]
-            if at is None:
-                clause = f"is not faster than softmax up to {last:,} tokens ({fastest:.2g} times as fast)"
-            elif at > first:
-                faster = f"is {fastest:.2g} times as fast at {last:,} tokens"
-                clause = f"overtakes softmax at about {about(at)} tokens and {faster}"
-            else:
-                begin = f", {slowest:.2g} times as fast at {first:,} tokens" if last > first else ""
-                clause = f"is faster than softmax at every N measured{begin} and {fastest:.2g} times at {last:,} tokens"
-            clauses.append(f"{name} {clause}")
+            where = "at no N measured" if at is None else f"from about {about(at)} tokens on"
+            ends = dict.fromkeys((speedups[0], speedups[-1]))
+            factors = ", ".join(f"{factor:.2g} times as fast at {n:,} tokens" for n, factor in ends)
+            clauses.append(f"{name} is faster than softmax {where} ({factors})")
         return f"{'; '.join(clauses)}."
 
 
