@@ -73,15 +73,29 @@ class MHLACache(Cache):
         return keys, values
 
     def state_of(self, attn: Any) -> MHLAState:
-        """Return the state from which an attention goes on, after :meth:`update`.
+        """Return the state of the texts so far, from which an attention goes on with the tokens of :meth:`update`.
 
         Raises:
-            ValueError: the attention was not patched when the cache was made, or is another model's.
+            ValueError: the attention was not patched when the cache was made, has another MHLA layer than when the
+                text began, or is another model's.
         """
-        layer = self.layers[attn.layer_idx]
-        if not isinstance(layer, StateLayer):
+        held, layer = self.layers[attn.layer_idx], layer_of(attn)
+        if not isinstance(held, StateLayer):
             raise ValueError("This MHLACache was made before this layer was patched; make another, MHLACache(model).")
-        return layer.go_on(attn)
+        if attn is not held.attn or layer is None:
+            raise ValueError(
+                "This MHLACache was made from another model; make one from this one, MHLACache(model), for every "
+                "model and batch."
+            )
+        if held.state is None:
+            held.state, held.layer = layer.new_state((1,), held.backend), layer
+        if layer is not held.layer:
+            raise ValueError(
+                f"Layer {attn.layer_idx} has another MHLA layer than when the text began; make a new "
+                "MHLACache(model), or reset() this one to begin again."
+            )
+        held.is_awaited = False
+        return held.state
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused before any layer is touched: a KV state is a sum, from which single tokens cannot be taken out.
@@ -122,7 +136,7 @@ class StateLayer(CacheLayerMixin):
         """None before the first token."""
         self.batch: int | None = None
         """Texts of the batch."""
-        self._layer: MHLALayer | None = None
+        self.layer: MHLALayer | None = None
         """That the state is of."""
         self.is_awaited = False
         """Whether tokens were announced that no MHLA layer has attended to yet."""
@@ -153,28 +167,6 @@ class StateLayer(CacheLayerMixin):
         self.is_awaited, self.batch = True, key_states.shape[0]
         return key_states, value_states
 
-    def go_on(self, attn: Any) -> MHLAState:
-        """Return the state of the texts so far, for the tokens given to :meth:`update`.
-
-        Raises:
-            ValueError: it belongs to another model, or to another layer of this one.
-        """
-        layer = layer_of(attn)
-        if attn is not self.attn or layer is None:
-            raise ValueError(
-                "This MHLACache was made from another model; make one from this one, MHLACache(model), for every "
-                "model and batch."
-            )
-        if self.state is None:
-            self.state, self._layer = layer.new_state((1,), self.backend), layer
-        if layer is not self._layer:
-            raise ValueError(
-                f"Layer {attn.layer_idx} has another MHLA layer than when the text began; make a new "
-                "MHLACache(model), or reset() this one to begin again."
-            )
-        self.is_awaited = False
-        return self.state
-
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
@@ -197,7 +189,7 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Begin other texts."""
-        self.state, self._layer, self.batch, self.is_awaited = None, None, None, False
+        self.state, self.layer, self.batch, self.is_awaited = None, None, None, False
 
     def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
         """Go on with these texts of the batch, as beam search does."""
