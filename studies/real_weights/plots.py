@@ -72,7 +72,7 @@ def draw_adaptation(plt: Any) -> None:
         axis.set(title=title, xlabel="updates", ylim=(0, None))
         axis.title.set_fontsize(10)
         axis.grid(alpha=0.3)
-    axes[2].legend(fontsize=7)
+    axes[0].legend(fontsize=7)
     save(figure, "adapted.png")
 
 
