@@ -132,10 +132,14 @@ def check(problem, with_lse=True):
     expected_output, expected_lse, *expected = problem.written_out(upstream, upstream_lse)
     is_empty = expected_lse == EMPTY.value
     assert is_empty.any()
+    # float32 rounds a logit by eps of its size, and a weight is off by that much of itself
+    query, key, _ = problem.rows
+    largest = float((query @ key.mT).abs().max()) * query.shape[-1] ** -0.5
+    bound = max(1e-5, torch.finfo(torch.float32).eps * largest)
     assert (lse[is_empty] == torch.tensor(EMPTY.value)).all() and (output[is_empty] == 0).all()
     assert nearness(lse[~is_empty], expected_lse[~is_empty]) < 1e-5
     for got, wanted in zip((output, *gradients), (expected_output, *expected), strict=True):
-        assert nearness(got, wanted) < 1e-5
+        assert nearness(got, wanted) < bound
 
 
 CASES = {
