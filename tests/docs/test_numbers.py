@@ -118,3 +118,58 @@ def test_a_size_is_told_in_pixels(page):
         if re.search(r"(?<![-_\w])480p(?![-_\w])", line) and not re.search(r"480 ?x ?8\d\d", line)
     ]
     assert unclear == []
+
+
+REAL_WEIGHTS = ROOT / "studies/real_weights"
+UNTRAINED = {
+    "block-sparse, 25 %": "sparse 25.0%",
+    "block-sparse, 15 %": "sparse 15.0%",
+    "block-sparse, 5 %, the default": "sparse 5.0%",
+    "the same, blocks along the curve": "sparse 5.0%, along the curve",
+    "the same, without pooled keys": "sparse 5.0%, no pooled keys",
+}
+
+
+def table_under(text, header):
+    """Cells of the rows of the first table whose header begins so."""
+    _, _, *rows = text[text.index(f"| {header}") :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def decimals(cell):
+    return len(cell.partition(".")[2])
+
+
+def untrained(pixels):
+    with (REAL_WEIGHTS / f"untrained-{pixels}.csv").open() as file:
+        return {row["self-attention"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_errors_on_real_weights_are_those_of_the_study(page):
+    measured = untrained(1036)
+    rows = table_under((ROOT / page).read_text(encoding="utf-8"), "self-attention | keys per query")
+    assert len(rows) == 8
+    for name, *cells in rows:
+        row = measured[UNTRAINED.get(name, name)]
+        for cell, column in zip(cells, ("cost", "features", "attention", "mask", "matches"), strict=True):
+            part = 0.01 if cell.endswith("%") else 1.0
+            number = cell.removesuffix(" %")
+            expected = float(row[column]) / part
+            assert float(number) == pytest.approx(expected, abs=0.51 * 10 ** -decimals(number)), (name, column)
+
+
+def test_errors_and_times_over_the_length_are_those_of_the_study():
+    for label, cost, *errors, softmax, sparse, mhla in table_under(RESULTS, "tokens (pixels)"):
+        pixels = label.partition("(")[2].removesuffix(")").replace(",", "")
+        rows = untrained(pixels)
+        content, curve = rows["sparse 5.0%"], rows["sparse 5.0%, along the curve"]
+        expected = [
+            float(content["cost"]),
+            *(float(row[x]) for x in ("features", "attention") for row in (content, curve)),
+        ]
+        assert [float(x) for x in (cost, *errors)] == pytest.approx(expected, abs=0.00051)
+        with (REAL_WEIGHTS / f"times-{pixels}.csv").open() as file:
+            times = {row["self-attention"]: float(row["seconds"]) for row in csv.DictReader(file)}
+        for cell, name in ((softmax, "softmax"), (sparse, "sparse 5.0%"), (mhla, "MHLA")):
+            assert float(cell.removesuffix(" s")) == pytest.approx(times[name], rel=0.005)
