@@ -131,9 +131,8 @@ UNTRAINED = {
 
 
 def table_under(text, header):
-    """Cells of the rows of the first table whose header begins so."""
-    _, _, *rows = text[text.index(f"| {header}") :].partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    """Rows of the first table whose header begins so."""
+    return rows_of(text[text.index(f"| {header}") :].partition("\n\n")[0])[2:]
 
 
 def decimals(cell):
