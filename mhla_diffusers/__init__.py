@@ -1,4 +1,4 @@
-"""Linear-cost attention for diffusers pipelines: Multi-Head Linear Attention (MHLA).
+"""Cheap attention at long sequences for diffusers pipelines: Multi-Head Linear Attention (MHLA).
 
 What users of pipelines need; everything else is imported from its own package, such as ``mhla_diffusers.patching``.
 """

@@ -18,7 +18,9 @@ from .generation.commands import generate_command
 from .training.commands import encode_command, finetune_command, synthesize_command
 
 app = typer.Typer(
-    help="Linear-cost attention for diffusers pipelines.", no_args_is_help=True, pretty_exceptions_show_locals=False
+    help="Cheap attention at long sequences for diffusers pipelines.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
 )
 
 
@@ -34,7 +36,7 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Linear-cost attention for diffusers pipelines."""
+    """Cheap attention at long sequences for diffusers pipelines."""
 
 
 @app.command()

@@ -183,7 +183,7 @@ class MHLAConfig:
             "axis, is for causal patches, and 'content', lists chosen from all blocks, for others.",
         )
         _check_type("eps", self.eps, int | float, "a number")
-        check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, a floor such as 1e-6.")
+        check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, such as 1e-6.")
         _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
         if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
             raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")
@@ -206,8 +206,8 @@ class MHLAConfig:
         if self.causal is None:
             check(
                 self.block_length is None and self.beyond == "error",
-                f"block_length={self.block_length} and beyond={self.beyond!r} have no effect without causal='token' or "
-                "causal='block'.",
+                f"block_length={self.block_length} or beyond={self.beyond!r} is only for causal='token' and "
+                "causal='block'; leave it out, or set causal.",
             )
             return
         check_choice("causal", self.causal, (*get_args(Causal), None))
@@ -504,7 +504,7 @@ def check_names(settings: Iterable[str], allowed: Sequence[str], what: str, path
         if name not in allowed:
             near = get_close_matches(str(name), allowed, n=2)
             hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-            raise ValueError(f"Unknown {what} {path + str(name)!r}; {hint}Allowed: {', '.join(allowed)}.")
+            raise ValueError(f"Unknown {what} {path + str(name)!r}; {hint}allowed: {', '.join(allowed)}.")
 
 
 def _check_type(name: str, value: object, wanted: Any, words: str) -> None:

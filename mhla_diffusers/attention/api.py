@@ -36,7 +36,7 @@ def check_backend(name: str) -> None:
         ValueError: with the nearest names.
     """
     if name not in BACKENDS:
-        near = get_close_matches(str(name), BACKENDS, n=1, cutoff=0.4)
+        near = get_close_matches(name, BACKENDS, n=1, cutoff=0.4) if isinstance(name, str) else []
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"Unknown backend {name!r}; allowed: {', '.join(BACKENDS)}.{hint}")
 

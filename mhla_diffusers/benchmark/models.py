@@ -62,7 +62,8 @@ def find_models(names: Sequence[str], others: Mapping[str, Model] = MappingProxy
         if name not in known:
             begin = [one for one in known if one.startswith(name)] if name else []
             near = dict.fromkeys([*begin, *get_close_matches(name, known, n=3, cutoff=0.4)])
-            raise ValueError(f"Unknown model {name!r}; the nearest names are {', '.join(list(near or known)[:5])}.")
+            hint = f"; the nearest names are {', '.join(list(near)[:5])}" if near else ""
+            raise ValueError(f"Unknown model {name!r}{hint}; mhla info lists all.")
     return [known[name] for name in names]
 
 

@@ -76,8 +76,8 @@ def _grid_of_ids(ids: Tensor) -> tuple[int, int]:
     _, width, height, *_ = ((ids[0] if ids.ndim == 3 else ids) == 0).sum(dim=0).tolist()
     if height * width != ids.shape[-2]:
         raise ValueError(
-            f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not one "
-            "picture: MHLA takes no others as its context, as in Flux Kontext and in Flux.2 with reference pictures. "
-            "Run this pipeline without the patch: remove_mhla(pipe)."
+            f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not "
+            "one picture whose rows and columns begin at 0: MHLA takes no others as its context, as in Flux Kontext "
+            "and in Flux.2 with reference pictures. Run this pipeline without the patch: remove_mhla(pipe)."
         )
     return height, width

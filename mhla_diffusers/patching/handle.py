@@ -391,11 +391,11 @@ class Patched:
         if step is None and "steps" not in self._warned:
             self._warned.add("steps")
             logger.warning(
-                "softmax_steps=%s has no effect on a forward of %s whose denoising step is unknown: MHLA runs. "
-                "Give the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
+                "The denoising step of a forward of %s is unknown, so MHLA runs in it despite softmax_steps=%s. Give"
+                " the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
                 'transformer.cache_context("cond", step_index=…, num_inference_steps=…) around it.',
-                steps,
                 type(transformer).__name__,
+                steps,
             )
         return step is not None and step.is_among_first(steps)
 

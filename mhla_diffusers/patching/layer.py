@@ -111,8 +111,8 @@ class MHLALayer(nn.Module):
         self.linear_log_weight: nn.Parameter | None = None
         """Log of λ, (H,); of layers that attend to anything with softmax, by the sparse branch or to extra tokens."""
         if config.sparse != "none" or self.adapter.has_extra:
-            self.linear_log_weight = nn.Parameter(torch.full((heads,), self._first_log_weight))
-        self.pooled_bias = nn.Parameter(torch.zeros(heads)) if config.learns_pooled_bias else None
+            self.linear_log_weight = nn.Parameter(torch.full((heads,), self._first_log_weight, dtype=torch.float32))
+        self.pooled_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32)) if config.learns_pooled_bias else None
         """β, (H,); None where it is fitted at every call."""
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, heads * head_dim) if config.output_gate else None

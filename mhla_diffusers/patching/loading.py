@@ -28,7 +28,15 @@ from .handle import Patched, find_transformers, is_patched
 from .layer import MHLALayer
 from .patch import plan_patch, remove_mhla
 from .processor import MHLAProcessor
-from .saving import CONFIG_NAME, FORMAT_VERSION, PatchRecord, TransformerRecord, check_finite
+from .saving import (
+    CONFIG_NAME,
+    FORMAT_VERSION,
+    PatchRecord,
+    TransformerRecord,
+    base_model_name,
+    check_finite,
+    loaded_from,
+)
 from .weights import LORA, base_weights, check_writable, load_lora, resized
 
 Model = TypeVar("Model")
@@ -55,9 +63,10 @@ def load_mhla(
 ) -> Model:
     """Apply a saved patch and load its weights.
 
-    If anything is refused the model is unchanged. A patch saved with ``weights="changed"`` or ``"all"`` also replaces
-    weights of the model itself, which :func:`remove_mhla` brings back. A LoRA that belongs to the patch is loaded as
-    the adapter ``mhla``. For a patch that was distilled to a few steps a pipeline gets a
+    If anything is refused the model is unchanged. A model that was loaded from elsewhere than the patch's base model
+    gets a warning, since other weights of the same shapes are not noticed. A patch saved with ``weights="changed"`` or
+    ``"all"`` also replaces weights of the model itself, which :func:`remove_mhla` brings back. A LoRA that belongs to
+    the patch is loaded as the adapter ``mhla``. For a patch that was distilled to a few steps a pipeline gets a
     :class:`mhla_diffusers.FewStepScheduler`, until :func:`remove_mhla` brings its own back.
 
     Args:
@@ -82,12 +91,12 @@ def load_mhla(
             values, or a model that is patched already.
         FileNotFoundError: no patch there.
     """
-    for name, value in others.items():
+    for name in others:
         near = get_close_matches(name, _ARGUMENTS, n=1)
         hint = f"did you mean {near[0]!r}? Allowed" if near else "allowed"
         raise ValueError(
-            f"load_mhla has no argument {name!r}; {hint}: {', '.join(_ARGUMENTS)}. Other settings change after "
-            f"loading, with change_mhla(model, {(near or [name])[0]}={value!r})."
+            f"load_mhla has no argument {name!r}; {hint}: {', '.join(_ARGUMENTS)}. Settings of the patch "
+            "change after loading, with change_mhla()."
         )
     check(isinstance(keep_replaced, bool), f"keep_replaced={keep_replaced!r} must be True or False.")
     folder = _find_folder(patch, revision, token)
@@ -104,6 +113,14 @@ def load_mhla(
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
+    source = model if not isinstance(model, nn.Module) else next(iter(transformers.values()))
+    came_from = base_model_name(loaded_from(source))
+    if record.weights != "all" and record.base_model and came_from not in ("", record.base_model):
+        warnings.warn(
+            f"This patch was made for {record.base_model}, and the model was loaded from {came_from}. Unless that is a "
+            "copy of it, the two do not belong together.",
+            stacklevel=2,
+        )
     wanted = {"blocks": blocks, "block_size": block_size, "density": density}
     changes = {name: value for name, value in wanted.items() if value is not None}
     plans = []
@@ -310,8 +327,9 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dic
     """Return the transformers to patch, after checking that they are of the kind that the patch was made for."""
     if {*record.transformers, *record.unpatched} != set(transformers):
         kept = f", with {', '.join(record.unpatched)} left as it is" if record.unpatched else ""
+        base = record.base_model or "not recorded"
         raise ValueError(
-            f"The patch is for {', '.join(sorted(record.transformers))}{kept} (base model {record.base_model!r}), "
+            f"The patch is for {', '.join(sorted(record.transformers))}{kept} (base model {base}), "
             f"but the model has {', '.join(sorted(transformers))}."
         )
     found = {name: transformers[name] for name in record.transformers}

@@ -481,9 +481,9 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
     parsed = parse_layers(choice)
     if is_automatic(choice):
         raise ValueError(
-            f"layers={choice!r} is chosen by measuring the model: call apply_mhla(model, layers={choice!r}, "
-            "calibration=run), with run() a function that runs the model on typical inputs, or give the list of layers "
-            "that it chose."
+            f"layers={choice!r} is chosen by measuring an unpatched model: call remove_mhla(model) if it is patched, "
+            f"and apply_mhla(model, layers={choice!r}, calibration=run), with run() a function that runs the model on "
+            "typical inputs. Or give the list of layers that it chose."
         )
     if isinstance(parsed, Fraction):
         kept = 1 - parsed

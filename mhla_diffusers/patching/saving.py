@@ -141,7 +141,7 @@ def _collect(
     require_layers(model)
     handles = require_patched(model)
     source: Any = model if not isinstance(model, nn.Module) else next(iter(handles.values())).transformer
-    base_model = base_model or str(getattr(source.config, "_name_or_path", "") or "")
+    base_model = base_model or loaded_from(source)
     tensors: dict[str, torch.Tensor] = {}
     lora: dict[str, torch.Tensor] = {}
     records, few_steps = {}, None
@@ -190,6 +190,13 @@ def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
             "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused "
             "first, save weights='changed' with base=the unpatched model; else load the patch again and save that.",
             patched.lora,
+            name,
+        )
+    others = sorted(set(getattr(patched.transformer, "peft_config", {})) - {patched.lora})
+    if others:
+        logger.warning(
+            "The adapters %s of the %s are no part of the patch and are not saved with it: save_lora_weights() does.",
+            ", ".join(map(repr, others)),
             name,
         )
 
@@ -277,6 +284,11 @@ def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tor
     if not saved.isfinite().all():
         raise ValueError(f"{name} has values up to {float(tensor.abs().max()):.3g}, which {dtype} cannot hold.")
     return saved
+
+
+def loaded_from(model: Any) -> str:
+    """Return the Hub id or path that a pipeline or transformer was loaded from; empty if it was made in Python."""
+    return str(getattr(model.config, "_name_or_path", "") or "")
 
 
 def base_model_name(source: str) -> str:

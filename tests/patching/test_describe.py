@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import mhla_diffusers as mhla
@@ -49,6 +50,22 @@ def test_describe_prints_a_table():
     ]
     pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
     assert {layer.name.partition(".")[0] for layer in mhla.describe(pipe)} == {"transformer", "transformer_2"}
+
+
+def test_describe_says_how_many_extra_tokens_it_counts():
+    model = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    table = str(mhla.describe(mhla.apply_mhla(model), grid=(4, 4)))
+    assert "attention of 16 tokens and 512 extra ones: " in table
 
 
 def test_describe_tells_of_the_sparse_branch():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,16 @@ def test_a_relative_path_asks_no_hub(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="holds no MHLA patch"):
         load_mhla(models.wan(), "runs/first", revision="main")
     assert asked == ["runs/first"]
+
+
+@pytest.mark.parametrize(("came_from", "warns"), [("owner/another", True), ("owner/made-for", False), ("", False)])
+def test_a_patch_of_another_checkpoint_warns(tmp_path, came_from, warns):
+    """Other weights of the same shapes are not noticed, another name is."""
+    save_mhla(adapted("wan"), tmp_path, base_model="owner/made-for")
+    model = models.wan()
+    model.register_to_config(_name_or_path=came_from)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        load_mhla(model, tmp_path)
+    said = [str(one.message) for one in said if "made-for" in str(one.message)]
+    assert bool(said) == warns and all("owner/another" in one for one in said)

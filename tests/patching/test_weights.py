@@ -188,3 +188,13 @@ def test_saving_without_the_weights_that_a_patch_brought_warns(tmp_path, caplog)
     caplog.clear()
     mhla.save_mhla(model, tmp_path / "whole", weights="changed", base=FAMILIES["wan"].build())
     assert not caplog.text
+
+
+def test_saving_under_a_lora_that_is_no_part_of_the_patch_warns(tmp_path, caplog):
+    model = mhla.apply_mhla(FAMILIES["wan"].build())
+    mhla.save_mhla(model, tmp_path)
+    assert not caplog.records
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), adapter_name="style")
+    mhla.save_mhla(model, tmp_path)
+    [said] = [x.getMessage() for x in caplog.records]
+    assert "'style'" in said and "save_lora_weights()" in said
