@@ -9,7 +9,7 @@ import torch
 
 from ..attention import BlockLists
 from ..attention.call import list_length
-from ..attention.layout import block_count
+from ..attention.layout import block_count, check_blocks
 from ..config import DEFAULT_DENSITY, MHLAConfig
 from ..families import Model
 from .models import family_of_model, models
@@ -103,6 +103,7 @@ def shape_on(grid: Sequence[int], blocks: Sequence[int], heads: int, head_dim: i
     Raises:
         ValueError: other axes of blocks than of the grid, more blocks than tokens, or numbers below 1.
     """
+    check_blocks(grid, "grid")
     if len(blocks) != len(grid) or not all(1 <= count <= size for count, size in zip(blocks, grid, strict=True)):
         raise ValueError(f"blocks={tuple(blocks)} must be from 1 to the tokens of each axis of grid={tuple(grid)}.")
     if heads < 1 or head_dim < 1:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import NoisedBatch, Sample, get_family, trained_family
+from ..reporting import scaled
 from .config import ContextParallel, StageConfig, TrainingConfig
 from .distributed import check_groups, gathered_parts, split_tokens
 from .few_steps import DistributionMatching
@@ -61,10 +62,10 @@ class Estimate:
             lines[0] += f"; sharded over {self.processes} processes"
         for index, stage in enumerate(self.stages):
             parts = (stage.weight_bytes, stage.training_bytes, stage.activation_bytes)
-            total, weights, training, activations = (f"{size / 2**30:.1f}" for size in (sum(parts), *parts))
+            total, weights, training, activations = (scaled(size, 1024, "B") for size in (sum(parts), *parts))
             lines.append(
                 f"stage {index}: trains {stage.trainable}, {stage.trainable_parameters:,} parameters; "
-                f"{stage.flops / 1e12:,.1f} TFLOP per update and process; {total} GiB = {weights} weights + "
+                f"{scaled(stage.flops, 1000, 'FLOP')} per update and process; {total} = {weights} weights + "
                 f"{training} gradients, optimizer, averages and teacher + {activations} activations"
             )
         return "\n".join(lines)
