@@ -101,7 +101,11 @@ class EngineSettings:
             others["softmax_layers"] = tuple(_value("MHLA_SOFTMAX_LAYERS", layer) for layer in layers)
         if "MHLA_MIN_TOKENS" in given:
             others["min_tokens"] = _value("MHLA_MIN_TOKENS", given["MHLA_MIN_TOKENS"])
-        return cls(config.replace(**changes), **others)
+        try:
+            return cls(config.replace(**changes), **others)
+        except ValueError as error:
+            said = ", ".join(f"{name}={text}" for name, text in sorted(given.items()))
+            raise ValueError(f"{said} in the environment: {error}") from None
 
 
 def _value(name: str, text: str) -> Any:
