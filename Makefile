@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo quick test check kernels gpu engines docs clean
 
-# the oldest version that pyproject.toml allows: on Linux the tests compile kernels with it too
+# the oldest version that pyproject.toml allows: make kernels compiles with it too
 OLDEST_TRITON := 3.6.0
 
 # A machine with CUDA keeps the torch (and the triton that belongs to it) that it has; others get the pinned CPU one.
@@ -41,9 +41,6 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: $(VENV)/ready
 	$(BIN)/mhla demo
 
-ifeq ($(shell uname), Linux)
-test: $(VENV)/triton-oldest
-endif
 $(VENV)/triton-oldest: $(VENV)/ready
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --no-deps --upgrade --target $@ triton==$(OLDEST_TRITON)
 
@@ -62,7 +59,7 @@ check: $(VENV)/ready
 
 kernels: $(VENV)/triton-oldest
 	$(BIN)/python -m tests.attention.triton.ahead_of_time write
-	PYTHONPATH=$(VENV)/triton-oldest $(BIN)/python -m tests.attention.triton.ahead_of_time write MHLA
+	PYTHONPATH=$(VENV)/triton-oldest $(BIN)/python -m tests.attention.triton.ahead_of_time add MHLA
 
 gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu

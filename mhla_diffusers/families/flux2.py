@@ -15,7 +15,7 @@ from torch.nn import functional
 from .adapters import AttentionAdapter, ParallelAdapter
 from .family import Condition
 from .flux import FluxFamily
-from .models import image_model, tiny_image
+from .models import Clip, image_model, tiny_image
 
 _CLASS = "Flux2Transformer2DModel"
 _TEXT_TOKENS = 512
@@ -71,9 +71,11 @@ class Flux2Family(FluxFamily):
         """Encode, and norm each channel of a token."""
         return _normed(pipe.vae, super().encode_pixels(pipe, pixels))
 
-    def generate_latents(self, pipe: Any, *settings: Any, **named: Any) -> Tensor:
+    def generate_latents(
+        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
+    ) -> Tensor:
         """Generate latents, and norm Klein's, whose pipeline returns what the autoencoder takes."""
-        latents = super().generate_latents(pipe, *settings, **named)
+        latents = super().generate_latents(pipe, prompt, clip, steps, guidance, generator)
         return _normed(pipe.vae, latents[None])[0] if "is_distilled" in pipe.config else latents
 
 

@@ -117,8 +117,8 @@ class Description(list[LayerDescription]):
                 sum(getattr(one, name) for one in sizes) for name in ("flops", "softmax_flops", "listed_pairs", "pairs")
             )
             of_pairs = f", softmax over {listed / pairs:.1%} of all pairs" if listed else ""
-            text = max(one.extra for one in sizes)
-            others = f" and {text} extra ones" if text else ""
+            extra_tokens = max(one.extra for one in sizes)
+            others = f" and {extra_tokens} extra ones" if extra_tokens else ""
             held, written = (max(getattr(one, name) for one in sizes) for name in ("held_bytes", "weight_bytes"))
             lines.append(
                 f"attention of {math.prod(grid):,} tokens{others}: {scaled(flops, 1000, 'FLOP')} (softmax "

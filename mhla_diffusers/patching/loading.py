@@ -94,10 +94,10 @@ def load_mhla(
     for name in others:
         near = get_close_matches(name, _ARGUMENTS, n=1)
         hint = f"did you mean {near[0]!r}? Allowed" if near else "allowed"
-        raise ValueError(
-            f"load_mhla has no argument {name!r}; {hint}: {', '.join(_ARGUMENTS)}. Settings of the patch "
-            "change after loading, with change_mhla()."
-        )
+        setting = (near or [name])[0]
+        is_setting = setting in {field.name for field in fields(MHLAConfig)}
+        later = f" After loading, change_mhla(model, {setting}={others[name]!r}) changes it." if is_setting else ""
+        raise ValueError(f"load_mhla has no argument {name!r}; {hint}: {', '.join(_ARGUMENTS)}.{later}")
     check(isinstance(keep_replaced, bool), f"keep_replaced={keep_replaced!r} must be True or False.")
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
@@ -113,8 +113,7 @@ def load_mhla(
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
-    source = model if not isinstance(model, nn.Module) else next(iter(transformers.values()))
-    came_from = base_model_name(loaded_from(source))
+    came_from = base_model_name(loaded_from(model, next(iter(transformers.values()))))
     if record.weights != "all" and record.base_model and came_from not in ("", record.base_model):
         warnings.warn(
             f"This patch was made for {record.base_model}, and the model was loaded from {came_from}. Unless that is a "

@@ -140,8 +140,7 @@ def _collect(
         raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(map(str, _FLOAT_TYPES))}.")
     require_layers(model)
     handles = require_patched(model)
-    source: Any = model if not isinstance(model, nn.Module) else next(iter(handles.values())).transformer
-    base_model = base_model or loaded_from(source)
+    base_model = base_model or loaded_from(model, next(iter(handles.values())).transformer)
     tensors: dict[str, torch.Tensor] = {}
     lora: dict[str, torch.Tensor] = {}
     records, few_steps = {}, None
@@ -286,9 +285,15 @@ def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tor
     return saved
 
 
-def loaded_from(model: Any) -> str:
-    """Return the Hub id or path that a pipeline or transformer was loaded from; empty if it was made in Python."""
-    return str(getattr(model.config, "_name_or_path", "") or "")
+def loaded_from(model: Any, transformer: Any) -> str:
+    """Return the Hub id or path that a model was loaded from; empty if it was made in Python.
+
+    Args:
+        model: a pipeline, or a transformer as the user holds it, such as in a wrapper of PEFT.
+        transformer: the transformer in it.
+    """
+    source = transformer if isinstance(model, nn.Module) else model
+    return str(getattr(source.config, "_name_or_path", "") or "")
 
 
 def base_model_name(source: str) -> str:

@@ -50,8 +50,8 @@ class VideoStream:
         names = list(find_transformers(model))
         if len(names) > 1:
             raise ValueError(
-                f"{type(model).__name__} has several transformers, each of which would need a stream of its own: "
-                f"VideoStream(pipe.{names[0]}) for one of {', '.join(names)}."
+                f"{type(model).__name__} has several transformers ({', '.join(names)}), and a stream runs one: "
+                f"make one for each, such as VideoStream(pipe.{names[0]})."
             )
         self._transformer: nn.Module = model if isinstance(model, nn.Module) else model.components[names[0]]
         self._inside: Any = unwrapped(self._transformer)

@@ -135,10 +135,6 @@ def table_under(text, header):
     return rows_of(text[text.index(f"| {header}") :].partition("\n\n")[0])[2:]
 
 
-def decimals(cell):
-    return len(cell.partition(".")[2])
-
-
 def untrained(pixels):
     with (REAL_WEIGHTS / f"untrained-{pixels}.csv").open() as file:
         return {row["self-attention"]: row for row in csv.DictReader(file)}
@@ -155,7 +151,8 @@ def test_errors_on_real_weights_are_those_of_the_study(page):
             part = 0.01 if cell.endswith("%") else 1.0
             number = cell.removesuffix(" %")
             expected = float(row[column]) / part
-            assert float(number) == pytest.approx(expected, abs=0.51 * 10 ** -decimals(number)), (name, column)
+            decimals = len(number.partition(".")[2])
+            assert float(number) == pytest.approx(expected, abs=0.51 * 10**-decimals), (name, column)
 
 
 def test_errors_and_times_over_the_length_are_those_of_the_study():

@@ -100,7 +100,7 @@ def test_synthesize_and_finetune(model, tmp_path):
     }
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    assert "FLOP" in run("finetune", "--config", file, "--dry-run")
+    assert "FLOP per update" in run("finetune", "--config", file, "--dry-run")
     run("finetune", "--config", file)
     assert len(mhla_layers(load_mhla(cogview3plus_pipeline(), tmp_path / "run" / "result"))) == 4
     assert list((tmp_path / "run" / "samples").rglob("*.png"))

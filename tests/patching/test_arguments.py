@@ -132,9 +132,13 @@ REFUSED = {
     "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "Unknown patch ''. *Presets"),
     "misspelt argument": (
         lambda: mhla.load_mhla(dit(), "tiny-dit-mhla", densty=0.1),
-        "mean 'density'.*change_mhla",
+        "mean 'density'.*change_mhla.*density=",
     ),
-    "setting of a patch": (lambda: mhla.load_mhla(dit(), "x", order="raster"), r"no argument 'order'.*change_mhla"),
+    "no setting of a patch": (
+        lambda: mhla.load_mhla(dit(), "x", device="cuda"),
+        "'device'; allowed: .*keep_replaced.$",
+    ),
+    "setting of a patch": (lambda: mhla.load_mhla(dit(), "x", order="raster"), r"change_mhla\(model, order='raster'\)"),
     "no truth to keep": (lambda: mhla.load_mhla(dit(), "x", keep_replaced="x"), "keep_replaced='x'"),
     "no truth for a stream": (lambda: stream()(**inputs("wan"), keep="no"), "keep='no'"),
     "misspelt argument of a stream": (lambda: stream()(**inputs("wan"), kep=False), "'kep'; did you mean 'keep'"),

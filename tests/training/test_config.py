@@ -139,7 +139,7 @@ def test_settings_of_a_stage_keep_their_places() -> None:
 
 @pytest.mark.parametrize("name", ["learning_rate", "mixing_learning_rate", "guidance"])
 def test_an_infinite_setting_of_a_stage_is_refused(name: str) -> None:
-    """Of YAML it is refused when it is read, and here when it is made."""
+    """YAML refuses it while reading; a stage made in Python refuses it too."""
     distillation = ObjectiveWeights(distillation=1.0)
     settings = {"steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": distillation, name: float("inf")}
     with pytest.raises(ValueError, match=f"{name}=inf"):

@@ -2,12 +2,13 @@
 
 A program of its own, because a kernel is made either for the interpreter or for a GPU:
 
-    python -m tests.attention.triton.ahead_of_time write [problem ...]  compile what kernels.csv lacks (minutes)
-    python -m tests.attention.triton.ahead_of_time rows                 the rows it should have, as JSON
-    python -m tests.attention.triton.ahead_of_time again kernel ...     compile rows of sm_90 once more, as JSON
-    python -m tests.attention.triton.ahead_of_time variants             variants that three resolutions need, as JSON
+    python -m tests.attention.triton.ahead_of_time write              compile what kernels.csv lacks (minutes)
+    python -m tests.attention.triton.ahead_of_time add problem ...    add rows of sm_90 by another Triton
+    python -m tests.attention.triton.ahead_of_time rows               the rows that "write" makes, as JSON
+    python -m tests.attention.triton.ahead_of_time again kernel ...   compile rows of sm_90 once more, as JSON
+    python -m tests.attention.triton.ahead_of_time variants           variants that three resolutions need, as JSON
 
-Problems are those of an H100; ``make kernels`` writes the whole table.
+``make kernels`` writes the whole table.
 """
 
 import ast
@@ -28,6 +29,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from mhla_diffusers.attention import ContentRule, mhla_attention
 from mhla_diffusers.attention.triton import backend, tiles
+from mhla_diffusers.files import written_aside
 
 from .meta import Operators, nothing_launched
 
@@ -169,17 +171,17 @@ def rows(columns):
                     yield dict(zip(NAMED, named, strict=True)), source, options
 
 
-def write_table(columns):
-    """Compile what the table lacks; rows that nothing launches any more go, those of another Triton stay."""
+def write_table(columns, *, beside=False):
+    """Compile what the table lacks; other rows go, but for those of another Triton if these stand beside them."""
     with TABLE_FILE.open(newline="") as file:
         kept = {tuple(row[name] for name in NAMED): row for row in csv.DictReader(file)}
-    table = {name: row for name, row in kept.items() if name[0] != triton.__version__}
+    table = {name: row for name, row in kept.items() if beside and name[0] != triton.__version__}
     for row, source, options in rows(columns):
         name = tuple(row.values())
         if name not in kept:
             print(*name[1:4], flush=True)
         table[name] = kept.get(name) or row | report_of(source, options, row["architecture"])
-    with TABLE_FILE.open("w", newline="") as file:
+    with written_aside(TABLE_FILE) as aside, aside.open("w", newline="") as file:
         writer = csv.DictWriter(file, (*NAMED, *COMPILED), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table.values())
@@ -199,7 +201,9 @@ def count_variants():
 if __name__ == "__main__":
     command, *chosen = sys.argv[1:]
     if command == "write":
-        write_table({"sm_90": chosen} if chosen else COLUMNS)
+        write_table(COLUMNS)
+    elif command == "add":
+        write_table({"sm_90": chosen}, beside=True)
     elif command == "rows":
         print(json.dumps([row for row, _, _ in rows(COLUMNS)]))
     elif command == "again":

@@ -16,6 +16,8 @@ import triton
 
 from mhla_diffusers.attention.triton.tiles import PROCESSORS
 
+from .ahead_of_time import COMPILED, TABLE_FILE
+
 KIB = 1024
 SHARED_MEMORY = {
     "sm_80": 163 * KIB,
@@ -61,16 +63,15 @@ def compiler(*arguments, folder):
 
 @pytest.fixture(scope="module")
 def table():
-    with Path(__file__).with_name("kernels.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [row | {name: int(row[name]) for name in list(row)[5:]} for row in rows]
+    with TABLE_FILE.open(newline="") as file:
+        return [row | {name: int(row[name]) for name in COMPILED} for row in csv.DictReader(file)]
 
 
 def installed(table):
     """Rows of the Triton that is installed, which on a machine with CUDA may be another than the pinned one."""
     rows = [row for row in table if row["triton"] == triton.__version__]
     if not rows:
-        pytest.skip(f"kernels.csv has no rows of Triton {triton.__version__}; make kernels adds them")
+        pytest.skip(f"kernels.csv is of the Triton that constraints.txt pins, not of {triton.__version__}")
     return rows
 
 
