@@ -10,14 +10,15 @@ from .lazy import lazy_names
 __version__ = "0.1.0"
 
 __all__ = [
+    "CausalConfig",
     "FewStepScheduler",
     "MHLACache",
     "MHLAConfig",
     "MHLAProcessor",
+    "SparseConfig",
     "VideoStream",
     "apply_mhla",
     "audit",
-    "calibrate_sparse",
     "change_mhla",
     "describe",
     "is_patched",
@@ -33,12 +34,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .analysis.audit import audit
-    from .config import MHLAConfig
+    from .config import CausalConfig, MHLAConfig, SparseConfig
     from .patching import (
         MHLAProcessor,
         VideoStream,
         apply_mhla,
-        calibrate_sparse,
         change_mhla,
         describe,
         is_patched,

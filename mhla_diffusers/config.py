@@ -1,6 +1,8 @@
-"""Settings of a patch, one validated, immutable, serialisable object; and the presets.
+"""Settings of a patch: one of three validated, immutable, serialisable objects; and the presets.
 
-Presets are the YAML files of the ``patches/`` folder, which also ship in the wheel.
+:class:`SparseConfig` is sparse attention, :class:`MHLAConfig` the paper's MHLA, :class:`CausalConfig` MHLA whose queries
+see the past alone. What all have in common is in :class:`PatchConfig`. Presets are the YAML files of the ``patches/``
+folder, which also ship in the wheel.
 """
 
 import math
@@ -9,75 +11,182 @@ from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from .attention import get_feature_map
-from .attention.call import ContentRule, Order, list_length
+from .attention.call import DEFAULT_DENSITY, ContentRule, Far, Order
 from .attention.causal import Causal
 from .attention.costs import AttentionSizes
 from .attention.layout import block_count, check_blocks, fit_blocks
 from .attention.mixing import MixingInit
+from .attention.order import stretch_of
 from .attention.state import Beyond
 from .files import parse_yaml, read_text
 
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
-
-
 AUTOMATIC = "auto:"
 """Prefix of a choice of layers by measurement, for example "auto:2/3"."""
-
-_BOOLEANS = (
-    "normalize",
-    "mixing_per_head",
-    "mixing_learnable",
-    "mixing_clip",
-    "output_norm",
-    "output_gate",
-    "pooled",
-    "linear_branch",
-    "clamp_blocks",
-)
-_OF_CONTENT: dict[str, Any] = {
-    "density": None,
-    "block_size": None,
-    "key_block_size": None,
-    "order": "content",
-    "linear_branch": False,
-    "fit_pooled_bias": None,
-}
-"""Settings that have no effect without ``sparse="content"``, and their defaults."""
 MOST_BLOCKS = 8192
 """Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
 MOST_BLOCK_SIZE = 1024
-_BLOCK_SIZES = (64, 32, 16, 8, 4)
-"""Default sizes of uniform blocks: 64 fill one block of a matrix product."""
-_LEAST_QUERY_BLOCKS, _LEAST_KEY_BLOCKS = 64, 128
-"""Blocks that a sequence has at least where it is long enough; with fewer, a list of 5 % is a block or two."""
-DEFAULT_DENSITY = 0.05
-"""Fraction of all pairs of uniform blocks in the lists."""
 
 
 @dataclass(frozen=True)
-class MHLAConfig:
-    """How self-attention is replaced.
+class PatchConfig:
+    """What every patch has, whichever attention it runs; made as one of its three kinds."""
 
-    Raises:
-        ValueError: if a value is not allowed, or two fields contradict each other.
-    """
-
-    blocks: tuple[int, ...]
-    """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
+    attention: ClassVar[str]
+    """Which attention runs, in words."""
     layers: LayerChoice = "all"
     """Which layers: "all", a fraction such as "2/3" or 0.5, a list of indices, or "auto:2/3" for that fraction, chosen
     by ``apply_mhla(..., calibration=…)``, which records the list here.
     """
+    softmax_steps: int | float = 0
+    """First denoising steps of a pipeline's call in which the patch is disabled and all layers use the original
+    attention: a number of steps, or as a float a fraction of them, rounded up. 1 is one step, 1.0 is all steps.
+    """
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            object.__setattr__(self, entry.name, _plain(getattr(self, entry.name)))
+        if isinstance(self.layers, list | tuple | range):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        parse_layers(self.layers)
+        for entry in fields(self):
+            if entry.type is bool:
+                _check_type(entry.name, getattr(self, entry.name), bool, "True or False")
+        steps = self.softmax_steps
+        words = "a number of denoising steps such as 3, or a fraction of them from 0.0 to 1.0"
+        _check_type("softmax_steps", steps, int | float, words)
+        fits = steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1
+        check(fits, f"softmax_steps={steps} must be {words}.")
+
+    def sizes_on(
+        self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
+    ) -> AttentionSizes:
+        """Return what the cost of an attention with these settings depends on.
+
+        Args:
+            grid: token grid.
+            heads: H.
+            head_dim: D.
+            extra: extra tokens.
+            in_order: whether the attention before the patch sees no later token,
+                :attr:`mhla_diffusers.families.Family.own_attention_is_causal`.
+        """
+        raise NotImplementedError
+
+    def replace(self, **settings: Any) -> Self:
+        """Return a copy with some fields changed.
+
+        Raises:
+            ValueError: unknown field, one of another attention, or value that is not allowed.
+        """
+        check_settings(settings, type(self))
+        return replace(self, **settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON and YAML values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(settings: Mapping[str, Any]) -> "PatchConfig":
+        """Invert :meth:`to_dict`: the names of the settings decide which kind of patch it is.
+
+        Raises:
+            ValueError: as :func:`kind_of`, or values that are not allowed.
+        """
+        return kind_of(settings)(**settings)
+
+
+@dataclass(frozen=True)
+class SparseConfig(PatchConfig):
+    """Sparse attention (:mod:`mhla_diffusers.attention.sparse`), which has no parameters and needs no training.
+
+    Raises:
+        ValueError: if a value is not allowed.
+    """
+
+    attention: ClassVar[str] = "sparse attention"
+    density: float = DEFAULT_DENSITY
+    """Fraction of all pairs of uniform blocks in the lists. At 1 the attention is softmax attention."""
+    block_size: int | None = None
+    """Tokens per block of queries. Blocks follow a Hilbert curve through the grid
+    (:mod:`mhla_diffusers.attention.layout`), so any grid works. The fused kernels take 16, 32, 64 and 128. None fits it
+    to the grid of every call: 64 for videos.
+    """
+    key_block_size: int | None = None
+    """Tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the grid if that is None
+    too."""
+    order: Order = "content"
+    """Which keys a block holds. "content": every head sorts the keys of each stretch of the curve, so that a block
+    holds keys that are alike (:mod:`mhla_diffusers.attention.order`). "curve": neighbours, as of queries.
+    """
+    far: Far = "first-order"
+    """How blocks that are not listed take part: "means", each as one key, its mean; "first-order", also by MHLA's
+    states, mixed by content.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("block_size", "key_block_size"):
+            size = getattr(self, name)
+            _check_type(name, size, int | None, "a positive number of tokens, such as 64")
+            check(
+                size is None or 0 < size <= MOST_BLOCK_SIZE,
+                f"{name}={size} must be a positive number of tokens, such as 64, and at most {MOST_BLOCK_SIZE}; a "
+                "block that holds all tokens is softmax attention, density=1.0.",
+            )
+        check_choice("order", self.order, get_args(Order))
+        check_choice("far", self.far, get_args(Far))
+        _check_type("density", self.density, int | float, "a number in (0, 1]")
+        check(
+            0 < self.density <= 1,
+            f"density={self.density} must be in (0, 1], a fraction of all pairs of blocks such as 0.05.",
+        )
+        if self.key_block_size is not None:
+            check(
+                self.block_size is not None and self.block_size % self.key_block_size == 0,
+                f"key_block_size={self.key_block_size} must divide block_size, and block_size={self.block_size}; for "
+                f"example block_size={2 * self.key_block_size}.",
+            )
+
+    def rule_on(self, grid: Sequence[int]) -> ContentRule:
+        """Return how lists are chosen on a token grid."""
+        return ContentRule.on(grid, self.density, self.block_size, self.key_block_size, self.order)
+
+    def sizes_on(
+        self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
+    ) -> AttentionSizes:
+        """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
+        rule = self.rule_on(grid)
+        queries, keys = (block_count(grid, size) for size in rule.sizes)
+        stretches = -(-keys // (stretch_of(rule.key_block_size) // rule.key_block_size))
+        return AttentionSizes.of_sparse(
+            math.prod(grid), heads, head_dim, queries, keys, stretches * (self.far == "first-order"), self.density, extra
+        )
+
+    def replace(self, **settings: Any) -> Self:
+        """Return a copy with some fields changed; another block size resets the key block size.
+
+        Raises:
+            ValueError: unknown field, one of another attention, or value that is not allowed.
+        """
+        return super().replace(**({"key_block_size": None} if "block_size" in settings else {}), **settings)
+
+
+@dataclass(frozen=True)
+class LinearConfig(PatchConfig):
+    """What MHLA and causal MHLA have in common: KV states of blocks, mixed by a learned matrix."""
+
+    blocks: tuple[int, ...] = ()
+    """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
     feature_map: str = "relu"
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
-    rope: Literal["after", "before"] | None = None
-    """Whether RoPE acts before or after the feature map. None becomes "before" with ``sparse="content"``, so that
-    kernels read rotated queries and keys once for both branches, else "after", as in the paper's code. No effect in
-    models without RoPE.
+    rope: Literal["after", "before"] = "after"
+    """Whether RoPE acts before or after the feature map. "after", as in the paper's code, rotates the numerator alone.
+    No effect in models without RoPE.
     """
     normalize: bool = True
     """Divide by the normaliser of Eq. 4."""
@@ -95,68 +204,11 @@ class MHLAConfig:
     """RMSNorm over each head's output, with one weight of head dim shared by the heads."""
     output_gate: bool = False
     """Multiply the output by SiLU of a projection of the layer's input (paper, Tab. 12)."""
-    sparse: Literal["none", "content", "own"] = "none"
-    """What is attended to with softmax, in addition to MHLA over all blocks. "none": nothing. "content": for every
-    query block the key blocks that a mean approximates worst, chosen in every call
-    (:func:`mhla_diffusers.attention.sparse.choose_by_content`). "own", only with ``causal``: the query's own block of
-    the first axis.
-    """
-    density: float | None = None
-    """With "content", the fraction of all pairs of uniform blocks in the lists; None for 0.05. At 1 the attention is
-    softmax attention, and nothing of MHLA is computed.
-    """
-    block_size: int | None = None
-    """With "content", tokens per block of queries. Blocks follow a Hilbert curve through the grid
-    (:mod:`mhla_diffusers.attention.layout`), so any grid works. The fused kernels take 16, 32, 64 and 128. None fits it
-    to the grid of every call, :meth:`rule_on`: 64 for videos.
-    """
-    key_block_size: int | None = None
-    """With "content", tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the grid
-    if that is None too."""
-    order: Order = "content"
-    """With "content", which keys a block holds. "content": every head sorts the keys of each stretch of the curve, so
-    that a block holds keys that are alike (:mod:`mhla_diffusers.attention.order`). "curve": neighbours, as of queries.
-    """
-    linear_branch: bool = False
-    """With "content" and pooled keys, whether MHLA over all blocks takes part before calibration or training has given
-    it weight: untrained it adds nothing. Afterwards it takes part, and ``save_mhla`` writes True.
-    """
-    pooled: bool = True
-    """With "content", whether every unlisted block takes part in the softmax as one key, its mean."""
-    fit_pooled_bias: bool | None = None
-    """With "content", whether β, the weight of the pooled keys, is fitted in every call on some of its queries, without
-    training, instead of being a parameter; None for True.
-    """
-    convolution: int | None = None
-    """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
-    clamp_blocks: bool = False
-    """Whether block counts are fitted to the grid of every call, with an interpolated mixing matrix, where an axis has
-    fewer tokens than blocks, which else is an error, or the grid of N tokens less than √(2 N) blocks would do. So it is
-    for the family's blocks, which ``apply_mhla`` takes where none are given.
-    """
-    causal: Causal | None = None
-    """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block"), see
-    :mod:`mhla_diffusers.attention.causal`. ``sparse`` must then be "none" or "own".
-    """
-    block_length: int | None = None
-    """With ``causal``, tokens per block of the first axis, such as 64 of a text or 3 latent frames of a video. The
-    sequence is split into blocks of this length and may be shorter than all of them.
-    """
-    beyond: Beyond = "error"
-    """With ``causal``, what happens after the last block: "error", or "relative". Then later blocks use the last
-    block's weights by distance, and everything farther back counts as one block, the mean of its KV states
-    (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
-    """
-    softmax_steps: int | float = 0
-    """First denoising steps of a pipeline's call in which the patch is disabled and all layers use the original
-    attention: a number of steps, or as a float a fraction of them, rounded up. 1 is one step, 1.0 is all steps.
-    """
-    _rope_is_default: ClassVar[bool] = False
-    """Whether ``rope`` was left to ``sparse``."""
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            object.__setattr__(self, entry.name, _plain(getattr(self, entry.name)))
+        super().__post_init__()
+        if not self.blocks:
+            raise ValueError("MHLA needs blocks, the block count per axis, for example blocks=(7, 3, 5).")
         object.__setattr__(self, "blocks", check_blocks(self.blocks))
         count = math.prod(self.blocks)
         check(
@@ -164,136 +216,122 @@ class MHLAConfig:
             f"blocks={self.blocks} are {count:,} blocks, whose mixing matrix would have {count:,} rows and columns; at "
             f"most {MOST_BLOCKS:,} are allowed, and suggest_blocks() says how many a size needs.",
         )
-        if isinstance(self.layers, list | tuple | range):
-            object.__setattr__(self, "layers", tuple(self.layers))
-        parse_layers(self.layers)
-        for name in _BOOLEANS:
-            _check_type(name, getattr(self, name), bool, "True or False")
         _check_type("feature_map", self.feature_map, str, "the name of a feature map")
         get_feature_map(self.feature_map)
-        if self.rope is None:
-            object.__setattr__(self, "_rope_is_default", True)
-            object.__setattr__(self, "rope", "before" if self.sparse == "content" else "after")
         check_choice("rope", self.rope, ("after", "before"))
         check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
-        check_choice("sparse", self.sparse, ("none", "content", "own"))
-        check(
-            self.sparse != ("own" if self.causal is None else "content"),
-            f"sparse={self.sparse!r} cannot be combined with causal={self.causal!r}: 'own', the own block of the first "
-            "axis, is for causal patches, and 'content', lists chosen from all blocks, for others.",
-        )
         _check_type("eps", self.eps, int | float, "a number")
         check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, such as 1e-6.")
-        _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
-        if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
-            raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")
-        self._check_softmax_steps()
         if not self.normalize and not self.output_norm:
             raise ValueError(
                 "normalize=False leaves an output that grows with the number of tokens, so something else must fix "
-                "its scale: set output_norm=True as well, with sparse='none'."
+                "its scale: set output_norm=True as well."
             )
         if self.normalize and self.feature_map == "identity":
             raise ValueError(
                 "feature_map='identity' is signed, so its normaliser can vanish; "
                 "use normalize=False with output_norm=True, or a positive feature map."
             )
-        self._check_sparse()
-        self._check_causal()
 
-    def _check_causal(self) -> None:
+    def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
+        """Return block counts on a token grid."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MHLAConfig(LinearConfig):
+    """The paper's MHLA, of linear cost, which has to be adapted to a model that was trained with softmax.
+
+    Raises:
+        ValueError: if a value is not allowed, or two fields contradict each other.
+    """
+
+    attention: ClassVar[str] = "MHLA"
+    convolution: int | None = None
+    """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
+    clamp_blocks: bool = False
+    """Whether block counts are fitted to the grid of every call, with an interpolated mixing matrix, where an axis has
+    fewer tokens than blocks, which else is an error, or the grid of N tokens less than √(2 N) blocks would do. So it is
+    for the family's blocks, which ``apply_mhla`` takes where none are given.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
+        if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
+            raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")
+
+    def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
+        """Return block counts on a token grid: those of the setting, or with ``clamp_blocks`` what suits it."""
+        if not self.clamp_blocks or len(grid) != len(self.blocks):
+            return self.blocks
+        return fit_blocks([min(count, size) for count, size in zip(self.blocks, grid, strict=True)], grid)
+
+    def sizes_on(
+        self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
+    ) -> AttentionSizes:
+        """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
+        return AttentionSizes(math.prod(grid), heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra)
+
+
+@dataclass(frozen=True)
+class CausalConfig(LinearConfig):
+    """Causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see the past alone.
+
+    Raises:
+        ValueError: if a value is not allowed, or two fields contradict each other.
+    """
+
+    attention: ClassVar[str] = "causal MHLA"
+    causal: Causal = "block"
+    """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block")."""
+    block_length: int = 0
+    """Tokens per block of the first axis, such as 64 of a text or 3 latent frames of a video. The sequence is split
+    into blocks of this length and may be shorter than all of them.
+    """
+    own: Literal["softmax", "linear"] = "softmax"
+    """How the query's own block of the first axis is attended to: with softmax, or with MHLA's weights."""
+    beyond: Beyond = "error"
+    """What happens after the last block: "error", or "relative". Then later blocks use the last block's weights by
+    distance, and everything farther back counts as one block, the mean of its KV states
+    (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("causal", self.causal, get_args(Causal))
+        check_choice("own", self.own, ("softmax", "linear"))
         check_choice("beyond", self.beyond, get_args(Beyond))
-        if self.causal is None:
-            check(
-                self.block_length is None and self.beyond == "error",
-                f"block_length={self.block_length} or beyond={self.beyond!r} is only for causal='token' and "
-                "causal='block'; leave it out, or set causal.",
-            )
-            return
-        check_choice("causal", self.causal, (*get_args(Causal), None))
         length = "the tokens in a block of the first axis, such as 64 of a text or 3 latent frames"
         _check_type("block_length", self.block_length, int, length)
-        check(int(self.block_length or 0) > 0, f"block_length={self.block_length} must be {length}.")
+        check(self.block_length > 0, f"block_length={self.block_length} must be {length}.")
         check(
             self.causal == "block" or len(self.blocks) == 1,
             f"causal='token' orders the tokens of a sequence of one axis, but blocks={self.blocks} have several; "
             f"give one count, such as blocks=({self.blocks[0]},) for a text, or choose causal='block' for a video.",
         )
         check(
-            self.convolution is None and not self.clamp_blocks,
-            "A convolution sees later tokens, and blocks of one length are not clamped: convolution and clamp_blocks "
-            f"cannot be combined with causal={self.causal!r}.",
-        )
-        check(
             self.mixing_clip or not self.needs_positive_mixing,
-            f"mixing_clip=False allows entries below 0, of whose sums causal={self.causal!r} with "
-            f"sparse={self.sparse!r} takes the logarithm; leave it on, by which register_mixing_clip() keeps them in "
-            "(0, 1) in training, or choose normalize=False with output_norm=True and sparse='none'.",
+            f"mixing_clip=False allows entries below 0, of whose sums causal={self.causal!r} with own={self.own!r} "
+            "takes the logarithm; leave it on, by which register_mixing_clip() keeps them in (0, 1) in training, or "
+            "choose normalize=False with output_norm=True and own='linear'.",
         )
+        if self.own == "softmax" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
+            raise ValueError(
+                "own='softmax' shares one denominator with MHLA, which must be positive. It needs normalize=True and, "
+                f"with the relu feature map, eps > 0; got normalize={self.normalize}, eps={self.eps}."
+            )
         check(
             self.beyond == "error" or self.blocks[0] > 1,
             f"beyond='relative' needs at least two blocks along the first axis, got blocks={self.blocks}.",
         )
 
-    def _check_softmax_steps(self) -> None:
-        steps = self.softmax_steps
-        words = "a number of denoising steps such as 3, or a fraction of them from 0.0 to 1.0"
-        _check_type("softmax_steps", steps, int | float, words)
-        fits = steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1
-        check(fits, f"softmax_steps={steps} must be {words}.")
-
-    def _check_sparse(self) -> None:
-        by_content = self.sparse == "content"
-        for name in ("block_size", "key_block_size"):
-            size = getattr(self, name)
-            _check_type(name, size, int | None, "a positive number of tokens, such as 64")
-            check(
-                size is None or 0 < size <= MOST_BLOCK_SIZE,
-                f"{name}={size} must be a positive number of tokens, such as 64, and at most {MOST_BLOCK_SIZE}; a "
-                "block that holds all tokens is softmax attention, density=1.0.",
-            )
-        check_choice("order", self.order, get_args(Order))
-        check(
-            self.fit_pooled_bias is None or isinstance(self.fit_pooled_bias, bool),
-            f"fit_pooled_bias={self.fit_pooled_bias!r} must be True, False, or None for the default.",
-        )
-        check(
-            not self.fit_pooled_bias or self.pooled,
-            f"fit_pooled_bias=True needs pooled keys; got pooled={self.pooled}.",
-        )
-        if self.density is not None:
-            _check_type("density", self.density, int | float, "a number in (0, 1]")
-            check(
-                0 < self.density <= 1,
-                f"density={self.density} must be in (0, 1], a fraction of all pairs of blocks such as 0.05.",
-            )
-        for name, default in _OF_CONTENT.items():
-            value = getattr(self, name)
-            check(
-                by_content or value == default,
-                f"{name}={value} has no effect with sparse={self.sparse!r}; it belongs to sparse='content'.",
-            )
-        if self.key_block_size is not None:
-            check(
-                self.block_size is not None and self.block_size % self.key_block_size == 0,
-                f"key_block_size={self.key_block_size} must divide block_size, and block_size={self.block_size}; for "
-                f"example block_size={2 * self.key_block_size}.",
-            )
-        if self.sparse != "none" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
-            raise ValueError(
-                f"sparse={self.sparse!r} shares one denominator with the linear branch, which must be positive. It "
-                "needs normalize=True and, with the relu feature map, eps > 0; "
-                f"got normalize={self.normalize}, eps={self.eps}."
-            )
-
     def grid_from(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Return the grid that a call's own grid is the beginning of: with ``causal`` that of the longest sequence.
+        """Return the grid of the longest sequence, of which a call's own grid is the beginning.
 
         Raises:
             ValueError: the sequence is longer, and ``beyond`` is "error".
         """
-        if self.causal is None or self.block_length is None:
-            return tuple(grid)
         trained, needed = self.blocks[0], -(-grid[0] // self.block_length)
         if needed > trained and self.beyond == "error":
             raise ValueError(
@@ -310,7 +348,7 @@ class MHLAConfig:
             ValueError: with ``causal="block"``, if it ends within a frame block.
         """
         length = self.block_length
-        if self.causal == "block" and length is not None and grid[0] % length:
+        if self.causal == "block" and grid[0] % length:
             unit = "latent frames" if len(grid) == 3 else f"tokens along the first of {len(grid)} axes"
             raise ValueError(
                 f"This patch takes whole frame blocks of {length} {unit}, and the call has {grid[0]}; allowed are "
@@ -318,142 +356,83 @@ class MHLAConfig:
             )
 
     def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Return block counts on a token grid: those of the setting, or with ``clamp_blocks`` what suits it.
-
-        With ``causal`` those of :meth:`grid_from`.
-        """
-        if self.causal is not None and self.block_length is not None:
-            return self.grid_from(grid)[0] // self.block_length, *self.blocks[1:]
-        if not self.clamp_blocks or len(grid) != len(self.blocks):
-            return self.blocks
-        return fit_blocks([min(count, size) for count, size in zip(self.blocks, grid, strict=True)], grid)
+        """Return block counts on the grid of :meth:`grid_from`."""
+        return self.grid_from(grid)[0] // self.block_length, *self.blocks[1:]
 
     def sizes_on(
         self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
     ) -> AttentionSizes:
-        """Return what the cost of an attention with these settings depends on.
-
-        Args:
-            grid: token grid.
-            heads: H.
-            head_dim: D.
-            extra: extra tokens.
-            in_order: whether the attention before the patch sees no later token,
-                :attr:`mhla_diffusers.families.Family.own_attention_is_causal`.
-        """
+        """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
         tokens = math.prod(grid)
         seen = heads * (tokens * (tokens + 1) // 2) if in_order else None
         sizes = AttentionSizes(tokens, heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra, seen_pairs=seen)
-        if self.causal is None and self.sparse != "none":
-            blocks = block_count(grid, self.rule_on(grid).key_block_size)
-            sizes = sizes.with_sparse(blocks, self.listed_on(grid), pooled=self.pooled)
-            return sizes if self.starts_linear else replace(sizes, linear_branch=False)
-        if self.causal is None:
-            return sizes
-        length = int(self.block_length or grid[0]) * math.prod(grid[1:])
+        length = self.block_length * math.prod(grid[1:])
         lengths = [min(length, tokens - start) for start in range(0, tokens, length)]
         own = heads * sum(n * (n + 1) // 2 if self.causal == "token" else n * n for n in lengths)
-        if self.sparse == "own":
+        if self.own == "softmax":
             return replace(sizes, block_pairs=own)
         return replace(sizes, own_pairs=own if self.causal == "token" else 0)
 
     @property
     def needs_positive_mixing(self) -> bool:
         """Whether own and earlier blocks are merged by the logarithm of their weights, which must be positive."""
-        return self.causal is not None and self.normalize and (self.causal == "token" or self.sparse == "own")
+        return self.normalize and (self.causal == "token" or self.own == "softmax")
 
-    @property
-    def fits_pooled_bias(self) -> bool:
-        """Whether β is fitted in every call."""
-        has_pooled = self.sparse == "content" and self.pooled and self.listed < 1
-        return has_pooled and self.fit_pooled_bias is not False
 
-    @property
-    def listed(self) -> float:
-        """Fraction of all pairs that is attended to with softmax."""
-        if self.sparse == "own":
-            return 1 / self.blocks[0]
-        if self.sparse == "none":
-            return 0.0
-        return DEFAULT_DENSITY if self.density is None else self.density
+KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)
 
-    def listed_on(self, grid: Sequence[int]) -> float:
-        """:attr:`listed` on a token grid, where every query block lists as many whole key blocks, at least one.
 
-        At 1, as on a grid of a single block, the attention is softmax attention and nothing of MHLA is computed.
-        """
-        if self.sparse != "content":
-            return self.listed
-        blocks = block_count(grid, self.rule_on(grid).key_block_size)
-        return list_length(self.listed, blocks) / blocks
+def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[PatchConfig]:
+    """Return which attention a patch runs, by the names of its settings.
 
-    def rule_on(self, grid: Sequence[int]) -> ContentRule:
-        """Return how the sparse branch chooses its lists on a token grid, with ``sparse="content"``.
+    Args:
+        settings: names of fields of one kind of patch.
+        preferred: kinds for names that several have, the first one that fits.
 
-        Block sizes that are left out are the largest of 64, 32, 16, 8 and 4 tokens with at least 64 blocks of queries
-        and 128 of keys. Keys have blocks below 16, which the fused kernels lack, only where queries have.
-        """
-        tokens, query, key = math.prod(grid), self.block_size, self.key_block_size
-        if query is None:
-            query = next((size for size in _BLOCK_SIZES if tokens >= _LEAST_QUERY_BLOCKS * size), _BLOCK_SIZES[-1])
-            smallest = 16 if query >= 16 else 4
-            sizes = [size for size in _BLOCK_SIZES if smallest <= size <= query]
-            key = next((size for size in sizes if tokens >= _LEAST_KEY_BLOCKS * size), smallest)
-        return ContentRule(query, self.listed, self.fits_pooled_bias, key_block_size=key or query, order=self.order)
+    Raises:
+        ValueError: unknown names, those of two kinds, or without a preferred one names that all kinds have.
+    """
+    settings = list(settings)
+    names = {kind: [field.name for field in fields(kind)] for kind in KINDS}
+    check_names(settings, list(dict.fromkeys(name for kind in KINDS for name in names[kind])), "setting of a patch")
+    fitting = [kind for kind in KINDS if set(settings).issubset(names[kind])]
+    if not fitting:
+        kinds = {name: [kind for kind in KINDS if name in names[kind]] for name in settings}
+        one, other = next((a, b) for a in settings for b in settings if not set(kinds[a]) & set(kinds[b]))
+        raise ValueError(
+            f"{one} belongs to {_attentions(kinds[one])}, and {other} to {_attentions(kinds[other])}; a patch runs one "
+            "of them, so leave one of the two out."
+        )
+    for kind in preferred:
+        if kind in fitting:
+            return kind
+    check(
+        len(fitting) < len(KINDS),
+        "The settings of a patch need one that says which attention it runs: density for sparse attention, or blocks "
+        "for MHLA, for example blocks=(7, 3, 5).",
+    )
+    return fitting[0]
 
-    @property
-    def starts_linear(self) -> bool:
-        """Whether MHLA over all blocks takes part in a layer with these settings that nothing has trained."""
-        return self.linear_branch or self.sparse != "content" or not self.pooled
 
-    @property
-    def learns_pooled_bias(self) -> bool:
-        """Whether β is a parameter."""
-        return self.sparse == "content" and self.pooled and self.fit_pooled_bias is False
+def check_settings(settings: Iterable[str], kind: type[PatchConfig]) -> None:
+    """Raise unless all names are fields of a kind of patch.
 
-    def replace(self, **settings: Any) -> "MHLAConfig":
-        """Return a copy with some fields changed.
+    Raises:
+        ValueError: unknown names, or those of another attention, with the way to it.
+    """
+    own = [field.name for field in fields(kind)]
+    for name in settings:
+        others = [other for other in KINDS if name in {field.name for field in fields(other)}]
+        if name not in own and others:
+            raise ValueError(
+                f"{name} is a setting of {_attentions(others)}, and this patch runs {kind.attention}, whose settings "
+                f"are {', '.join(own)}. For the other attention call remove_mhla() and apply_mhla(..., {name}=...)."
+            )
+    check_names(settings, own, f"setting of {kind.attention}")
 
-        Settings that belong to a replaced choice are reset: density, block sizes and order with another ``sparse``
-        than "content", and the key block size with another block size. With ``causal`` the sparse branch becomes "own".
-        ``rope`` follows ``sparse`` unless it was given.
 
-        Raises:
-            ValueError: unknown field or value that is not allowed.
-        """
-        check_names(settings, [field.name for field in fields(self)], "MHLA setting")
-        given_up: dict[str, Any] = {}
-        if settings.get("causal") is not None and self.sparse != "none":
-            given_up["sparse"] = "own"
-        if "causal" in settings and settings["causal"] is None:
-            given_up |= {"block_length": None, "beyond": "error"}
-            given_up |= {"sparse": "none"} if self.sparse == "own" else {}
-        sparse = settings.get("sparse", given_up.get("sparse", self.sparse))
-        if self._rope_is_default:
-            given_up["rope"] = None
-        if sparse != "content":
-            given_up |= _OF_CONTENT
-        if settings.get("pooled") is False:
-            given_up["fit_pooled_bias"] = None
-        if "block_size" in settings:
-            given_up["key_block_size"] = None
-        return replace(self, **{**given_up, **settings})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON and YAML values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> "MHLAConfig":
-        """Invert :meth:`to_dict`.
-
-        Raises:
-            ValueError: unknown field, missing ``blocks``, or value that is not allowed.
-        """
-        check_names(settings, [field.name for field in fields(cls)], "MHLA setting")
-        if "blocks" not in settings:
-            raise ValueError("MHLA settings need blocks, the block count per axis, for example blocks=(7, 3, 5).")
-        return cls(**settings)
+def _attentions(kinds: Iterable[type[PatchConfig]]) -> str:
+    return " or ".join(kind.attention for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -560,7 +539,7 @@ class Patch:
     family: str
     base_model: str
     description: str
-    config: MHLAConfig
+    config: PatchConfig
 
 
 def patch_folder() -> Path:
@@ -616,7 +595,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
 
 
 def _parse_patch(content: Any) -> Patch:
-    keys = {"family", "base_model", "description", "mhla"}
+    keys = {"family", "base_model", "description", "patch"}
     found = set(content) if isinstance(content, Mapping) else set()
     if found != keys:
         raise ValueError(
@@ -624,9 +603,9 @@ def _parse_patch(content: Any) -> Patch:
             f"unknown: {', '.join(sorted(map(str, found - keys))) or 'none'}, "
             f"missing: {', '.join(sorted(keys - found)) or 'none'}."
         )
-    settings = content["mhla"]
+    settings = content["patch"]
     if not isinstance(settings, Mapping):
-        raise ValueError(f"mhla must hold settings such as blocks, got {settings!r}.")
+        raise ValueError(f"patch must hold settings such as density or blocks, got {settings!r}.")
     if isinstance(settings.get("eps"), str):  # YAML reads 1e-6, without a point, as text
         settings = {**settings, "eps": float(settings["eps"])}
-    return Patch(content["family"], content["base_model"], content["description"], MHLAConfig.from_dict(settings))
+    return Patch(content["family"], content["base_model"], content["description"], PatchConfig.from_dict(settings))

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import torch
 
-from mhla_diffusers.config import MHLAConfig, patch_folder
+from mhla_diffusers.config import CausalConfig, patch_folder
 from mhla_diffusers.demo.adaptation import (
     ADAPTED_CONTROL,
     ADAPTED_RECORD,
@@ -46,10 +46,9 @@ def variants_that_ship(tiny: TinyPipeline) -> dict[str, tuple[Variant, tuple[Sta
     """
     found = {variant.short: (variant, stages_of(variant, tiny)) for variant in variants(tiny)}
     if tiny.is_video:
-        patch = MHLAConfig(
-            (2, *tiny.blocks[1:]),
+        patch = CausalConfig(
+            blocks=(2, *tiny.blocks[1:]),
             mixing_per_head=True,
-            sparse="own",
             causal="block",
             block_length=3,
             beyond="relative",
@@ -116,7 +115,7 @@ def main() -> None:
     parser.add_argument("family", choices=list(TINY))
     parser.add_argument("--output", type=Path, help="outputs/adapted-<family> if left out")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="+", help="such as exact and control; all if left out")
+    parser.add_argument("--only", nargs="+", help="such as sparse and control; all if left out")
     parser.add_argument("--install", action="store_true", help="make them those that the package ships")
     arguments = parser.parse_args()
     output: Path = arguments.output or Path("outputs") / f"adapted-{arguments.family}"

@@ -9,8 +9,7 @@ import torch
 
 from ..families import get_family
 from ..files import write_json
-from ..patching import find_transformers, is_patched, layer_sensitivity, mhla_layers, record_calls
-from ..patching.calibrate import repeat_calls
+from ..patching import MHLALayer, find_transformers, is_patched, layer_sensitivity, mhla_layers, record_calls
 from ..reporting import require_matplotlib
 from .matrices import LayerAnalysis, analyze_layers
 from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of
@@ -62,10 +61,10 @@ def analyze(
     found = analyze_layers(transformer, call, names, keep)
     pictures = [draw_attention_maps(rows, grid, chosen, output / "attention-maps.png")]
     if is_patched(transformer):
-        moves = layer_sensitivity(transformer, lambda: repeat_calls(transformer, calls))
+        moves = layer_sensitivity(transformer, lambda: [call.predict(transformer) for call in calls])
         found = [replace(layer, moves=moves.get(layer.name)) for layer in found]
         patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
-        mixing = {name: patched[name].mixing for name in names if name in patched}
+        mixing = {name: layer.mixing for name in names if isinstance(layer := patched.get(name), MHLALayer)}
         if mixing:
             pictures.append(draw_mixing_matrices(mixing, output / "mixing-matrices.png"))
     write_json({"grid": grid, "token": chosen, "layers": [asdict(layer) for layer in found]}, output / "analysis.json")

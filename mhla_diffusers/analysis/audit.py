@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..attention.calibrate import in_float32, weight_held
-from ..attention.precision import without_autocast
+from ..attention.held import weight_held
 from ..config import Step
 from ..families import get_family
 from ..files import write_json
@@ -24,7 +23,7 @@ from ..patching.calibrate import (
 )
 from ..patching.context import call_context, current
 from ..patching.handle import require_layers, require_patched, supported_transformers
-from ..patching.layer import layer_of
+from ..patching.layer import SparseLayer, layer_of
 from ..patching.processor import adapter_of, attention_inputs, tokens_of_grid
 from ..reporting import require_matplotlib, text_table
 
@@ -260,13 +259,10 @@ class _Watch:
         if not bool((self.errors[-1] + self.squares[-1]).isfinite().all()):
             raise ValueError(not_finite(self.name))
         layer = layer_of(attn)
-        if layer is not None and layer.config.sparse == "content":
-            inputs, config = attention_inputs(attn, args, kwargs), layer.config
-            with without_autocast(inputs.query.device):
-                call = in_float32(attn.mhla.call(inputs))
-                held = weight_held(call, config.rule_on(inputs.grid), _QUERIES, len(self.masses))
-            self.densities.append(config.listed_on(inputs.grid))
-            self.masses.append(float(held))
+        if isinstance(layer, SparseLayer):
+            call = layer.call(attention_inputs(attn, args, kwargs))
+            self.densities.append(layer.config.rule_on(call.grid).listed_on(call.grid))
+            self.masses.append(float(weight_held(call, _QUERIES, len(self.masses))))
 
     def _heads_output(self, returned: Any) -> torch.Tensor:
         """Return the input of the output projection, or without a projection what the attention returned."""

@@ -1,7 +1,7 @@
-"""The mathematics of MHLA: torch only, no diffusers."""
+"""The mathematics of MHLA and sparse attention: torch only, no diffusers."""
 
-from .api import BACKENDS, attend, check_backend, mhla_attention
-from .call import BlockLists, Call, ContentRule
+from .api import BACKENDS, attend, check_backend, mhla_attention, sparse_attention
+from .call import BlockLists, MHLACall, SparseCall
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
 from .mixing import clip_mixing_, extend_mixing, initial_mixing, resize_mixing
 from .reference import reference_attention, reference_weights
@@ -11,9 +11,9 @@ from .state import MHLAState
 __all__ = [
     "BACKENDS",
     "BlockLists",
-    "Call",
-    "ContentRule",
+    "MHLACall",
     "MHLAState",
+    "SparseCall",
     "attend",
     "check_backend",
     "clip_mixing_",
@@ -26,5 +26,6 @@ __all__ = [
     "reference_weights",
     "register_feature_map",
     "resize_mixing",
+    "sparse_attention",
     "with_lists",
 ]

@@ -1,4 +1,4 @@
-"""The one entry to MHLA as a function: makes a call of the arguments, checks it once and attends."""
+"""MHLA and sparse attention as functions: each makes a call of its arguments, checks it once and attends."""
 
 import logging
 import math
@@ -12,21 +12,22 @@ from typing import Any, get_args
 import torch
 
 from . import eager
-from .call import Backend, BlockLists, Call, ContentRule
+from .call import DEFAULT_DENSITY, Backend, BlockLists, Call, ContentRule, Far, MHLACall, Order, SparseCall
 from .causal import Causal, causal_attention
+from .extra import ROWS
 from .feature_maps import get_feature_map
 from .layout import Extra, Shape, block_count, check_layout, frame_block_starts
 from .parallel.collectives import summed
 from .parallel.place import Parallel
 from .parallel.ulysses import Segment
 from .rope import Rotary
-from .sparse import ROWS, softmax_attention
+from .sparse import softmax_attention
 from .triton import backend as triton
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "eager", "triton")
-"""What ``backend`` of :func:`mhla_attention` may be."""
+"""What ``backend`` of :func:`mhla_attention` and :func:`sparse_attention` may be."""
 
 
 def check_backend(name: str) -> None:
@@ -58,8 +59,6 @@ def mhla_attention(
     output_norm: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None,
     linear_weight: torch.Tensor | None = None,
-    sparse: BlockLists | ContentRule | None = None,
-    pooled_bias: torch.Tensor | None = None,
     extra: Extra = (0, 0),
     parallel: Parallel | None = None,
     causal: Causal | None = None,
@@ -76,8 +75,8 @@ def mhla_attention(
     numerator alone. Differentiable in query, key, value, mixing, output_norm and output_gate.
 
     Extra tokens, such as the text of joint attention, are in no block. Every query of the grid attends to
-    each of them with softmax, under one denominator with all else (λ is 1 without ``sparse`` if it is not given), and
-    they attend to all N tokens with softmax.
+    each of them with softmax, under one denominator with all else, and they attend to all N tokens with softmax
+    (:mod:`mhla_diffusers.attention.extra`).
 
     Shapes: B batch, N tokens, H heads, D head dim, M blocks.
 
@@ -98,20 +97,13 @@ def mhla_attention(
             sample whose keys are all masked gets 0, as from PyTorch's attention.
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
         output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
-        linear_weight: λ, (H,): beside ``sparse`` or extra tokens, the weights of MHLA over all blocks are multiplied
-            with it; None for the sparse branch alone. Must be positive; checked on CPU only, to avoid a device sync.
-        sparse: blocks of keys that every head of every query block attends to with softmax, under one denominator with
-            the linear branch; see :mod:`mhla_diffusers.attention.sparse`. :class:`ContentRule` to choose them by query
-            and key. Where all pairs of blocks are listed, that is softmax attention, and ``linear_weight`` and
-            ``pooled_bias`` have no part. None for MHLA throughout.
-        pooled_bias: β, (H,): every block that is not listed takes part in that softmax as one key, its mean, with β
-            added to the logit; see :mod:`mhla_diffusers.attention.sparse`. None to leave these blocks to the linear
-            branch.
+        linear_weight: λ, (H,): beside softmax over extra tokens, and over the own block with ``causal``, the weights of
+            MHLA are multiplied with it. Must be positive; checked on CPU only, to avoid a device sync. None for 1
+            beside extra tokens, and with ``causal`` for MHLA within the own block too.
         extra: how many tokens stand before, and how many after those of the grid in the sequence.
         parallel: the processes between which the tokens are split, each of which calls this with its own: all above of
-            N tokens is of these, and ``extra`` counts these. What is of heads is of all H, except the lists of
-            ``sparse``, which are of the heads that the process attends with (:meth:`Parallel.heads`). The gradients
-            that the processes get add up to the gradient. A ring of processes runs MHLA alone. None for one process.
+            N tokens is of these, and ``extra`` counts these. The gradients that the processes get add up to the
+            gradient. A ring of processes runs MHLA without extra tokens. None for one process.
         causal: "token": a query sees no later token of its sequence, the one axis of the grid. "block": it sees no
             later block of the first axis, and of its own and earlier ones every token. The sequence may end before the
             grid does, with "block" behind a whole block. With ``linear_weight`` the own block along the first axis
@@ -129,37 +121,118 @@ def mhla_attention(
             asked for cannot run the call.
     """
     grid, blocks = check_layout(grid, blocks, is_causal=causal is not None)
-    extra = tuple(extra) if isinstance(extra, Sequence) else extra  # type: ignore[assignment]
-    call = Call(
-        query,
-        key,
-        value,
-        mixing,
-        grid,
-        blocks,
-        feature_map,
-        rotary,
-        rope,
-        normalize,
-        eps,
-        key_mask,
-        output_norm,
-        output_gate,
-        linear_weight,
-        sparse,
-        pooled_bias,
-        extra,
-        parallel,
-        causal,
+    call = MHLACall(
+        query=query,
+        key=key,
+        value=value,
+        mixing=mixing,
+        grid=grid,
+        blocks=blocks,
+        feature_map=feature_map,
+        rotary=rotary,
+        rope=rope,
+        normalize=normalize,
+        eps=eps,
+        key_mask=key_mask,
+        output_norm=output_norm,
+        output_gate=output_gate,
+        linear_weight=linear_weight,
+        extra=tuple(extra) if isinstance(extra, Sequence) else extra,
+        parallel=parallel,
+        causal=causal,
     )
     return attend(call, backend)
 
 
-def attend(call: Call, backend: str = "auto") -> torch.Tensor:
+def sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grid: Sequence[int],
+    *,
+    density: float | None = None,
+    block_size: int | None = None,
+    key_block_size: int | None = None,
+    order: Order | None = None,
+    lists: BlockLists | None = None,
+    far: Far = "first-order",
+    pooled_bias: torch.Tensor | None = None,
+    state_weight: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
+    key_mask: torch.Tensor | None = None,
+    extra: Extra = (0, 0),
+    parallel: Parallel | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Softmax attention to the blocks of keys that matter most, and to all others through their means and states.
+
+    Three parts, which :mod:`mhla_diffusers.attention.sparse` derives: the keys of listed blocks, the mean key and value
+    of every other block, and MHLA's states of these blocks, mixed by content, as the first-order term. Nothing is
+    trained. Differentiable in query, key and value; lists, order, β and γ are constants then.
+
+    Shapes: B batch, N tokens, H heads, D head dim.
+
+    Args:
+        query: (B, N, H, D) floating point, tokens in raster order of the grid.
+        key: like ``query``.
+        value: like ``query``.
+        grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
+        density: part of all pairs of blocks that is listed, more than 0 and at most 1, which is softmax attention;
+            None for 0.025. Every query block lists at least one key block.
+        block_size: tokens per block of queries, which follow a Hilbert curve through the grid; None fits it to the
+            grid, 64 for videos.
+        key_block_size: tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the
+            grid if that is None too.
+        order: "content" (None): every head sorts the keys of each stretch of the curve, so that a block holds keys that
+            are alike. "curve": a block holds neighbours.
+        lists: key blocks of every query block, in place of those chosen by content and the four arguments before.
+        far: "first-order", or "means" without the states.
+        pooled_bias: β, (H,), added to the logits of the means. None to fit it, and γ, within the call.
+        state_weight: γ, (H,), weight of the first-order term; given exactly where ``pooled_bias`` is, except with
+            ``far="means"``.
+        rotary: (cos, sin), each (1 or B, N, 1, D), as diffusers' Wan computes them; None for no RoPE.
+        key_mask: (B, N), bool (True takes part) or weights in [0, 1]; the range is checked on CPU only. A sample whose
+            keys are all masked gets 0, as from PyTorch's attention.
+        extra: tokens before and after those of the grid in the sequence, such as text; all queries attend to them, and
+            they to everything.
+        parallel: the processes between which the tokens are split, as in :func:`mhla_attention`; ``lists`` are of the
+            heads that a process attends with. None for one process.
+        backend: see :func:`mhla_attention`; the kernels take blocks of 16, 32, 64 and 128 tokens.
+
+    Returns:
+        (B, N, H, D) in the type of ``query``; computed in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes, types, devices, grid, block sizes or lists do not fit, or the backend asked for cannot run
+            the call.
+    """
+    grid, _ = check_layout(grid, (1,) * len(grid) if isinstance(grid, Sequence) else (1,))
+    given = {"density": density, "block_size": block_size, "key_block_size": key_block_size, "order": order}
+    if lists is not None and (both := [name for name, value in given.items() if value is not None]):
+        raise ValueError(f"lists say what {', '.join(both)} would choose; give one of the two.")
+    density = DEFAULT_DENSITY if density is None else density
+    call = SparseCall(
+        query=query,
+        key=key,
+        value=value,
+        grid=grid,
+        sparse=lists or ContentRule.on(grid, density, block_size, key_block_size, order or "content"),
+        far=far,
+        pooled_bias=pooled_bias,
+        state_weight=state_weight,
+        rotary=rotary,
+        key_mask=key_mask,
+        extra=tuple(extra) if isinstance(extra, Sequence) else extra,
+        parallel=parallel,
+    )
+    return attend(call, backend)
+
+
+def attend(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
     """Check a call and run it: (B, N, H, D).
 
     Raises:
-        ValueError: as :func:`mhla_attention`.
+        ValueError: as :func:`mhla_attention` and :func:`sparse_attention`.
     """
     check_call(call)
     call = _check_place(call)
@@ -172,7 +245,7 @@ def attend(call: Call, backend: str = "auto") -> torch.Tensor:
     return segment.of_tokens(call, _attend(segment.of_heads(call), module))
 
 
-def _attend(call: Call, backend: Backend) -> torch.Tensor:
+def _attend(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
     """Attend with a whole sequence, or a share of it that a process of a ring holds.
 
     Samples whose mask leaves no key get 0, as from PyTorch's attention. They attend to all keys meanwhile: a quotient
@@ -182,25 +255,24 @@ def _attend(call: Call, backend: Backend) -> torch.Tensor:
     if call.key_mask is not None:
         has_none = summed((call.key_mask != 0).any(dim=1).float(), call.group)[:, None] == 0
         call = replace(call, key_mask=call.key_mask.masked_fill(has_none, 1))
-    if call.causal is not None:
+    if isinstance(call, SparseCall):
+        output = softmax_attention(call) if call.lists_everything else backend.sparse(call)
+    elif call.causal is not None:
         output = causal_attention(call, backend)
-    elif call.lists_everything:
-        output = softmax_attention(call)
-    elif call.sparse is not None or any(call.extra):
-        output = backend.sparse(call)
     else:
-        output = backend.linear(call)
+        output = backend.beside_extra(call) if any(call.extra) else backend.linear(call)
     return output if has_none is None else output.masked_fill(has_none[..., None, None], 0)
 
 
-def backend_for(call: Call, name: str) -> Backend:
+def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:
     """The backend of a name, and for "auto" the best that can run the call."""
     if name not in BACKENDS:
         check_backend(name)
+    feature_map = call.feature_map if isinstance(call, MHLACall) else "relu"
     # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
-    if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, call.feature_map) is None:
-        sizes = call.sparse.sizes if call.sparse is not None else (ROWS,) if any(call.extra) else ()
-        reason = triton.why_not(call.query, call.feature_map, *sizes)
+    if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, feature_map) is None:
+        sizes = call.sparse.sizes if isinstance(call, SparseCall) else (ROWS,) if any(call.extra) else ()
+        reason = triton.why_not(call.query, feature_map, *sizes)
         if reason is None:
             return triton
         if not torch.compiler.is_compiling():  # a call of the logger would break the graph
@@ -229,17 +301,16 @@ def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
         )
 
 
-def check_call(call: Call) -> None:
+def check_call(call: MHLACall | SparseCall) -> None:
     """Ensure that all of a call fits together, but for the number of its tokens."""
-    given = {"query": call.query, "key": call.key, "value": call.value, "mixing": call.mixing}
+    given = {"query": call.query, "key": call.key, "value": call.value}
     for name, tensor in given.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
     if call.query.ndim != 4:
         raise ValueError(f"query must be (B, N, H, D), got shape {tuple(call.query.shape)}.")
-    for name in ("query", "mixing"):
-        if not given[name].is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {given[name].dtype}.")
+    if not call.query.is_floating_point():
+        raise ValueError(f"query must be floating point, got {call.query.dtype}.")
     for name, tensor in (("key", call.key), ("value", call.value)):
         for what in ("shape", "dtype", "device"):
             expected, found = getattr(call.query, what), getattr(tensor, what)
@@ -264,23 +335,13 @@ def check_call(call: Call) -> None:
             f"extra={extra!r} must be two counts, how many tokens stand before and after those of the grid, for "
             "example (0, 77)."
         )
-    blocks = math.prod(call.blocks)
-    if tuple(call.mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
-        raise ValueError(
-            f"mixing has shape {tuple(call.mixing.shape)}; for {blocks} blocks and {heads} heads it must be "
-            f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})."
-        )
-    get_feature_map(call.feature_map)
-    if call.rope not in ("after", "before"):
-        raise ValueError(f"Unknown rope={call.rope!r}; allowed: 'after' or 'before' (the feature map).")
-    expected_shapes = {
-        "key_mask": (batch, tokens),
-        "output_norm": (head_dim,),
-        "output_gate": (batch, tokens - sum(extra), heads, head_dim),
-        "linear_weight": (heads,),
-        "pooled_bias": (heads,),
-    }
-    for name, shape in expected_shapes.items():
+    shapes = {"key_mask": (batch, tokens)}
+    if isinstance(call, MHLACall):
+        shapes |= {"output_norm": (head_dim,), "output_gate": (batch, tokens - sum(extra), heads, head_dim)}
+        shapes |= {"linear_weight": (heads,)}
+    else:
+        shapes |= {"pooled_bias": (heads,), "state_weight": (heads,)}
+    for name, shape in shapes.items():
         tensor = getattr(call, name)
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
@@ -292,34 +353,45 @@ def check_call(call: Call) -> None:
             f"key_mask has values from {mask.min():g} to {mask.max():g}; it must be bool or hold weights in [0, 1]. Of "
             "a mask that is added to logits that is mask.exp()."
         )
-    _check_denominator(call)
-    if call.causal is None:
+    if isinstance(call, MHLACall):
+        _check_mhla(call)
+    else:
         _check_sparse(call)
 
 
-def _check_denominator(call: Call) -> None:
-    """Ensure that what the branches of a call are divided by is positive."""
+def _check_mhla(call: MHLACall) -> None:
+    """Ensure that the mixing matrix fits, and that what the output is divided by is positive."""
+    blocks, heads, mixing = math.prod(call.blocks), call.query.shape[2], call.mixing
+    if not isinstance(mixing, torch.Tensor) or not mixing.is_floating_point():
+        got = mixing.dtype if isinstance(mixing, torch.Tensor) else type(mixing).__name__
+        raise ValueError(f"mixing must be a floating point tensor, got {got}.")
+    if tuple(mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
+        raise ValueError(
+            f"mixing has shape {tuple(mixing.shape)}; for {blocks} blocks and {heads} heads it must be "
+            f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})."
+        )
+    get_feature_map(call.feature_map)
+    if call.rope not in ("after", "before"):
+        raise ValueError(f"Unknown rope={call.rope!r}; allowed: 'after' or 'before' (the feature map).")
     if not (isinstance(call.eps, Real) and call.eps >= 0):
         raise ValueError(f"eps={call.eps!r} must be a number from 0 up, the floor of feature maps, such as 1e-6.")
-    if any(call.extra) and not call.normalize:
-        raise ValueError("Extra tokens share one denominator with those of the grid, which needs normalize=True.")
-    weight = call.linear_weight
-    has_linear_part = weight is not None or (any(call.extra) and call.sparse is None)
-    if weight is not None and _is_free_to_read(weight) and not bool((weight > 0).all()):
+    weight, is_beside = call.linear_weight, call.linear_weight is not None or any(call.extra)
+    if weight is not None and call.causal is None and not any(call.extra):
         raise ValueError(
-            f"linear_weight={weight.tolist()} holds what is not a positive number; a weight of the linear branch is "
-            "a factor of weights that are all positive, such as the exponential of what is trained."
+            "linear_weight weighs MHLA beside softmax, which only extra tokens and causal attention have; leave it out."
         )
-    if has_linear_part and _is_free_to_read(call.mixing) and not bool((call.mixing >= 0).all()):
+    if weight is not None and _is_free_to_read(weight) and not bool((weight > 0).all()):
+        raise ValueError(f"linear_weight={weight.tolist()} must hold positive numbers, such as the exponential of what is trained.")
+    if is_beside and _is_free_to_read(mixing) and not bool((mixing >= 0).all()):
         raise ValueError(
-            f"mixing has entries down to {call.mixing.min():.3g}, and beside softmax weights the logarithm of its sums "
+            f"mixing has entries down to {mixing.min():.3g}, and beside softmax weights the logarithm of its sums "
             "is taken; they must not be negative, as after mixing.clamp(min=0)."
         )
-    if weight is not None and not call.normalize:
-        raise ValueError("Softmax weights share one denominator with the linear branch, which needs normalize=True.")
+    if is_beside and not call.normalize:
+        raise ValueError("Softmax weights, as of extra tokens, share one denominator with MHLA, which needs normalize=True.")
     if call.feature_map != "relu" or call.eps > 0:
         return
-    if has_linear_part:
+    if is_beside:
         raise ValueError(
             f"eps={call.eps} lets a query of the relu feature map have no linear branch; it must be positive."
         )
@@ -330,20 +402,21 @@ def _check_denominator(call: Call) -> None:
         )
 
 
-def _check_sparse(call: Call) -> None:
-    """Ensure that the lists or the rule of a call fit its tensors."""
+def _check_sparse(call: SparseCall) -> None:
+    """Ensure that the lists and weights of a call fit its tensors."""
+    if call.far not in get_args(Far):
+        raise ValueError(f"Unknown far={call.far!r}; allowed: {', '.join(map(repr, get_args(Far)))}.")
+    wanted = call.pooled_bias is not None and call.far == "first-order"
+    if (call.state_weight is not None) != wanted:
+        raise ValueError(
+            "pooled_bias and state_weight are given both, or neither, and then fitted within the call; far='means' "
+            "has no state_weight."
+        )
     lists = call.sparse
-    if lists is None:
-        for name in ("pooled_bias",) if any(call.extra) else ("pooled_bias", "linear_weight"):
-            if getattr(call, name) is not None:
-                raise ValueError(f"{name} weighs what stands beside block lists; give sparse as well.")
-        return
     if isinstance(lists, ContentRule):
-        if lists.fit_pooled_bias and call.pooled_bias is not None:
-            raise ValueError("pooled_bias is given, and fit_pooled_bias=True would fit another; leave one of them out.")
         return
     if not isinstance(lists, BlockLists):
-        raise ValueError(f"sparse={lists!r} must be BlockLists, ContentRule or None.")
+        raise ValueError(f"lists={lists!r} must be BlockLists, or None to choose them by content.")
     blocks, all_heads = block_count(call.grid, lists.block_size), call.query.shape[2]
     key_blocks = block_count(call.grid, lists.key_block_size)
     for what, given, expected, size in (
@@ -352,34 +425,24 @@ def _check_sparse(call: Call) -> None:
     ):
         if given != expected:
             raise ValueError(
-                f"sparse has lists of {given} {what} blocks, but the grid {call.grid} is cut into {expected} of {size} "
-                "tokens."
+                f"lists are of {given} {what} blocks, but the grid {call.grid} is cut into {expected} of {size} tokens."
             )
     heads = all_heads if call.parallel is None else len(range(all_heads)[call.parallel.heads(all_heads)])
     if lists.heads != heads:
         attending = f"query has {heads}" if heads == all_heads else f"this process attends with {heads}"
-        raise ValueError(f"sparse has lists for {lists.heads} heads, but {attending}.")
+        raise ValueError(f"lists are for {lists.heads} heads, but {attending}.")
     if lists.samples not in (1, call.query.shape[0]):
-        raise ValueError(f"sparse has lists for {lists.samples} samples, but query has {call.query.shape[0]}.")
+        raise ValueError(f"lists are for {lists.samples} samples, but query has {call.query.shape[0]}.")
     if lists.keys.device != call.query.device:
-        raise ValueError(f"sparse is on {lists.keys.device}, but query is on {call.query.device}.")
-    if call.linear_weight is not None or call.pooled_bias is not None or any(call.extra):
-        return
-    if _is_free_to_read(lists.keys) and not bool((lists.keys >= 0).any(dim=-1).all()):
-        raise ValueError(
-            "Some query blocks have an empty list, so they would attend to nothing; give linear_weight, pooled_bias, "
-            "or every query block at least one key block."
-        )
+        raise ValueError(f"lists are on {lists.keys.device}, but query is on {call.query.device}.")
 
 
-def _check_place(call: Call) -> Call:
+def _check_place(call: MHLACall | SparseCall) -> MHLACall | SparseCall:
     """Ensure that a call has the tokens of its grid, or a process's share of them: the call with its first token."""
     extra, tokens, grid, parallel = call.extra, call.query.shape[1], call.grid, call.parallel
-    if call.causal is not None:
+    if isinstance(call, MHLACall) and call.causal is not None:
         check_causal(call.causal, grid, call.blocks)
-        given = {"extra": any(extra)}
-        given |= {name: getattr(call, name) is not None for name in ("sparse", "pooled_bias", "parallel")}
-        for name in (name for name, is_given in given.items() if is_given):
+        for name in [name for name, is_given in (("extra", any(extra)), ("parallel", parallel is not None)) if is_given]:
             raise ValueError(
                 f"{name} does not go with causal={call.causal!r}, which attends to its own block with softmax if "
                 "linear_weight is given, to earlier ones through their states, and runs in one process."
@@ -400,11 +463,10 @@ def _check_place(call: Call) -> Call:
     if parallel is not None:
         first, count = parallel.own_share(count)
         share = f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
-        if parallel.ring.size > 1 and (call.sparse is not None or any(extra)):
+        if parallel.ring.size > 1 and (isinstance(call, SparseCall) or any(extra)):
             raise ValueError(
-                f"ring_degree={parallel.ring.size} cannot split what is attended to with softmax beside MHLA, the "
-                "sparse branch and extra tokens such as text; use ContextParallelConfig(ulysses_degree=...), or MHLA "
-                'alone, sparse="none".'
+                f"ring_degree={parallel.ring.size} splits MHLA alone, and neither sparse attention nor extra tokens "
+                "such as text; use ContextParallelConfig(ulysses_degree=...)."
             )
     if any(extra) and count + sum(extra) != tokens:
         raise ValueError(

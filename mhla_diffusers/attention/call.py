@@ -1,13 +1,14 @@
-"""What travels from :func:`mhla_attention` to the last kernel: one :class:`Call`.
+"""What travels from an operator to the last kernel: one :class:`Call`, of MHLA or of sparse attention.
 
 Block lists say which uniform blocks of keys (:mod:`.layout`, T of them on the grid) every head of every query block
 attends to with softmax: they are given, or found by a rule. Extra tokens (text in one sequence with an image, class and
 register tokens) have no place on the token grid, so they are in no block of it. They are few, so every query attends to
-them with softmax, and they attend to everything with softmax: to the sparse branch they are further blocks that every
+them with softmax, and they attend to everything with softmax: to sparse attention they are further blocks that every
 list holds.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, Protocol, get_args
@@ -20,6 +21,14 @@ from .rope import Rotary
 
 Order = Literal["content", "curve"]
 """Order of the keys in blocks."""
+Far = Literal["first-order", "means"]
+"""How blocks that are not listed take part; see :mod:`mhla_diffusers.attention.sparse`."""
+DEFAULT_DENSITY = 0.025
+"""Part of all pairs of uniform blocks in the lists."""
+_BLOCK_SIZES = (64, 32, 16, 8, 4)
+"""Default sizes of uniform blocks: 64 fill one block of a matrix product."""
+_LEAST_QUERY_BLOCKS, _LEAST_KEY_BLOCKS = 64, 128
+"""Blocks that a sequence has at least where it is long enough; with fewer, a list of 5 % is a block or two."""
 
 
 def check_block_size(block_size: Any, name: str = "block_size") -> int:
@@ -36,7 +45,7 @@ def list_length(density: float, blocks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class UniformBlocks:
-    """How the sparse branch cuts the tokens into blocks of queries and of keys.
+    """How sparse attention cuts the tokens into blocks of queries and of keys.
 
     Raises:
         ValueError: sizes that are no positive numbers or do not divide each other, or an unknown order.
@@ -45,7 +54,7 @@ class UniformBlocks:
     block_size: int
     """Tokens of a query block."""
     key_block_size: int = 0
-    """Tokens of a key block, which a query block holds whole; 0 for as many as a query block has."""
+    """Tokens per key block; must divide ``block_size``. 0 for as many as a query block has."""
     order: Order = "content"
     """"content": every head sorts the keys of each stretch of the curve, :mod:`mhla_diffusers.attention.order`;
     "curve": they stay in the curve's order, as queries do."""
@@ -77,13 +86,38 @@ class ContentRule(UniformBlocks):
     """Tokens of a query block."""
     density: float
     """Part of all pairs of blocks that is listed; every query block gets at least one key block."""
-    fit_pooled_bias: bool = False
-    """Whether β is fitted within the call, :func:`mhla_diffusers.attention.sparse.fit_pooled_bias`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (isinstance(self.density, Real) and 0 < self.density <= 1):
             raise ValueError(f"density={self.density!r} must be more than 0 and at most 1.")
+
+    @classmethod
+    def on(
+        cls,
+        grid: Sequence[int],
+        density: float,
+        block_size: int | None = None,
+        key_block_size: int | None = None,
+        order: Order = "content",
+    ) -> "ContentRule":
+        """Return the rule on a token grid, with block sizes that suit it where none are given.
+
+        They are the largest of 64, 32, 16, 8 and 4 tokens with at least 64 blocks of queries and 128 of keys. Keys have
+        blocks below 16, which the fused kernels lack, only where queries have.
+        """
+        tokens, query, key = math.prod(list(grid)), block_size, key_block_size
+        if query is None:
+            query = next((size for size in _BLOCK_SIZES if tokens >= _LEAST_QUERY_BLOCKS * size), _BLOCK_SIZES[-1])
+            smallest = 16 if query >= 16 else 4
+            sizes = [size for size in _BLOCK_SIZES if smallest <= size <= query]
+            key = next((size for size in sizes if tokens >= _LEAST_KEY_BLOCKS * size), smallest)
+        return cls(query, density, key_block_size=key or query, order=order)
+
+    def listed_on(self, grid: Sequence[int]) -> float:
+        """Return the density on a token grid, where every query block lists as many whole key blocks, at least one."""
+        blocks = block_count(grid, self.key_block_size)
+        return list_length(self.density, blocks) / blocks
 
 
 @dataclass(frozen=True)
@@ -192,9 +226,9 @@ def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:
     return mask.scatter_(-1, lists.where(lists >= 0, blocks), value=True)[..., :blocks]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of :func:`mhla_diffusers.attention.mhla_attention`, which describes them.
+    """What MHLA and sparse attention have in common; their functions in :mod:`.api` describe the fields.
 
     N tokens of the sequence, those of the grid in raster order between ``extra[0]`` tokens before and ``extra[1]``
     after them.
@@ -203,24 +237,11 @@ class Call:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mixing: torch.Tensor
     grid: Shape
-    blocks: Shape
-    feature_map: str = "relu"
     rotary: Rotary | None = None
-    rope: str = "after"
-    normalize: bool = True
-    eps: float = 1e-6
     key_mask: torch.Tensor | None = None
-    output_norm: torch.Tensor | None = None
-    output_gate: torch.Tensor | None = None
-    linear_weight: torch.Tensor | None = None
-    sparse: BlockLists | ContentRule | None = None
-    pooled_bias: torch.Tensor | None = None
-    """β, (H,), or (B, H) where it was fitted."""
     extra: Extra = (0, 0)
     parallel: Parallel | None = None
-    causal: str | None = None
     first: int = 0
     """Place on the grid of the first grid token, which a share of the tokens or a part of a sequence begins with."""
 
@@ -233,21 +254,6 @@ class Call:
     def group(self) -> str | None:
         """Name of the ring of processes whose calls hold the grid's tokens between them; None for all in this call."""
         return None if self.parallel is None or self.parallel.ring.size == 1 else self.parallel.ring.name
-
-    @property
-    def lists_everything(self) -> bool:
-        """Whether every query attends to every key with softmax, so that nothing is left to another branch."""
-        if isinstance(self.sparse, ContentRule):
-            blocks = block_count(self.grid, self.sparse.key_block_size)
-            return list_length(self.sparse.density, blocks) == blocks
-        return self.sparse is not None and self.sparse.density == 1
-
-    @property
-    def own_blocks(self) -> slice:
-        """Numbers of the MHLA blocks that the call's tokens may lie in: the rows of the mixing matrix that it needs."""
-        if self.first == 0 and self.tokens == math.prod(self.grid):
-            return slice(0, math.prod(self.blocks))
-        return blocks_of_range(self.grid, self.blocks, self.first, self.tokens)
 
     def on_grid(self, x: torch.Tensor) -> torch.Tensor:
         """Take the grid's tokens out of a sequence (B, N, ...)."""
@@ -265,20 +271,66 @@ class Call:
         return torch.cat(parts, dim=1) if before else x
 
 
+@dataclass(frozen=True, kw_only=True)
+class MHLACall(Call):
+    """The arguments of :func:`mhla_diffusers.attention.mhla_attention`."""
+
+    mixing: torch.Tensor
+    blocks: Shape
+    feature_map: str = "relu"
+    rope: str = "after"
+    normalize: bool = True
+    eps: float = 1e-6
+    output_norm: torch.Tensor | None = None
+    output_gate: torch.Tensor | None = None
+    linear_weight: torch.Tensor | None = None
+    causal: str | None = None
+
+    @property
+    def own_blocks(self) -> slice:
+        """Numbers of the MHLA blocks that the call's tokens may lie in: the rows of the mixing matrix that it needs."""
+        if self.first == 0 and self.tokens == math.prod(self.grid):
+            return slice(0, math.prod(self.blocks))
+        return blocks_of_range(self.grid, self.blocks, self.first, self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseCall(Call):
+    """The arguments of :func:`mhla_diffusers.attention.sparse_attention`."""
+
+    sparse: BlockLists | ContentRule
+    far: Far = "first-order"
+    pooled_bias: torch.Tensor | None = None
+    """β, (H,), or (B, H) where it was fitted."""
+    state_weight: torch.Tensor | None = None
+    """γ, likewise."""
+
+    @property
+    def lists_everything(self) -> bool:
+        """Whether every query attends to every key with softmax."""
+        if isinstance(self.sparse, ContentRule):
+            blocks = block_count(self.grid, self.sparse.key_block_size)
+            return list_length(self.sparse.density, blocks) == blocks
+        return self.sparse.density == 1
+
+
 class Backend(Protocol):
     """The functions of a backend, a module: :mod:`.eager` or :mod:`.triton.backend`."""
 
-    def linear(self, call: Call) -> torch.Tensor:
+    def linear(self, call: MHLACall) -> torch.Tensor:
         """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
 
-    def states(self, call: Call) -> torch.Tensor:
+    def states(self, call: MHLACall) -> torch.Tensor:
         """KV states, and to normalise key sums as a last row, of the call's tokens: (B, H, M, D + normalize, D)."""
 
-    def read(self, call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def read(self, call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
 
-    def sparse(self, call: Call) -> torch.Tensor:
-        """The sparse branch, to extra tokens too, merged with MHLA where there is λ: (B, N, H, D)."""
+    def beside_extra(self, call: MHLACall) -> torch.Tensor:
+        """MHLA merged with softmax over the extra tokens, which attend to everything: (B, N, H, D)."""
 
-    def own_block(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def own_block(self, call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Causal attention within the own frame block: output (B, N, H, D) and LSE (B, N, H, 1), in sum types."""
+
+    def sparse(self, call: SparseCall) -> torch.Tensor:
+        """Sparse attention, of extra tokens too: (B, N, H, D)."""

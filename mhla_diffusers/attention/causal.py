@@ -20,14 +20,14 @@ from typing import Literal
 
 import torch
 
-from .call import Backend, Call
+from .call import Backend, MHLACall
 from .feature_maps import get_feature_map
 from .layout import frame_block_starts
 from .linear import finish
+from .merge import least_mixing, under_common_sum
 from .mixing import causal_mixing
 from .precision import LEAST_MASK, sum_dtype, without_autocast
 from .rope import apply_rotary, rotary_table
-from .sparse import least_mixing, under_common_sum
 
 Causal = Literal["token", "block"]
 _BYTES = 2**23
@@ -36,7 +36,7 @@ Own = tuple[torch.Tensor, torch.Tensor | None]
 """Output (B, N, H, D) and LSE (B, N, H, 1), None without normaliser; in float32 (float64 for float64 inputs)."""
 
 
-def causal_attention(call: Call, backend: Backend) -> torch.Tensor:
+def causal_attention(call: MHLACall, backend: Backend) -> torch.Tensor:
     """Attend in a sequence from its begin: (B, N, H, D)."""
     call = with_causal_mixing(call)
     if not has_own_part(call):
@@ -52,23 +52,23 @@ def causal_attention(call: Call, backend: Backend) -> torch.Tensor:
     return beside_earlier(call, backend.own_block(call), backend.read(part_of(alone, slice(starts[1], count)), earlier))
 
 
-def has_own_part(call: Call) -> bool:
+def has_own_part(call: MHLACall) -> bool:
     """Whether the own frame block is attended to otherwise than through its states."""
     return call.causal == "token" or call.linear_weight is not None
 
 
-def with_causal_mixing(call: Call) -> Call:
+def with_causal_mixing(call: MHLACall) -> MHLACall:
     """A call whose mixing matrix holds what is seen alone, and whose masked keys still weigh something."""
     mixing = causal_mixing(least_mixing(call.mixing), call.blocks, own=True)
     return replace(call, key_mask=least_mask(call), mixing=mixing)
 
 
-def least_mask(call: Call) -> torch.Tensor | None:
+def least_mask(call: MHLACall) -> torch.Tensor | None:
     """Key mask in the type of sums, in which masked keys keep a tiny weight."""
     return None if call.key_mask is None else call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK)
 
 
-def part_of(call: Call, tokens: slice) -> Call:
+def part_of(call: MHLACall, tokens: slice) -> MHLACall:
     """The call of some of its tokens."""
     query, key, value = (x[:, tokens] for x in (call.query, call.key, call.value))
     mask, gate = (None if x is None else x[:, tokens] for x in (call.key_mask, call.output_gate))
@@ -77,7 +77,7 @@ def part_of(call: Call, tokens: slice) -> Call:
     return replace(call, query=query, key=key, value=value, **changed)
 
 
-def beside_earlier(call: Call, own: Own, earlier: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
+def beside_earlier(call: MHLACall, own: Own, earlier: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
     """The two under one denominator, with norm and gate.
 
     Args:
@@ -103,7 +103,7 @@ def beside_earlier(call: Call, own: Own, earlier: tuple[torch.Tensor, ...] | Non
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
 
 
-def own_block(call: Call) -> Own:
+def own_block(call: MHLACall) -> Own:
     """What every query takes from the keys of its block; with ``causal="token"`` from those that do not come after it.
 
     Args:
@@ -123,7 +123,7 @@ def own_block(call: Call) -> Own:
     return joined(parts)
 
 
-def block_runs(call: Call) -> list[tuple[slice, slice]]:
+def block_runs(call: MHLACall) -> list[tuple[slice, slice]]:
     """Frame blocks that follow each other and are equally long as far as the sequence goes, and their tokens."""
     count = call.query.shape[1]
     starts = [min(start, count) for start in frame_block_starts(call.grid, call.blocks)]
@@ -143,7 +143,7 @@ def joined(parts: list[Own]) -> Own:
     return torch.cat([output for output, _ in parts], dim=1), torch.cat(sums, dim=1) if sums else None
 
 
-def _attend_within(call: Call, blocks: slice, tokens: slice) -> Own:
+def _attend_within(call: MHLACall, blocks: slice, tokens: slice) -> Own:
     """Attend within equally long frame blocks."""
     dtype, table = sum_dtype(call.query.dtype), rotary_table(call.rotary)
 

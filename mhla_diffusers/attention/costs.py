@@ -16,13 +16,13 @@ class AttentionSizes:
     heads: int
     head_dim: int
     blocks: int = 1
-    """M; one block mixes nothing, which is plain linear attention."""
+    """M, KV states; one mixes nothing, which is plain linear attention, and with none nothing is read from states."""
+    mixtures: int | None = None
+    """Blocks of queries that mix the states; None for M."""
     block_pairs: int = 0
     """Pairs of a query and a key in listed blocks of the grid, of all heads."""
     pooled_keys: int = 0
     """Blocks that take part through their pooled keys; 0 without them."""
-    linear_branch: bool = True
-    """Whether MHLA over all blocks is computed."""
     extra: int = 0
     """Extra tokens, n, which attend to everything and are attended to by everything with softmax."""
     seen_pairs: int | None = None
@@ -31,19 +31,41 @@ class AttentionSizes:
     own_pairs: int = 0
     """Pairs that causal attention weighs one by one with MHLA's weights, within a block of the sequence."""
 
-    def with_sparse(self, blocks: int, density: float, *, pooled: bool) -> "AttentionSizes":
-        """The same with the sparse branch beside MHLA; at a density of 1 it is all there is.
+    @classmethod
+    def of_sparse(
+        cls,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        query_blocks: int,
+        key_blocks: int,
+        stretches: int,
+        density: float,
+        extra: int = 0,
+    ) -> "AttentionSizes":
+        """Return the sizes of sparse attention; at a density of 1 it is softmax attention.
 
         Args:
-            blocks: T, uniform blocks.
+            tokens: N, of the grid.
+            heads: H.
+            head_dim: D.
+            query_blocks: uniform blocks of queries.
+            key_blocks: of keys, each of which takes part through its mean where it is not listed.
+            stretches: KV states of stretches of keys, which every query block mixes; 0 without the first-order term.
             density: part of all pairs of blocks that is listed; every query block has at least one key block.
-            pooled: whether the other blocks take part through their pooled keys.
+            extra: extra tokens.
         """
-        return replace(
-            self,
-            block_pairs=round(list_length(density, blocks) / blocks * self.heads * self.tokens**2),
-            pooled_keys=blocks if pooled and density < 1 else 0,
-            linear_branch=density < 1,
+        listed = list_length(density, key_blocks)
+        is_softmax = listed == key_blocks
+        return cls(
+            tokens,
+            heads,
+            head_dim,
+            blocks=0 if is_softmax else stretches,
+            mixtures=query_blocks,
+            block_pairs=round(listed / key_blocks * heads * tokens**2),
+            pooled_keys=0 if is_softmax else key_blocks,
+            extra=extra,
         )
 
     @property
@@ -67,9 +89,14 @@ class AttentionSizes:
 
     @property
     def linear_flops(self) -> int:
-        """FLOPs of MHLA alone: KV states, Multi-Head Mixing and reading, each with the normaliser."""
-        state = self.heads * self.head_dim * (self.head_dim + 1)
-        return 4 * self.tokens * state + (2 * self.blocks**2 * state if self.blocks > 1 else 0)
+        """FLOPs of KV states, Multi-Head Mixing and reading; of MHLA each with the normaliser."""
+        state = self.heads * self.head_dim * (self.head_dim + (self.mixtures is None))
+        mixing = 2 * self.blocks * self._mixtures * state if self.blocks > 1 else 0
+        return 4 * self.tokens * state + mixing if self.blocks else 0
+
+    @property
+    def _mixtures(self) -> int:
+        return self.blocks if self.mixtures is None else self.mixtures
 
     @property
     def listed_flops(self) -> int:
@@ -81,12 +108,21 @@ class AttentionSizes:
         """FLOPs of all branches and extra tokens together."""
         pooled = 4 * self.heads * self.tokens * self.pooled_keys * self.head_dim
         own = 4 * self.own_pairs * self.head_dim
-        return (self.linear_flops if self.linear_branch else 0) + self.listed_flops + own + pooled
+        return self.linear_flops + self.listed_flops + own + pooled
 
     @property
     def state_bytes(self) -> int:
         """KV and normaliser states of all blocks, in float32."""
-        return _FLOAT32 * self.blocks * self.heads * self.head_dim * (self.head_dim + 1)
+        return self.blocks * self._bytes_of_state
+
+    @property
+    def mixed_bytes(self) -> int:
+        """Mixtures of the states, in float32."""
+        return self._mixtures * self._bytes_of_state if self.blocks else 0
+
+    @property
+    def _bytes_of_state(self) -> int:
+        return _FLOAT32 * self.heads * self.head_dim * (self.head_dim + (self.mixtures is None))
 
     @property
     def pooled_bytes(self) -> int:
@@ -96,7 +132,7 @@ class AttentionSizes:
     @property
     def held_bytes(self) -> int:
         """Held beside query, key, value and output: states, their mixtures, and pooled keys."""
-        return (2 * self.state_bytes if self.linear_branch else 0) + self.pooled_bytes
+        return self.state_bytes + self.mixed_bytes + self.pooled_bytes
 
     @property
     def weight_bytes(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .call import Call
+from .call import MHLACall
 from .feature_maps import get_feature_map
 from .layout import from_blocks, to_blocks
 from .parallel.collectives import summed
@@ -25,12 +25,12 @@ _Part = tuple[slice, slice]
 """Blocks, and tokens within them, that are worked on at once."""
 
 
-def linear(call: Call) -> torch.Tensor:
+def linear(call: MHLACall) -> torch.Tensor:
     """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
     return read(call, summed(states(call), call.group))[0]
 
 
-def states(call: Call) -> torch.Tensor:
+def states(call: MHLACall) -> torch.Tensor:
     """KV states and, to normalise, key sums of all blocks, of the tokens of the call (paper, Eq. 3).
 
     Returns:
@@ -55,7 +55,7 @@ def states(call: Call) -> torch.Tensor:
         return torch.nn.functional.pad(joined, (0, 0, 0, 0, own.start, count - own.stop))
 
 
-def read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Mix the states and read them by the queries.
 
     Args:
@@ -96,18 +96,18 @@ def finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: 
     return output
 
 
-def _in_blocks(call: Call, x: torch.Tensor) -> torch.Tensor:
+def _in_blocks(call: MHLACall, x: torch.Tensor) -> torch.Tensor:
     """Order the grid's tokens of (B, N, H, D) by blocks: (B, b, L, H, D), shorter ones filled up with a token."""
     return to_blocks(call.on_grid(x), call.grid, call.blocks, 0, call.first, False)
 
 
-def _angles(call: Call) -> torch.Tensor | None:
+def _angles(call: MHLACall) -> torch.Tensor | None:
     """RoPE's table block by block, if there is one."""
     table = rotary_table(call.rotary)
     return None if table is None else _in_blocks(call, table)
 
 
-def _weights(call: Call) -> torch.Tensor | None:
+def _weights(call: MHLACall) -> torch.Tensor | None:
     """What every row of :func:`_in_blocks` counts: (1 or B, b, L, 1, 1), 0 of filling; None where all count 1."""
     mask = None if call.key_mask is None else call.on_grid(call.key_mask)
     if mask is None:
@@ -138,7 +138,7 @@ def _take(x: torch.Tensor, part: _Part) -> torch.Tensor:
 
 
 def _features(
-    call: Call, rows: torch.Tensor, table: torch.Tensor | None, part: _Part
+    call: MHLACall, rows: torch.Tensor, table: torch.Tensor | None, part: _Part
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Features of a part of the rows for the numerator and for the normaliser, each (B, H, blocks, tokens, D)."""
     phi = get_feature_map(call.feature_map)

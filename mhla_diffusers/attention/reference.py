@@ -1,4 +1,4 @@
-"""MHLA from its definition, token by token, in float64, which every backend is compared with.
+"""MHLA and sparse attention from their definitions, token by token, in float64, which every backend is compared with.
 
 Nothing here is fast: the N x N weights of the paper's Eq. 5 are formed one query-key pair at a time.
 """
@@ -7,37 +7,39 @@ import math
 
 import torch
 
-from .call import BlockLists, Call
+from .call import BlockLists, MHLACall, SparseCall
 from .feature_maps import get_feature_map
 from .layout import block_index, layout_of
+from .order import stretch_of
 from .precision import LEAST_MASK, LEAST_MIXING, OUTPUT_NORM_EPS
 from .rope import rotated
 from .sparse import key_block_of_tokens, with_lists
 
 
-def reference_weights(call: Call) -> torch.Tensor:
+def reference_weights(call: MHLACall | SparseCall) -> torch.Tensor:
     """Form the effective attention matrix (paper, Eq. 5): float64 (B, H, N, N), row = query token.
 
-    It belongs to the attention before output norm and gate; the value is not read. A sample of which the mask leaves no
-    key has zeros.
+    It belongs to the attention before output norm and gate; the value is not read, except where β and γ are left to the
+    call. A sample whose mask leaves no key has zeros.
     """
-    query, key = call.query.double(), call.key.double()
-    near_query, near_key = rotated(query, call.rotary), rotated(key, call.rotary)
+    query, key = (rotated(x.double(), call.rotary) for x in (call.query, call.key))
     mask = torch.ones(key.shape[:2], device=key.device) if call.key_mask is None else call.key_mask
     mask = mask.double()
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    has_none = ~mask.any(dim=1)[:, None, None, None]
+    if isinstance(call, SparseCall):
+        return _sparse(with_lists(call), scores, query, key, mask).masked_fill(has_none, 0)
     weights, normaliser = _linear(call, mask)
-    scores = torch.einsum("bqhd,bkhd->bhqk", near_query, near_key) / query.shape[-1] ** 0.5
     if call.causal is not None:
         weights, normaliser = _causal(call, weights, normaliser, scores, mask)
-    elif call.sparse is not None or any(call.extra):
-        weights, normaliser = _beside_softmax(with_lists(call), weights, normaliser, scores, near_query, near_key, mask)
-    has_none = ~mask.any(dim=1)[:, None, None, None]
+    elif any(call.extra):
+        weights, normaliser = _beside_extra(call, weights, normaliser, scores, mask)
     if call.normalize:
         weights = weights / normaliser.sum(dim=-1, keepdim=True).masked_fill(has_none, 1)
     return weights.masked_fill(has_none, 0)
 
 
-def _linear(call: Call, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _linear(call: MHLACall, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights among the grid's tokens, and what they are divided by: (B, H, N, N) each."""
     phi, mixing = get_feature_map(call.feature_map), call.mixing.double()
     query, key, mask = (call.on_grid(x) for x in (call.query.double(), call.key.double(), mask))
@@ -45,7 +47,7 @@ def _linear(call: Call, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     if call.rope == "before":
         query, key, rotary = rotated(query, rotary), rotated(key, rotary), None
     query, key = phi(query.clone(), call.eps), phi(key.clone(), call.eps)
-    if call.sparse is not None or any(call.extra) or call.causal is not None:
+    if any(call.extra) or call.causal is not None:
         mixing, mask = mixing + LEAST_MIXING, mask.clamp_min(LEAST_MASK)
     key = key * mask[:, :, None, None]
     block_of = block_index(call.grid, call.blocks).to(query.device)[: query.shape[1]]
@@ -56,7 +58,7 @@ def _linear(call: Call, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _causal(
-    call: Call, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
+    call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights, and what they are divided by, of what a query sees (:mod:`mhla_diffusers.attention.causal`).
 
@@ -83,62 +85,108 @@ def _causal(
     return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0)
 
 
-def _beside_softmax(
-    call: Call,
-    weights: torch.Tensor,
-    normaliser: torch.Tensor,
-    scores: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor,
+def _beside_extra(
+    call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, and what they are divided by, of the whole sequence, with those of softmax attention.
-
-    A mean of n tokens with n times the weight of one key gives every one of its tokens the weight of that key.
+    """Weights, and what they are divided by, of the whole sequence, where extra tokens take part with softmax.
 
     Args:
-        call: with lists.
-        weights: of the linear branch, among the grid's tokens.
+        call: the call.
+        weights: of MHLA, among the grid's tokens.
         normaliser: likewise.
         scores: of softmax, among all tokens: (B, H, N, N).
+        mask: (B, N).
+    """
+    # a common factor of numerator and denominator, which keeps large scores finite
+    largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
+    softmax = (scores - largest).exp() * mask[:, None, None]
+    rows = slice(call.extra[0], scores.shape[-1] - call.extra[1])
+    factor = (-largest[:, :, rows]).exp()
+    if call.linear_weight is not None:
+        factor = factor * call.linear_weight.double()[:, None, None]
+    softmax, sums = softmax.clone(), softmax.clone()
+    softmax[:, :, rows, rows] = factor * weights
+    sums[:, :, rows, rows] = factor * normaliser
+    return softmax, sums
+
+
+def _sparse(
+    call: SparseCall, scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Weights of sparse attention, of the whole sequence: (B, H, N, N).
+
+    A mean of n tokens with n times the weight of one key gives every one of its tokens the weight of that key. The
+    first-order term gives a token t of stretch s, with the part w_t of its block's weight, γ m_as w_t q·(k_t − k̄) over
+    the number of blocks of the stretch.
+
+    Args:
+        call: with lists, β and γ.
+        scores: of softmax, likewise.
         query: after RoPE, (B, N, H, D).
         key: likewise.
         mask: (B, N).
     """
     lists = call.sparse
     assert isinstance(lists, BlockLists)
-    # a common factor of numerator and denominator, which keeps large scores finite
-    largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
+    largest = scores.amax(dim=-1, keepdim=True)
     softmax = (scores - largest).exp() * mask[:, None, None]
+    if call.lists_everything:
+        return softmax / softmax.sum(dim=-1, keepdim=True)
+    assert call.pooled_bias is not None
     rows = slice(call.extra[0], scores.shape[-1] - call.extra[1])
-    largest, near = largest[:, :, rows], softmax[:, :, rows, rows]
+    query, key, mask = (call.on_grid(x) for x in (query, key, mask))
+    query = query / query.shape[-1] ** 0.5
     query_block = (layout_of(call.grid, lists.block_size).rows.long() // lists.block_size).to(query.device)
     batch, _, heads, _ = query.shape
     key_block = key_block_of_tokens(call, lists).expand(batch, heads, -1)
-    of_queries = lists.mask()[:, :, query_block].expand(batch, -1, -1, -1)
-    is_listed = of_queries.gather(-1, key_block[:, :, None].expand(-1, -1, len(query_block), -1))
-    near = torch.where(is_listed, near, 0.0)
-    if call.pooled_bias is not None and not call.lists_everything:
-        query, key, mask = (call.on_grid(x) for x in (query, key, mask))
-        member = torch.nn.functional.one_hot(key_block, lists.key_blocks).double()
-        total = torch.einsum("bkhd,bk,bhkc->bhcd", key, mask, member)
-        mean = total / torch.einsum("bk,bhkc->bhc", mask, member).clamp_min(1e-300)[..., None]
-        mean = torch.einsum("bhcd,bhkc->bhkd", mean, member)  # of every key its block's
-        logits = torch.einsum("bqhd,bhkd->bhqk", query, mean) / query.shape[-1] ** 0.5
-        logits = logits + call.pooled_bias.double()[..., None, None] - largest
-        near = near + torch.where(is_listed, 0.0, logits.exp() * mask[:, None, None])
-    softmax, sums = softmax.clone(), softmax.clone()
-    softmax[:, :, rows, rows] = sums[:, :, rows, rows] = near
-    if call.linear_weight is not None and not call.lists_everything:
-        factor = (-largest).exp() * call.linear_weight.double()[:, None, None]
-        softmax[:, :, rows, rows] += factor * weights
-        sums[:, :, rows, rows] += factor * normaliser
-    return softmax, sums
+    is_listed = lists.mask().expand(batch, -1, -1, -1)
+    sees = is_listed[:, :, query_block].gather(-1, key_block[:, :, None].expand(-1, -1, len(query_block), -1))
+    near = torch.where(sees, softmax[:, :, rows, rows], 0.0)
+
+    member = torch.nn.functional.one_hot(key_block, lists.key_blocks).double()
+    total = torch.einsum("bk,bhkc->bhc", mask, member)
+    mean = torch.einsum("bkhd,bk,bhkc->bhcd", key, mask, member) / total.clamp_min(1e-300)[..., None]
+    own_mean = torch.einsum("bhcd,bhkc->bkhd", mean, member)
+    logits = torch.einsum("bqhd,bkhd->bhqk", query, own_mean)
+    biased = logits + call.pooled_bias.double()[..., None, None] - largest[:, :, rows]
+    far = torch.where(sees, 0.0, biased.exp() * mask[:, None, None])
+    if call.far == "first-order":
+        assert call.state_weight is not None
+        of_blocks = torch.nn.functional.one_hot(query_block, lists.blocks).double()
+        mean_query = torch.einsum("bqhd,qa->bhad", query, of_blocks) / of_blocks.sum(dim=0)[:, None]
+        block_logits = torch.einsum("bhad,bhcd->bhac", mean_query, mean) + total.log()[:, :, None]
+        is_out = is_listed | (total == 0)[:, :, None]
+        peak = block_logits.masked_fill(is_out, -math.inf).amax(dim=-1, keepdim=True).nan_to_num(0, 0, 0)
+        mixing = torch.where(is_out, 0.0, (block_logits.masked_fill(is_out, 0) - peak).exp())
+        mixing = mixing / mixing.sum(dim=-1, keepdim=True).clamp_min(1e-300)
+        stretch = torch.arange(lists.key_blocks, device=query.device) * lists.key_block_size
+        stretch = torch.nn.functional.one_hot(stretch // stretch_of(lists.key_block_size)).double()
+        blocks = torch.einsum("bhc,cs->bhs", (total > 0).double(), stretch).clamp_min(1)
+        # of every query block and key block, what the mean state of the key block's stretch is mixed with
+        mixed = torch.einsum("bhac,cs,bhs,es->bhae", mixing, stretch, 1 / blocks, stretch)
+        part = mask[:, None] / torch.einsum("bhc,bhkc->bhk", total, member).clamp_min(1e-300)
+        apart = torch.einsum("bqhd,bkhd->bhqk", query, key - own_mean)
+        first_order = torch.einsum("bhae,qa,bhke->bhqk", mixed, of_blocks, member) * part[:, :, None] * apart
+        far_sum = far.sum(dim=-1, keepdim=True)
+        far = far + call.state_weight.double()[..., None, None] * far_sum * first_order
+        sums = softmax.clone()
+        sums[:, :, rows, rows] = near
+        denominator = sums.sum(dim=-1, keepdim=True)
+        denominator[:, :, rows] += far_sum
+    else:
+        sums = softmax.clone()
+        sums[:, :, rows, rows] = near + far
+        denominator = sums.sum(dim=-1, keepdim=True)
+    weights = softmax.clone()
+    weights[:, :, rows, rows] = near + far
+    return weights / denominator
 
 
-def reference_attention(call: Call) -> torch.Tensor:
-    """MHLA in float64: (B, N, H, D)."""
+def reference_attention(call: MHLACall | SparseCall) -> torch.Tensor:
+    """MHLA or sparse attention in float64: (B, N, H, D)."""
     output = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call), call.value.double())
+    if isinstance(call, SparseCall):
+        return output
     end = output.shape[1] - call.extra[1]
     on_grid = output[:, call.extra[0] : end]
     if call.output_norm is not None:

@@ -1,88 +1,117 @@
-"""The sparse branch: softmax over listed blocks of keys, all other blocks taking part through their pooled keys.
+"""Sparse attention: softmax over listed blocks of keys; all other blocks take part by their means and states.
 
-For a query of head h in block a, R the tokens of its listed blocks and all extra tokens, s_t = q · k_t / √D after RoPE,
-and for every other block c of n_c tokens the mean key k̄_c and value v̄_c::
+For a query of head h in block a, q its scaled query q/√D after RoPE, R the tokens of its listed blocks and all extra
+tokens, and for every other block c of n_c tokens the mean key k̄_c and value v̄_c::
 
-    o = [ Σ_{t∈R} exp(s_t) v_t + Σ_{c∉R} n_c exp(β_h + q · k̄_c / √D) v̄_c ] / [ the same without v ]
+    near = Σ_{t∈R} exp(q · k_t) v_t / (the same without v)
+    far  = Σ_{c∉R} n_c exp(q · k̄_c) v̄_c / (the same without v)
+    o    = (1 − σ) near + σ (far + γ_h q · M_a),   σ the far share of both denominators, far's times exp(β_h)
 
-The linear branch, MHLA over all blocks, stands under the same denominator: with LSE the logarithm of that above and
-w = σ(LSE − log(λ · normaliser)) the part of the sparse branch in the common sum of weights, the two outputs add up to
-w · sparse + (1 − w) · linear. Extra tokens attend to everything with softmax, and leave nothing to the linear branch.
+**The first-order term.** Expand the true sum of a block, Σ_t exp(q · k_t) v_t, around its mean key. The weights' own
+first-order term vanishes, the values' does not::
+
+    n_c exp(q · k̄_c) [ v̄_c + q · S_c ],   S_c = (1/n_c) Σ_{t∈c} (k_t − k̄_c) (v_t − v̄_c)ᵀ      (D x D)
+
+S_c is a KV state as MHLA keeps one per block, only centred. Weighing every S_c by exp(q · k̄_c) for every query would
+be too dear, but the weights may be those of the block's mean query q̄_a, and blocks of keys that were sorted together
+(a *stretch* s of :mod:`.order`, such as 256 keys) may share the mean S̄_s of their states::
+
+    M_a = Σ_s m_as S̄_s,   m_as = Σ_{c∈s} softmax over c∉R of (q̄_a · k̄_c + log n_c)
+
+That is Multi-Head Mixing with a matrix that content gives at every call, per head and sample.
+
+**β and γ** are fitted within the call, per sample and head: for each β that is tried the best γ is a quotient of two
+sums over some sampled queries. A head whose blocks the expansion does not suit gets γ = 0.
+
+Extra tokens are no blocks and have no states; they attend to everything with softmax.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .call import BlockLists, Call, ContentRule, UniformBlocks, list_length, mask_of_lists
+from .call import BlockLists, Call, ContentRule, SparseCall, UniformBlocks, list_length, mask_of_lists
 from .layout import block_count, in_blocks, in_order, layout_of
-from .linear import finish, read, states
-from .order import content_order
-from .precision import EMPTY, LEAST_MASK, LEAST_MIXING, product, sum_dtype, without_autocast
+from .merge import under_common_sum
+from .order import content_order, stretch_of
+from .precision import EMPTY, product, sum_dtype, without_autocast
 from .rope import rotated
 
 BIASES = (-3.0, 3.0, 25)
 """β that are tried: the first, the last and how many."""
+MOST_STATE_WEIGHT = 1.5
+"""Largest γ."""
 FITTING_QUERIES = 256
-"""Queries of a head that β is fitted on; of fewer than 96 times as many tokens, one in 96 and at least 8."""
+"""Queries of a head that β and γ are fitted on; of fewer than 96 times as many tokens, one in 96 and at least 8."""
 _LOGITS, _DEVICE_LOGITS = 2**19, 2**22
 """Logits that are formed at once on a CPU, whose cache then keeps what is gathered, and elsewhere."""
 _KERNEL_ROWS = 32
 """Queries of a block from which on PyTorch's kernel for CPUs is as fast as products written out."""
-ROWS = 64
-"""Rows of a block beside extra tokens alone, as many as fill one block of a matrix product."""
 
 
-def sparse(call: Call) -> torch.Tensor:
-    """Attend to listed blocks, to the pooled keys of the others with ``pooled_bias``, and with λ through MHLA to all.
+def sparse(call: SparseCall) -> torch.Tensor:
+    """Attend to listed blocks, and to all others by their means and, to first order, by their states.
 
     A query that attends to nothing gets 0.
 
     Returns:
-        (B, N, H, D); norm and gate leave extra tokens as they are.
+        (B, N, H, D) in the type of the query.
     """
-    dtype, tokens = sum_dtype(call.query.dtype), call.tokens
-    call, output, lse = _softmax_branches(call)
+    call, parts = _attend(call)
     lists = call.sparse
-    assert isinstance(lists, BlockLists)
+    assert call.pooled_bias is not None
     with without_autocast(call.query.device):
-        output, lse = (in_order(x, call.grid, lists.block_size) for x in (output, lse[..., None]))
-    if call.linear_weight is not None:
-        alone = linear_branch(call)
-        far, normaliser = read(alone, states(alone))
-        log_far = (call.linear_weight.to(normaliser.dtype)[:, None] * normaliser).log()
-        output = under_common_sum(output, lse, far, log_far)
-    output = finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
-    if not any(call.extra):
-        return output
+        far, bias = parts.far, call.pooled_bias.to(parts.far_lse.dtype)
+        if parts.correction is not None:
+            assert call.state_weight is not None
+            far = far + call.state_weight.to(far.dtype)[..., None, None, None] * parts.correction
+        log_far = parts.far_lse + bias[..., None, None]
+        output = under_common_sum(parts.near, parts.near_lse[..., None], far, log_far[..., None])
+        output = in_order(output, call.grid, lists.block_size).to(call.query.dtype)
+    return call.in_sequence(torch.cat([output, extra_queries(call)], dim=1)) if any(call.extra) else output
+
+
+def extra_queries(call: Call) -> torch.Tensor:
+    """Attend with the extra tokens to everything: (B, extra tokens, H, D), those before the grid first."""
+    dtype, tokens = sum_dtype(call.query.dtype), call.tokens
     with without_autocast(call.query.device):
-        sequence = [call.extra_last(rotated(x.to(dtype), call.rotary)) for x in (call.query, call.key)]
+        query, key = (call.extra_last(rotated(x.to(dtype), call.rotary)) for x in (call.query, call.key))
         mask = None if call.key_mask is None else call.extra_last(call.key_mask)
-        of_extra = _attend_to_all(sequence[0][:, tokens:], sequence[1], call.extra_last(call.value.to(dtype)), mask)
-    return call.in_sequence(torch.cat([output, of_extra.to(output.dtype)], dim=1))
+        output = attend_to_all(query[:, tokens:], key, call.extra_last(call.value.to(dtype)), mask)
+        return output.to(call.query.dtype)
 
 
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Query (B, H, T + E, L, D), key and value (B, H, K + E', L', D) after RoPE in blocks of queries and of keys, those of
-extra tokens last, in the type of sums; and weights of the keys (1 or B, 1 or H, K + E', L'), 0 of padding."""
+# Rows: tokens in the order of their blocks
 
 
-def uniform_rows(call: Call) -> Rows:
+class Rows(NamedTuple):
+    """Tokens after RoPE in blocks of queries and of keys, those of extra tokens last, in the type of sums."""
+
+    query: torch.Tensor
+    """(B, H, T + E, L, D)."""
+    key: torch.Tensor
+    """(B, H, K + E', L', D)."""
+    value: torch.Tensor
+    weights: torch.Tensor
+    """Of the keys, (1 or B, 1 or H, K + E', L'), 0 of padding."""
+
+
+def uniform_rows(call: Call, blocks: UniformBlocks) -> Rows:
     """Order the tokens of a call by uniform blocks."""
-    blocks = call.sparse if call.sparse is not None else UniformBlocks(block_size=ROWS, order="curve")
     with without_autocast(call.query.device):
         dtype = sum_dtype(call.query.dtype)
         query = in_blocks(call.extra_last(rotated(call.query.to(dtype), call.rotary)), call.grid, blocks.block_size)
         key, weights, order = _key_rows(call, blocks)
         value = in_blocks(call.extra_last(call.value.to(dtype)), call.grid, blocks.key_block_size)
-        return query, key, value if order is None else _in_order_of_content(value, order), weights
+        return Rows(query, key, value if order is None else _in_order_of_content(value, order), weights)
 
 
 def _key_rows(call: Call, blocks: UniformBlocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys and their weights of :data:`Rows`, and the rows along the curve that they were, (B, H, K L'), if sorted."""
+    """Keys and weights of :class:`Rows`, and the rows along the curve that they were, (B, H, K L'), if sorted."""
     dtype, place = sum_dtype(call.query.dtype), (call.grid, blocks.key_block_size)
     key = in_blocks(call.extra_last(rotated(call.key.to(dtype), call.rotary)), *place)
     mask = key.new_ones(1, call.key.shape[1]) if call.key_mask is None else call.extra_last(call.key_mask.to(dtype))
@@ -92,7 +121,7 @@ def _key_rows(call: Call, blocks: UniformBlocks) -> tuple[torch.Tensor, torch.Te
     on_grid = block_count(*place)
     exists = weights[:, 0, :on_grid].flatten(1) > 0
     order = content_order(key[:, :, :on_grid].flatten(2, 3), exists, blocks.key_block_size)
-    if call.key_mask is None:  # what is no key stays behind all that are
+    if call.key_mask is None:  # padding stays behind all keys
         return _in_order_of_content(key, order), weights, order
     weights = weights[..., None].expand(*key.shape[:4], 1)
     return _in_order_of_content(key, order), _in_order_of_content(weights, order)[..., 0], order
@@ -117,93 +146,229 @@ def key_block_of_tokens(call: Call, blocks: UniformBlocks) -> torch.Tensor:
     return rows // size
 
 
-def with_lists(call: Call) -> Call:
-    """Find what the call leaves to its queries and keys: the lists of a rule, and β.
+# Means and states of the grid's blocks
 
-    Beside extra tokens, no ``sparse`` stands for empty lists, and no ``linear_weight`` for a λ of 1 then.
+
+class Pooled(NamedTuple):
+    """What stands for blocks of the grid."""
+
+    query: torch.Tensor
+    """Mean of the scaled queries of every block, (B, H, T, D), whatever the mask of keys is."""
+    key: torch.Tensor
+    """Mean of the keys by their weights, (B, H, K, D); 0 where there is no weight."""
+    value: torch.Tensor
+    apart: torch.Tensor
+    """Keys less their block's mean, (B, H, K, L', D)."""
+    share: torch.Tensor
+    """Share of every key in its block's weight, (1 or B, 1 or H, K, L')."""
+    log_weight: torch.Tensor
+    """Log of a block's weight, (1 or B, 1 or H, K), at least ``EMPTY``."""
+    logits: torch.Tensor
+    """Of mean queries with mean keys, (B, H, T, K)."""
+
+
+def pool(call: Call, blocks: UniformBlocks, rows: Rows) -> Pooled:
+    """Take the means of the grid's blocks."""
+    count, key_count = (block_count(call.grid, size) for size in blocks.sizes)
+    key, value, weights = (x[:, :, :key_count] for x in rows[1:])
+    exists = in_blocks(rows.query.new_ones(1, call.tokens, 1, 1), call.grid, blocks.block_size)[..., 0]
+    (mean_query,) = _block_means(exists / exists.sum(dim=-1, keepdim=True), rows.query[:, :, :count])
+    mean_query = mean_query * call.query.shape[-1] ** -0.5
+    total = weights.sum(dim=-1, keepdim=True)
+    # a token alone in its block has the share 1 exactly, so that its key is not apart from the mean
+    share = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
+    mean_key, mean_value = _block_means(share, key, value)
+    apart = key - mean_key[:, :, :, None]
+    log_weight = total[..., 0].log().clamp_min(EMPTY)
+    return Pooled(mean_query, mean_key, mean_value, apart, share, log_weight, product(mean_query, mean_key.mT))
+
+
+def _block_means(share: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]:
+    """Means (B, H, T, D) of (B, H, T, L, D) with shares (1 or B, 1 or H, T, L)."""
+    # no product of matrices, whose backward pass autocast would lower where backward() is called under it
+    return [(share[..., None] * x).sum(dim=-2) for x in some]
+
+
+def stretch_states(pooled: Pooled, value: torch.Tensor, per_stretch: int) -> torch.Tensor:
+    """Mean state S̄ of every stretch of so many blocks: (B, H, stretches, D, D), keys' channels first.
+
+    Args:
+        pooled: of the blocks.
+        value: their values, (B, H, K, L', D); around their means or not is the same, since keys' deviations sum to 0.
+        per_stretch: blocks.
     """
-    if isinstance(call.sparse, BlockLists):
-        return call
-    if call.sparse is None:
-        heads, device = call.query.shape[2], call.query.device
-        weight = call.linear_weight if call.linear_weight is not None else torch.ones(heads, device=device)
-        none = torch.empty(1, heads, block_count(call.grid, ROWS), 0, dtype=torch.int64, device=device)
-        return replace(call, sparse=BlockLists(ROWS, none, 0), linear_weight=weight)
+    batch, heads, count, length, head_dim = pooled.apart.shape
+    padding = -count % per_stretch
+    has_weight = torch.nn.functional.pad((pooled.log_weight > EMPTY / 2).to(value.dtype), (0, padding))
+    blocks = has_weight.unflatten(-1, (-1, per_stretch)).sum(dim=-1).clamp_min(1)
+    share = pooled.share / blocks.repeat_interleave(per_stretch, dim=-1)[..., :count, None]
+
+    def by_stretch(x: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x
+        return padded.reshape(batch, heads, -1, per_stretch * length, head_dim)
+
+    return product(by_stretch(share[..., None] * pooled.apart).mT, by_stretch(value))
+
+
+def content_mixing(pooled: Pooled, lists: torch.Tensor, per_stretch: int) -> torch.Tensor:
+    """Mixing matrix of states by content, m_as: (B, H, T, stretches).
+
+    Args:
+        pooled: of the blocks.
+        lists: (1 or B, H, T, n), key blocks that have no part.
+        per_stretch: blocks of a stretch.
+    """
+    count = pooled.logits.shape[-1]
+    left_out = mask_of_lists(lists, count) | (pooled.log_weight < EMPTY / 2)[:, :, None]
+    weights = (pooled.logits + pooled.log_weight[:, :, None]).masked_fill(left_out, EMPTY).softmax(dim=-1)
+    weights = torch.nn.functional.pad(weights.masked_fill(left_out, 0), (0, -count % per_stretch))
+    return weights.unflatten(-1, (-1, per_stretch)).sum(dim=-1)
+
+
+# Lists, β and γ
+
+
+def with_lists(call: SparseCall) -> SparseCall:
+    """Find what the call leaves to its queries and keys: the lists of a rule, β and γ."""
     with torch.no_grad():
-        return _softmax_branches(call)[0] if call.sparse.fit_pooled_bias else _chosen(call, uniform_rows(call))
+        return _attend(call)[0]
 
 
-def _chosen(call: Call, rows: Rows) -> Call:
-    """Replace a rule by the lists that it chooses."""
+class _Parts(NamedTuple):
+    """What is merged: outputs (B, H, T, L, D) and LSE (B, H, T, L)."""
+
+    near: torch.Tensor
+    near_lse: torch.Tensor
+    far: torch.Tensor
+    far_lse: torch.Tensor
+    """Without β."""
+    correction: torch.Tensor | None
+    """The first-order term, q · M_a; None where blocks take part by their means alone."""
+
+
+def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
+    """Attend to each part: the call with lists, β and γ, and what is to be merged."""
     rule = call.sparse
-    if not isinstance(rule, ContentRule):
-        return call
-    with torch.no_grad(), without_autocast(call.query.device):
-        keys = choose_by_content(call, rule, rows)
-    count, size = block_count(call.grid, rule.key_block_size), rule.key_block_size
-    lists = BlockLists(rule.block_size, keys, keys.numel(), count, key_block_size=size, order=rule.order)
-    return replace(call, sparse=lists)
-
-
-def _softmax_branches(call: Call) -> tuple[Call, torch.Tensor, torch.Tensor]:
-    """Attend to listed and pooled keys: the call with lists and β, output (B, H, T, L, D) and LSE (B, H, T, L)."""
-    rule = call.sparse
-    call = with_lists(call) if rule is None else call
     with without_autocast(call.query.device):
-        rows = query, key, value, weights = uniform_rows(call)
-        call = _chosen(call, rows)
+        rows = uniform_rows(call, rule)
+        pooled = pool(call, rule, rows)
+        if isinstance(rule, ContentRule):
+            with torch.no_grad():
+                keys = choose_by_content(rule, pooled)
+            count = block_count(call.grid, rule.key_block_size)
+            call = replace(
+                call,
+                sparse=BlockLists(
+                    rule.block_size, keys, keys.numel(), count, key_block_size=rule.key_block_size, order=rule.order
+                ),
+            )
         lists = call.sparse
         assert isinstance(lists, BlockLists)
-        bias, scaled = weights.log(), query[:, :, : lists.blocks] * query.shape[-1] ** -0.5
-        output, lse = attend_to_lists(scaled, key, value, bias, lists)
-        fits = isinstance(rule, ContentRule) and rule.fit_pooled_bias
-        if call.pooled_bias is None and not fits:
-            return call, output, lse
-        on_grid = weights[:, :, : lists.key_blocks]
-        mean_key, mean_value = block_means(on_grid, key[:, :, : lists.key_blocks], value[:, :, : lists.key_blocks])
-        far, far_lse = attend_to_pooled(scaled, mean_key, mean_value, on_grid.sum(dim=-1).log(), lists)
-        if fits:
+        bias, query = rows.weights.log(), rows.query[:, :, : lists.blocks] * call.query.shape[-1] ** -0.5
+        near, near_lse = attend_to_lists(query, rows.key, rows.value, bias, lists)
+        far, far_lse = attend_to_pooled(query, pooled, lists)
+        correction = None
+        if call.far == "first-order":
+            per_stretch = stretch_of(lists.key_block_size) // lists.key_block_size
+            states = stretch_states(pooled, rows.value[:, :, : lists.key_blocks], per_stretch)
+            correction = read_mixed(query, content_mixing(pooled, lists.keys, per_stretch), states)
+        parts = _Parts(near, near_lse, far, far_lse, correction)
+        if call.pooled_bias is None:
             with torch.no_grad():
-                branches = output, lse, far, far_lse
-                call = replace(call, pooled_bias=fit_pooled_bias(call, scaled, key, value, bias, branches))
-        assert call.pooled_bias is not None
-        far_lse = far_lse + call.pooled_bias.to(far_lse.dtype)[..., None, None]
-        merged = under_common_sum(output, lse[..., None], far, far_lse[..., None])
-        return call, merged, torch.logaddexp(lse, far_lse)
+                call = _fitted(call, query, rows, bias, parts)
+        return call, parts
 
 
-def linear_branch(call: Call) -> Call:
-    """MHLA over all blocks as it stands beside softmax: without norm and gate, and never 0."""
-    mask = call.key_mask
-    if mask is not None:
-        mask = mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK)
-    return replace(call, key_mask=mask, mixing=least_mixing(call.mixing), output_norm=None, output_gate=None)
+def choose_by_content(rule: ContentRule, pooled: Pooled) -> torch.Tensor:
+    """For every query block as many key blocks, those that their mean stands for worst.
+
+    To first order a block's mean is wrong by its softmax weight times the spread of its logits, so for a mean query q a
+    key block with mean k̄ and variance σ² per channel is judged by q·k̄/√D + ½ log Σ_d q_d² σ_d²/D. A block without
+    keys comes after all others.
+
+    Returns:
+        int64 (B, H, T, list length), ascending within a list; at least one key block for every query block.
+    """
+    (variance,) = _block_means(pooled.share, pooled.apart.square())
+    spread = (pooled.query.square() @ variance.mT).clamp_min(torch.finfo(torch.float32).tiny)
+    scores = pooled.logits + spread.log() / 2
+    scores = scores.masked_fill((pooled.log_weight < EMPTY / 2)[:, :, None], torch.finfo(scores.dtype).min)
+    length = list_length(rule.density, scores.shape[-1])
+    return scores.topk(length, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
-    """Mixing matrix in the type of sums, without an entry of 0."""
-    return mixing.to(sum_dtype(mixing.dtype)) + LEAST_MIXING
+def _fitted(call: SparseCall, query: torch.Tensor, rows: Rows, bias: torch.Tensor, parts: _Parts) -> SparseCall:
+    """The call with the β and γ that bring some of its queries closest to softmax attention over all keys.
+
+    Args:
+        call: the call.
+        query: as :func:`attend_to_lists` takes it.
+        rows: of the call.
+        bias: logs of the weights of all keys.
+        parts: of all queries.
+    """
+    some = fitting_rows(math.prod(call.grid), query.device)
+    sampled = (None if x is None else x.flatten(2, 3)[:, :, some] for x in parts)
+    mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        query.flatten(2, 3)[:, :, some], rows.key.flatten(2, 3), rows.value.flatten(2, 3), attn_mask=mask, scale=1.0
+    )
+    pooled_bias, state_weight = best_weights(truth, *sampled)
+    return replace(call, pooled_bias=pooled_bias, state_weight=None if parts.correction is None else state_weight)
 
 
-def under_common_sum(
-    near: torch.Tensor, log_near: torch.Tensor, far: torch.Tensor, log_far: torch.Tensor
-) -> torch.Tensor:
-    """Merge two outputs (B, N, H, D) under the sum of their denominators, whose logs are (B, N, H, 1)."""
-    return torch.sigmoid(log_near - log_far) * near + torch.sigmoid(log_far - log_near) * far
+def best_weights(
+    truth: torch.Tensor,
+    near: torch.Tensor,
+    near_lse: torch.Tensor,
+    far: torch.Tensor,
+    far_lse: torch.Tensor,
+    correction: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """β of those tried, and its γ, with the least squared error of the output: (...) each.
+
+    With σ the far share, r = (1 − σ) near + σ far − truth and c the correction, the error Σ (r + γ σ c)² is least at
+    γ = −Σ σ c·r / Σ σ² c·c, here held within 0 and 1.5.
+
+    Args:
+        truth: softmax attention's output, (..., queries, D).
+        near: of the listed blocks.
+        near_lse: (..., queries).
+        far: of the pooled keys without β.
+        far_lse: (..., queries).
+        correction: the first-order term, like ``near``; None for none, whose γ is 0.
+    """
+    candidates = torch.linspace(*BIASES, device=truth.device, dtype=truth.dtype)
+    share = torch.sigmoid(far_lse[..., None] + candidates - near_lse[..., None])
+
+    def inner(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (left * right).sum(dim=-1, keepdim=True)
+
+    near, far = near - truth, far - truth
+    rest = 1 - share
+    errors = rest.square() * inner(near, near) + 2 * share * rest * inner(near, far) + share.square() * inner(far, far)
+    errors = errors.sum(dim=-2)
+    weights = torch.zeros_like(errors)
+    if correction is not None:
+        pull = (share * (rest * inner(correction, near) + share * inner(correction, far))).sum(dim=-2)
+        size = (share.square() * inner(correction, correction)).sum(dim=-2)
+        weights = (-pull / size.clamp_min(torch.finfo(size.dtype).tiny)).clamp(0, MOST_STATE_WEIGHT)
+        errors = errors + 2 * weights * pull + weights.square() * size
+    best = errors.argmin(dim=-1)
+    return candidates[best], weights.gather(-1, best[..., None])[..., 0]
 
 
-def softmax_attention(call: Call) -> torch.Tensor:
-    """Attend to everything by :func:`torch.nn.functional.scaled_dot_product_attention`: (B, N, H, D)."""
-    query, key = (rotated(x, call.rotary) for x in (call.query, call.key))
-    output = _attend_to_all(query, key, call.value, call.key_mask)
-    if call.output_norm is None and call.output_gate is None:
-        return output
-    output = call.extra_last(output)
-    on_grid = finish(output[:, : call.tokens], call.output_norm, call.output_gate).to(output.dtype)
-    return call.in_sequence(torch.cat([on_grid, output[:, call.tokens :]], dim=1))
+def fitting_rows(count: int, device: torch.device) -> torch.Tensor:
+    """Rows of the queries that β and γ are fitted on, evenly spread along the blocks of N = ``count`` tokens: int64."""
+    number = min(FITTING_QUERIES, max(8, count // 96), count)
+    # the rows of the grid's tokens follow each other, and the padding comes behind
+    return ((torch.arange(number, device=device) + 0.5) * count / number).long()
 
 
-def _attend_to_all(
+# Attending, some blocks at a time
+
+
+def attend_to_all(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Softmax attention of (B, Q, H, D) to all of (B, K, H, D), with weights of the keys (B, K)."""
@@ -212,12 +377,10 @@ def _attend_to_all(
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2)
 
 
-def block_means(weights: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]:
-    """Means (B, H, T, D) of (B, H, T, L, D) with weights (1 or B, 1 or H, T, L); 0 where there is no weight."""
-    # a token alone in its block has the share 1 exactly, so that keys do not vary there
-    share = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-    # no product of matrices, whose backward pass autocast would lower where backward() is called under it
-    return [(share[..., None] * x).sum(dim=-2) for x in some]
+def softmax_attention(call: SparseCall) -> torch.Tensor:
+    """Attend to everything by :func:`torch.nn.functional.scaled_dot_product_attention`: (B, N, H, D)."""
+    query, key = (rotated(x, call.rotary) for x in (call.query, call.key))
+    return attend_to_all(query, key, call.value, call.key_mask).to(call.query.dtype)
 
 
 def attend_to_lists(
@@ -241,36 +404,37 @@ def attend_to_lists(
     if not entries.shape[-1]:  # a softmax over nothing is not defined
         entries = torch.nn.functional.pad(entries, (0, 1), value=-1)
     by_head = key, value, bias.expand(batch, heads, -1, -1)
-    return _in_parts(_listed, query, entries, by_head, length * entries.shape[-1] * key.shape[3])
+    output, lse = _in_parts(_listed, query, entries, by_head, length * entries.shape[-1] * key.shape[3])
+    return output, lse
 
 
-def attend_to_pooled(
-    query: torch.Tensor, mean_key: torch.Tensor, mean_value: torch.Tensor, log_weight: torch.Tensor, lists: BlockLists
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the means of all blocks that are not listed, without β.
+def attend_to_pooled(query: torch.Tensor, pooled: Pooled, lists: BlockLists) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the means of all blocks that are not listed, without β; query and result as :func:`attend_to_lists`."""
+    batch, heads, _, length, _ = query.shape
+    by_head = pooled.key, pooled.value, pooled.log_weight.expand(batch, heads, -1)
+    output, lse = _in_parts(_pooled, query, lists.keys, by_head, length * lists.key_blocks)
+    return output, lse
+
+
+def read_mixed(query: torch.Tensor, mixing: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Mix the states and read them by the queries of every block: like ``query``.
 
     Args:
         query: (B, H, T, L, D), scaled.
-        mean_key: (B, H, K, D).
-        mean_value: likewise.
-        log_weight: (1 or B, 1 or H, K), log of the sum of a block's weights, −∞ of a block without keys.
-        lists: of T query blocks and K key blocks.
-
-    Returns:
-        As :func:`attend_to_lists`.
+        mixing: (B, H, T, stretches).
+        states: (B, H, stretches, D, D).
     """
-    batch, heads, _, length, _ = query.shape
-    by_head = mean_key, mean_value, log_weight.expand(batch, heads, -1)
-    return _in_parts(_pooled, query, lists.keys, by_head, length * lists.key_blocks)
+    (output,) = _in_parts(_mixed, query, mixing, (states,), states.shape[-1] ** 2)
+    return output
 
 
 def _in_parts(
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    attend: Callable[..., tuple[torch.Tensor, ...]],
     query: torch.Tensor,
-    lists: torch.Tensor,
+    by_block: torch.Tensor,
     by_head: Sequence[torch.Tensor],
     of_block: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     """Attend some query blocks of some heads at a time, so that few logits are formed at once.
 
     In the backward pass these are formed again, so that none are kept.
@@ -279,17 +443,17 @@ def _in_parts(
     logits = _LOGITS if query.device.type == "cpu" else _DEVICE_LOGITS
     groups_at_once = max(1, logits // max(1, of_block * blocks))
     at_once = max(1, min(blocks, logits // max(1, of_block)))
-    groups = (x.flatten(0, 1).split(groups_at_once) for x in (query, lists.expand(batch, -1, -1, -1), *by_head))
-    outputs, sums = [], []
+    groups = (x.flatten(0, 1).split(groups_at_once) for x in (query, by_block.expand(batch, -1, -1, -1), *by_head))
+    found: list[tuple[torch.Tensor, ...]] = []
     for q, here, *keys in zip(*groups, strict=True):
         for part in zip(q.split(at_once, dim=1), here.split(at_once, dim=1), strict=True):
             if torch.is_grad_enabled():
-                output, lse = checkpoint(attend, *part, *keys, use_reentrant=False, preserve_rng_state=False)
+                results = checkpoint(attend, *part, *keys, use_reentrant=False, preserve_rng_state=False)
             else:
-                output, lse = attend(*part, *keys)
-            outputs.append(output.flatten(0, 1))
-            sums.append(lse.flatten(0, 1))
-    return torch.cat(outputs).view_as(query), torch.cat(sums).view(query.shape[:-1])
+                results = attend(*part, *keys)
+            found.append(tuple(x.flatten(0, 1) for x in results))
+    shape = query.shape[:3]
+    return [torch.cat(x).unflatten(0, shape) for x in zip(*found, strict=True)]
 
 
 def _listed(
@@ -310,8 +474,14 @@ def _pooled(
     query: torch.Tensor, lists: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for the means of their heads (g, K, D)."""
-    bias = bias.clamp_min(EMPTY)[:, None].masked_fill(mask_of_lists(lists, key.shape[1]), EMPTY)
+    bias = bias[:, None].masked_fill(mask_of_lists(lists, key.shape[1]), EMPTY)
     return _softmax(query, key[:, None], value[:, None], bias)
+
+
+def _mixed(query: torch.Tensor, mixing: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor]:
+    """Read (g, q, L, D) from states (g, s, D, D) that are mixed by (g, q, s)."""
+    mixed = product(mixing, states.flatten(2)).unflatten(2, states.shape[2:])
+    return (product(query, mixed),)
 
 
 def _softmax(
@@ -342,86 +512,3 @@ def _softmax(
             output = product(weights, value)
     is_empty = lse < EMPTY / 2
     return output.masked_fill(is_empty[..., None], 0), lse.masked_fill(is_empty, EMPTY)
-
-
-def choose_by_content(call: Call, rule: ContentRule, rows: Rows) -> torch.Tensor:
-    """For every query block as many key blocks, those that their mean stands for worst.
-
-    To first order a block's mean is wrong by its softmax weight times the spread of its logits, so for a mean query q a
-    key block with mean k̄ and variance σ² per channel is judged by q·k̄/√D + ½ log Σ_d q_d² σ_d²/D. A block in which
-    no key takes part comes after all others.
-
-    Returns:
-        int64 (B, H, T, list length), ascending within a list; at least one key block for every query block.
-    """
-    blocks, key_blocks = (block_count(call.grid, size) for size in (rule.block_size, rule.key_block_size))
-    query, scale = rows[0][:, :, :blocks], call.query.shape[-1] ** -0.5
-    key, weights = rows[1][:, :, :key_blocks], rows[3][:, :, :key_blocks]
-    # the mean of a query block is that of all its tokens, whatever the mask of keys is
-    has_token = in_blocks(query.new_ones(1, call.tokens, 1, 1), call.grid, rule.block_size)[..., 0]
-    mean_query = block_means(has_token, query)[0] * scale
-    (mean_key,) = block_means(weights, key)
-    (variance,) = block_means(weights, (key - mean_key[:, :, :, None]).square())
-    spread = (mean_query.square() @ variance.mT).clamp_min(torch.finfo(torch.float32).tiny)
-    scores = mean_query @ mean_key.mT + spread.log() / 2
-    if call.key_mask is not None:
-        scores = scores.masked_fill((weights.sum(dim=-1) == 0)[:, :, None], torch.finfo(scores.dtype).min)
-    length = list_length(rule.density, key_blocks)
-    return scores.topk(length, dim=-1, sorted=False).indices.sort(dim=-1).values
-
-
-def fit_pooled_bias(
-    call: Call,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    branches: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """β with which listed blocks and pooled keys come closest to softmax attention over all keys, on some queries.
-
-    Args:
-        call: the call.
-        query: as :func:`attend_to_lists` takes it.
-        key: likewise.
-        value: likewise.
-        bias: likewise.
-        branches: output and LSE of the listed keys and of the pooled ones without β, of all queries.
-
-    Returns:
-        float32 (float64 for float64 inputs) (B, H).
-    """
-    some = fitting_rows(math.prod(call.grid), query.device)
-    near, near_lse, far, far_lse = (x.flatten(2, 3)[:, :, some] for x in branches)
-    mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
-    truth = torch.nn.functional.scaled_dot_product_attention(
-        query.flatten(2, 3)[:, :, some], key.flatten(2, 3), value.flatten(2, 3), attn_mask=mask, scale=1.0
-    )
-    return best_bias(truth, near, near_lse, far, far_lse)
-
-
-def best_bias(
-    truth: torch.Tensor, near: torch.Tensor, near_lse: torch.Tensor, far: torch.Tensor, far_lse: torch.Tensor
-) -> torch.Tensor:
-    """β, of those tried, with the least squared error of the output: (...).
-
-    Args:
-        truth: softmax attention's output, (..., queries, D).
-        near: of the listed blocks.
-        near_lse: (..., queries).
-        far: of the pooled keys without β.
-        far_lse: (..., queries).
-    """
-    candidates = torch.linspace(*BIASES, device=truth.device, dtype=truth.dtype)
-    near, far = near - truth, far - truth
-    share = torch.sigmoid(far_lse[..., None] + candidates - near_lse[..., None])
-    of_near, of_both, of_far = (x.sum(dim=-1, keepdim=True) for x in (near * near, near * far, far * far))
-    errors = (1 - share).square() * of_near + 2 * share * (1 - share) * of_both + share.square() * of_far
-    return candidates[errors.sum(dim=-2).argmin(dim=-1)]
-
-
-def fitting_rows(count: int, device: torch.device) -> torch.Tensor:
-    """Rows of the queries that β is fitted on, evenly spread along the blocks of N = ``count`` tokens: int64."""
-    number = min(FITTING_QUERIES, max(8, count // 96), count)
-    # the rows of the grid's tokens follow each other, and the padding comes behind
-    return ((torch.arange(number, device=device) + 0.5) * count / number).long()

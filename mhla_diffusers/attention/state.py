@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from .api import backend_for, check_backend, check_call, check_causal
-from .call import Backend, Call
+from .call import Backend, MHLACall
 from .causal import (
     Causal,
     Own,
@@ -27,9 +27,9 @@ from .causal import (
 )
 from .feature_maps import get_feature_map
 from .layout import check_layout, frame_block_starts
+from .merge import least_mixing
 from .precision import sum_dtype, without_autocast
 from .rope import Rotary, rotated
-from .sparse import least_mixing
 
 Beyond = Literal["error", "relative"]
 
@@ -143,13 +143,13 @@ class MHLAState:
         if mixing is None:
             raise ValueError("This state was made with mixing=None, and this step brings none; give step(mixing=...).")
         own = {"output_norm": output_norm, "linear_weight": linear_weight}
-        call = Call(
-            query,
-            key,
-            value,
-            mixing,
-            self.grid,
-            self.blocks,
+        call = MHLACall(
+            query=query,
+            key=key,
+            value=value,
+            mixing=mixing,
+            grid=self.grid,
+            blocks=self.blocks,
             rotary=rotary,
             key_mask=key_mask,
             output_gate=output_gate,
@@ -227,7 +227,7 @@ class MHLAState:
         row, offset = divmod(length - starts[-1], starts[1])
         return self.blocks[0] + row, offset, starts[1]
 
-    def _go_on(self, backend: Backend, call: Call, keep: bool) -> torch.Tensor:
+    def _go_on(self, backend: Backend, call: MHLACall, keep: bool) -> torch.Tensor:
         """The output, frame block after frame block, but for the begin of a sequence, which is one call.
 
         Without ``keep`` what the last one leaves behind is not summed up.
@@ -247,7 +247,7 @@ class MHLAState:
             done = end
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
-    def _row_of(self, call: Call) -> torch.Tensor:
+    def _row_of(self, call: MHLACall) -> torch.Tensor:
         """What the open frame block sees: (..., frame blocks up to it, its blocks, blocks of a frame block)."""
         row, side = self._place()[0], math.prod(self.blocks[1:])
         last = min(row, self.blocks[0] - 1)
@@ -264,7 +264,7 @@ class MHLAState:
             closed = self._closed.flatten(2, 3).flatten(3)
             self._earlier = (coefficients.to(closed.dtype) @ closed).unflatten(-1, self._closed.shape[-2:])
 
-    def _piece(self, call: Call) -> tuple[Call, torch.Tensor | None]:
+    def _piece(self, call: MHLACall) -> tuple[MHLACall, torch.Tensor | None]:
         """Tokens of one frame block as a call of their own, and the mixture of earlier frame blocks that they see."""
         mixing = self._row_of(call)
         self._mix_earlier(mixing)
@@ -274,7 +274,7 @@ class MHLAState:
             call, grid=grid, blocks=blocks, mixing=mixing[..., -1, :], key_mask=least_mask(call), first=0
         ), self._earlier
 
-    def _attend(self, backend: Backend, piece: Call, earlier: torch.Tensor | None, keep: bool) -> torch.Tensor:
+    def _attend(self, backend: Backend, piece: MHLACall, earlier: torch.Tensor | None, keep: bool) -> torch.Tensor:
         seen = replace(piece, mixing=torch.eye(piece.mixing.shape[-1], device=piece.query.device))
         if not has_own_part(piece):
             states = backend.states(piece)
@@ -294,7 +294,7 @@ class MHLAState:
             self._keep(piece, backend.states(piece))
         return output
 
-    def _own(self, backend: Backend, piece: Call) -> Own:
+    def _own(self, backend: Backend, piece: MHLACall) -> Own:
         """What the tokens of a piece take from their own frame block."""
         if piece.causal == "block" or piece.linear_weight is None:
             return backend.own_block(piece)
@@ -306,7 +306,7 @@ class MHLAState:
         output, log_sum = own_softmax(query, key, value, weight, is_causal=True)
         return output.transpose(1, 2), log_sum.transpose(1, 2)
 
-    def _keep(self, piece: Call, states: torch.Tensor) -> None:
+    def _keep(self, piece: MHLACall, states: torch.Tensor) -> None:
         """The piece belongs to the past."""
         _, offset, length = self._place()
         self._open = states if self._open is None else self._open + states
@@ -324,7 +324,7 @@ class MHLAState:
         self._closed = closed if self.blocks[0] > 1 else None
         self._earlier = self._open = self._keys = self._values = self._weights = None
 
-    def _keep_begin(self, backend: Backend, begin: Call) -> None:
+    def _keep_begin(self, backend: Backend, begin: MHLACall) -> None:
         """The past that the begin of a sequence leaves."""
         count = begin.query.shape[1]
         over = sum(start <= count for start in self._starts) - 1
@@ -343,7 +343,7 @@ def _mixed(mixing: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     return (mixing.to(states.dtype) @ states.flatten(3)).unflatten(3, states.shape[3:])
 
 
-def _by_head(call: Call) -> tuple[torch.Tensor, ...]:
+def _by_head(call: MHLACall) -> tuple[torch.Tensor, ...]:
     """Query and key after RoPE and value, (B, H, n, D), and weights of the keys, (B, 1, n, 1)."""
     dtype = sum_dtype(call.query.dtype)
     query, key = (rotated(x.to(dtype), call.rotary) for x in (call.query, call.key))

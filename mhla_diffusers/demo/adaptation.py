@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config import MHLAConfig, is_automatic
+from ..config import MHLAConfig, PatchConfig, SparseConfig, is_automatic
 from ..families import NoisedBatch, Sample, trained_family
 from ..generation.pipelines import family_named
 from ..patching import apply_mhla, load_mhla, mhla_layers
@@ -51,7 +51,7 @@ class Variant:
     """Name in tables."""
     short: str
     """End of the name ``tiny-<family>-<short>`` that it ships under."""
-    patch: MHLAConfig | None
+    patch: PatchConfig | None
     """None for the control: the pipeline's own attention."""
 
 
@@ -65,13 +65,12 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
     if own != "softmax":
         return [Variant(f"own {own} attention", "control", None), Variant("MHLA", "mhla", mhla)]
     one_block = (1,) * len(tiny.blocks)
-    sparse = {"sparse": "content", "block_size": tiny.block_size, "fit_pooled_bias": False}
     return [
         Variant("softmax", "control", None),
         Variant("plain linear", "linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
         Variant("MHLA", "mhla", mhla),
         Variant("MHLA hybrid 2/3", "hybrid", mhla.replace(layers="2/3")),
-        Variant("MHLA, block-sparse", "exact", mhla.replace(mixing_per_head=True, **sparse)),
+        Variant("sparse, 5 %", "sparse", SparseConfig(density=0.05)),
     ]
 
 
@@ -158,20 +157,19 @@ class Adaptation:
         self.validate_every = validate_every
         self.data = digit_latents(load_tiny(tiny.family, device), tiny, samples, held_out, seed)
 
-    def patched(self, patch: MHLAConfig | None, calibration: Callable[[Any], object] | None = None) -> Any:
+    def patched(self, patch: PatchConfig | None, calibration: Callable[[Any], object] | None = None) -> Any:
         """Return a fresh pipeline, patched; unpatched for None.
 
-        ``calibration`` runs the pipeline on typical inputs, for a patch that chooses layers or has a sparse branch.
-        Without it the training loop fits those λ and β that are learned.
+        ``calibration`` runs the pipeline on typical inputs, for a patch that chooses layers.
         """
         pipe = load_tiny(self.tiny.family, self.device)
         if patch is not None:
-            is_open = is_automatic(patch.layers) or patch.sparse != "none"
+            is_open = is_automatic(patch.layers)
             apply_mhla(pipe, patch, calibration=partial(calibration, pipe) if calibration and is_open else None)
         return pipe
 
     def config(
-        self, stages: tuple[StageConfig, ...], patch: MHLAConfig | None, output: Path, **changes: Any
+        self, stages: tuple[StageConfig, ...], patch: PatchConfig | None, output: Path, **changes: Any
     ) -> TrainingConfig:
         """Return the settings of a run of the training loop; the changes replace some."""
         settings: dict[str, Any] = {

@@ -73,7 +73,7 @@ def register_family(family: Family) -> None:
             f"family={family!r} must be an instance of a subclass of mhla_diffusers.families.Family; see "
             "docs/add-a-model.md for one."
         )
-    needed = ("name", "transformers", "axes", "block_lists", "default_config")
+    needed = ("name", "transformers", "axes", "block_lists", "mhla_blocks")
     missing = [name for name in needed if not hasattr(family, name)]
     if missing:
         raise ValueError(f"{type(family).__name__} lacks {', '.join(missing)}; docs/add-a-model.md explains them.")

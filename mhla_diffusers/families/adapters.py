@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ..attention.layout import Extra, Shape
 from ..attention.rope import Rotary, rotary_of_complex, rotated
-from ..config import MHLAConfig
+from ..config import PatchConfig
 
 Arguments = Mapping[str, Any]
 """Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
@@ -183,7 +183,7 @@ class AttentionAdapter:
             return found
         return rotary[0][None, :, None], rotary[1][None, :, None]
 
-    def check_order(self, arguments: Arguments, config: MHLAConfig | None) -> None:
+    def check_order(self, arguments: Arguments, config: PatchConfig | None) -> None:
         """Raise unless a patch sees the same later frames as the model; by default it must see all."""
 
     def extra(self, arguments: Arguments, tokens: int) -> Extra:

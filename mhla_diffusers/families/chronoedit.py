@@ -8,7 +8,6 @@ longer video. Default blocks are Wan's; with two frames, as usual, they are 2 x 
 
 from typing import Any
 
-from ..config import MHLAConfig
 from .family import Kwargs
 from .models import Clip
 from .wan import WanFamily, tiny_wan, wan_model
@@ -28,7 +27,7 @@ class ChronoEditFamily(WanFamily):
     transformers = (_CLASS,)
     attention_class = "transformer_chronoedit.WanAttention"
     processor = cross_processor = "diffusers.models.transformers.transformer_chronoedit.WanAttnProcessor"
-    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content", clamp_blocks=True)
+    mhla_blocks = (7, 3, 5)
     default_clip = Clip(frames=_FRAMES, fps=16.0, sizes=((720, 1280),))
     models = (
         wan_model("chronoedit-14b", 40, 13824, 40, transformer=_CLASS, settings=_REAL, frames=_FRAMES, **_AT_720P),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import MHLAConfig
 from .adapters import JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
@@ -41,7 +40,7 @@ class CogVideoXFamily(VideoFamily):
     processor = "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
     extra_tokens = 226
     has_rope = True
-    default_config = MHLAConfig(blocks=(4, 3, 5), mixing_per_head=True, sparse="content")
+    mhla_blocks = (4, 3, 5)
     default_clip = Clip(frames=49, fps=8.0, sizes=((480, 720),))
     conditions = (Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
     # numbers as in diffusers' conversion script; the pipeline of 1.5 generates 85 frames when asked for 81

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import MHLAConfig
+from ..config import PatchConfig
 from .adapters import AttentionAdapter, AttentionInputs, finite
 from .dit import DiTFamily
 from .models import Model, squares, tiny_image
@@ -59,11 +59,11 @@ class DiGFamily(DiTFamily):
     processor = "mhla_diffusers.models.dig.GatedLinearAttnProcessor"
     softmax_processor = "mhla_diffusers.families.dig.SoftmaxProcessor"
     attention_class = "DiGAttention"
-    default_config = MHLAConfig(blocks=(4, 4))
+    mhla_blocks = (4, 4)
     own_attention = "gated linear"
     models = (_model("dig-s-2", 6, 12), _model("dig-xl-2", 18, 28), tiny_image("dig", _CLASS, _WIDE))
 
-    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+    def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse queries and keys that are not as wide as the values."""
         expand = transformer.config.expand_k
         if expand == 1:

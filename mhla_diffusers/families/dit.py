@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import MHLAConfig
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
@@ -31,7 +30,7 @@ class DiTFamily(ImageFamily):
 
     name = "dit"
     transformers = (_CLASS,)
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
+    mhla_blocks = (4, 4)
     squares_only = True
     process_class = LearnedVarianceDDPM
     conditions = (Condition("class_labels", (), dtype=torch.int64),)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention.rope import Rotary
-from ..config import MHLAConfig
+from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, kind_of
 from .adapters import AttentionAdapter
 from .models import Clip, Model, strides_of
 
@@ -61,8 +61,8 @@ class Family:
     """Latents per token along each axis, where the transformer's configuration does not say."""
     squares_only: ClassVar[bool] = False
     """Whether height and width must be equal."""
-    default_config: ClassVar[MHLAConfig]
-    """Settings of ``apply_mhla(pipe)``."""
+    mhla_blocks: ClassVar[tuple[int, ...]]
+    """MHLA block counts of a patch that gives none, at the family's default size."""
     default_clip: ClassVar[Clip] = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     """Frames, rate and size that are generated or encoded by default."""
     models: ClassVar[tuple[Model, ...]] = ()
@@ -210,7 +210,28 @@ class Family:
         """Whether a cross-attention of an unknown model needs this family's processor."""
         return False
 
-    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+    @property
+    def default_config(self) -> PatchConfig:
+        """Settings of ``apply_mhla(pipe)``: sparse attention in the place of softmax attention, else MHLA."""
+        return SparseConfig() if self.own_attention == "softmax" else self.complete({})
+
+    def complete(self, settings: Mapping[str, Any]) -> PatchConfig:
+        """Return the settings of a patch: those given, whose names decide which attention it runs, and the family's.
+
+        Blocks that are not given are the family's, and are fitted to the grid of every call.
+
+        Raises:
+            ValueError: unknown fields, those of two attentions, or values that are not allowed.
+        """
+        kind = kind_of(settings, SparseConfig if self.own_attention == "softmax" else MHLAConfig, MHLAConfig)
+        usual: dict[str, Any] = {}
+        if issubclass(kind, LinearConfig):
+            usual = {"blocks": self.mhla_blocks}
+            usual |= {"rope": "before"} if self.adapter.rope_by_head else {}
+            usual |= {"clamp_blocks": "blocks" not in settings} if kind is MHLAConfig else {}
+        return kind(**(usual | dict(settings)))
+
+    def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Return why a transformer cannot have these settings, and what to do instead; None if it can."""
         return None
 

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..config import MHLAConfig
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .styles import JointFamily, VideoFamily
@@ -39,7 +38,7 @@ class HunyuanVideoFamily(JointFamily, VideoFamily):
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
     has_rope = True
-    default_config = MHLAConfig(blocks=(11, 3, 5), mixing_per_head=True, sparse="content")
+    mhla_blocks = (11, 3, 5)
     # frames per second as in the authors' scripts
     default_clip = Clip(frames=129, fps=24.0, sizes=((720, 1280),))
     # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text

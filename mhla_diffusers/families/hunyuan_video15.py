@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import MHLAConfig
 from .adapters import AttentionInputs, JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
@@ -51,7 +50,7 @@ class HunyuanVideo15Family(JointFamily, VideoFamily):
     has_rope = True
     channels_name = "out_channels"  # it also takes given frames
     without_values = WithoutValues  # the transformer reads whether there is an image and which tokens are masked
-    default_config = MHLAConfig(blocks=(10, 3, 5), mixing_per_head=True, sparse="content")
+    mhla_blocks = (10, 3, 5)
     default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
     # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
     conditions = (

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import MHLAConfig
 from .family import Condition, Sample
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
@@ -32,7 +31,7 @@ class LatteFamily(ImageFamily):
 
     name = "latte"
     transformers = (_CLASS,)
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
+    mhla_blocks = (4, 4)
     process_class = LearnedVarianceDDPM
     # the pipeline pads several prompts to 120 tokens, with 0
     conditions = (Condition("encoder_hidden_states", (120, "caption_channels")),)

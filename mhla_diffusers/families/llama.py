@@ -5,9 +5,10 @@ and keys before they reach transformers' attention interface, where the patch ac
 Grouped queries share keys and values, which MHLA repeats. Default blocks are the paper's, 2,048 tokens in 32.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from ..config import MHLAConfig
+from ..config import CausalConfig, PatchConfig
 from .styles import TransformersAdapter, TransformersFamily
 
 
@@ -23,7 +24,8 @@ class LlamaFamily(TransformersFamily):
     block_lists = ("layers",)
     attentions = ("self_attn",)
     adapter = TransformersAdapter()
-    default_config = MHLAConfig(blocks=(32,), block_length=64, causal="token", sparse="own", rope="before")
+    mhla_blocks = (32,)
+    default_config = CausalConfig(blocks=(32,), block_length=64, causal="token", rope="before")
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Return the decoder layers, by their names in the model."""
@@ -37,12 +39,16 @@ class LlamaFamily(TransformersFamily):
         ids = arguments.get("input_ids")
         return (int((ids if ids is not None else arguments["inputs_embeds"]).shape[1]),)
 
-    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+    def complete(self, settings: Mapping[str, Any]) -> PatchConfig:
+        """Return the settings of a causal patch, completed by the default."""
+        return self.default_config.replace(**settings)
+
+    def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse patches that are not token-causal, and settings that language models cannot follow."""
         kind = type(transformer).__name__
-        if config.causal is None:
+        if not isinstance(config, CausalConfig):
             return (
-                f"{kind} predicts the next token, and a patch with causal=None would let every token see it. Set "
+                f"{kind} predicts the next token, and {config.attention} would let every token see it. Set "
                 "causal='token' with block_length, the tokens in a block: for 2,048 tokens blocks=(32,), "
                 "block_length=64."
             )

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..attention.rope import Rotary
-from ..config import MHLAConfig
 from .adapters import Arguments, AttentionAdapter
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
@@ -62,7 +61,7 @@ class LTXFamily(PackedVideoFamily):
     adapter = LTXAdapter("image_rotary_emb")
     processor = cross_processor = "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor"
     attention_class = "LTXAttention"
-    default_config = MHLAConfig(blocks=(7, 3, 4), rope="before", mixing_per_head=True, sparse="content")
+    mhla_blocks = (7, 3, 4)
     default_clip = Clip(frames=161, fps=25.0, sizes=((512, 704),))
     conditions = (
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),

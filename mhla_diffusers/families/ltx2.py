@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..attention.rope import Rotary
-from ..config import MHLAConfig
 from .adapters import Arguments, AttentionInputs
 from .family import Condition, Kwargs, Sample
 from .ltx import STRIDES, LTXAdapter
@@ -73,7 +72,7 @@ class LTX2Family(PackedVideoFamily):
     # does what the other of its two does, where no guidance skips attention
     processor = cross_processor = "diffusers.models.transformers.transformer_ltx2.LTX2PerturbedAttnProcessor"
     attention_class = "LTX2Attention"
-    default_config = MHLAConfig(blocks=(4, 3, 4), rope="before", mixing_per_head=True, sparse="content")
+    mhla_blocks = (4, 3, 4)
     default_clip = Clip(frames=121, fps=24.0, sizes=((512, 768),))
     why_never_split = "diffusers splits the video of LTX-2 and not the sound that attends to it; run it in one process"
     models = (

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import MHLAConfig
 from .adapters import JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
@@ -45,7 +44,7 @@ class MiniMaxH3Family(JointFamily):
     processor = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3AttnProcessor"
     extra_tokens = _TEXT_TOKENS + _SOUND_TOKENS
     has_rope = True
-    default_config = MHLAConfig(blocks=(12, 3, 5), mixing_per_head=True, sparse="content")
+    mhla_blocks = (12, 3, 5)
     default_clip = Clip(frames=124, fps=24.0, sizes=((768, 1344),))
     why_never_split = (
         "diffusers splits its text, sound and video as one, and MHLA the video alone; run it in one process"

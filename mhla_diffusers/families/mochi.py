@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.rope import Rotary
-from ..config import MHLAConfig
 from .adapters import Arguments, AttentionInputs, JointAdapter
 from .family import Condition
 from .models import Clip, Model, tiny_video
@@ -64,7 +63,7 @@ class MochiFamily(JointFamily, VideoFamily):
     without_values = staticmethod(partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3))
     """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""
     time_is_reversed = True
-    default_config = MHLAConfig(blocks=(9, 3, 5), rope="before", mixing_per_head=True, sparse="content")
+    mhla_blocks = (9, 3, 5)
     default_clip = Clip(frames=163, fps=30.0, sizes=((480, 848),))
     # T5's
     conditions = (

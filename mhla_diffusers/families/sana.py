@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..config import MHLAConfig
 from .family import Condition, Sample
 from .models import Model, squares, tiny_image
 from .processes import DiffusionProcess, FlowMatching
@@ -44,7 +43,7 @@ class SanaFamily(ImageFamily):
     softmax_processor = cross_processor
     # SanaPAGPipeline's, with and without classifier-free guidance
     perturbed_processors = {"PAGCFGSanaLinearAttnProcessor2_0": 3, "PAGIdentitySanaLinearAttnProcessor2_0": 2}
-    default_config = MHLAConfig(blocks=(4, 4))
+    mhla_blocks = (4, 4)
     own_attention = "linear"
     own_attention_eps = 1e-15
     # Gemma's

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import MHLAConfig
 from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, FlowMatching
 from .sana import SanaFamily
@@ -32,7 +31,7 @@ class SanaVideoFamily(SanaFamily):
     cross_processor = "diffusers.models.transformers.transformer_sana_video.SanaAttnProcessor2_0"
     # norms and rotates query and key as SANA-Video does
     softmax_processor = "diffusers.models.transformers.transformer_wan.WanAttnProcessor"
-    default_config = MHLAConfig(blocks=(7, 3, 5))
+    mhla_blocks = (7, 3, 5)
     default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
     models = (
         Model("sana-video-2b", _CLASS, 20, 112, 20, (7, 3, 5), ((480, 832),), **_REAL),

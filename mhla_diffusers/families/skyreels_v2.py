@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import MHLAConfig
+from ..config import CausalConfig, PatchConfig
 from .adapters import Arguments, AttentionAdapter, without
 from .family import Kwargs, Sample
 from .models import Clip, Model
@@ -54,13 +54,13 @@ class SkyReelsV2Adapter(AttentionAdapter):
         found: int = mask.frames_in_block
         return found
 
-    def check_order(self, arguments: Arguments, config: MHLAConfig | None) -> None:
+    def check_order(self, arguments: Arguments, config: PatchConfig | None) -> None:
         """Raise ValueError unless a patch is causal with the mask's block length."""
         length = self.frames_in_block(arguments)
-        if length is None or (config is not None and config.causal == "block" and config.block_length == length):
+        if length is None or (isinstance(config, CausalConfig) and (config.causal, config.block_length) == ("block", length)):
             return
         order = "sees all frames"
-        if config is not None and config.causal is not None:
+        if isinstance(config, CausalConfig):
             order = f"has causal={config.causal!r} with block_length={config.block_length}"
         raise ValueError(
             f"SkyReels-V2's diffusion forcing masks later blocks of {length} latent frames from every frame, since the "
@@ -87,7 +87,7 @@ class SkyReelsV2Family(WanFamily):
     attention_class = "transformer_skyreels_v2.SkyReelsV2Attention"
     processor = cross_processor = "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2AttnProcessor"
     adapter = SkyReelsV2Adapter()
-    default_config = MHLAConfig(blocks=(8, 3, 6), mixing_per_head=True, sparse="content")
+    mhla_blocks = (8, 3, 6)
     default_clip = Clip(frames=97, fps=24.0, sizes=((544, 960),))
     # numbers of diffusers' script that converts the checkpoints
     models = (

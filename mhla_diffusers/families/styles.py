@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..config import MHLAConfig
+from ..config import PatchConfig
 from .adapters import AttentionAdapter, JointAdapter
 from .family import Family, Kwargs, Sample
 from .models import Clip
@@ -27,7 +27,7 @@ class ImageFamily(TrainedFamily):
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     process_class: ClassVar[type[DiffusionProcess] | None] = FlowMatching
     # at 1024 px blocks of 16x16 tokens
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
+    mhla_blocks = (4, 4)
 
 
 class VideoFamily(TrainedFamily):
@@ -164,7 +164,7 @@ class TransformersFamily(Family):
     library = "transformers"
     processor = "mhla_diffusers.families.patched_classes.OwnAttention"
 
-    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+    def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse an old transformers version, and settings for denoising steps."""
         kind, installed = type(transformer).__name__, version("transformers")
         if tuple(map(int, installed.split(".")[:2])) < _TRANSFORMERS:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import MHLAConfig
+from ..config import CausalConfig, PatchConfig
 from .adapters import Arguments, AttentionInputs, Projected, finite, key_padding_mask
 from .family import Kwargs, Sample
 from .models import Clip, Model, squares
@@ -88,7 +88,7 @@ class VisionFamily(TransformersFamily):
     latents_name = "pixel_values"
     channels_name = "num_channels"
     # the paper's 16 blocks; 196 tokens are too few uniform blocks of 64 to choose among
-    default_config = MHLAConfig(blocks=(4, 4), mixing_per_head=True, sparse="content")
+    mhla_blocks = (4, 4)
     default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
     feed_forwards = ("mlp",)
     trunk_names: ClassVar[tuple[str, ...]] = ()
@@ -136,12 +136,12 @@ class VisionFamily(TransformersFamily):
         """Return nothing: the model gets only pixels."""
         return {}
 
-    def why_not_patched(self, transformer: Any, config: MHLAConfig) -> str | None:
+    def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse an order: a picture has none."""
-        if config.causal is not None:
+        if isinstance(config, CausalConfig):
             return (
                 f"causal={config.causal!r} orders tokens, and the patches of {type(transformer).__name__} have no "
-                "order; leave it at None."
+                "order; leave it out."
             )
         return super().why_not_patched(transformer, config)
 

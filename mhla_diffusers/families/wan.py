@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..attention.rope import Rotary
-from ..config import MHLAConfig
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .styles import VideoFamily, first_picture
@@ -55,7 +54,7 @@ class WanFamily(VideoFamily):
     block_lists = ("blocks", "vace_blocks")
     attention_class: ClassVar[str] = "transformer_wan.WanAttention"  # relatives have copies of their own
     processor = cross_processor = "diffusers.models.transformers.transformer_wan.WanAttnProcessor"
-    default_config = MHLAConfig(blocks=(7, 3, 5), mixing_per_head=True, sparse="content")
+    mhla_blocks = (7, 3, 5)
     dispatches_attention = True
     has_rope = True
     # those of VACE take one time for all frames, and so do relatives

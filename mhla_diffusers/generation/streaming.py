@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..config import CausalConfig
 from ..families import trained_family
 from ..families.trained import unscaled_latents
 from ..patching import VideoStream, require_layers
@@ -88,16 +89,16 @@ def stream_latents(
 
     texts = [list(prompts), [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
     streams = [VideoStream(transformer) for _ in texts]
-    layers = list(require_layers(transformer).values())
+    configs = [config for layer in require_layers(transformer).values() if isinstance(config := layer.config, CausalConfig)]
     if frame_blocks is not None:
-        for layer in layers:
-            frames = frame_blocks * int(layer.config.block_length or 0)
-            layer.config.grid_from((frames,))  # raises if the patch ends earlier
+        for causal in configs:
+            frames = frame_blocks * causal.block_length
+            causal.grid_from((frames,))  # raises if the patch ends earlier
             too_late = family.why_too_late(transformer, 0, frames)
             if too_late is not None:
                 raise ValueError(too_late)
     encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
-    frames = int(layers[0].config.block_length or 0) * int(config.patch_size[0])
+    frames = configs[0].block_length * int(config.patch_size[0])
     shape = len(prompts), family.channels(config), frames, height // stride, width // stride
     generators = generator if generator is None or isinstance(generator, torch.Generator) else list(generator)
     draw = partial(randn_tensor, shape, generator=generators, device=encoded[0].device, dtype=torch.float32)

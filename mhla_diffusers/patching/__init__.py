@@ -1,6 +1,6 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
-from .calibrate import TransformerCall, calibrate_output_norm, calibrate_sparse, layer_sensitivity, record_calls
+from .calibrate import TransformerCall, calibrate_output_norm, layer_sensitivity, record_calls
 from .context import call_context
 from .describe import describe, suggest_blocks
 from .handle import (
@@ -32,7 +32,6 @@ __all__ = [
     "apply_mhla",
     "attn_processors",
     "calibrate_output_norm",
-    "calibrate_sparse",
     "call_context",
     "change_mhla",
     "describe",

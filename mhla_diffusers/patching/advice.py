@@ -4,10 +4,10 @@ import math
 from typing import Any
 
 from ..attention.layout import block_count, fit_blocks
-from ..config import DEFAULT_DENSITY, MHLAConfig
+from ..config import MHLAConfig, PatchConfig, SparseConfig
 
 
-def advise(config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int, extra: int) -> dict[str, str]:
+def advise(config: PatchConfig, grid: tuple[int, ...], heads: int, head_dim: int, extra: int) -> dict[str, str]:
     """Return warnings of a patch on a grid, in place of softmax attention.
 
     Args:
@@ -18,40 +18,38 @@ def advise(config: MHLAConfig, grid: tuple[int, ...], heads: int, head_dim: int,
         extra: extra tokens.
 
     Returns:
-        "blocks": the sparse branch has so few blocks that smaller ones come closer to softmax attention. "cost": the
+        "blocks": sparse attention has so few blocks that smaller ones come closer to softmax attention. "cost": the
         patch computes no less than that, with what does, if anything.
     """
-    if config.causal is not None or config.listed == 1:
-        return {}
 
     def cost(**changes: Any) -> float:
         sizes = config.replace(**changes).sizes_on(grid, heads, head_dim, extra)
         return sizes.flops / sizes.softmax_flops
 
-    tokens, now, found = math.prod(grid), cost(), {}
-    fewer = {"blocks": fit_blocks(config.blocks_on(grid), grid)}
-    changes: list[dict[str, Any]] = [fewer]
-    if config.sparse == "content":
-        rule, fitting = config.rule_on(grid), config.replace(block_size=None).rule_on(grid)
+    tokens, found, changes = math.prod(grid), {}, list[dict[str, Any]]()
+    if isinstance(config, SparseConfig) and config.density < 1:
+        rule, fitting = config.rule_on(grid), SparseConfig().rule_on(grid)
         sizes = {"block_size": fitting.block_size, "key_block_size": fitting.key_block_size}
-        changes = [sizes, {"density": DEFAULT_DENSITY}, {"linear_branch": False}, fewer, {**sizes, **fewer}]
+        changes = [sizes, {"density": SparseConfig.density}, {"far": "means"}]
         number = block_count(grid, rule.key_block_size)
-        is_coarse = number < block_count(grid, fitting.key_block_size) and config.listed_on(grid) < 1
+        is_coarse = number < block_count(grid, fitting.key_block_size) and rule.listed_on(grid) < 1
         if is_coarse and cost(**sizes) < 1:
             found["blocks"] = (
-                f"block_size={rule.block_size} cuts the {tokens} tokens of this grid into {number} blocks of keys, of "
-                f"which a query attends to {config.listed_on(grid):.0%} one by one. block_size={fitting.block_size} "
+                f"block_size={rule.block_size} cuts the {tokens} tokens of this grid into {number} blocks of keys, and "
+                f"a query attends to {rule.listed_on(grid):.0%} of them one by one. block_size={fitting.block_size} "
                 f"with key_block_size={fitting.key_block_size}, which block_size=None picks, comes closer to softmax "
-                f"attention, at {cost(**sizes):.0%} of its cost; now it is {now:.0%}."
+                f"attention, at {cost(**sizes):.0%} of its cost; now it is {cost():.0%}."
             )
-    if now >= 1:
+    elif isinstance(config, MHLAConfig):
+        changes = [{"blocks": fit_blocks(config.blocks_on(grid), grid)}]
+    if changes and cost() >= 1:
         best = min(changes, key=lambda change: cost(**change))
         words = ", ".join(f"{name}={value!r}" for name, value in best.items())
         advice = f"with {words} it would be {cost(**best):.0%}"
         if cost(**best) >= 1:
             advice = "leave the model as it is at this size"
         found["cost"] = (
-            f"On a grid of {tokens} tokens this patch computes {now:.0%} of what softmax attention does, so it gains "
-            f"nothing here; {advice}. Softmax attention costs more at larger sizes."
+            f"On a grid of {tokens} tokens this patch computes {cost():.0%} of what softmax attention does, so it "
+            f"gains nothing here; {advice}. Softmax attention costs more at larger sizes."
         )
     return found

@@ -9,6 +9,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..attention import MHLAState
+from ..config import CausalConfig
 from ..families import get_family
 from .handle import find_transformers
 from .layer import MHLALayer, layer_of
@@ -183,7 +184,7 @@ class StateLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return how many tokens the blocks hold; -1 for any number."""
         layer = layer_of(self.attn)
-        if layer is None or layer.config.block_length is None or layer.config.beyond == "relative":
+        if layer is None or not isinstance(layer.config, CausalConfig) or layer.config.beyond == "relative":
             return -1
         return layer.config.blocks[0] * layer.config.block_length
 

@@ -1,5 +1,5 @@
-"""What a transformer is called with, recorded and run again: fit λ, β and norms to the attention that is replaced, and
-measure how much each layer's replacement changes the output.
+"""What a transformer is called with, recorded and run again: measure how much each layer's replacement changes the
+output, and fit output norms to the attention that is replaced.
 """
 
 import copy
@@ -13,27 +13,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..attention import with_lists
-from ..attention.calibrate import candidate_errors, in_float32
-from ..attention.call import UniformBlocks
-from ..attention.precision import without_autocast
-from ..config import MHLAConfig
+from ..config import CausalConfig, PatchConfig
 from ..families import get_family
 from .context import call_context
 from .handle import Patched, mhla_disabled, require_layers, require_patched, supported_transformers
 from .layer import MHLALayer
-from .processor import adapter_of, attention_inputs, tokens_of_grid
+from .processor import adapter_of, tokens_of_grid
 from .steps import refuse_step_cache
 
 Item = TypeVar("Item")
 
 _CALLS = 4
-"""Out of those that ``run`` makes, that weights are fitted on."""
-_QUERIES = 1024
-"""Queries of every head whose softmax weights are formed to fit λ and β; each costs N of them."""
-_POOLED_BIASES = torch.linspace(-2.0, 2.0, 17)
-_LINEAR_LOG_WEIGHTS = torch.linspace(-3.25, 4.75, 17)
-"""Excludes the −3 of a fresh layer, so that weights that are loaded show whether they were calibrated."""
+"""Out of those that ``run`` makes, that are measured."""
 
 
 # Calls
@@ -115,12 +106,6 @@ def _record_unpatched(
         return record_calls({component: patched.transformer for component, patched in handles.items()}, run)
 
 
-def repeat_calls(transformer: nn.Module, calls: Iterable[TransformerCall]) -> None:
-    """Run a transformer on recorded calls again."""
-    for call in calls:
-        call.predict(transformer)
-
-
 def spread_calls(calls: list[Item]) -> list[Item]:
     """Choose some calls, evenly spread over all."""
     count = min(len(calls), _CALLS)
@@ -163,18 +148,17 @@ def refuse_language(model: Any, what: str) -> None:
             )
 
 
-def refuse_causal(configs: Iterable[MHLAConfig], what: str) -> None:
+def refuse_causal(configs: Iterable[PatchConfig], what: str) -> None:
     """Raise if a patch is causal, where only attention that sees everything can stand in its place.
 
     Raises:
         ValueError: naming the order that the patch has.
     """
     for config in configs:
-        if config.causal is not None:
+        if isinstance(config, CausalConfig):
             raise ValueError(
                 f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} is not to "
-                "see later ones: its mixing matrices and λ are trained, as docs/stream.md shows. causal=None is for "
-                "attention that knows no order."
+                "see later ones: its mixing matrices and λ are trained, as docs/stream.md shows."
             )
 
 
@@ -256,100 +240,6 @@ def _mean_change(transformer: nn.Module, calls: Sequence[TransformerCall], expec
     return sum(changes) / len(changes)
 
 
-# λ and β
-
-
-@torch.no_grad()
-def calibrate_sparse(model: Any, run: Callable[[], object]) -> None:
-    """Fit λ, and β where it is a parameter, of every head to the softmax attention that is replaced.
-
-    ``run`` is called once with the patch switched off. Of a few of its calls, and some queries of each, those λ and β
-    are taken that bring the output closest to softmax attention's. Nothing else of the patch changes: the lists are
-    chosen by content at every call, and β as well unless ``fit_pooled_bias=False``.
-
-    Args:
-        model: a patched pipeline or transformer with ``sparse="content"``, or of joint attention, where λ weighs the
-            tokens of the grid beside the extra ones.
-        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
-
-    Raises:
-        ValueError: if the model is not patched, is patched causally or has no λ, or ``run`` did not reach every layer.
-    """
-    refuse_language(model, "calibrate_sparse()")
-    handles = require_patched(model)
-    layers = [layer for patched in handles.values() for layer in patched.layers.values()]
-    refuse_causal((layer.config for layer in layers), "calibrate_sparse()")
-    if all(layer.linear_log_weight is None for layer in layers):
-        raise ValueError(
-            "The model attends to nothing with softmax, so it has no λ or β to calibrate; patch it with "
-            "sparse='content'."
-        )
-    if any(len(patched.running_attentions()) < len(patched.layers) for patched in handles.values()):
-        raise ValueError("The patch is switched off in some layers; leave mhla_disabled(), or call change_mhla(model).")
-    calls = _record_unpatched(model, handles, run)
-    for component, patched in handles.items():
-        fit_weights(patched, spread_calls(calls[component]))
-
-
-@torch.no_grad()
-def fit_weights(patched: Patched, calls: list[TransformerCall]) -> None:
-    """Set λ, and β where it is a parameter, of every head to what brings its output closest to softmax attention's."""
-    layers = {name: layer for name, layer in patched.layers.items() if layer.linear_log_weight is not None}
-    errors: dict[str, list[torch.Tensor]] = defaultdict(list)
-
-    def watch(name: str, layer: MHLALayer) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-        def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs = attention_inputs(attn, args, kwargs)
-            with without_autocast(inputs.query.device):
-                call, biases = in_float32(layer.call(inputs)), torch.tensor([-torch.inf])
-                call = call if call.sparse is None else with_lists(call)
-                if layer.pooled_bias is not None:
-                    biases = _POOLED_BIASES
-                elif call.pooled_bias is not None:  # λ is fitted beside the β of this call
-                    biases = call.pooled_bias.mean(dim=0)[:, None]
-                # other queries in every call: what fits some places within the blocks need not fit the others
-                blocks = call.sparse if call.sparse is not None else UniformBlocks(block_size=64, order="curve")
-                looked_at = blocks, _QUERIES, len(errors[name]), _head_projections(attn)
-                found = candidate_errors(call, *looked_at, biases, _LINEAR_LOG_WEIGHTS)
-                if not bool(found.isfinite().all()):
-                    raise ValueError(not_finite(name))
-                errors[name].append(found)
-
-        return note
-
-    with ExitStack() as hooks, patched.disabled():
-        for name, layer in layers.items():
-            hook = patched.attentions[name].register_forward_pre_hook(watch(name, layer), with_kwargs=True)
-            hooks.enter_context(hook)
-        repeat_calls(patched.transformer, calls)
-    check_reached(layers, errors)
-    for name, layer in layers.items():
-        best = torch.stack(errors[name]).sum(dim=0).flatten(1).argmin(dim=1).cpu()
-        count = len(_LINEAR_LOG_WEIGHTS)
-        if layer.linear_log_weight is not None:
-            layer.linear_log_weight.copy_(_LINEAR_LOG_WEIGHTS[best % count])
-            layer.runs_linear = True
-        if layer.pooled_bias is not None:
-            layer.pooled_bias.copy_(_POOLED_BIASES[best // count])
-
-
-def _head_projections(attn: Any) -> torch.Tensor:
-    """Return the output projection of every head as far as lengths go: (H, D, D), ‖W_h v‖ = ‖v @ projection‖.
-
-    Read off what the projection does, since its weights may be quantised or have an adapter.
-    """
-    adapter, weight = adapter_of(attn), next(attn.parameters())
-    heads, head_dim = adapter.heads(attn)
-    dtype = weight.dtype if weight.is_floating_point() and weight.dtype.itemsize > 1 else torch.float32
-    projection = adapter.output_projection(attn)
-    if projection is None:  # a layer of the block projects the heads together with other things
-        projection = torch.nn.Identity()
-    channels = getattr(projection, "in_features", heads * head_dim)  # more, if it also takes those of a feed-forward
-    unit = torch.eye(heads * head_dim, channels, dtype=dtype, device=weight.device)
-    columns = (projection(unit) - projection(torch.zeros_like(unit[:1]))).float()
-    return torch.linalg.qr(columns.unflatten(0, (heads, -1)).mT).R.mT
-
-
 # The output norm
 
 
@@ -375,7 +265,7 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
         f"{component}.{name}": (patched.attentions[name], layer)
         for component, patched in handles.items()
         for name, layer in patched.layers.items()
-        if layer.output_norm is not None
+        if isinstance(layer, MHLALayer) and layer.output_norm is not None
     }
     if not layers:
         raise ValueError("The model has no output norm to calibrate; patch it with output_norm=True.")

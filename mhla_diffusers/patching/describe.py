@@ -11,7 +11,7 @@ from torch import nn
 
 from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, check_blocks, check_layout, fit_blocks, smallest_and_largest
-from ..config import MHLAConfig
+from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
 from .handle import Patched, find_patched, find_transformers
@@ -31,7 +31,7 @@ class LayerDescription:
     name: str
     processor: str
     """Class of the processor that runs."""
-    config: MHLAConfig | None
+    config: PatchConfig | None
     """Settings of its patch; None for a layer that was kept."""
     runs_mhla: bool
     """False also for a patched layer whose patch is switched off, or whose processor something else has set."""
@@ -40,10 +40,10 @@ class LayerDescription:
     sizes: AttentionSizes | None
     """What its cost on the grid is counted from; None while the grid is unknown."""
     extra_parameters: int
-    """Parameters that MHLA adds."""
+    """Parameters that the patch adds."""
     density: float | None
-    """Part of all pairs of uniform blocks that is listed; with ``sparse="own"`` part of the pairs of tokens that the
-    attention before the patch sees; None without a sparse branch."""
+    """Part of all pairs of uniform blocks that is listed; of causal MHLA part of the pairs of tokens in own blocks,
+    among those that the attention before the patch sees; None where nothing is attended to with softmax."""
 
     @property
     def replaced(self) -> bool:
@@ -52,59 +52,67 @@ class LayerDescription:
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
-        """MHLA block counts on the grid; None for a layer that was kept."""
-        if self.config is None:
+        """MHLA block counts on the grid; None for a layer that was kept or runs sparse attention."""
+        if not isinstance(self.config, LinearConfig):
             return None
         return self.config.blocks if self.grid is None else self.config.blocks_on(self.grid)
 
     @property
     def tokens_per_block(self) -> tuple[int, int] | None:
-        """Smallest and largest; None for a layer that was kept, and while the grid is unknown."""
-        if self.config is None or self.grid is None:
+        """Smallest and largest MHLA block; None where there are none, and while the grid is unknown."""
+        if self.grid is None or not isinstance(self.config, LinearConfig):
             return None
-        return smallest_and_largest(self.config.grid_from(self.grid), self.config.blocks_on(self.grid))
+        grid = self.config.grid_from(self.grid) if isinstance(self.config, CausalConfig) else self.grid
+        return smallest_and_largest(grid, self.config.blocks_on(self.grid))
 
-    def sparse_branch(self) -> str:
-        """Describe the sparse branch in one line."""
-        if self.config is None or self.density is None:
-            return ""
-        if self.config.sparse == "own":
-            return f"sparse branch: the query's own block of the first axis, {self.density:.1%} of the pairs"
-        if self.density == 1:
-            return "sparse branch: all pairs listed, which is softmax attention"
-        size = "blocks of keys"
-        if self.grid is not None:
-            rule = self.config.rule_on(self.grid)
-            queries, keys = (block_count(self.grid, n) for n in (rule.block_size, rule.key_block_size))
-            size = f"{queries} blocks of {rule.block_size} queries and {keys} of {rule.key_block_size} keys"
-        size += " sorted by content" if self.config.order == "content" else " along a curve"
-        others = "others as pooled keys" if self.config.pooled else "others left out"
-        linear = "" if self.config.starts_linear else "; no linear branch until calibration or training"
-        return f"sparse branch: {size}, {self.density:.1%} of their pairs listed, {others}{linear}"
+    def summary(self) -> str:
+        """Describe in one line which attention runs and how; empty for a layer that was kept."""
+        config = self.config
+        if isinstance(config, SparseConfig):
+            if self.density == 1:
+                return "sparse attention: all pairs listed, which is softmax attention"
+            size = "blocks"
+            if self.grid is not None:
+                rule = config.rule_on(self.grid)
+                queries, keys = (block_count(self.grid, n) for n in rule.sizes)
+                size = f"{queries} blocks of {rule.block_size} queries and {keys} of {rule.key_block_size} keys"
+            size += ", keys sorted by content" if config.order == "content" else " along a curve"
+            far = "means and mixed states" if config.far == "first-order" else "means"
+            return f"sparse attention: {self.density:.1%} of the pairs of {size}; the others through their {far}"
+        if isinstance(config, CausalConfig):
+            own = f"softmax within the own block, {self.density:.1%} of the pairs" if self.density else "MHLA throughout"
+            return f"causal MHLA: {own}, earlier blocks through mixed states"
+        return "" if config is None else "MHLA: every block of queries reads mixed states, nothing with softmax"
 
 
 class Description(list[LayerDescription]):
-    """The layers of a model; printed, it is a table."""
+    """The layers of a model; printed, it begins with the attention that runs and has a table."""
 
     few_steps: "FewSteps | None" = None
     """How the model samples, if its patch was distilled to a few steps."""
 
     def __str__(self) -> str:
-        header = ["layer", "attention", "grid", "MHLA blocks", "tokens per block", "density", "extra parameters"]
-        rows, off = [], 0
+        # what all layers have in common stands outside of the table, so that this fits a terminal
+        lines = [*filter(None, dict.fromkeys(layer.summary() for layer in self))]
+        columns: dict[str, list[str]] = {"layer": [], "attention": [], "grid": []}
+        columns |= {name: [] for name in ("MHLA blocks", "tokens per block", "density", "extra parameters")}
+        off = 0
         for layer in self:
-            kind = "kept" if layer.config is None else "MHLA" if layer.runs_mhla else f"off: {layer.processor}"
-            off += kind.startswith("off")
+            kind = "kept" if layer.config is None else layer.config.attention.removesuffix(" attention")
+            if layer.config is not None and not layer.runs_mhla:
+                kind, off = f"off: {layer.processor}", off + 1
             blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
             density = "-" if layer.density is None else f"{layer.density:.1%}"
-            tokens, extra = from_to(layer.tokens_per_block), f"{layer.extra_parameters:,}"
-            rows.append([layer.name, kind, times(layer.grid), blocks, tokens, density, extra])
-        if all(layer.density is None for layer in self):
-            for row in (header, *rows):
-                del row[-2]
-        lines = [text_table(header, rows)]
-        # what all layers have in common stands below, so that the table fits a terminal
-        lines += filter(None, dict.fromkeys(layer.sparse_branch() for layer in self))
+            extra = f"{layer.extra_parameters:,}"
+            row = layer.name, kind, times(layer.grid), blocks, from_to(layer.tokens_per_block), density, extra
+            for column, cell in zip(columns.values(), row, strict=True):
+                column.append(cell)
+        shown = {
+            name: cells
+            for name, cells in columns.items()
+            if name in ("layer", "attention", "grid") or any(cell not in ("-", "0") for cell in cells)
+        }
+        lines.append(text_table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)]))
         for steps in {layer.config.softmax_steps for layer in self if layer.config is not None} - {0}:
             first = f"{steps:.0%} of the denoising steps" if isinstance(steps, float) else f"{steps} steps"
             lines.append(f"as before the patch in the first {first}")
@@ -127,7 +135,7 @@ class Description(list[LayerDescription]):
             )
         replaced = sum(layer.replaced for layer in self)
         added = sum(layer.extra_parameters for layer in self)
-        end = f"; MHLA does not run in {off} of them now" if off else ""
+        end = f"; the patch does not run in {off} of them now" if off else ""
         lines.append(f"{replaced} of {len(self)} self-attentions replaced, {added:,} extra parameters{end}")
         return "\n".join(lines)
 
@@ -181,25 +189,27 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
         processor = patched.original_processor(attn)
     running, kind = isinstance(processor, MHLAProcessor), type(processor if processor is not None else attn).__name__
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
-    config: MHLAConfig | None = layer.settings if layer is not None else processor.config if running else None
+    config: PatchConfig | None = layer.config if layer is not None else processor.config if running else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
-    if config is not None and wanted is not None:
+    if wanted is not None and isinstance(config, CausalConfig):
         config.check_whole(wanted)
-        check_layout(config.grid_from(wanted), config.blocks_on(wanted), is_causal=config.causal is not None)
+        check_layout(config.grid_from(wanted), config.blocks_on(wanted), is_causal=True)
+    elif wanted is not None and isinstance(config, MHLAConfig):
+        check_layout(wanted, config.blocks_on(wanted))
     sizes, density = None, None
     if grid is not None:
         sizes = sizes_of(attn, family, config if running else None, grid, family.extra_tokens)
-    if config is not None and config.sparse == "own":
-        longest = config.blocks[0] * int(config.block_length or 1), *(1 for _ in config.blocks[1:])
+    if isinstance(config, CausalConfig) and config.own == "softmax":
+        longest = config.blocks[0] * config.block_length, *(1 for _ in config.blocks[1:])
         own = config.sizes_on(grid or longest, 1, 1, in_order=family.own_attention_is_causal)
         density = own.listed_pairs / own.pairs
-    elif config is not None and config.sparse == "content":
-        density = config.listed if grid is None else config.listed_on(grid)
+    elif isinstance(config, SparseConfig):
+        density = config.density if grid is None else config.rule_on(grid).listed_on(grid)
     return LayerDescription(name, kind, config, running, grid, sizes, extra, density)
 
 
 def sizes_of(
-    attn: Any, family: Family, config: MHLAConfig | None, grid: tuple[int, ...], extra: int = 0
+    attn: Any, family: Family, config: PatchConfig | None, grid: tuple[int, ...], extra: int = 0
 ) -> AttentionSizes:
     """Return what the cost of a model's self-attention depends on.
 
@@ -213,10 +223,9 @@ def sizes_of(
     heads, head_dim = family.adapter_of(attn).heads(attn)
     if config is not None:
         return config.sizes_on(grid, heads, head_dim, extra, in_order=family.own_attention_is_causal)
-    sizes = AttentionSizes(math.prod(grid), heads, head_dim, extra=extra)
     if family.own_attention != "softmax":
-        return sizes
-    sizes = sizes.with_sparse(1, 1.0, pooled=False)
+        return AttentionSizes(math.prod(grid), heads, head_dim, extra=extra)
+    sizes = AttentionSizes.of_sparse(math.prod(grid), heads, head_dim, 1, 1, 0, 1.0, extra)
     if not family.own_attention_is_causal:
         return sizes
     seen = heads * (sizes.tokens * (sizes.tokens + 1) // 2)
@@ -286,9 +295,10 @@ def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = 
     transformer = find_transformers(pipe)[name]
     family = get_family(transformer)
     usual = family.grid_of_clip(pipe, transformer, family.default_clip)
+    usual_blocks = MHLAConfig(blocks=family.mhla_blocks, clamp_blocks=True).blocks_on(usual)
     wanted = [
         size * count / max(size_then, 1)
-        for size, count, size_then in zip(grid, family.default_config.blocks_on(usual), usual, strict=True)
+        for size, count, size_then in zip(grid, usual_blocks, usual, strict=True)
     ]
     blocks = fit_blocks(wanted, grid)
     if math.prod(blocks) == 1:

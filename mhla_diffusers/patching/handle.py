@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..attention.parallel.place import Parallel
-from ..config import MHLAConfig, Step
+from ..config import PatchConfig, Step
 from ..families import Family, find_family, get_family, unwrapped
 from .advice import advise
 from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter
-from .layer import MHLALayer, attentions_of, layer_of, replaced_processor
+from .layer import PatchedLayer, attentions_of, layer_of, replaced_processor
 from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
 from .processor import (
     MHLAProcessor,
@@ -93,13 +93,13 @@ class Patched:
             self._prepare_compiling()
 
     @property
-    def layers(self) -> dict[str, MHLALayer]:
+    def layers(self) -> dict[str, PatchedLayer]:
         """Name of every patched self-attention, with its layer."""
         found = ((name, layer_of(attn)) for name, attn in self.attentions.items())
         return {name: layer for name, layer in found if layer is not None}
 
     @property
-    def config(self) -> MHLAConfig:
+    def config(self) -> PatchConfig:
         """Settings of the patch."""
         for attn in self.attentions.values():  # every forward asks, so the first layer is enough
             layer = layer_of(attn)
@@ -116,7 +116,7 @@ class Patched:
 
     # Putting in and taking away
 
-    def install(self, layers: dict[str, MHLALayer], pipe: Any) -> None:
+    def install(self, layers: Mapping[str, PatchedLayer], pipe: Any) -> None:
         """Patch the transformer.
 
         Args:
@@ -342,7 +342,7 @@ class Patched:
         if not torch.compiler.is_compiling():
             layer = next(iter(self.layers.values()), None)
             if grid != self.latest_grid and layer is not None and self.family.own_attention == "softmax":
-                advice = advise(layer.settings, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
+                advice = advise(layer.config, grid, layer.heads, layer.head_dim, self.family.extra_tokens)
                 for topic in advice.keys() - self._warned:  # each once
                     self._warned.add(topic)
                     logger.warning(advice[topic])
@@ -549,8 +549,8 @@ def is_patched(model: Any) -> bool:
     return bool(find_patched(model))
 
 
-def mhla_layers(model: Any) -> dict[str, MHLALayer]:
-    """Find every MHLA layer that is in use by name, put in by a patch or built into the model, as into VLT.
+def mhla_layers(model: Any) -> dict[str, PatchedLayer]:
+    """Find every layer that is in use by name, put in by a patch or built into the model, as into VLT.
 
     The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
     """
@@ -563,7 +563,7 @@ def mhla_layers(model: Any) -> dict[str, MHLALayer]:
     }
 
 
-def _built_in_layers(model: Any) -> dict[str, MHLALayer]:
+def _built_in_layers(model: Any) -> dict[str, PatchedLayer]:
     """Find the layers of a model, also in PEFT's wrapper, that has MHLA without a patch and nothing of a family."""
     if not isinstance(model, nn.Module) or any(find_family(module) is not None for module in model.modules()):
         return {}
@@ -571,7 +571,7 @@ def _built_in_layers(model: Any) -> dict[str, MHLALayer]:
     return {f"{path}.mhla": layer for path, layer in layers.items() if layer is not None}
 
 
-def require_layers(model: Any) -> dict[str, MHLALayer]:
+def require_layers(model: Any) -> dict[str, PatchedLayer]:
     """Find the layers of :func:`mhla_layers`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The learnable part of one patched attention, the submodule ``attn.mhla``."""
+"""The submodule ``attn.mhla`` of one patched attention: what attends, and of MHLA what is learned."""
 
 import math
 from typing import Any
@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from ..attention import (
-    Call,
+    MHLACall,
     MHLAState,
+    SparseCall,
     attend,
     clip_mixing_,
     extend_mixing,
@@ -20,10 +21,10 @@ from ..attention import (
 from ..attention.layout import check_layout
 from ..attention.parallel.collectives import rows_around
 from ..attention.parallel.place import Parallel
-from ..config import MHLAConfig
+from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families.adapters import AttentionAdapter, AttentionInputs
 
-FLOAT32_PARAMETERS = ("mixing", "linear_log_weight", "pooled_bias")
+FLOAT32_PARAMETERS = ("mixing", "linear_log_weight")
 """Parameters of a layer that stay in float32 whatever the attention computes in."""
 
 _UNIT_GATE = 1.2784645427610738
@@ -75,13 +76,91 @@ class Convolution(nn.Module):
         return output.flatten(2).mT[:, own]
 
 
-class MHLALayer(nn.Module):
-    """Mixing matrix and, where configured, λ and β, output norm, gate and convolution of one attention.
+class PatchedLayer(nn.Module):
+    """What attends in the place of one self-attention.
+
+    Args:
+        config: settings.
+        heads: H.
+        head_dim: D.
+        adapter: of the attention.
+    """
+
+    def __init__(
+        self, config: PatchConfig, heads: int, head_dim: int, adapter: AttentionAdapter | None = None
+    ) -> None:
+        super().__init__()
+        self.config: PatchConfig = config
+        """Settings; others that :func:`share_parameters` may take their place."""
+        self.adapter = adapter if adapter is not None else AttentionAdapter()
+        self.heads = heads
+        self.head_dim = head_dim
+        self.original_processor: Any = None
+        """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
+
+    def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> MHLACall | SparseCall:
+        """Return the call of the operator with the weights and settings of this layer."""
+        raise NotImplementedError
+
+    def forward(
+        self, inputs: AttentionInputs, *, backend: str = "auto", parallel: Parallel | None = None
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            inputs: what to attend with.
+            backend: see :func:`mhla_attention`.
+            parallel: the processes between which the tokens are split.
+
+        Returns:
+            (B, N, H, D), before the output projection of the attention.
+
+        Raises:
+            ValueError: whatever :func:`mhla_attention` and :func:`sparse_attention` refuse.
+        """
+        return attend(self.call(inputs, parallel), backend)
+
+    @torch.no_grad()
+    def weights(self, inputs: AttentionInputs) -> torch.Tensor:
+        """Return what every query gives to every key: the effective attention matrix, before norm and gate.
+
+        Returns:
+            float64 (B, H, N, N) of all tokens; rows are queries.
+        """
+        return reference_weights(self.call(inputs))
+
+
+class SparseLayer(PatchedLayer):
+    """Sparse attention, which has no parameters."""
+
+    config: SparseConfig
+
+    def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> SparseCall:
+        """Return the call of sparse attention with the settings of this layer."""
+        return SparseCall(
+            query=inputs.query,
+            key=inputs.key,
+            value=inputs.value,
+            grid=inputs.grid,
+            sparse=self.config.rule_on(inputs.grid),
+            far=self.config.far,
+            rotary=inputs.rotary,
+            key_mask=inputs.key_mask,
+            extra=inputs.extra,
+            parallel=parallel,
+        )
+
+    def extra_repr(self) -> str:
+        """Density and shape, for ``print(model)``."""
+        return f"density={self.config.density}, heads={self.heads}, head_dim={self.head_dim}"
+
+
+class MHLALayer(PatchedLayer):
+    """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
 
     Each begins so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is 1
-    (:func:`calibrate_output_norm` fits it), the gate is 1, the convolution 0. Beside the sparse branch λ is e⁻³, or 1
-    without pooled keys, and β, where it is a parameter, 0; :func:`calibrate_sparse` fits both. With pooled keys the
-    linear branch takes part only once that or training has begun. Beside extra tokens alone λ is 1 / √D.
+    (:func:`calibrate_output_norm` fits it), the gate is 1, the convolution 0. λ is 1 beside the own block of causal
+    attention and 1 / √D beside extra tokens.
 
     Args:
         config: settings.
@@ -91,71 +170,28 @@ class MHLALayer(nn.Module):
         adapter: of the attention.
     """
 
+    config: LinearConfig
+
     def __init__(
-        self, config: MHLAConfig, heads: int, head_dim: int, hidden_size: int, adapter: AttentionAdapter | None = None
+        self, config: LinearConfig, heads: int, head_dim: int, hidden_size: int, adapter: AttentionAdapter | None = None
     ) -> None:
-        super().__init__()
-        self.config = config
-        """Settings; others that :func:`share_parameters` may take their place."""
-        self.adapter = adapter if adapter is not None else AttentionAdapter()
-        self.heads = heads
-        self.head_dim = head_dim
-        self.runs_linear = config.starts_linear
-        """Whether MHLA over all blocks takes part: beside pooled keys from calibration or training on."""
-        self.original_processor: Any = None
-        """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
+        super().__init__(config, heads, head_dim, adapter)
         mixing = initial_mixing(config.blocks, config.mixing_init)
         if config.mixing_per_head:
             mixing = mixing.repeat(heads, 1, 1)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
         self.linear_log_weight: nn.Parameter | None = None
-        """Log of λ, (H,); of layers that attend to anything with softmax, by the sparse branch or to extra tokens."""
-        if config.sparse != "none" or self.adapter.has_extra:
-            self.linear_log_weight = nn.Parameter(torch.full((heads,), self._first_log_weight, dtype=torch.float32))
-        self.pooled_bias = nn.Parameter(torch.zeros(heads, dtype=torch.float32)) if config.learns_pooled_bias else None
-        """β, (H,); None where it is fitted at every call."""
+        """Log of λ, (H,); of layers that attend to the own block or to extra tokens with softmax."""
+        if self.adapter.has_extra or (isinstance(config, CausalConfig) and config.own == "softmax"):
+            # a token of the grid weighs about as much as an extra one: where channels are normed, φ(q) · φ(k) is of the
+            # order of D times a number near 1/6, and exp(q · k / √D) near 1.6
+            first = -0.5 * math.log(head_dim) if self.adapter.has_extra else 0.0
+            self.linear_log_weight = nn.Parameter(torch.full((heads,), first, dtype=torch.float32))
         self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, heads * head_dim) if config.output_gate else None
         self.convolution: Convolution | None = None
-        if config.convolution is not None:
+        if isinstance(config, MHLAConfig) and config.convolution is not None:
             self.convolution = Convolution(heads * head_dim, config.convolution, len(config.blocks))
-
-    @property
-    def _first_log_weight(self) -> float:
-        """Log of λ of a fresh layer: where pooled keys take part, they leave the linear branch little to add.
-
-        Beside extra tokens alone a token of the grid weighs about as much as one of those: where channels are normed,
-        φ(q) · φ(k) is of the order of D times a number near 1/6, and exp(q · k / √D) near 1.6.
-        """
-        if self.config.sparse == "none":
-            return -0.5 * math.log(self.head_dim)
-        return -3.0 if self.config.sparse == "content" and self.config.pooled else 0.0
-
-    @property
-    def settings(self) -> MHLAConfig:
-        """Settings with which a fresh layer attends as this one does now."""
-        return self.config.replace(linear_branch=True) if self.runs_linear > self.config.starts_linear else self.config
-
-    def train(self, mode: bool = True) -> "MHLALayer":
-        """Set training mode, from which on MHLA over all blocks takes part."""
-        self.runs_linear = self.runs_linear or mode
-        return super().train(mode)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Load weights; with a mixing matrix, λ or β that has learned MHLA over all blocks takes part.
-
-        Weights of a layer that was in training mode and learned nothing are those of a fresh one.
-        """
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        for name in ("linear_log_weight", "pooled_bias", "mixing"):  # last the one whose fresh values take time to make
-            loaded, own = state_dict.get(prefix + name), getattr(self, name)
-            if self.runs_linear or own is None or loaded is None or loaded.shape != own.shape or own.is_meta:
-                continue
-            if name == "mixing":
-                fresh = initial_mixing(self.config.blocks, self.config.mixing_init)
-            else:
-                fresh = torch.tensor(self._first_log_weight if name == "linear_log_weight" else 0.0)
-            self.runs_linear = bool((loaded != fresh.to(loaded)).any())
 
     def forward(
         self,
@@ -192,43 +228,44 @@ class MHLALayer(nn.Module):
         added = added.unflatten(-1, (self.heads, -1))
         return output + (functional.pad(added, (0, 0, 0, 0, *inputs.extra)) if any(inputs.extra) else added)
 
-    def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> Call:
-        """The call of MHLA with the weights and settings of this layer."""
-        config, grid, extra = self.config, inputs.grid, inputs.extra
-        if config.causal is not None:
-            config.check_whole(grid)
-            grid = config.grid_from(grid)
-        call_grid, blocks = check_layout(grid, config.blocks_on(grid), is_causal=config.causal is not None)
+    def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> MHLACall:
+        """Return the call of MHLA with the weights and settings of this layer."""
+        config, grid, weight = self.config, inputs.grid, self._weight
         mixing: torch.Tensor = self.mixing
-        if blocks != config.blocks and config.causal is not None:
-            mixing = extend_mixing(mixing, config.blocks, blocks[0])
-        elif blocks != config.blocks:
-            mixing = resize_mixing(mixing, config.blocks, blocks)
-        weight, rule = None, config.rule_on(call_grid) if config.sparse == "content" else None
-        if self.linear_log_weight is not None and self.runs_linear and (config.sparse != "none" or any(extra)):
-            weight = self.linear_log_weight.exp()
-        if weight is not None or config.needs_positive_mixing:
+        if isinstance(config, CausalConfig):
+            config.check_whole(grid)
+            grid, causal = config.grid_from(grid), config.causal
+        else:
+            causal = None
+        call_grid, blocks = check_layout(grid, config.blocks_on(grid), is_causal=causal is not None)
+        if blocks != config.blocks:
+            extended = causal is not None
+            mixing = extend_mixing(mixing, config.blocks, blocks[0]) if extended else resize_mixing(mixing, config.blocks, blocks)
+        if weight is not None or (isinstance(config, CausalConfig) and config.needs_positive_mixing):
             # sums are weighed against softmax by their logarithm; an optimizer without the clip goes below 0
             mixing = mixing.clamp_min(0)
-        return Call(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            mixing,
-            call_grid,
-            blocks,
+        return MHLACall(
+            query=inputs.query,
+            key=inputs.key,
+            value=inputs.value,
+            mixing=mixing,
+            grid=call_grid,
+            blocks=blocks,
             **self._formula(),
             rotary=inputs.rotary,
             key_mask=inputs.key_mask,
             output_norm=self.output_norm,
             output_gate=None if self.gate is None else self._gate(self.gate, inputs),
-            linear_weight=weight,
-            sparse=rule,
-            pooled_bias=self.pooled_bias,
-            extra=extra,
+            linear_weight=weight if causal is not None or any(inputs.extra) else None,
+            extra=inputs.extra,
             parallel=parallel,
-            causal=config.causal,
+            causal=causal,
         )
+
+    @property
+    def _weight(self) -> torch.Tensor | None:
+        """λ; None without one."""
+        return None if self.linear_log_weight is None else self.linear_log_weight.exp()
 
     def _gate(self, gate: Gate, inputs: AttentionInputs) -> torch.Tensor:
         """Gate of the grid's tokens, (B, tokens, H, D)."""
@@ -249,7 +286,7 @@ class MHLALayer(nn.Module):
             ValueError: the patch is not causal.
         """
         config = self.config
-        if config.causal is None or config.block_length is None:
+        if not isinstance(config, CausalConfig):
             raise ValueError(
                 "A sequence that goes on needs a patch whose queries see the past alone; patch with causal='token' or "
                 "causal='block' and a block_length."
@@ -267,12 +304,12 @@ class MHLALayer(nn.Module):
 
     def _step(self, state: MHLAState, inputs: AttentionInputs, keep: bool) -> torch.Tensor:
         """The next step of a state, with the weights of now."""
+        assert isinstance(self.config, CausalConfig)
         self.config.check_whole(inputs.grid)
-        weight = self.linear_log_weight
         weights: dict[str, Any] = {
             "mixing": self.mixing.clamp_min(0) if self.config.needs_positive_mixing else self.mixing,
             "output_norm": self.output_norm,
-            "linear_weight": weight.exp() if self.config.sparse == "own" and weight is not None else None,
+            "linear_weight": self._weight,
         }
         query, key, value = inputs.query, inputs.key, inputs.value
         gate = None if self.gate is None else self._gate(self.gate, inputs)
@@ -287,15 +324,6 @@ class MHLALayer(nn.Module):
             query, key, value, rotary=inputs.rotary, key_mask=inputs.key_mask, output_gate=gate, keep=keep, **weights
         )
 
-    @torch.no_grad()
-    def weights(self, inputs: AttentionInputs) -> torch.Tensor:
-        """What every query gives to every key: the effective attention matrix of :meth:`forward`, before norm and gate.
-
-        Returns:
-            float64 (B, H, N, N) of all tokens; rows are queries.
-        """
-        return reference_weights(self.call(inputs))
-
     def _formula(self) -> dict[str, Any]:
         """Which linear attention it is."""
         config = self.config
@@ -305,14 +333,6 @@ class MHLALayer(nn.Module):
             "normalize": config.normalize,
             "eps": config.eps,
         }
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether λ and β are still those of a fresh layer, which nothing fits within the call."""
-        if self.config.sparse != "content" or self.config.listed == 1 or self.config.fits_pooled_bias:
-            return False
-        is_fresh = self.linear_log_weight is None or bool((self.linear_log_weight == self._first_log_weight).all())
-        return is_fresh and (self.pooled_bias is None or not self.pooled_bias.any())
 
     @torch.no_grad()
     def clip_mixing_(self) -> None:
@@ -329,22 +349,19 @@ class MHLALayer(nn.Module):
 _SETTINGS_OF_PARAMETERS = (
     "blocks",
     "causal",
+    "own",
     "block_length",
     "mixing_per_head",
     "mixing_learnable",
-    "sparse",
-    "pooled",
-    "linear_branch",
-    "learns_pooled_bias",
     "output_norm",
     "output_gate",
     "convolution",
 )
 
 
-def share_parameters(before: MHLAConfig, after: MHLAConfig) -> bool:
+def share_parameters(before: PatchConfig, after: PatchConfig) -> bool:
     """Whether layers of these settings have the same parameters, so that one keeps its own when settings change."""
-    return all(getattr(before, name) == getattr(after, name) for name in _SETTINGS_OF_PARAMETERS)
+    return all(getattr(before, name, None) == getattr(after, name, None) for name in _SETTINGS_OF_PARAMETERS)
 
 
 def attentions_of(transformer: nn.Module) -> dict[str, Any]:
@@ -352,19 +369,19 @@ def attentions_of(transformer: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
 
 
-def layer_of(attn: Any) -> MHLALayer | None:
-    """The MHLA layer that an attention uses, or None.
+def layer_of(attn: Any) -> PatchedLayer | None:
+    """The layer that an attention uses, or None.
 
     PEFT's ``modules_to_save=["mhla"]`` puts a wrapper in its place, with the layer and a copy of it for every adapter.
     """
     module: Any = getattr(attn, "mhla", None)
-    if module is None or isinstance(module, MHLALayer):
+    if module is None or isinstance(module, PatchedLayer):
         return module
     copies = module.modules_to_save
     active = (
         None if module.disable_adapters else next((name for name in module.active_adapters if name in copies), None)
     )
-    layer: MHLALayer = module.original_module if active is None else copies[active]
+    layer: PatchedLayer = module.original_module if active is None else copies[active]
     return layer
 
 

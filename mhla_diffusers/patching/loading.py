@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..config import (
-    MHLAConfig,
+    KINDS,
+    PatchConfig,
     adapted_patch_folder,
     adapted_patch_names,
     check,
@@ -25,7 +26,7 @@ from ..config import (
 from ..families import get_family
 from ..files import check_hash, read_json
 from .handle import Patched, find_transformers, is_patched
-from .layer import MHLALayer
+from .layer import PatchedLayer
 from .patch import plan_patch, remove_mhla
 from .processor import MHLAProcessor
 from .saving import (
@@ -44,7 +45,7 @@ Record = TypeVar("Record", PatchRecord, TransformerRecord)
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Files that are never loaded."""
-_ARGUMENTS = ("blocks", "block_size", "density", "backend", "revision", "token", "keep_replaced")
+_ARGUMENTS = ("blocks", "density", "backend", "revision", "token", "keep_replaced")
 _WORDS = {str: "text", int: "an integer", dict: "an object", list: "a list of names"}
 
 
@@ -53,7 +54,6 @@ def load_mhla(
     patch: str | Path,
     *,
     blocks: tuple[int, ...] | None = None,
-    block_size: int | None = None,
     density: float | None = None,
     backend: str = "auto",
     revision: str | None = None,
@@ -73,9 +73,7 @@ def load_mhla(
         model: unpatched pipeline or transformer of the kind that the patch was made for.
         patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-mhla".
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
-        block_size: other tokens of every uniform block, of a patch with a sparse branch; it was not trained with them,
-            which a warning says.
-        density: another part of all pairs of blocks to list.
+        density: another part of all pairs of blocks to list, of a patch with sparse attention.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         revision: of a Hub repository; with it a folder here of the owner's name does not count.
         token: for a private Hub repository.
@@ -95,7 +93,7 @@ def load_mhla(
         near = get_close_matches(name, _ARGUMENTS, n=1)
         hint = f"did you mean {near[0]!r}? Allowed" if near else "allowed"
         setting = (near or [name])[0]
-        is_setting = setting in {field.name for field in fields(MHLAConfig)}
+        is_setting = any(setting in {field.name for field in fields(kind)} for kind in KINDS)
         later = f" After loading, change_mhla(model, {setting}={others[name]!r}) changes it." if is_setting else ""
         raise ValueError(f"load_mhla has no argument {name!r}; {hint}: {', '.join(_ARGUMENTS)}.{later}")
     check(isinstance(keep_replaced, bool), f"keep_replaced={keep_replaced!r} must be True or False.")
@@ -120,19 +118,13 @@ def load_mhla(
             "copy of it, the two do not belong together.",
             stacklevel=2,
         )
-    wanted = {"blocks": blocks, "block_size": block_size, "density": density}
+    wanted = {"blocks": blocks, "density": density}
     changes = {name: value for name, value in wanted.items() if value is not None}
     plans = []
     for name, transformer in transformers.items():
         saved = record.transformers[name]
-        before = MHLAConfig.from_dict(saved.mhla)
+        before = PatchConfig.from_dict(saved.patch)
         opened = before.replace(**changes)
-        if opened.block_size != before.block_size:
-            warnings.warn(
-                f"This patch was trained with block_size={before.block_size} and opens with "
-                f"block_size={opened.block_size}; adapt it, or fit its weights with calibrate_sparse(model, run).",
-                stacklevel=2,
-            )
         patched, layers = plan_patch(transformer, MHLAProcessor(opened, backend=backend))
         part = resized(_part_of(tensors, name), before, opened)
         _check_tensors(patched, layers, part, record, saved)
@@ -239,7 +231,7 @@ def read_record(folder: Path) -> PatchRecord:
         record = _parse(PatchRecord, content, "")
         check(bool(record.transformers), "transformers is empty, but a patch is for at least one.")
         for part in record.transformers.values():
-            MHLAConfig.from_dict(part.mhla)
+            PatchConfig.from_dict(part.patch)
         is_lora = set(record.lora) == {"file", "sha256"} and all(isinstance(one, str) for one in record.lora.values())
         check(not record.lora or is_lora, f"lora must hold file and sha256, got {record.lora!r}.")
         return record
@@ -294,8 +286,8 @@ def check_file(folder: Path, record: PatchRecord) -> Path:
         name, now, saved = changed
         raise ValueError(
             f"{CONFIG_NAME} was changed after saving: {name} is {now!r}, and the weights were saved with {saved!r}. "
-            "They belong together, so put it back. What may differ are the arguments of load_mhla: blocks, "
-            "block_size, density; other settings need other weights: apply_mhla() and an adaptation."
+            "They belong together, so put it back. What may differ are the arguments of load_mhla: blocks "
+            "or density; other settings need other weights: apply_mhla() and an adaptation."
         )
     return path
 
@@ -351,7 +343,7 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dic
 
 def _check_tensors(
     patched: Patched,
-    layers: dict[str, MHLALayer],
+    layers: dict[str, PatchedLayer],
     tensors: dict[str, torch.Tensor],
     record: PatchRecord,
     saved: TransformerRecord,

@@ -1,9 +1,9 @@
 """Patch, change, remove. Each checks everything first, changes nothing until then, and carries out what it planned."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,29 +11,34 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..config import AUTOMATIC, LayerChoice, MHLAConfig, Patch, is_automatic, load_patch, parse_layers
-from ..families import get_family
-from .calibrate import (
-    calibrate_sparse,
-    check_run,
-    measure_sensitivity,
-    record_calls,
-    refuse_causal,
-    refuse_language,
-    repeat_calls,
+from ..config import (
+    AUTOMATIC,
+    CausalConfig,
+    LayerChoice,
+    LinearConfig,
+    Patch,
+    PatchConfig,
+    is_automatic,
+    load_patch,
+    parse_layers,
 )
+from ..families import get_family
+from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
 from .handle import (
     Patched,
     find_patched,
     find_transformers,
     is_patched,
+    mhla_layers,
     refuse_wrapped,
     require_layers,
 )
-from .layer import MHLALayer, attentions_of, share_parameters
+from .layer import MHLALayer, PatchedLayer, attentions_of, share_parameters
 from .processor import MHLAProcessor, holds_weights, make_layer
 from .steps import DenoisingLoop
 from .weights import group_offloading, resized
+
+logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
@@ -43,46 +48,43 @@ _SHOWN_NAMES = 4
 
 def apply_mhla(
     model: Model,
-    patch: MHLAConfig | str | Path | None = None,
+    patch: PatchConfig | str | Path | None = None,
     *,
     backend: str = "auto",
     calibration: Callable[[], object] | None = None,
     **settings: Any,
 ) -> Model:
-    """Replace the self-attention of a pipeline or transformer by MHLA, in place.
+    """Replace the self-attention of a pipeline or transformer, in place.
 
-    ``apply_mhla(pipe)`` takes the family's defaults, ``apply_mhla(pipe, blocks=(7, 3, 5), layers="2/3")`` changes some
-    of them, ``apply_mhla(pipe, "wan2.1-t2v-1.3b-hybrid")`` takes a preset. Cross-attention stays as it is. If
-    anything is refused, the model is unchanged.
+    A patch runs one of three attentions, which the names of its settings decide. ``apply_mhla(pipe)`` takes the
+    family's default, sparse attention in the place of softmax attention, which needs no training;
+    ``apply_mhla(pipe, density=0.05)`` changes it. ``apply_mhla(pipe, blocks=(7, 3, 5), layers="2/3")`` is the paper's
+    MHLA, which has to be adapted; with ``causal`` it sees the past alone. ``apply_mhla(pipe, "wan2.1-t2v-1.3b")`` takes
+    a preset. Cross-attention stays as it is. If anything is refused, the model is unchanged.
 
     Args:
         model: a pipeline (all its supported transformers are patched) or one transformer.
         patch: settings, the name of a preset, or the path of a patch YAML; None for the family's defaults.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        calibration: makes the patch as good as it is without training: runs the model on typical inputs, for example
-            ``lambda: pipe("a cat", num_inference_steps=4)``. It fits how the linear branch weighs beside softmax, see
-            :func:`calibrate_sparse`. With ``layers="auto:2/3"`` those layers are replaced whose replacement alone moves
+        calibration: with ``layers="auto:2/3"``, runs the model on typical inputs, for example
+            ``lambda: pipe("a cat", num_inference_steps=4)``. Those layers are replaced whose replacement alone moves
             the output least, which costs one run of each call per layer; their list is recorded in the configuration.
-        **settings: fields of :class:`MHLAConfig` that replace those of ``patch``.
+        **settings: fields of :class:`MHLAConfig`, :class:`SparseConfig` or :class:`CausalConfig` that replace those of
+            ``patch``.
 
     Returns:
         ``model``.
 
     Raises:
         ValueError: unsupported model, already patched, a patch for another family, settings that do not fit, or a
-            calibration that nothing of the patch is fitted by.
+            calibration without layers to choose.
     """
     transformers = find_transformers(model)
-    if not isinstance(patch, MHLAConfig | str | Path | None):
+    if not isinstance(patch, PatchConfig | str | Path | None):
         raise ValueError(
-            f"patch={patch!r} must be a MHLAConfig, the name of a preset or the path of a patch YAML; "
-            "single settings are keywords, for example blocks=(4, 4)."
+            f"patch={patch!r} must be settings such as MHLAConfig(...), the name of a preset or the path of a patch "
+            "YAML; single settings are keywords, for example blocks=(4, 4)."
         )
-    if calibration is not None:
-        check_run(calibration, "calibration")
-        refuse_language(model, "calibration")
-    for transformer in transformers.values():  # before the settings, which would ask for more of such a patch
-        _refuse_order(transformer, settings.get("causal"))
     chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
     configs = {}
     for name, transformer in transformers.items():
@@ -92,43 +94,48 @@ def apply_mhla(
                 f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), but the model belongs "
                 f"to {family.name!r}."
             )
-        config = chosen.config if isinstance(chosen, Patch) else chosen or family.default_config
-        config = config.replace(**settings)
-        if chosen is None and config.causal is None and not {"blocks", "clamp_blocks"} & settings.keys():
-            config = config.replace(clamp_blocks=True)
-        configs[name] = config
+        config = chosen.config if isinstance(chosen, Patch) else chosen
+        configs[name] = family.complete(settings) if config is None else config.replace(**settings)
     if calibration is not None:
+        check_run(calibration, "calibration")
+        refuse_language(model, "calibration")
         refuse_causal(configs.values(), "calibration")
-    automatic = any(is_automatic(config.layers) for config in configs.values())
-    if calibration is not None and automatic:
+        if not any(is_automatic(config.layers) for config in configs.values()):
+            raise ValueError("calibration chooses layers, and this patch names them; set layers='auto:2/3' as well.")
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [plan_patch(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
-    has_weights = any(layer.linear_log_weight is not None for _, layers in plans for layer in layers.values())
-    if calibration is not None and not has_weights and not automatic:
-        raise ValueError(
-            "calibration fits how the linear branch weighs beside softmax, and with sparse='none' this patch attends "
-            "to nothing with softmax. Leave it out, patch with sparse='content', or choose layers='auto:…' by it."
-        )
     for patched, layers in plans:
         patched.install(layers, model)
-    if calibration is not None and has_weights:
-        try:
-            calibrate_sparse(model, calibration)
-        except BaseException:
-            remove_mhla(model)
-            raise
+    for patched, _ in plans:
+        _tell_what_runs(patched)
     return model
 
 
-def plan_patch(transformer: nn.Module, processor: MHLAProcessor) -> tuple[Patched, dict[str, MHLALayer]]:
+def _tell_what_runs(patched: Patched) -> None:
+    """Log which attention a new patch runs, and warn where it has yet to be adapted."""
+    config, kind = patched.config, type(patched.transformer).__name__
+    runs = f"{config.attention} in {len(patched.layers)} of the {len(patched.attentions)} self-attentions of {kind}"
+    if isinstance(config, LinearConfig) and patched.family.own_attention == "softmax":
+        logger.warning(
+            "%s: nothing of it is adapted yet, so what this model generates is not usable. Adapt it with mhla finetune, "
+            "load an adapted patch with load_mhla(), or patch with sparse attention, apply_mhla(pipe), which needs no "
+            "training.",
+            runs,
+        )
+    else:
+        logger.info("%s", runs)
+
+
+def plan_patch(transformer: nn.Module, processor: MHLAProcessor) -> tuple[Patched, dict[str, PatchedLayer]]:
     """Check everything and change nothing: the handle to install, and the new layer of every attention to patch.
 
     Raises:
         ValueError: unsupported or offloaded transformer, already patched, or settings that do not fit.
     """
     if is_patched(transformer):
+        running = " and ".join({layer.config.attention for layer in mhla_layers(transformer).values()}) or "MHLA"
         raise ValueError(
-            f"This {type(transformer).__name__} is already patched with MHLA; change_mhla() changes its settings, "
+            f"This {type(transformer).__name__} is already patched with {running}; change_mhla() changes its settings, "
             "or call remove_mhla() first."
         )
     patched, config = Patched(transformer, processor), processor.config
@@ -138,13 +145,13 @@ def plan_patch(transformer: nn.Module, processor: MHLAProcessor) -> tuple[Patche
 
 def _choose_automatically(
     transformers: Mapping[str, nn.Module],
-    configs: Mapping[str, MHLAConfig],
+    configs: Mapping[str, PatchConfig],
     calibration: Callable[[], object],
     backend: str,
-) -> dict[str, MHLAConfig]:
+) -> dict[str, PatchConfig]:
     """Put the layers that hurt least in place of "auto:…", and leave the transformers as they are."""
     for config in configs.values():
-        if config.output_norm:
+        if isinstance(config, LinearConfig) and config.output_norm:
             raise ValueError(
                 "layers='auto:…' cannot judge an output norm that is not fitted yet. Patch all layers, call "
                 "calibrate_output_norm(), look at layer_sensitivity(), and patch again with the list of layers."
@@ -158,8 +165,6 @@ def _choose_automatically(
     for name, (patched, layers) in plans.items():
         patched.install(layers, None)
         try:
-            if any(layer.linear_log_weight is not None for layer in layers.values()):
-                calibrate_sparse(patched.transformer, partial(repeat_calls, patched.transformer, calls[name]))
             sensitivities = measure_sensitivity(patched, calls[name])
         finally:
             patched.remove()
@@ -250,14 +255,14 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     What the layers that stay patched have learned is kept: mixing matrices are interpolated to other blocks, as
     :func:`load_mhla` does it, and what has learned nothing is as in a fresh layer of the new settings. A layer that is
     patched now starts fresh, and one that is no longer patched gets its original processor. A warning names what was
-    learned and is dropped, or was learned with other uniform blocks. Another backend, density, block size or number of
-    ``softmax_steps`` keeps all parameters; with other settings layers have new ones, so make optimizers after it. Where
-    something else has set processors, MHLA runs again. If anything is refused the model is unchanged.
+    learned and is dropped. Another backend or number of ``softmax_steps`` keeps all parameters; with other blocks or
+    parts layers have new ones, so make optimizers after it. Where something else has set processors, the patch runs
+    again. If anything is refused the model is unchanged.
 
     Args:
         model: patched pipeline or transformer.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`; None for the one it has.
-        **settings: fields of :class:`MHLAConfig` that change.
+        **settings: fields of its :class:`PatchConfig` that change; which attention runs stays.
 
     Returns:
         ``model``.
@@ -292,7 +297,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
 
 def _plan_change(
     patched: Patched, backend: str | None, settings: Mapping[str, Any]
-) -> tuple[MHLAProcessor, dict[str, MHLALayer], str | None]:
+) -> tuple[MHLAProcessor, dict[str, PatchedLayer], str | None]:
     """Check other settings and change nothing.
 
     Returns:
@@ -305,7 +310,7 @@ def _plan_change(
     if patched.running_processor().is_off:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     attentions, family = patched.attentions, patched.family
-    if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in attentions.values()):
+    if any(not isinstance(getattr(attn, "mhla", None), PatchedLayer | None) for attn in attentions.values()):
         raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
     before, old_config, old_processor = patched.layers, patched.config, patched.running_processor()
     config = old_config.replace(**settings)
@@ -315,7 +320,7 @@ def _plan_change(
             f"softmax_steps={config.softmax_steps!r} needs a patch of apply_mhla(), which keeps the processors of "
             "before; diffusers' own set_attn_processor drops them."
         )
-    if config.mixing_init != old_config.mixing_init:
+    if isinstance(config, LinearConfig) and config.mixing_init != getattr(old_config, "mixing_init", None):
         raise ValueError(
             f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
             "remove_mhla() and apply_mhla() to begin again."
@@ -323,8 +328,8 @@ def _plan_change(
     keeps_parameters = share_parameters(old_config, config)
     tensors = {f"{name}.mhla.{key}": x for name, layer in before.items() for key, x in layer.state_dict().items()}
     fitting = resized(tensors, old_config, config)
-    layers: dict[str, MHLALayer] = {}
-    dropped, learned = set[str](), set[str]()
+    layers: dict[str, PatchedLayer] = {}
+    dropped = set[str]()
     for name, attn in chosen.items():
         old = before.get(name)
         if old is not None and keeps_parameters:
@@ -337,25 +342,19 @@ def _plan_change(
         fresh = make_layer(attn, old_config, family).state_dict()
         names = {key for key, x in old.state_dict().items() if not x.is_meta and not torch.equal(x, fresh[key])}
         if not keeps_parameters:
-            layers[name].runs_linear |= old.runs_linear > old_config.starts_linear or (old.runs_linear and bool(names))
             prefix = f"{name}.mhla."
             own = {key.removeprefix(prefix): x for key, x in fitting.items() if key.startswith(prefix)}
             # what has learned nothing starts as in a fresh layer of the new settings
             _carry_over(name, old, layers[name], {key: x for key, x in own.items() if key in names or x.is_meta})
         dropped |= names - set(layers[name].state_dict())
-        learned |= names
-    losses = [f"What the patch has learned of {', '.join(sorted(dropped))} is dropped."] if dropped else []
-    blocks = ("sparse", "block_size", "key_block_size", "order")
-    if learned and any(getattr(old_config, name) != getattr(config, name) for name in blocks):
-        was, now = (", ".join(f"{name}={getattr(one, name)!r}" for name in blocks) for one in (old_config, config))
-        losses.append(f"The patch has learned with {was}, and runs with {now} now; adapt it again.")
+    loss = f"What the patch has learned of {', '.join(sorted(dropped))} is dropped." if dropped else None
     processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
     if "_attention_backend" in vars(old_processor):  # set since it was patched, and not the class's None
         processor._attention_backend = old_processor._attention_backend
-    return processor, layers, " ".join(losses) or None
+    return processor, layers, loss
 
 
-def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping[str, torch.Tensor]) -> None:
+def _carry_over(name: str, before: PatchedLayer, after: PatchedLayer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give a new layer the tensors of the one before, as far as it has them, and what is frozen stays frozen."""
     state = after.state_dict(keep_vars=True)
     for key in state.keys() & tensors.keys():
@@ -369,7 +368,8 @@ def _carry_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping
             state[key].copy_(tensors[key])
     old = dict(before.named_parameters())
     for key, parameter in after.named_parameters():
-        is_set_anew = key == "mixing" and before.config.mixing_learnable != after.config.mixing_learnable
+        learnable = [getattr(layer.config, "mixing_learnable", None) for layer in (before, after)]
+        is_set_anew = key == "mixing" and learnable[0] != learnable[1]
         if key in old and not is_set_anew:
             parameter.requires_grad_(old[key].requires_grad)
 
@@ -380,10 +380,12 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
     Layers whose configuration has ``mixing_clip=False`` are left alone.
 
     Raises:
-        ValueError: if the model has no MHLA layers, or ``optimizer`` was made before them and lacks a matrix that
+        ValueError: if the model has no mixing matrices, or ``optimizer`` was made before them and lacks a matrix that
             takes gradients.
     """
-    layers = list(require_layers(model).values())
+    layers = [layer for layer in require_layers(model).values() if isinstance(layer, MHLALayer)]
+    if not layers:
+        raise ValueError("The model runs sparse attention, which has no mixing matrix to clip.")
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(layer.mixing.requires_grad and id(layer.mixing) not in optimized for layer in layers):
         raise ValueError(
@@ -401,33 +403,38 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
 # Which settings fit, and which layers they choose
 
 
-def _chosen_attentions(patched: Patched, config: MHLAConfig) -> dict[str, Any]:
+def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     """Choose self-attentions by name, after checking that the transformer can have these settings.
 
     Raises:
         ValueError: settings that do not fit, offloaded weights, or attentions whose processors have weights.
     """
     family, kind = patched.family, type(patched.transformer).__name__
-    if len(config.blocks) != family.axes:
+    if isinstance(config, LinearConfig):
+        if len(config.blocks) != family.axes:
+            raise ValueError(
+                f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
+                f"blocks={family.mhla_blocks}."
+            )
+        if family.adapter.has_extra and not config.normalize:
+            raise ValueError(
+                f"normalize=False leaves {kind} no common denominator with the softmax over its extra tokens; leave it "
+                "at True."
+            )
+        if family.adapter.rope_by_head and config.rope != "before":
+            raise ValueError(
+                f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other "
+                "angles; set rope='before'."
+            )
+    elif family.own_attention != "softmax":
         raise ValueError(
-            f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
-            f"blocks={family.default_config.blocks}."
+            f"{config.attention.capitalize()} approximates softmax attention, and the own attention of {kind} is "
+            f"{family.own_attention}; patch it with MHLA, blocks={family.mhla_blocks}."
         )
-    if config.sparse != "none" and family.own_attention != "softmax":
+    if isinstance(config, CausalConfig) and family.adapter.has_extra:
         raise ValueError(
-            f"sparse={config.sparse!r} approximates softmax attention, and the own attention of {kind} is "
-            f"{family.own_attention}; leave it at 'none'."
-        )
-    if family.adapter.has_extra and not config.normalize:
-        raise ValueError(
-            f"normalize=False leaves {kind} no common denominator with the softmax over its extra tokens; leave it at "
-            "True."
-        )
-    _refuse_order(patched.transformer, config.causal)
-    if family.adapter.rope_by_head and config.rope != "before":
-        raise ValueError(
-            f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other angles; "
-            "set rope='before'."
+            f"causal={config.causal!r} orders the tokens of the grid, and {kind} attends to extra tokens too, such as "
+            "text or a class token, which have no place in that order; leave it out."
         )
     if (why := family.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
@@ -450,19 +457,6 @@ def _chosen_attentions(patched: Patched, config: MHLAConfig) -> dict[str, Any]:
             "pipe.unload_ip_adapter()."
         )
     return dict(found[index] for index in indices)
-
-
-def _refuse_order(transformer: nn.Module, causal: object) -> None:
-    """Raise if a patch is to be causal whose transformer attends to tokens that stand in no order.
-
-    Raises:
-        ValueError: naming the way out.
-    """
-    if causal is not None and get_family(transformer).adapter.has_extra:
-        raise ValueError(
-            f"causal={causal!r} orders the tokens of the grid, and {type(transformer).__name__} attends to extra "
-            "tokens too, such as text or a class token, which have no place in that order; leave it at None."
-        )
 
 
 def choose_layers(choice: LayerChoice, count: int) -> list[int]:

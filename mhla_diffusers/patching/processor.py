@@ -9,11 +9,11 @@ from torch import nn
 
 from ..attention import MHLAState, check_backend
 from ..attention.layout import check_blocks
-from ..config import MHLAConfig
+from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
 from .context import current
-from .layer import FLOAT32_PARAMETERS, MHLALayer, layer_of, replaced_processor
+from .layer import FLOAT32_PARAMETERS, MHLALayer, PatchedLayer, SparseLayer, layer_of, replaced_processor
 from .parallel import parallel_of
 
 _BACKEND = "_attention_backend"
@@ -23,7 +23,7 @@ _PARALLEL = "_parallel_config"
 
 
 class MHLAProcessor:
-    """Runs self-attention as MHLA and leaves cross-attention as the model has it.
+    """Runs self-attention as a patch says and leaves cross-attention as the model has it.
 
     A plain object without weights, as diffusers' processors are: the weights of every attention live in its own
     submodule ``attn.mhla``. One instance may therefore serve all attentions of a model::
@@ -36,12 +36,13 @@ class MHLAProcessor:
     the grid of every input; DiT, Mochi and others have no ``set_attn_processor`` of their own and need one of these.
 
     Args:
-        config: settings; or give the fields of :class:`MHLAConfig` as keywords.
+        config: settings; or give the fields of one of :class:`MHLAConfig`, :class:`SparseConfig` and
+            :class:`CausalConfig` as keywords, whose names say which attention runs.
         *call: refused: what an attention gives that the class was set on.
         grid: token grid of every input; None to find it out. It is believed: of an input with as many tokens in
             another shape, such as portrait for landscape, the blocks would be wrong.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        **settings: fields of :class:`MHLAConfig`; unknown ones are an error. Without any argument it is a placeholder:
+        **settings: such fields; unknown ones are an error. Without any argument it is a placeholder:
             diffusers instantiates processor classes when it (un)loads adapters, and the next forward restores the real
             one.
 
@@ -56,7 +57,7 @@ class MHLAProcessor:
 
     def __init__(
         self,
-        config: MHLAConfig | None = None,
+        config: PatchConfig | None = None,
         *call: Any,
         grid: tuple[int, ...] | None = None,
         backend: str = "auto",
@@ -73,18 +74,19 @@ class MHLAProcessor:
                 f"Give either config or single settings, not both (got config and {', '.join(settings)}); "
                 "config.replace(...) changes a configuration."
             )
-        if config is not None and not isinstance(config, MHLAConfig):
+        if config is not None and not isinstance(config, PatchConfig):
             raise ValueError(
-                f"config={config!r} must be a MHLAConfig; single settings are keywords, such as "
+                f"config={config!r} must be MHLAConfig, SparseConfig or CausalConfig; single settings are keywords, such as "
                 "MHLAProcessor(blocks=(7, 3, 5))."
             )
         check_backend(backend)
         is_blank = config is None and not settings and grid is None and backend == "auto"
-        self._config = config if config is not None or is_blank else MHLAConfig.from_dict(settings)
+        self._config = config if config is not None or is_blank else PatchConfig.from_dict(settings)
         self.grid = None if grid is None else check_blocks(grid, "grid")
         self.backend = backend
-        if self.grid is not None and len(self.grid) != len(self.config.blocks):
-            raise ValueError(f"grid={self.grid} and blocks={self.config.blocks} must have the same number of axes.")
+        blocks = getattr(self._config, "blocks", self.grid)
+        if self.grid is not None and len(self.grid) != len(blocks):
+            raise ValueError(f"grid={self.grid} and blocks={blocks} must have the same number of axes.")
         # diffusers' hooks look a processor's class up to learn how it is skipped
         from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 
@@ -101,7 +103,7 @@ class MHLAProcessor:
         return any(one is self for one in current().off)
 
     @property
-    def config(self) -> MHLAConfig:
+    def config(self) -> PatchConfig:
         """Its settings.
 
         Raises:
@@ -233,7 +235,7 @@ class MHLAProcessor:
             ValueError: a cache of another kind, or of another model.
         """
         layer, count = layer_of(attn), query.shape[1]
-        if layer is None:
+        if not isinstance(layer, MHLALayer):
             raise ValueError("This attention runs MHLA and has no layer for it; call apply_mhla(model) again.")
         # under autocast RoPE leaves queries and keys in float32, and softmax attention would bring all to one type
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -258,7 +260,7 @@ class MHLAProcessor:
         output: torch.Tensor = attn.mhla(inputs, backend=self.backend, state=state)
         return output
 
-    def _check_layer(self, layer: MHLALayer | None) -> None:
+    def _check_layer(self, layer: PatchedLayer | None) -> None:
         if layer is None and self.config.layers != "all":
             raise ValueError(
                 f"layers={self.config.layers!r} cannot be honoured when diffusers' own set_attn_processor puts the "
@@ -369,8 +371,8 @@ def _unknown_model(attn: Any) -> ValueError:
     )
 
 
-def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALayer:
-    """A fresh :class:`MHLALayer` that fits an attention, on its device; mixing matrix, λ and β are float32.
+def make_layer(attn: Any, config: PatchConfig, family: Family | None) -> PatchedLayer:
+    """Make a fresh layer that fits an attention, on its device; mixing matrix and λ are float32.
 
     Gate, norm and convolution take the type that the attention computes in.
 
@@ -404,7 +406,12 @@ def make_layer(attn: Any, config: MHLAConfig, family: Family | None) -> MHLALaye
         dtype = weight.dtype if weight is not None else getattr(projection, "compute_dtype", None) or torch.float32
     # an attention that first runs under inference_mode must still get weights that can be trained
     with torch.inference_mode(False):
-        layer = MHLALayer(config, heads, head_dim, int(projection.in_features), adapter)
+        layer: PatchedLayer
+        if isinstance(config, SparseConfig):
+            layer = SparseLayer(config, heads, head_dim, adapter)
+        else:
+            assert isinstance(config, LinearConfig)
+            layer = MHLALayer(config, heads, head_dim, int(projection.in_features), adapter)
         if tensors:
             layer.to(device=tensors[0].device)
             for name, parameter in layer.named_parameters():

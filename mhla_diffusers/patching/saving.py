@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
 CONFIG_NAME = "mhla_config.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
 """Parts of the names that PEFT gives to weights."""
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,8 +47,8 @@ class TransformerRecord:
     layers: int
     heads: int
     head_dim: int
-    mhla: dict[str, Any]
-    """Fields of :class:`MHLAConfig`."""
+    patch: dict[str, Any]
+    """Fields of the :class:`PatchConfig`."""
     base_weights: list[str] = field(default_factory=list)
     """Names of the model's own tensors that a patch with ``weights="changed"`` holds."""
 
@@ -160,7 +160,7 @@ def _collect(
             len(patched.attentions),
             layer.heads,
             layer.head_dim,
-            layer.settings.to_dict(),
+            layer.config.to_dict(),
             sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else [],
         )
     record = PatchRecord(
@@ -467,7 +467,7 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
     data = ModelCardData(
         base_model=base if on_hub else None, library_name="diffusers", tags=["mhla", "linear-attention"]
     )
-    settings = {name: part.mhla for name, part in record.transformers.items()}
+    settings = {name: part.patch for name, part in record.transformers.items()}
     sampling = ""
     if record.few_steps:
         few_steps = FewSteps.from_dict(record.few_steps)

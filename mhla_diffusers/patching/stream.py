@@ -64,10 +64,10 @@ class VideoStream:
         attentions = self._family.self_attentions(inside)
         self._layers = {name: layer_of(attn) for name, attn in attentions.items()}
         for name, layer in self._layers.items():
-            if layer is not None and layer.config.causal != "block":
+            if layer is not None and getattr(layer.config, "causal", None) != "block":
                 raise ValueError(
-                    f"A stream needs a patch whose frames see no later ones, and {name} has "
-                    f"causal={layer.config.causal!r}; patch with causal='block' and a block_length, such as 1 or 3 "
+                    f"A stream needs a patch whose frames see no later ones, and {name} runs "
+                    f"{layer.config.attention}; patch with causal='block' and a block_length, such as 1 or 3 "
                     "latent frames."
                 )
             if layer is not None and layer.config.softmax_steps:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..attention import extend_mixing, resize_mixing
 from ..attention.mixing import causal_mixing
-from ..config import MHLAConfig, check
+from ..config import CausalConfig, LinearConfig, PatchConfig, check
 from .layer import attentions_of
 
 LORA = "mhla"
@@ -174,7 +174,7 @@ def remove_lora(transformer: Any, name: str) -> None:
 # The patch's own weights
 
 
-def resized(tensors: Mapping[str, torch.Tensor], before: MHLAConfig, after: MHLAConfig) -> dict[str, torch.Tensor]:
+def resized(tensors: Mapping[str, torch.Tensor], before: PatchConfig, after: PatchConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of a patch for other settings.
 
     Mixing matrices are interpolated over block positions. Those of causal patches are extended along the first axis by
@@ -190,8 +190,10 @@ def resized(tensors: Mapping[str, torch.Tensor], before: MHLAConfig, after: MHLA
             than a single one can be extended to, or entries below 0 where their logarithm is taken.
     """
     part = dict(tensors)
+    if not (isinstance(before, LinearConfig) and isinstance(after, LinearConfig)):  # no matrix on both sides
+        return part
     mixings = [name for name in part if name.endswith(".mhla.mixing")]
-    if after.needs_positive_mixing:
+    if isinstance(after, CausalConfig) and after.needs_positive_mixing:
         # a matrix of another size is refused where it is loaded
         for name in (one for one in mixings if part[one].shape[-1] == math.prod(before.blocks)):
             least = 0.0 if part[name].is_meta else causal_mixing(part[name], before.blocks, own=True).min().item()
@@ -199,26 +201,19 @@ def resized(tensors: Mapping[str, torch.Tensor], before: MHLAConfig, after: MHLA
                 least >= 0,
                 f"{name} has entries down to {least:.3g}, and this causal patch takes the logarithm of what blocks "
                 "weigh, which must be positive. Train with register_mixing_clip(), which keeps them in (0, 1), or "
-                "choose normalize=False with output_norm=True and sparse='none'.",
+                "choose normalize=False with output_norm=True and own='linear'.",
             )
     if before.blocks == after.blocks:
         return part
-    changes = [
-        f"{name}={old!r} to {new!r}"
-        for name, old, new, is_change in (
-            ("causal", before.causal, after.causal, None in (before.causal, after.causal)),
-            ("block_length", before.block_length, after.block_length, True),
-        )
-        if old != new and is_change
-    ]
+    lengths = [getattr(config, "block_length", None) for config in (before, after)]
     check(
-        not (mixings and changes),
-        f"Blocks cannot go from {before.blocks} to {after.blocks} together with {' and '.join(changes)}: a mixing "
-        "matrix would have to be interpolated and take another order at once. Change one after the other, with "
-        "change_mhla().",
+        not mixings or lengths[0] == lengths[1],
+        f"Blocks cannot go from {before.blocks} to {after.blocks} together with block_length={lengths[0]} to "
+        f"{lengths[1]}: a mixing matrix would have to be interpolated and stand for other tokens at once. Change one "
+        "after the other, with change_mhla().",
     )
     for name in mixings:
-        if after.causal is None:
+        if not isinstance(after, CausalConfig):
             part[name] = resize_mixing(part[name], before.blocks, after.blocks)
             continue
         rows, inner = after.blocks[0], after.blocks[1:]

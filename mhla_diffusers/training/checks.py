@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from ..attention.layout import check_layout
-from ..config import check
+from ..config import CausalConfig, MHLAConfig, SparseConfig, check
 from ..devices import launched_processes
 from ..families import FlowMatching, classes_that_are_split, get_family, trained_family
 from ..families.processes import KNOWN_FRAMES
-from ..patching import find_patched, mhla_layers
+from ..patching import MHLALayer, find_patched, mhla_layers
 from .config import TrainingConfig
 from .distributed import check_groups, uses_fsdp2
 from .latents.data import TrainingData
@@ -73,14 +73,25 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         for layer in layers.values():
             patch = layer.config
-            patch.check_whole(grid)
-            check_layout(grid, patch.blocks_on(grid), is_causal=patch.causal is not None)
-            check(
-                patch.listed == 1 or patch.listed_on(grid) < 1,
-                f"block_size={patch.block_size} makes one block of the {math.prod(grid)} tokens of a sample, and "
-                "every query lists it: that is softmax attention, and nothing of the patch would be trained. Choose "
-                "a smaller block_size, or sparse='none'.",
-            )
+            if isinstance(patch, SparseConfig):
+                rule = patch.rule_on(grid)
+                check(
+                    patch.density == 1 or rule.listed_on(grid) < 1,
+                    f"block_size={rule.block_size} makes one block of the {math.prod(grid)} tokens of a sample, and "
+                    "every query lists it: that is softmax attention, and nothing would be adapted. Choose a smaller "
+                    "block_size.",
+                )
+            elif isinstance(patch, CausalConfig):
+                patch.check_whole(grid)
+                check_layout(patch.grid_from(grid), patch.blocks_on(grid), is_causal=True)
+            elif isinstance(patch, MHLAConfig):
+                check_layout(grid, patch.blocks_on(grid))
+    for index, stage in enumerate(config.stages):
+        check(
+            stage.trainable != "mhla" or any(isinstance(layer, MHLALayer) for layer in layers.values()),
+            f"stages.{index}.trainable='mhla' trains the patch's own parameters, and this patch has none, as sparse "
+            "attention; choose 'attention', 'lora' or 'all'.",
+        )
     if config.few_steps is not None:
         process = family.process(transformer, config.flow_shift)
         check(

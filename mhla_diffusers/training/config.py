@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..config import MHLAConfig, check, check_choice
+from ..config import PatchConfig, check, check_choice
 from ..devices import precision_name
 from ..families import Clip
 from ..patching.few_step_scheduler import FewSteps
@@ -213,7 +213,7 @@ class TrainingConfig:
     """Hub id or folder of the pipeline to adapt; None if the caller passes the transformer."""
     component: str = "transformer"
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
-    patch: str | MHLAConfig | None = None
+    patch: str | PatchConfig | None = None
     """Name of a patch, path of a patch YAML or of a saved patch to start from, or settings; None for no patch."""
     data: str | None = None
     """Folder of latents, or of videos or images with captions (or webdataset's tar shards), which are encoded first;

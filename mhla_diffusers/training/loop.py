@@ -32,7 +32,7 @@ from .objectives import stage_losses
 from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_class, optimizer_state
 from .roles import Critic, Roles, Teacher, add_lora, make_trainable, trainable_names
 from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint, step_of
-from .validation import Sampler, calibrate_fresh, needs_calibration, validation_loss
+from .validation import Sampler, validation_loss
 
 logger = logging.getLogger(__name__)
 
@@ -161,15 +161,6 @@ class _Run:
             "config": config.to_dict(),
             "content": _content(config, data),
         }
-        if checkpoint is None and not self._sharded:
-            calibrate_fresh(transformer, self.batches)
-        elif checkpoint is None and needs_calibration(transformer) and self._is_first:
-            # it is still on the CPU, where this would take too long
-            logger.warning(
-                "λ and β of the patch are not fitted, because the model is sharded (FSDP2), and training ends with a "
-                "higher loss than in one process. Fit them first: calibrate_sparse(pipe, ...), save_mhla(pipe, FOLDER) "
-                "and patch: FOLDER."
-            )
         self._validation_loss: float | None = None
         self._matching: DistributionMatching | None = None
         self._critic: dict[str, nn.Parameter] = {}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..patching import mhla_layers, register_mixing_clip
+from ..patching import MHLALayer, mhla_layers, register_mixing_clip
 from .config import OptimizerName, StageConfig
 from .distributed import gathered, placed_like
 
@@ -69,7 +69,7 @@ def make_optimizer(
     optimizer: Optimizer = make(
         [{**group, "initial_lr": group["lr"]} for group in groups if group["params"] or group is groups[0]]
     )
-    if mhla_layers(model):
+    if any(isinstance(layer, MHLALayer) for layer in mhla_layers(model).values()):
         register_mixing_clip(optimizer, model)
     return optimizer
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..config import LinearConfig
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
 from ..patching import is_patched, mhla_disabled, mhla_layers, remove_mhla
 from .config import LoraLayers, StageConfig, Trainable
@@ -48,7 +49,11 @@ def trainable_names(transformer: nn.Module, *kinds: Trainable) -> list[str]:
     mhla = tuple(f"{name}." for name in layers)
     attentions = tuple(f"{name}." for name in patched_attentions(transformer))
     prefixes = {"mhla": mhla, "lora": mhla, "attention": attentions, "all": ("",)}
-    fixed = tuple(f"{name}.mixing" for name, layer in layers.items() if not layer.config.mixing_learnable)
+    fixed = tuple(
+        f"{name}.mixing"
+        for name, layer in layers.items()
+        if isinstance(layer.config, LinearConfig) and not layer.config.mixing_learnable
+    )
     idle = tuple(f"{name.removesuffix('mhla')}{part}." for name, layer in layers.items() for part in layer.adapter.idle)
     chosen = tuple(prefix for kind in kinds for prefix in prefixes[kind])
     names = []

@@ -109,7 +109,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):  # None or a name where allowed, else the other members
         kinds = get_args(kind)
-        if type(value) in kinds:
+        if type(value) in kinds or (is_dataclass(value) and isinstance(value, kinds)):
             return value
         others = [other for other in kinds if other not in (str, type(None))] or [str]
         if str in kinds and others != [str] and not isinstance(value, Mapping):

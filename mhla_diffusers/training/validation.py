@@ -1,6 +1,5 @@
-"""What is done with fixed noise: the held-out loss, samples of prompts, and fitting λ and β of a new patch."""
+"""What is done with fixed noise: the held-out loss, and samples of prompts."""
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from torch import nn
 
 from ..families import Clip, predict, trained_family, unwrapped
 from ..generation.record import write_sample
-from ..patching import calibrate_sparse, call_context, mhla_layers
+from ..patching import call_context
 from ..patching.few_step_scheduler import FewSteps, sample_in
 from .latents.data import NoisedBatches
 from .latents.times import even_quantiles, frames_together
-
-logger = logging.getLogger(__name__)
 
 Sampler = Callable[[nn.Module, Path], None]
 """Generates with the transformer into a folder."""
@@ -36,32 +33,6 @@ def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Ten
                 prediction = predict(transformer, batch)
             total += counts * batches.process.loss(prediction, batch).double().squeeze(0) / count
     return total
-
-
-def needs_calibration(transformer: nn.Module) -> bool:
-    """Whether the patch is new and its sparse branch learns λ and β."""
-    return any(layer.needs_calibration for layer in mhla_layers(transformer).values())
-
-
-def calibrate_fresh(transformer: nn.Module, batches: NoisedBatches) -> None:
-    """Fit λ and β in place if the patch is new and its sparse branch learns them; else do nothing.
-
-    Up to 16 training samples are run with the original weights, each at a timestep of its own.
-    """
-    if not needs_calibration(transformer):
-        return
-    device, config, count = batches.device, batches.config, min(16, batches.training_samples)
-    logger.info("Fitting λ and β on %d training samples.", count)
-
-    def run() -> None:
-        for number in range(count):
-            index = number * batches.training_samples // count  # spread, because neighbours may be from one video
-            latents, noise, conditioning = batches.one(index, "calibration", number)
-            quantile = torch.tensor([(number + 0.5) / count], dtype=torch.float64, device=device)
-            predict(transformer, batches.process.make_batch(latents, noise, quantile, conditioning))
-
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16", cache_enabled=False):
-        calibrate_sparse(transformer, run)
 
 
 class PromptSampler:

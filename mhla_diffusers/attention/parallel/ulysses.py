@@ -6,14 +6,17 @@ what attends does not notice.
 
 import math
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
-from ..call import Call
+from ..call import Call, MHLACall, SparseCall
 from ..linear import finish
 from ..rope import rotated
 from .collectives import counts_of, exchanged, gathered
 from .place import Group, Parallel
+
+OneCall = TypeVar("OneCall", MHLACall, SparseCall)
 
 
 class Segment:
@@ -38,14 +41,14 @@ class Segment:
         self.pieces = list(zip(before, (count for _, count in shares), after, strict=True))
         """Every process's tokens before the grid, of the grid, and after it."""
 
-    def of_heads(self, call: Call) -> Call:
+    def of_heads(self, call: OneCall) -> OneCall:
         """The call of all tokens and some heads, from that of the own tokens and all heads.
 
         RoPE acts before the exchange where nothing reads unrotated queries and keys, so that no table is sent.
         """
         heads, rotary = self.parallel.heads(call.query.shape[2]), call.rotary
         query, key = call.query, call.key
-        if call.rope == "before" or call.lists_everything:
+        if isinstance(call, SparseCall) or call.rope == "before":
             query, key, rotary = rotated(query, rotary), rotated(key, rotary), None
         query, key, value = self._to_heads(torch.cat([query, key, call.value], dim=-1)).chunk(3, dim=-1)
         if rotary is not None:
@@ -53,23 +56,30 @@ class Segment:
             rotary = cos, sin
         ring, alone = self.parallel.ring, Group("", 1, 0)
         before, _, after = (sum(counts) for counts in zip(*self.pieces, strict=True))
+        of_heads: dict[str, Any]
+        if isinstance(call, SparseCall):
+            given = {"pooled_bias": call.pooled_bias, "state_weight": call.state_weight}
+            of_heads = {name: x if x is None else x[..., heads] for name, x in given.items()}
+        else:
+            of_heads = {
+                "mixing": call.mixing[heads] if call.mixing.ndim == 3 else call.mixing,
+                "output_gate": None,  # belongs to the own tokens and all heads, so it follows the exchange back
+                "linear_weight": call.linear_weight[heads] if call.linear_weight is not None else None,
+            }
         return replace(
             call,
             query=query,
             key=key,
             value=value,
-            mixing=call.mixing[heads] if call.mixing.ndim == 3 else call.mixing,
             rotary=rotary,
             key_mask=self._all_tokens(call.key_mask) if call.key_mask is not None else None,
-            output_gate=None,  # is of the own tokens and all heads, so it follows the exchange back
-            linear_weight=call.linear_weight[heads] if call.linear_weight is not None else None,
-            pooled_bias=call.pooled_bias[heads] if call.pooled_bias is not None else None,
             extra=(before, after),
             parallel=None if ring.size == 1 else Parallel(ring, alone, ring, self.parallel.anything),
             first=self.first,
+            **of_heads,
         )
 
-    def of_tokens(self, call: Call, output: torch.Tensor) -> torch.Tensor:
+    def of_tokens(self, call: OneCall, output: torch.Tensor) -> torch.Tensor:
         """The output of all heads for the own tokens, with the call's gate, from that of :meth:`of_heads`."""
         lengths, own, sizes = self._lengths, self.heads, [n for kind in zip(*self.pieces, strict=True) for n in kind]
         parts, processes = output.split(sizes, dim=1), len(lengths)
@@ -79,7 +89,7 @@ class Segment:
         received = [heads * call.query.shape[1] for heads in own]
         rows = exchanged(rows, sent, received, self.group.name)
         output = rows.unflatten(0, (-1, call.query.shape[1])).permute(2, 1, 0, 3)
-        if call.output_gate is None:
+        if isinstance(call, SparseCall) or call.output_gate is None:
             return output
         output = call.extra_last(output)
         gated = finish(output[:, : call.tokens], None, call.output_gate).to(output.dtype)

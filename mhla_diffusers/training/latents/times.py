@@ -20,8 +20,8 @@ def frames_together(transformer: Any) -> int | None:
         ValueError: a patch with ``causal="block"`` for a model that takes one time for all frames, or that does not
             cover all self-attentions.
     """
-    layers = {name: layer for name, layer in mhla_layers(transformer).items() if layer.config.causal == "block"}
-    lengths = {layer.config.block_length for layer in layers.values()}
+    layers = {name: layer for name, layer in mhla_layers(transformer).items() if getattr(layer.config, "causal", None) == "block"}
+    lengths = {getattr(layer.config, "block_length", 0) for layer in layers.values()}
     if not lengths:
         return None
     family = get_family(transformer)

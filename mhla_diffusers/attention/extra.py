@@ -1,0 +1,44 @@
+"""MHLA beside extra tokens, such as the text of joint attention, which lie in no MHLA block.
+
+Every query of the grid attends to the extra tokens E with softmax and to the grid through mixed states, under one
+denominator, s_t = q · k_t / √D after RoPE::
+
+    o = [ Σ_{t∈E} exp(s_t) v_t + λ φ(q)ᵀ Σ_b m_ib S_b ] / [ the same without v ]
+
+Extra tokens attend to everything with softmax.
+"""
+
+import torch
+
+from .call import BlockLists, MHLACall
+from .layout import block_count, in_order
+from .linear import finish, read, states
+from .merge import linear_branch, under_common_sum
+from .precision import without_autocast
+from .sparse import attend_to_lists, extra_queries, uniform_rows
+
+ROWS = 64
+"""Rows of a block of queries, as many as fill one block of a matrix product."""
+
+
+def empty_lists(call: MHLACall) -> BlockLists:
+    """Return lists without a block of the grid: what softmax attends to are the extra tokens."""
+    blocks, heads = block_count(call.grid, ROWS), call.query.shape[2]
+    keys = torch.empty(1, heads, blocks, 0, dtype=torch.int64, device=call.query.device)
+    return BlockLists(ROWS, keys, 0)
+
+
+def beside_extra(call: MHLACall) -> torch.Tensor:
+    """MHLA merged with softmax over the extra tokens: (B, N, H, D); norm and gate leave extra tokens as they are."""
+    lists = empty_lists(call)
+    with without_autocast(call.query.device):
+        query, key, value, weights = uniform_rows(call, lists)
+        scaled = query[:, :, : lists.blocks] * query.shape[-1] ** -0.5
+        near, lse = attend_to_lists(scaled, key, value, weights.log(), lists)
+        near, lse = (in_order(x, call.grid, ROWS) for x in (near, lse[..., None]))
+    alone = linear_branch(call)
+    far, normaliser = read(alone, states(alone))
+    weight = 1 if call.linear_weight is None else call.linear_weight.to(normaliser.dtype)[:, None]
+    output = under_common_sum(near, lse, far, (weight * normaliser).log())
+    output = finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
+    return call.in_sequence(torch.cat([output, extra_queries(call)], dim=1))
