@@ -28,6 +28,7 @@ def reference_weights(call: MHLACall | SparseCall) -> torch.Tensor:
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     has_none = ~mask.any(dim=1)[:, None, None, None]
     if isinstance(call, SparseCall):
+        mask = mask.masked_fill(has_none[:, 0, 0], 1)  # 0 / 0 would spoil the gradients of what is replaced
         return _sparse(with_lists(call), scores, query, key, mask).masked_fill(has_none, 0)
     weights, normaliser = _linear(call, mask)
     if call.causal is not None:

@@ -10,12 +10,15 @@ import torch
 
 from mhla_diffusers.attention import (
     BlockLists,
-    Call,
-    ContentRule,
+    MHLACall,
+    SparseCall,
     initial_mixing,
     mhla_attention,
     reference_attention,
+    sparse_attention,
 )
+from mhla_diffusers.attention.call import DEFAULT_DENSITY, ContentRule
+from mhla_diffusers.attention.layout import block_count
 from mhla_diffusers.attention.triton.backend import FEATURE_MAPS
 
 POSITIVE_MAPS = [name for name in FEATURE_MAPS if name != "identity"]
@@ -34,12 +37,26 @@ GRIDS = [
 
 @dataclass
 class Problem:
-    """Inputs of one call of ``mhla_attention``."""
+    """Inputs of one call of ``mhla_attention``, or without blocks of ``sparse_attention``."""
 
     tensors: dict[str, torch.Tensor]
     grid: tuple[int, ...]
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...] | None
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def attention(self) -> Callable[..., torch.Tensor]:
+        """The operator."""
+        return sparse_attention if self.blocks is None else mhla_attention
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All arguments beside the tensors."""
+        return {"grid": self.grid} | ({} if self.blocks is None else {"blocks": self.blocks}) | self.options
+
+    def attend(self, **changes: Any) -> torch.Tensor:
+        """The operator's output with some arguments changed."""
+        return self.attention(**self.tensors | self.settings | changes)
 
     def run(self, attention: Any, dtype: torch.dtype | None = None, **more: Any) -> dict[str, torch.Tensor]:
         """Output and gradients of ``attention`` on copies of the tensors, in ``dtype`` where given."""
@@ -47,7 +64,7 @@ class Problem:
             name: tensor.detach().to(dtype or tensor.dtype).clone().requires_grad_()
             for name, tensor in self.tensors.items()
         }
-        output = attention(**leaves, grid=self.grid, blocks=self.blocks, **self.options, **more)
+        output = attention(**leaves, **self.settings, **more)
         generator = torch.Generator().manual_seed(7)
         direction = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device)
         (output.double() * direction).sum().backward()
@@ -57,8 +74,18 @@ class Problem:
 
 
 def reference(**arguments: Any) -> torch.Tensor:
-    """The reference with the arguments of ``mhla_attention``, for :meth:`Problem.run`."""
-    return reference_attention(Call(**arguments))
+    """The reference with the arguments of the operators, for :meth:`Problem.run`."""
+    return reference_attention(call_of(**arguments))
+
+
+def call_of(**arguments: Any) -> MHLACall | SparseCall:
+    """The call that an operator makes of its arguments."""
+    if "mixing" in arguments:
+        return MHLACall(**arguments)
+    names = "density", "block_size", "key_block_size", "order"
+    rule = {"density": DEFAULT_DENSITY} | {name: arguments.pop(name) for name in names if name in arguments}
+    lists = arguments.pop("lists", None)
+    return SparseCall(**arguments, sparse=lists or ContentRule.on(arguments["grid"], **rule))
 
 
 def make_problem(
@@ -119,7 +146,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str) -> dict[str, float]:
     """See :func:`errors_of`."""
-    return errors_of(problem, dtype, partial(mhla_attention, backend=backend))
+    return errors_of(problem, dtype, partial(problem.attention, backend=backend))
 
 
 def errors_of(problem: Problem, dtype: torch.dtype, attend: Callable[..., torch.Tensor]) -> dict[str, float]:
@@ -138,9 +165,8 @@ def errors_of(problem: Problem, dtype: torch.dtype, attend: Callable[..., torch.
 MASKED = {
     "linear": {"norm": True, "gate": True, "rotary": True},
     "not normalised": {"normalize": False},
-    "sparse": {"sparse": "eye"},
-    "sparse and linear": {"sparse": "eye", "linear_branch": True},
-    "by content": {"sparse": "content", "linear_branch": True},
+    "sparse": {"lists": BlockLists.from_mask(16, torch.eye(2, dtype=torch.bool).expand(2, -1, -1))},
+    "sparse by content": {"block_size": 16, "density": 0.5},
     "extra": {"extra": (2, 3)},
     "causal by token": {"causal": "token", "linear_branch": True},
     "causal by token, linear": {"causal": "token"},
@@ -151,17 +177,54 @@ MASKED = {
 
 def masked_problem(kind: str) -> Problem:
     """A problem of three samples, of the first of which no key takes part."""
-    settings = dict(MASKED[kind])
-    sparse = {
-        "eye": BlockLists.from_mask(16, torch.eye(2, dtype=torch.bool).expand(2, -1, -1)),
-        "content": ContentRule(16, 0.5),
-        None: None,
-    }[settings.pop("sparse", None)]
-    problem = make_problem((24,), (4,), batch=3, head_dim=16, mask=True, **settings)
+    options = {"batch": 3, "head_dim": 16, "mask": True} | MASKED[kind]
+    if kind.startswith("sparse"):
+        problem = make_sparse_problem((24,), 16, constants="lists" in options, **options)
+    else:
+        problem = make_problem((24,), (4,), **options)
     problem.options["key_mask"][0] = False
-    if sparse is not None:
-        problem.options["sparse"] = sparse
     return problem
+
+
+def random_lists(
+    grid: tuple[int, ...], size: int, key_size: int, order: str = "content", heads: int = 2, density: float = 0.3, seed: int = 0
+) -> BlockLists:
+    """Lists of random blocks, in places empty."""
+    shape = heads, block_count(grid, size), block_count(grid, key_size)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
+    return BlockLists.from_mask(size, mask, key_block_size=key_size, order=order)
+
+
+def make_sparse_problem(
+    grid: tuple[int, ...],
+    size: int,
+    *,
+    key_size: int | None = None,
+    order: str = "content",
+    density: float = 0.3,
+    constants: bool = True,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Random float32 tensors of sparse attention, with lists, β and γ given; without ``constants`` the operator's own.
+
+    Lists are random and in places empty, unless the options say otherwise.
+    """
+    of_lists = ("lists", "block_size", "key_block_size")
+    given = {name: options.pop(name) for name in of_lists if name in options}
+    problem = make_problem(grid, (1,) * len(grid), seed=seed, **options)
+    heads = problem.tensors["query"].shape[2]
+    del problem.tensors["mixing"]
+    if not given and constants:
+        given = {"lists": random_lists(grid, size, key_size or size, order, heads, density, seed)}
+    elif "lists" not in given:
+        given = {"block_size": size, "key_block_size": key_size or size, "order": order, "density": density} | given
+    if constants:
+        make = torch.Generator().manual_seed(seed)
+        given["pooled_bias"] = 0.3 * torch.randn(heads, generator=make)
+        if options.get("far", "first-order") == "first-order":
+            given["state_weight"] = 1.2 * torch.rand(heads, generator=make)
+    return Problem(problem.tensors, grid, None, problem.options | given)
 
 
 def check_empty_sample(problem: Problem, attend: Callable[..., torch.Tensor]) -> None:

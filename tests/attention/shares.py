@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import Call
+from mhla_diffusers.attention import MHLACall
 from mhla_diffusers.attention.precision import sum_dtype
 
 from .problems import POSITIVE_MAPS, make_problem
@@ -29,7 +29,7 @@ CUTS = [
 _PER_TOKEN = ("query", "key", "value", "key_mask", "output_gate")
 
 
-def shares_of(call: Call, lengths: Sequence[int]) -> list[Call]:
+def shares_of(call: MHLACall, lengths: Sequence[int]) -> list[MHLACall]:
     """The shares that processes would hold, of so many tokens."""
     assert sum(lengths) == call.query.shape[1]
     found = []
@@ -46,7 +46,7 @@ def in_shares(backend: Any, lengths: Sequence[int]) -> Callable[..., torch.Tenso
     """A backend's attention with the arguments of ``mhla_attention``, for :meth:`Problem.run`."""
 
     def attend(**arguments: Any) -> torch.Tensor:
-        whole = Call(**arguments)
+        whole = MHLACall(**arguments)
         # what all shares take: in half precision the gradient that each gives would be rounded before they are added
         for name in ("mixing", "output_norm"):
             if (tensor := getattr(whole, name)) is not None:

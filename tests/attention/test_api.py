@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import (
-    BlockLists,
-    Call,
+    MHLACall,
     feature_map_names,
     initial_mixing,
     mhla_attention,
@@ -50,10 +49,11 @@ def test_plain_linear_attention_is_a_special_case(init):
 
 def test_rank_bound_and_that_mixing_exceeds_the_head_dim():
     problem = make_problem((8, 8), (4, 2), batch=1, heads=1, head_dim=4)
-    tensors = problem.tensors
-    arguments = tensors["query"], tensors["key"], tensors["value"]
-    mixed = reference_weights(Call(*arguments, torch.rand(8, 8), (8, 8), (4, 2)))[0, 0]
-    plain = reference_weights(Call(*arguments, torch.ones(1, 1), (8, 8), (1, 1)))[0, 0]
+    arguments = {name: problem.tensors[name] for name in ("query", "key", "value")}
+    mixed, plain = (
+        reference_weights(MHLACall(**arguments, mixing=mixing, grid=(8, 8), blocks=blocks))[0, 0]
+        for mixing, blocks in ((torch.rand(8, 8), (4, 2)), (torch.ones(1, 1), (1, 1)))
+    )
     assert torch.linalg.matrix_rank(plain, rtol=1e-10) <= 4
     assert 4 < torch.linalg.matrix_rank(mixed, rtol=1e-10) <= 8 * 4
 
@@ -127,15 +127,15 @@ def test_empty_tensors_give_empty_tensors(shape):
 def test_a_sample_without_a_key_gets_nothing(kind):
     """As from PyTorch's attention, forward and backward; the other samples do not notice."""
     problem = masked_problem(kind)
-    check_empty_sample(problem, mhla_attention)
-    if kind != "by content":  # of which the reference is told the tiles
+    check_empty_sample(problem, problem.attention)
+    if kind != "sparse by content":  # whose lists the reference takes from the call
         check_empty_sample(problem, reference)
         for name, error in errors_against_reference(problem, torch.float64, "eager").items():
             assert error < 1e-12, f"{name}: {error:.2e}"
 
 
 X, FIVE = torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 5)
-LISTS = BlockLists.from_mask(3, torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
+TEXT = {"grid": (2, 4), "extra": (0, 4)}
 REFUSED = [
     (r"\(2, 12, 16\)", {"query": torch.randn(2, 12, 16)}),
     ("int64", {"query": torch.ones(2, 12, 2, 8, dtype=torch.int64)}),
@@ -150,7 +150,6 @@ REFUSED = [
     ("mixing .*int64", {"mixing": torch.ones(4, 4, dtype=torch.int64)}),
     ("key_mask .*tensor, got list", {"key_mask": [True] * 12}),
     ("linear_weight .*tensor, got float", {"linear_weight": 1.0}),
-    ("sparse=3", {"sparse": 3}),
     ("grid=12", {"grid": 12}),
     (r"grid=\(3.0, 4\)", {"grid": (3.0, 4)}),
     ("eps=-1.0", {"eps": -1.0}),
@@ -166,9 +165,10 @@ REFUSED = [
     (r"key_mask .*\(2, 12\), got \(12,\)", {"key_mask": torch.ones(12, dtype=torch.bool)}),
     ("key_mask .*-10000", {"key_mask": torch.full((2, 12), -1e4)}),
     ("key_mask .*1.5", {"key_mask": torch.full((2, 12), 1.5)}),
-    (r"linear_weight=\[1.0, 0.0\]", {"sparse": LISTS, "linear_weight": torch.tensor([1.0, 0.0])}),
-    (r"linear_weight=\[1.0, -0.5\]", {"sparse": LISTS, "linear_weight": torch.tensor([1.0, -0.5])}),
-    (r"linear_weight=\[1.0, nan\]", {"sparse": LISTS, "linear_weight": torch.tensor([1.0, float("nan")])}),
+    ("linear_weight .*extra tokens", {"linear_weight": torch.ones(2)}),
+    (r"linear_weight=\[1.0, 0.0\]", {**TEXT, "linear_weight": torch.tensor([1.0, 0.0])}),
+    (r"linear_weight=\[1.0, -0.5\]", {**TEXT, "linear_weight": torch.tensor([1.0, -0.5])}),
+    (r"linear_weight=\[1.0, nan\]", {**TEXT, "linear_weight": torch.tensor([1.0, float("nan")])}),
     (r"output_norm .*\(8,\), got \(16,\)", {"output_norm": torch.ones(16)}),
     (r"output_gate .*\(2, 12, 2, 8\), got \(2, 12, 16\)", {"output_gate": torch.ones(2, 12, 16)}),
 ]

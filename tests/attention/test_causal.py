@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import BlockLists, Call, MHLAState, extend_mixing, mhla_attention, reference_weights
+from mhla_diffusers.attention import MHLACall, MHLAState, extend_mixing, mhla_attention, reference_weights
 from mhla_diffusers.attention.layout import frame_block_starts
 
 from .problems import Problem, errors_against_reference, make_problem, reference
@@ -189,7 +189,7 @@ def test_the_weights_of_each_query_sum_to_one(
     problem.tensors["value"] = torch.ones_like(problem.tensors["value"])
     found = problem.run(mhla_attention, torch.float64)["output"]
     assert (found - 1).abs().max() <= ROUNDING
-    weights = reference_weights(Call(**problem.tensors, grid=grid, blocks=blocks, **problem.options))
+    weights = reference_weights(MHLACall(**problem.tensors, grid=grid, blocks=blocks, **problem.options))
     assert (weights.sum(dim=-1) - 1).abs().max() <= ROUNDING
     place = torch.arange(math.prod(grid)) // (1 if causal == "token" else math.prod(grid) // blocks[0])
     assert not weights[:, :, place[:, None] < place].any()
@@ -271,10 +271,8 @@ def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, linear_br
         ({"grid": (4, 3), "blocks": (2, 2)}, r"\(4, 3\) .*\(12,\), or causal='block'"),
         ({"grid": (11,)}, "N=12 tokens, more than the 11"),
         ({"grid": (14,), "causal": "block"}, "are 4, 8, 11, 14, got 12"),
-        ({"pooled_bias": torch.zeros(2)}, "pooled_bias .*causal='token'"),
         ({"extra": (3, 0), "grid": (9,)}, "extra .*causal='token'"),
         ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "extra .*causal='block'"),
-        ({"sparse": BlockLists.from_mask(4, torch.ones(2, 3, 3))}, "sparse .*causal='token'"),
         ({"eps": 0.0}, "eps=0.0"),
         ({"linear_weight": torch.ones(2), "normalize": False}, "normalize=True"),
     ],

@@ -1,49 +1,55 @@
 """What an attention is said to cost, against what PyTorch counts."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mhla_diffusers import MHLAConfig
-from mhla_diffusers.attention import BlockLists, initial_mixing, mhla_attention
+from mhla_diffusers import CausalConfig, SparseConfig
+from mhla_diffusers.attention import SparseCall, initial_mixing, mhla_attention
 from mhla_diffusers.attention.costs import AttentionSizes
+from mhla_diffusers.attention.sparse import pool, read_mixed, stretch_states, uniform_rows
 
 GRID, SIZE, BLOCKS, HEADS, DIM = (16, 16), 64, (2, 2), 2, 16
 
 
-def counted(extra, sparse, **options):
-    """FLOPs of a forward over 256 tokens of the grid, in blocks of 64, and extra tokens."""
+def counted(extra):
+    """FLOPs of MHLA over 256 tokens of the grid and extra tokens."""
     query, key, value = torch.empty(3, 1, 256 + extra, HEADS, DIM, device="meta")
-    mixing = initial_mixing(BLOCKS).to("meta")
-    if sparse is not None:  # on the meta device, since PyTorch does not count its attention on a CPU
-        sparse = replace(sparse, keys=sparse.keys.to("meta"))
-    given = {"sparse": sparse, "extra": (0, extra), **options}
     with FlopCounterMode(display=False) as counter:
-        mhla_attention(query, key, value, mixing, GRID, BLOCKS, **given)
+        mhla_attention(query, key, value, initial_mixing(BLOCKS).to("meta"), GRID, BLOCKS, extra=(0, extra))
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("extra", [0, 64, 128])
-def test_lists_and_whole_blocks_of_extra_tokens(extra):
-    lists = BlockLists.from_mask(SIZE, torch.eye(4, dtype=torch.bool).expand(HEADS, -1, -1))
-    sizes = AttentionSizes(256, HEADS, DIM, extra=extra).with_sparse(4, 0.25, pooled=False)
-    assert counted(extra, lists) == sizes.listed_flops == 4 * DIM * sizes.listed_pairs
-    assert sizes.listed_pairs == HEADS * (256 * 64 + 2 * 256 * extra + extra**2)
-
-
-def test_extra_tokens_alone():
-    """MHLA beside them is as without them."""
+def test_extra_tokens_beside_mhla():
+    """MHLA costs what it does without them."""
     sizes = AttentionSizes(256, HEADS, DIM, 4, extra=64)
-    assert counted(64, None) - counted(0, None) == sizes.listed_flops
+    assert counted(64) - counted(0) == sizes.listed_flops == 4 * DIM * sizes.listed_pairs
+    assert sizes.listed_pairs == HEADS * (2 * 256 * 64 + 64**2)
     assert sizes.flops == sizes.linear_flops + sizes.listed_flops
     assert sizes.linear_flops == AttentionSizes(256, HEADS, DIM, 4).flops
 
 
+def test_the_first_order_term_costs_states_mixing_and_reading():
+    """On a grid that blocks and stretches divide; the matrix of the mixing is made of logits of means alone."""
+    config = SparseConfig(density=0.3, block_size=16, key_block_size=4, order="curve")
+    query, key, value = torch.empty(3, 1, 256, HEADS, DIM, device="meta")
+    call = SparseCall(query=query, key=key, value=value, grid=GRID, sparse=config.rule_on(GRID))
+    rows = uniform_rows(call, call.sparse)
+    pooled = pool(call, call.sparse, rows)
+    mixing = torch.empty(1, HEADS, 16, 16, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        read_mixed(rows.query, mixing, stretch_states(pooled, rows.value, 4))
+    sizes = config.sizes_on(GRID, HEADS, DIM)
+    assert (sizes.blocks, sizes.mixtures, sizes.pooled_keys) == (16, 16, 64)
+    assert counter.get_total_flops() == sizes.linear_flops
+    without = SparseConfig(density=0.3, block_size=16, key_block_size=4, far="means").sizes_on(GRID, HEADS, DIM)
+    assert sizes.flops - without.flops == sizes.linear_flops
+
+
 def test_all_pairs_listed_is_what_softmax_attention_costs():
-    sizes = AttentionSizes(256, HEADS, DIM, extra=33).with_sparse(4, 1.0, pooled=True)
+    sizes = AttentionSizes.of_sparse(256, HEADS, DIM, 4, 4, 1, 1.0, extra=33)
     query = torch.empty(1, HEADS, 289, DIM, device="meta")
     with FlopCounterMode(display=False) as counter:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
@@ -51,25 +57,25 @@ def test_all_pairs_listed_is_what_softmax_attention_costs():
     assert sizes.listed_pairs == sizes.pairs
 
 
-@pytest.mark.parametrize("sparse", ["none", "own"])
+@pytest.mark.parametrize("own", ["softmax", "linear"])
 @pytest.mark.parametrize("causal", ["token", "block"])
-def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, sparse):
+def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, own):
     """Of a sequence that ends inside its third block: by hand from which token sees which.
 
     Softmax attention in its place sees all of a video, and of a text what is earlier.
     """
     blocks, grid = ((4,), (20,)) if causal == "token" else ((4, 1), (20, 3))
-    config = MHLAConfig(blocks=blocks, causal=causal, block_length=8, sparse=sparse)
+    config = CausalConfig(blocks=blocks, causal=causal, block_length=8, own=own)
     frame = torch.arange(math.prod(grid)) // (8 * math.prod(grid[1:]))
     place = torch.arange(math.prod(grid)) if causal == "token" else frame
-    seen, own = place[:, None] >= place, frame[:, None] == frame
+    seen, in_block = place[:, None] >= place, frame[:, None] == frame
     everything = HEADS * math.prod(grid) ** 2
     pairs = HEADS * int(seen.sum()) if causal == "token" else everything
     sizes = config.sizes_on(grid, HEADS, DIM, in_order=causal == "token")
-    in_own = HEADS * int((seen & own).sum())
+    in_own = HEADS * int((seen & in_block).sum())
     assert sizes.pairs == pairs
     assert sizes.weight_bytes == 4 * pairs
-    assert sizes.listed_pairs == (in_own if sparse == "own" else 0)
+    assert sizes.listed_pairs == (in_own if own == "softmax" else 0)
     assert sizes.softmax_flops == 4 * DIM * sizes.pairs
-    one_by_one = in_own if causal == "token" or sparse == "own" else 0
+    one_by_one = in_own if causal == "token" or own == "softmax" else 0
     assert sizes.flops == sizes.linear_flops + 4 * DIM * one_by_one

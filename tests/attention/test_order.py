@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import Call, ContentRule, attend, initial_mixing
+from mhla_diffusers.attention import SparseCall, attend
+from mhla_diffusers.attention.call import ContentRule
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.order import content_order, stretch_of
 
@@ -62,8 +63,8 @@ def test_the_order_in_which_keys_come_is_all_one(block):
     """Keys and values that change places within a stretch: the same blocks, lists and output."""
     make, grid = torch.Generator().manual_seed(0), (8, 8, 8)
     query, key, value = (torch.randn(2, 512, 2, 8, generator=make, dtype=torch.float64) for _ in range(3))
-    rule = ContentRule(block, 0.2, fit_pooled_bias=True)
-    call = Call(query, key, value, initial_mixing((2, 2, 2)), grid, (2, 2, 2), sparse=rule)
+    rule = ContentRule(block, 0.2)
+    call = SparseCall(query=query, key=key, value=value, grid=grid, sparse=rule)
     curve = layout_of(grid, block).order.long()
     moved = torch.cat([part[torch.randperm(len(part), generator=make)] for part in curve.split(stretch_of(block))])
     places = torch.empty_like(moved)
@@ -80,10 +81,10 @@ def test_blocks_by_content_come_closer_to_softmax():
     centres = 4 * torch.randn(8, 16, generator=make)
     near = centres[torch.randint(8, (1, math.prod(grid), 2), generator=make)]
     query, key, value = (near + 0.3 * torch.randn(near.shape, generator=make) for _ in range(3))
-    call = Call(query, key, value, initial_mixing((2, 2)), grid, (2, 2))
-    softmax = attend(replace(call, sparse=ContentRule(16, 1.0)), "eager")
+    call = SparseCall(query=query, key=key, value=value, grid=grid, sparse=ContentRule(16, 1.0))
+    softmax = attend(call, "eager")
     errors = [
-        float((attend(replace(call, sparse=ContentRule(16, 0.1, True, order=order)), "eager") - softmax).norm())
+        float((attend(replace(call, sparse=ContentRule(16, 0.1, order=order)), "eager") - softmax).norm())
         for order in ("content", "curve")
     ]
     assert errors[0] < 0.5 * errors[1]
@@ -94,8 +95,8 @@ def test_nan_stays_in_its_sample(order):
     """On a grid with padding, behind which NaN must not be sorted."""
     make = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 75, 2, 8, generator=make) for _ in range(3))
-    rule = ContentRule(4, 0.2, True, order=order)
-    call = Call(query, key, value, initial_mixing((1, 1, 1)), (5, 3, 5), (1, 1, 1), sparse=rule)
+    rule = ContentRule(4, 0.2, order=order)
+    call = SparseCall(query=query, key=key, value=value, grid=(5, 3, 5), sparse=rule)
     expected = attend(call, "eager")[1]
     key[0] = torch.nan
     found = attend(call, "eager")

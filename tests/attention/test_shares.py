@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mhla_diffusers.attention import Call, eager
+from mhla_diffusers.attention import MHLACall, eager
 from mhla_diffusers.attention.layout import block_index
 
 from .problems import errors_of, make_problem
@@ -43,7 +43,7 @@ def test_drawn_problems(drawn):
 def test_blocks_of_which_a_share_has_nothing_have_no_states(grid, blocks, lengths):
     problem = make_problem(grid, blocks)
     index = block_index(grid, blocks)
-    for share in shares_of(Call(**problem.tensors, grid=grid, blocks=blocks), lengths):
+    for share in shares_of(MHLACall(**problem.tensors, grid=grid, blocks=blocks), lengths):
         there = torch.zeros(len(problem.tensors["mixing"]), dtype=torch.bool)
         there[index[share.first : share.first + share.query.shape[1]]] = True
         assert torch.equal(eager.states(share).ne(0).any(dim=-1).any(dim=-1)[0, 0], there)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..call import Call
+from ..call import MHLACall, SparseCall
 from .tiles import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
@@ -48,42 +48,50 @@ def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | N
     return None
 
 
-def linear(call: Call) -> torch.Tensor:
+def linear(call: MHLACall) -> torch.Tensor:
     """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
     return _branches_for(call).linear(call)
 
 
-def states(call: Call) -> torch.Tensor:
+def states(call: MHLACall) -> torch.Tensor:
     """KV and normaliser states of the call's tokens: float32 (B, H, M, D + normalize, D)."""
     return _branches_for(call).states(call)
 
 
-def read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
     return _branches_for(call).read(call, states)
 
 
-def sparse(call: Call) -> torch.Tensor:
-    """The sparse branch, to extra tokens too, merged with MHLA where there is λ: (B, N, H, D)."""
+def beside_extra(call: MHLACall) -> torch.Tensor:
+    """MHLA merged with softmax over the extra tokens, which attend to everything: (B, N, H, D)."""
+    return _branches_for(call).beside_extra(call)
+
+
+def sparse(call: SparseCall) -> torch.Tensor:
+    """Sparse attention, of extra tokens too: (B, N, H, D)."""
     return _branches_for(call).sparse(call)
 
 
-def own_block(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+def own_block(call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention within the own frame block: output (B, N, H, D) and LSE (B, N, H, 1), float32."""
     return _branches_for(call).own_block(call)
 
 
-def _branches_for(call: Call) -> Any:
+def _branches_for(call: MHLACall | SparseCall) -> Any:
     """The module :mod:`.branches`, for a call that it can run.
 
     Raises:
         ValueError: the kernels cannot, or the call's tensors are on several devices.
     """
-    reason = why_not(call.query, call.feature_map, *(() if call.sparse is None else call.sparse.sizes))
+    if isinstance(call, SparseCall):
+        reason, names = why_not(call.query, "relu", *call.sparse.sizes), ("key_mask", "pooled_bias", "state_weight")
+    else:
+        reason = why_not(call.query, call.feature_map)
+        names = "key_mask", "mixing", "output_norm", "output_gate", "linear_weight"
     if reason is not None:
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
     tensors = {"rotary": None if call.rotary is None else call.rotary[0]}
-    names = ("mixing", "key_mask", "output_norm", "output_gate", "linear_weight", "pooled_bias")
     for name, x in (tensors | {name: getattr(call, name) for name in names}).items():
         if x is not None and x.device != call.query.device:
             raise ValueError(f"{name} is on {x.device}, but query is on {call.query.device}; move it there.")

@@ -1,56 +1,58 @@
-"""The linear and the sparse branch on kernels: the functions of a backend, and the order in which operators run.
+"""MHLA and sparse attention on kernels: the functions of a backend, and the order in which operators run.
 
 MHLA alone is block_states, mixing, which is a product of PyTorch, and read_states; processes that hold a share of the
-tokens each add up their states between them. Beside block-sparse attention:
+tokens each add up their states between them. Sparse attention:
 
-prepare        RoPE, order of the blocks and their means: (B, N, H, D) to rows (B H, R, D), once for all that follows
-block_weights  weights of all rows and blocks, by the key mask
-choose         the key blocks that every query block attends to, where no lists are given
-listed         softmax over the keys of the listed blocks
-pooled         softmax over the means of all other blocks
-merge          listed and pooled keys alone, in raster order; or, with MHLA:
-block_states   KV states of MHLA's blocks, from the tokens as they come
-read_states    what queries read from the mixed states, merged with the two branches, in raster order
+prepare         RoPE, order of the blocks, their means and states: (B, N, H, D) to rows (B H, R, D), once for all
+block_weights   weights of all rows and blocks, by the key mask
+choose          the key blocks that every query block attends to, where no lists are given
+listed          softmax over the keys of the listed blocks
+pooled          softmax over the means of all other blocks
+content_mixing  the matrix that mixes the states of these blocks, by one product of PyTorch
+fit             β and γ
+merge           listed and pooled keys and what is read from the mixed states, in raster order
+
+MHLA beside extra tokens is prepare, listed over the extra blocks, block_states, mixing, and read_states, which merges.
 
 An operator takes the token grid as numbers and finds its tables inside, so that torch.compile never traces them, and
 keeps them on the device, so that nothing waits for it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..call import BlockLists, Call, ContentRule
+from ..call import BlockLists, MHLACall, SparseCall, UniformBlocks
 from ..causal import Own, block_runs, joined
 from ..causal import own_block as own_block_of_features
-from ..layout import in_order
+from ..extra import ROWS, empty_lists
+from ..layout import block_count, in_order
 from ..linear import finish
+from ..merge import linear_branch, under_common_sum
 from ..parallel.collectives import summed
 from ..precision import product
 from ..rope import rotary_table
-from ..sparse import linear_branch, under_common_sum, with_lists
 from .choose import choose
+from .first_order import content_mixing
 from .listed import listed
 from .merge import merge
-from .pooled import fit_bias, pooled
+from .pooled import fit, pooled
 from .prepare import block_weights, prepare
 from .read import read_states
 from .states import block_states, states_dtype
 
 _OWN_BLOCK_SIZES = 16, 64
 """Fewest and most rows of the blocks that a frame block is cut into."""
-Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""Output (B H, R, D) and LSE (B H, R) of the listed keys, and of the pooled keys or None."""
 
 
-def linear(call: Call) -> torch.Tensor:
+def linear(call: MHLACall) -> torch.Tensor:
     """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
     if call.group is not None:
         return read(call, summed(states(call), call.group))[0]
     return _read(call, *_states(call))[0]
 
 
-def states(call: Call) -> torch.Tensor:
+def states(call: MHLACall) -> torch.Tensor:
     """Add up states of all blocks over the tokens of a call: float32 (B, H, M, D + normalize, D).
 
     The normaliser state is the last row.
@@ -59,7 +61,7 @@ def states(call: Call) -> torch.Tensor:
     return states.float() if sums is None else torch.cat([states.float(), sums[..., None, :]], dim=-2)
 
 
-def read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Mix the :func:`states` of all tokens and read them by the queries of a call.
 
     Returns:
@@ -71,62 +73,124 @@ def read(call: Call, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return found if call.normalize else found[:1]
 
 
-def sparse(call: Call) -> torch.Tensor:
-    """Attend to the listed blocks, to the pooled keys of the others, and through MHLA to all.
+def sparse(call: SparseCall) -> torch.Tensor:
+    """Attend to listed blocks, and to all others by their means and, to first order, by their states.
+
+    Returns:
+        (B, N, H, D) in the type of the query.
+    """
+    rule, batch, scale = call.sparse, len(call.query), call.query.shape[3] ** -0.5
+    rows = _prepared(call, rule, call.far == "first-order")
+    place = list(call.grid), rule.key_block_size, sum(call.extra)
+    key_blocks = rows.key.shape[1] // rule.key_block_size
+    with torch.no_grad():
+        if isinstance(rule, BlockLists):
+            indices, counts, bits = given_blocks(rule, batch, key_blocks)
+        else:
+            pooled_rows = rows.pooled_query, rows.pooled_key, rows.spread, rows.weight
+            indices, counts, bits = choose(*pooled_rows, rule.density, scale, *place)
+    query = rows.query[:, : rows.pooled_query.shape[1] * rule.block_size].contiguous()
+    near, near_lse = listed(query, *rows.keys, indices, counts, scale, *place, False)
+    far, far_lse = pooled(query, rows.pooled_key, rows.pooled_value, rows.weight.log(), bits, scale)
+    mixed: torch.Tensor | None = None
+    if call.far == "first-order":
+        mixing = content_mixing(rows.pooled_query, rows.pooled_key, rows.weight, bits, scale, rule.key_block_size)
+        mixed = product(mixing, rows.states.flatten(2)).unflatten(2, rows.states.shape[2:])
+    if call.pooled_bias is None:
+        with torch.no_grad():
+            beta, gamma = fit(query, *rows.keys, near, near_lse, far, far_lse, mixed, scale, *place)
+    else:
+        beta, gamma = (
+            torch.zeros_like(far_lse[:, 0]) if x is None else x.detach().float().expand(batch, -1).flatten()
+            for x in (call.pooled_bias, call.state_weight)
+        )
+    far_lse = far_lse + beta[:, None]
+    of_states = (None, None) if mixed is None else (mixed, gamma)
+    output = merge(
+        near, near_lse, far, far_lse, query, *of_states, scale, place[0], rule.block_size, call.query.shape[2]
+    )
+    return _with_extra(call, rows, output)
+
+
+def beside_extra(call: MHLACall) -> torch.Tensor:
+    """MHLA merged with softmax over the extra tokens, which attend to everything: (B, N, H, D).
 
     MHLA adds up its states over the tokens as they come. With ``rope="before"`` it is read by the rows of the queries
     that softmax has; with "after" by the tokens as they come, and the merge is PyTorch operations.
-
-    Returns:
-        (B, N, H, D); norm and gate leave extra tokens as they are.
     """
-    call = call if isinstance(call.sparse, ContentRule) else with_lists(call)
-    lists = call.sparse
-    assert lists is not None
+    lists, batch, scale = empty_lists(call), len(call.query), call.query.shape[3] ** -0.5
+    rows = _prepared(call, lists, False)
+    place = list(call.grid), lists.key_block_size, sum(call.extra)
+    indices, counts, _ = given_blocks(lists, batch, rows.key.shape[1] // lists.key_block_size)
+    query = rows.query[:, : lists.blocks * lists.block_size].contiguous()
+    near, lse = listed(query, *rows.keys, indices, counts, scale, *place, False)
+    alone, ones = linear_branch(call), torch.ones(call.query.shape[2], device=query.device)
+    weight = ones if call.linear_weight is None else call.linear_weight.float()
+    if rotary_table(call.rotary) is None or call.rope == "before":
+        mixture = _mixed(alone.mixing, *_states(alone))
+        tensors = query.unflatten(0, (batch, -1)), *mixture, near, lse, weight, *_norm_and_gate(call), None
+        output = read_states(*tensors, *_place(call, lists.block_size), False)[0]
+    else:
+        blocks = (x.unflatten(1, (-1, lists.block_size)).unflatten(0, (batch, -1)) for x in (near.float(), lse[..., None]))
+        near, lse = (in_order(x, call.grid, lists.block_size) for x in blocks)
+        linear, normaliser = read(alone, states(alone))
+        merged = under_common_sum(near, lse, linear.float(), (weight[:, None] * normaliser).log())
+        output = finish(merged, call.output_norm, call.output_gate).to(call.query.dtype)
+    return _with_extra(call, rows, output)
+
+
+class _Rows(NamedTuple):
+    """What :func:`.prepare.prepare` returns, and the weights of keys and blocks."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    pooled_query: torch.Tensor
+    pooled_key: torch.Tensor
+    pooled_value: torch.Tensor
+    spread: torch.Tensor
+    tokens: torch.Tensor
+    states: torch.Tensor
+    bias: torch.Tensor | None
+    """Logs of the weights of the key rows; None without a mask."""
+    weight: torch.Tensor
+    """Of the grid's key blocks."""
+
+    @property
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What is attended to one by one."""
+        return self.key, self.value, self.bias
+
+
+def _prepared(call: MHLACall | SparseCall, blocks: UniformBlocks, with_states: bool) -> _Rows:
+    """Rotate, order and pool query, key and value of a call, extra tokens last."""
     tensors = [_usable(call.extra_last(x)) for x in (call.query, call.key, call.value)]
     table, mask, extra = rotary_table(call.rotary), call.key_mask, sum(call.extra)
     table = None if table is None else call.extra_last(table).float().contiguous().detach()
     mask = None if mask is None else call.extra_last(mask).float().contiguous()
-    block_size, scale, batch = lists.block_size, call.query.shape[3] ** -0.5, len(call.query)
-    grid, place = list(call.grid), (list(call.grid), lists.key_block_size, extra)
-    rows = prepare(*tensors, table, mask, grid, block_size, *place[1:], lists.order == "content")
-    (query, key, value), (pooled_query, pooled_key, pooled_value, spread), row_tokens = rows[:3], rows[3:7], rows[7]
-    key_blocks = key.shape[1] // lists.key_block_size
+    grid, sizes = list(call.grid), blocks.sizes
+    rows = prepare(*tensors, table, mask, grid, *sizes, extra, blocks.order == "content", with_states)
     with torch.no_grad():
-        bias, weight = block_weights(row_tokens, mask, *place)
-        if isinstance(lists, BlockLists):
-            indices, counts, bits = given_blocks(lists, batch, key_blocks)
-        else:
-            indices, counts, bits = choose(pooled_query, pooled_key, spread, weight, lists.density, scale, *place)
-    of_grid = query[:, : pooled_query.shape[1] * block_size].contiguous()
-    keys = key, value, bias if mask is not None else None
-    near, near_lse = listed(of_grid, *keys, indices, counts, scale, *place, False)
-    far: torch.Tensor | None = None
-    far_lse: torch.Tensor | None = None
-    fits_bias = isinstance(lists, ContentRule) and lists.fit_pooled_bias
-    if fits_bias or call.pooled_bias is not None:
-        far, far_lse = pooled(of_grid, pooled_key, pooled_value, weight.log(), bits, scale)
-        if call.pooled_bias is None:
-            with torch.no_grad():
-                beta = fit_bias(of_grid, *keys, near, near_lse, far, far_lse, scale, *place)
-        else:
-            beta = call.pooled_bias.float().expand(batch, -1).flatten()
-        far_lse = far_lse + beta[:, None]
-    branches = near, near_lse, far, far_lse
-    if call.linear_weight is None or (table is not None and call.rope == "after"):
-        output = _merged(call, block_size, branches)
-    else:
-        output = _beside(call, of_grid.unflatten(0, (batch, -1)), block_size, branches)
+        bias, weight = block_weights(rows[7], mask, grid, blocks.key_block_size, extra)
+    return _Rows(*rows, None if mask is None else bias, weight)
+
+
+def _with_extra(call: MHLACall | SparseCall, rows: _Rows, output: torch.Tensor) -> torch.Tensor:
+    """Add the outputs of extra tokens, which attend to everything, to those of the grid's (B, tokens, H, D)."""
+    extra = sum(call.extra)
     if not extra:
         return output
-    of_extra = query[:, of_grid.shape[1] :].contiguous()
-    everything = all_blocks(len(query), of_extra.shape[1] // block_size, key_blocks, query.device)
-    of_extra, _ = listed(of_extra, *keys, *everything, scale, *place, False)
-    of_extra = of_extra[:, :extra].unflatten(0, (batch, -1)).transpose(1, 2)
-    return call.in_sequence(torch.cat([output, of_extra], dim=1))
+    sizes = call.sparse.sizes if isinstance(call, SparseCall) else (ROWS, ROWS)
+    grid_rows = block_count(call.grid, sizes[0]) * sizes[0]
+    query = rows.query[:, grid_rows:].contiguous()
+    everything = all_blocks(len(query), query.shape[1] // sizes[0], rows.key.shape[1] // sizes[1], query.device)
+    place = list(call.grid), sizes[1], extra
+    found, _ = listed(query, *rows.keys, *everything, call.query.shape[3] ** -0.5, *place, False)
+    found = found[:, :extra].unflatten(0, (len(call.query), -1)).transpose(1, 2)
+    return call.in_sequence(torch.cat([output, found], dim=1))
 
 
-def own_block(call: Call) -> Own:
+def own_block(call: MHLACall) -> Own:
     """What a query takes from its own frame block, by lists that name all of it.
 
     MHLA within the own block, which causal attention by token has, is PyTorch operations on all devices.
@@ -136,7 +200,7 @@ def own_block(call: Call) -> Own:
     return joined([_of_blocks(call, blocks.stop - blocks.start, tokens) for blocks, tokens in block_runs(call)])
 
 
-def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
+def _of_blocks(call: MHLACall, count: int, tokens: slice) -> Own:
     """Attend within so many equally long frame blocks, each a sequence of its own."""
     batch, _, heads, head_dim = call.query.shape
     device, is_causal = call.query.device, call.causal == "token"
@@ -153,7 +217,7 @@ def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
     if call.key_mask is not None:
         mask = by_block(call.key_mask.float()).contiguous()
     query, key, value = (by_block(_usable(x)) for x in (call.query, call.key, call.value))
-    query, key, value, *_, row_tokens = prepare(query, key, value, table, mask, [length], block_size, *place[1:], False)
+    query, key, value, *_, row_tokens, _ = prepare(query, key, value, table, mask, [length], block_size, *place[1:], False, False)
     bias = None if mask is None else block_weights(row_tokens, mask, *place)[0]
     groups, blocks = len(query), query.shape[1] // block_size
     indices, counts = all_blocks(groups, blocks, blocks, device)
@@ -165,17 +229,17 @@ def _of_blocks(call: Call, count: int, tokens: slice) -> Own:
     return output, lse
 
 
-def _states(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _states(call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
     key, value = _usable(call.on_grid(call.key)), _usable(call.on_grid(call.value))
     states, sums = block_states(key, value, _mask(call), _angles(call), *_place(call), call.normalize)
     return states, sums if call.normalize else None
 
 
 def _read(
-    call: Call, states: torch.Tensor, sums: torch.Tensor | None, with_normaliser: bool = False
+    call: MHLACall, states: torch.Tensor, sums: torch.Tensor | None, with_normaliser: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mixture = _mixed(call.mixing[..., call.own_blocks, :], states, sums)
-    tensors = _usable(call.on_grid(call.query)), *mixture, *[None] * 5, *_norm_and_gate(call), _angles(call)
+    tensors = _usable(call.on_grid(call.query)), *mixture, None, None, None, *_norm_and_gate(call), _angles(call)
     output, normaliser = read_states(*tensors, *_place(call), with_normaliser)
     return output, normaliser
 
@@ -195,20 +259,20 @@ def _mixed(
     return mixture, None if sums is None else product(mixing, sums)
 
 
-def _place(call: Call, block_size: int = 0) -> tuple[Any, ...]:
+def _place(call: MHLACall, block_size: int = 0) -> tuple[Any, ...]:
     return list(call.grid), list(call.blocks), call.first, block_size, call.feature_map, call.eps, call.rope == "before"
 
 
-def _mask(call: Call) -> torch.Tensor | None:
+def _mask(call: MHLACall) -> torch.Tensor | None:
     return None if call.key_mask is None else call.on_grid(call.key_mask).float().contiguous()
 
 
-def _angles(call: Call) -> torch.Tensor | None:
+def _angles(call: MHLACall) -> torch.Tensor | None:
     table = rotary_table(call.rotary)
     return None if table is None else call.on_grid(table).float().contiguous().detach()
 
 
-def _norm_and_gate(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _norm_and_gate(call: MHLACall) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     norm, gate = call.output_norm, call.output_gate
     return None if norm is None else norm.contiguous(), None if gate is None else gate.contiguous()
 
@@ -216,44 +280,6 @@ def _norm_and_gate(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None
 def _usable(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` itself if its channels lie side by side, as the kernels read them; else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _beside(call: Call, query: torch.Tensor, block_size: int, branches: Branches) -> torch.Tensor:
-    """MHLA beside block-sparse attention under one denominator, with norm and gate, in raster order: (B, N, H, D).
-
-    Args:
-        call: whose mixing, λ and key mask weigh the linear branch; with normaliser.
-        query: (B, H, R, D), rows of blocks after RoPE.
-        block_size: of the blocks.
-        branches: of all rows of the query.
-    """
-    alone = linear_branch(call)
-    mixture = _mixed(alone.mixing, *_states(alone))
-    weight = None if call.linear_weight is None else call.linear_weight.float()
-    place = _place(call, block_size)
-    return read_states(query, *mixture, *branches, weight, *_norm_and_gate(call), None, *place, False)[0]
-
-
-def _merged(call: Call, block_size: int, branches: Branches) -> torch.Tensor:
-    """All branches under one denominator without MHLA, or in PyTorch operations with RoPE after the feature map."""
-    near, lse, far, far_lse = branches
-    norm, gate = call.output_norm, call.output_gate
-    if call.linear_weight is None and far is not None and far_lse is not None:
-        output = merge(near, lse, far, far_lse, list(call.grid), block_size, call.query.shape[2])
-        return finish(output.float(), norm, gate).to(output.dtype) if norm is not None or gate is not None else output
-    output = near.float()
-    if far is not None and far_lse is not None:
-        share = torch.sigmoid(far_lse - lse)[..., None]
-        output = (1 - share) * output + share * far.float()
-        lse = torch.logaddexp(lse, far_lse)
-    of_blocks = (x.unflatten(1, (-1, block_size)).unflatten(0, (len(call.query), -1)) for x in (output, lse[..., None]))
-    output, lse = (in_order(x, call.grid, block_size) for x in of_blocks)
-    if call.linear_weight is not None:
-        all_else = linear_branch(call)
-        linear, normaliser = read(all_else, states(all_else))
-        log_linear = (call.linear_weight.float()[:, None] * normaliser).log()
-        output = under_common_sum(output, lse, linear.float(), log_linear)
-    return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
 
 
 def given_blocks(lists: BlockLists, batch: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

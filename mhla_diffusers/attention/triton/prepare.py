@@ -1,9 +1,9 @@
-"""One pass over query, key and value before the attention: RoPE, token order, pooling; and one pass back.
+"""One pass over query, key and value before the attention: RoPE, token order, means, states; and one pass back.
 
 Queries follow the curve of :mod:`mhla_diffusers.attention.layout`: a program takes one block and some heads of one
 sample, and reads the angles of its tokens once for them. Keys and values are sorted by content within stretches of the
 curve (:mod:`mhla_diffusers.attention.order`): a program takes one stretch of one head, sorts and halves it level after
-level, and writes rows and means of its blocks. What it reads again it finds in the caches.
+level, and writes rows and means of its blocks, and their mean state. What it reads again it finds in the caches.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -19,9 +19,12 @@ import triton.language as tl
 
 from ..layout import Layout, layout_of
 from ..order import stretch_of
+from ..precision import product
 from .features import rotate_pairs, strides_of
 from .operators import allocate, operator, refuse_second_derivative
-from .tiles import power_of_two, tile_of
+from .softmax import load_rows
+from .states import states_dtype
+from .tiles import constants_of, power_of_two, tile_of
 
 GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
 """Arguments of an operator that reads tables of the layout: it finds them inside, so that torch.compile never traces
@@ -170,6 +173,50 @@ def deciding_column(
     return tl.where(is_key & (column == column), column, float("inf"))  # NaN would come after what is no key
 
 
+@triton.jit
+def store_state(
+    key_rows,
+    value_rows,
+    row_tokens,
+    key_mask,
+    state,
+    blocks,
+    with_weight,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Mean state of some blocks of rows, each centred in itself: the mean of Σ w (k - k̄) (v - v̄)ᵀ, Σ w = 1.
+
+    ``key_mask`` is that of the sample; the mean is over the ``with_weight`` blocks that have any.
+    """
+    rows, channel = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    for first in range(0, HEAD_DIM, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = (columns < HEAD_DIM)[None, :]
+        total = tl.zeros((BLOCK_D, COLUMNS), tl.float32)
+        for block in range(0, blocks):
+            row = block * BLOCK + rows
+            token = tl.load(row_tokens + row)
+            weight = (token >= 0).to(tl.float32)
+            if key_mask is not None:
+                weight = tl.load(key_mask + tl.maximum(token, 0), mask=token >= 0, other=0.0)
+            weights = tl.sum(weight)
+            share = (weight / tl.where(weights > 0, weights, 1.0))[:, None]
+            k = load_rows(key_rows, row, None, HEAD_DIM, BLOCK_D)
+            v = tl.load(value_rows + row[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
+            apart = k.to(tl.float32) - tl.sum(k.to(tl.float32) * share, 0)[None, :]
+            around = v.to(tl.float32) - tl.sum(v.to(tl.float32) * share, 0)[None, :]
+            # times BLOCK, so that half precision loses no small shares
+            apart = (apart * share * BLOCK).to(k.dtype)
+            total = tl.dot(tl.trans(apart), around.to(k.dtype), total, input_precision=PRECISION)
+        at = channel[:, None] * HEAD_DIM + columns[None, :]
+        total /= BLOCK * tl.maximum(with_weight, 1)
+        tl.store(state + at, total.to(state.dtype.element_ty), mask=(channel < HEAD_DIM)[:, None] & inside)
+
+
 @triton.jit(
     do_not_specialize=[
         *("key_batch", "key_token", "key_head", "value_batch", "value_token", "value_head"),
@@ -188,6 +235,7 @@ def prepare_keys_kernel(
     pooled_key,
     pooled_value,
     spread,
+    states,
     key_batch,
     key_token,
     key_head,
@@ -204,6 +252,10 @@ def prepare_keys_kernel(
     LEVELS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One stretch of one head, of the grid or of extra tokens, which are not sorted: halved LEVELS times."""
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -255,6 +307,27 @@ def prepare_keys_kernel(
         tl.store(spread + pooled_at, variance.to(key.dtype.element_ty), mask=pooled_mask)
         mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
         tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
+    if states is not None:
+        if is_grid:
+            tl.debug_barrier()  # the rows that this program has just written are read by other threads of it
+            at = (group * rows + start) * D
+            mask_of_sample = key_mask
+            if key_mask is not None:
+                mask_of_sample = key_mask + batch * tokens
+            store_state(
+                key_rows + at,
+                value_rows + at,
+                row_tokens + group * rows + start,
+                mask_of_sample,
+                states + (group * of_grid + tl.program_id(1)) * D * D,
+                (end - start) // BLOCK,
+                tl.sum((total > 0).to(tl.int32)),
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK,
+                COLUMNS,
+                PRECISION,
+            )
 
 
 @triton.jit(do_not_specialize=["table_group", "angle_tokens", "tokens", "heads", "blocks", "grid_blocks"])
@@ -311,10 +384,10 @@ _PLACE = "SymInt[] grid, SymInt block_size, SymInt key_block_size, SymInt extra"
 
 
 @operator(
-    f"(Tensor query, Tensor key, Tensor value, Tensor? angles, Tensor? key_mask, {_PLACE}, bool by_content) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"(Tensor query, Tensor key, Tensor value, Tensor? angles, Tensor? key_mask, {_PLACE}, bool by_content, "
+    "bool with_states) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content):
+def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content, with_states):
     """Rotate query and key, put all three in the order of their blocks, and pool the blocks of the grid.
 
     Args:
@@ -329,12 +402,14 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         key_block_size: of keys and values, likewise.
         extra: extra tokens, the last of the N.
         by_content: whether keys and values are sorted within stretches of the grid.
+        with_states: whether the mean states of the stretches are wanted.
 
     Returns:
         Rows of query (B H, Q, D), of key and of value (B H, R, D), 0 where they are padding; of the grid's blocks
         (B H, T, D): mean of the queries; mean of keys and of values weighted by the key mask, 0 where no weight is
-        left; weighted variance of the keys around their mean, by channel; and the position of every row of keys, int32
-        (B H, R), -1 of padding.
+        left; weighted variance of the keys around their mean, by channel; the position of every row of keys, int32
+        (B H, R), -1 of padding; and of every stretch of the grid the mean state of its blocks (B H, stretches, D, D),
+        :func:`mhla_diffusers.attention.sparse.stretch_states`, empty if it is not wanted.
     """
     (batch, _, heads, head_dim), device = query.shape, query.device
     queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
@@ -371,7 +446,9 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
     row_tokens = allocate((groups, count), torch.int32, device)
     pooled = [allocate((groups, keys.grid_blocks, head_dim), key.dtype, device) for _ in range(3)]
     tile = tile_of("prepare_keys", query, most_n=power_of_two(head_dim))
-    stretch = stretch_of(key_block_size) if by_content else key_block_size
+    stretch = stretch_of(key_block_size) if by_content or with_states else key_block_size
+    count_of_states = triton.cdiv(keys.grid_blocks * key_block_size, stretch) if with_states else 0
+    states = allocate((groups, count_of_states, head_dim, head_dim), states_dtype(query.dtype), device)
     stretches = sum(
         triton.cdiv(blocks * key_block_size, stretch) for blocks in (keys.grid_blocks, keys.blocks - keys.grid_blocks)
     )
@@ -386,49 +463,56 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         pooled_key=pooled[0],
         pooled_value=pooled[1],
         spread=pooled[2],
+        states=states if with_states else None,
         tokens=len(keys.rows),
         rows=count,
         grid_blocks=keys.grid_blocks,
         BLOCK=key_block_size,
         STRETCH=stretch,
-        LEVELS=(stretch // key_block_size).bit_length() - 1,
+        LEVELS=(stretch // key_block_size).bit_length() - 1 if by_content else 0,
         CHUNK=tile.n,
+        COLUMNS=min(64, power_of_two(head_dim)),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **constants_of(key),
         **strides_of(key=key, value=value),
         **shared,
     )
-    return query_rows, key_rows, value_rows, pooled_query, *pooled, row_tokens
+    return query_rows, key_rows, value_rows, pooled_query, *pooled, row_tokens, states
 
 
 @operator(
-    "(Tensor query, Tensor key, Tensor value, Tensor pooled_key, Tensor pooled_value, Tensor row_tokens, "
-    f"Tensor? angles, Tensor? key_mask, {_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
+    "(Tensor query, Tensor key, Tensor value, Tensor pooled_query, Tensor pooled_key, Tensor pooled_value, Tensor? states, "
+    "Tensor key_rows, Tensor value_rows, Tensor row_tokens, Tensor? angles, Tensor? key_mask, "
+    f"{_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
 )
-def prepare_backward(query, key, value, pooled_key, pooled_value, row_tokens, *arguments: Any):
-    """Gradients of query, key and value (B, N, H, D) from those of rows and means, contiguous.
+def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, states, *arguments: Any):
+    """Gradients of query, key and value (B, N, H, D) from those of rows, means and states, contiguous.
 
-    Choosing blocks passes no gradient on, so there is none of the pooled query and the spread.
+    Choosing blocks passes no gradient on, so there is none of the spread.
     """
-    angles, key_mask, grid, block_size, key_block_size, extra, heads = arguments
+    key_rows, value_rows, row_tokens, angles, key_mask, grid, block_size, key_block_size, extra, heads = arguments
     queries, keys = (layout_for(grid, size, extra, query.device) for size in (block_size, key_block_size))
     batch, head_dim, tokens = len(query) // heads, query.shape[-1], len(keys.rows)
+    if states is not None:
+        row_gradients = _of_states(states, key_rows, value_rows, row_tokens, key_mask, keys, heads)
+        key, value = (x + y for x, y in zip((key, value), row_gradients, strict=True))
     tile = tile_of("rows_gradient", query, most_n=power_of_two(head_dim))
     gradients = []
-    for rows, pooled, rotates, layout in (
-        (query, None, angles, queries),
-        (key, pooled_key, angles, keys),
-        (value, pooled_value, None, keys),
+    for rows, pooled, rotates, layout, table, mask in (
+        (query, pooled_query, angles, queries, queries.order, None),
+        (key, pooled_key, angles, keys, row_tokens, key_mask),
+        (value, pooled_value, None, keys, row_tokens, key_mask),
     ):
         gradient = allocate((batch, tokens, heads, head_dim), rows.dtype, rows.device)
         rows_gradient_kernel[heads, layout.blocks, batch](
             rows=rows,
             pooled=pooled,
             angles=None if rotates is None else rotates.contiguous(),
-            key_mask=None if key_mask is None or pooled is None else key_mask.contiguous(),
-            row_tokens=queries.order if pooled is None else row_tokens,
+            key_mask=None if mask is None else mask.contiguous(),
+            row_tokens=table,
             gradient=gradient,
-            table_group=0 if pooled is None else row_tokens.shape[1],
+            table_group=0 if table.ndim == 1 else table.shape[1],
             angle_tokens=0 if rotates is None or len(rotates) == 1 else tokens,
             tokens=tokens,
             heads=heads,
@@ -444,14 +528,58 @@ def prepare_backward(query, key, value, pooled_key, pooled_value, row_tokens, *a
     return tuple(gradients)
 
 
+def _of_states(
+    states: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row_tokens: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    layout: Layout,
+    heads: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of rows of keys and values (G, R, D) from those of the mean states of stretches (G, stretches, D, D).
+
+    Of a state Σ w (k - k̄) (v - v̄)ᵀ with Σ w = 1 a key gets w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄): what goes
+    through the means cancels, as deviations add up to 0. Products of PyTorch, since gradients are taken in training
+    alone.
+    """
+    size, blocks, per_stretch = layout.block_size, layout.grid_blocks, stretch_of(layout.block_size) // layout.block_size
+    rows, padding = blocks * size, -blocks % per_stretch
+    tokens = row_tokens[:, :rows]
+    weight = (tokens >= 0).float()
+    if key_mask is not None:
+        of_groups = key_mask.repeat_interleave(heads, dim=0)
+        weight = weight * of_groups.gather(1, tokens.clamp_min(0).long())
+    weight = torch.nn.functional.pad(weight.unflatten(1, (blocks, size)), (0, 0, 0, padding))
+    total = weight.sum(dim=-1, keepdim=True)
+    share = weight / total.clamp_min(torch.finfo(weight.dtype).tiny)
+    count = (total > 0).float().unflatten(1, (-1, per_stretch)).sum(dim=2, keepdim=True).clamp_min(1)
+    scale = (share.unflatten(1, (-1, per_stretch)) / count).flatten(2)[..., None]
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.pad(x[:, :rows].float(), (0, 0, 0, padding * size)).unflatten(1, (-1, size))
+        x = x - (share[..., None] * x).sum(dim=2, keepdim=True)
+        return x.unflatten(1, (-1, per_stretch)).flatten(2, 3)
+
+    found = scale * product(apart(value), states.float().mT), scale * product(apart(key), states.float())
+    behind = key.shape[1] - rows
+    of_key, of_value = (
+        torch.nn.functional.pad(x.flatten(1, 2)[:, :rows], (0, 0, 0, behind)).to(key.dtype) for x in found
+    )
+    return of_key, of_value
+
+
 @prepare.register_fake
-def _(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content):
+def _(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content, with_states):
     groups, head_dim = query.shape[0] * query.shape[2], query.shape[3]
     query_blocks, grid_query_blocks = block_counts(grid, block_size, extra)
     key_blocks, grid_key_blocks = block_counts(grid, key_block_size, extra)
     counts = query_blocks * block_size, *(key_blocks * key_block_size,) * 2, grid_query_blocks, *(grid_key_blocks,) * 3
     tensors = [query.new_empty(groups, count, head_dim) for count in counts]
-    return *tensors, query.new_empty(groups, key_blocks * key_block_size, dtype=torch.int32)
+    per_stretch = stretch_of(key_block_size) // key_block_size
+    stretches = (grid_key_blocks + per_stretch - 1) // per_stretch if with_states else 0
+    states = query.new_empty(groups, stretches, head_dim, head_dim, dtype=states_dtype(query.dtype))
+    return *tensors, query.new_empty(groups, key_blocks * key_block_size, dtype=torch.int32), states
 
 
 @prepare_backward.register_fake
@@ -462,15 +590,18 @@ def _(query, *arguments: Any):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, _, _, angles, key_mask, *ctx.place, _ = inputs
+    query, _, _, angles, key_mask, *ctx.place, _, ctx.with_states = inputs
     ctx.heads = query.shape[2]
-    ctx.save_for_backward(output[7], angles, key_mask)
-    ctx.mark_non_differentiable(output[3], output[6], output[7])
+    ctx.save_for_backward(output[1], output[2], output[7], angles, key_mask)
+    ctx.mark_non_differentiable(output[6], output[7])
 
 
-def _differentiate(ctx: Any, query, key, value, _, pooled_key, pooled_value, *__: Any) -> tuple[Any, ...]:
-    gradients = (x.contiguous() for x in (query, key, value, pooled_key, pooled_value))
-    return *prepare_backward(*gradients, *ctx.saved_tensors, *ctx.place, ctx.heads), *(None,) * 7
+def _differentiate(
+    ctx: Any, query, key, value, pooled_query, pooled_key, pooled_value, _, __, states: Any
+) -> tuple[Any, ...]:
+    gradients = (x.contiguous() for x in (query, key, value, pooled_query, pooled_key, pooled_value))
+    of_states = states.contiguous() if ctx.with_states else None
+    return *prepare_backward(*gradients, of_states, *ctx.saved_tensors, *ctx.place, ctx.heads), *(None,) * 8
 
 
 prepare.register_autograd(_differentiate, setup_context=_save)

@@ -1,12 +1,12 @@
-"""What queries read from the mixed states of their blocks, merged with the sparse branches: forward and backward.
+"""What queries read from the mixed states of their blocks, merged with softmax over extra tokens: forward and backward.
 
 With f = φ(q), S and z the mixed KV state and normaliser state of the query's block, the output is fᵀS / fᵀz. Beside
-block-sparse attention it is one of up to three branches under one denominator: with n = fᵀS and d = fᵀz,
+softmax over extra tokens, whose output is o_near, it stands under one denominator: with n = fᵀS and d = fᵀz,
 
-    o = (exp(lse_listed) o_listed + exp(lse_pooled) o_pooled + λ n) / (exp(lse_listed) + exp(lse_pooled) + λ d)
+    o = (exp(lse) o_near + λ n) / (exp(lse) + λ d)
 
 Then come output norm and gate. For the gradients, with L the logarithm of the common denominator, o = near + s n, where
-s is 1 / d for MHLA alone and λ exp(-L) beside block-sparse attention; a gradient g of o gives ∂n = s g and ∂d = -s (g ·
+s is 1 / d for MHLA alone and λ exp(-L) beside softmax; a gradient g of o gives ∂n = s g and ∂d = -s (g ·
 o). A kernel forms both for every query, and that of :mod:`.states` adds them up to gradients of the mixed states.
 """
 
@@ -41,25 +41,25 @@ from .states import sum_states
 
 
 @triton.jit
-def merge(product, normaliser, branches, row, head, there, NORMALIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """All branches under one denominator.
+def merge(product, normaliser, branch, row, head, there, NORMALIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """MHLA and softmax under one denominator.
 
     Args:
-        product: float32 (tokens, channels), what the linear branch reads.
+        product: float32 (tokens, channels), what is read from the states.
         normaliser: (tokens,), its denominator.
-        branches: the inputs of the kernel from ``listed`` to ``linear_weight``.
-        row: of the tokens in the branches' outputs, (tokens,).
+        branch: the inputs of the kernel from ``near`` to ``linear_weight``.
+        row: of the tokens in the output of softmax, (tokens,).
         head: whose λ.
         there: which tokens there are.
 
     Returns:
-        Output float32 (tokens, channels), and of each token: what ``product`` was multiplied by, the weights of the
-        listed and the pooled branch, and the logarithm of the denominator.
+        Output float32 (tokens, channels), and of each token: what ``product`` was multiplied by, the weight of softmax,
+        and the logarithm of the denominator.
     """
-    listed, listed_lse, pooled, pooled_lse, linear_weight = branches
+    near, near_lse, linear_weight = branch
     slope = tl.full(normaliser.shape, 1.0, tl.float32)
-    of_listed, of_pooled, lse = slope, slope, slope
-    if listed is None:
+    of_near, lse = slope, slope
+    if near is None:
         if NORMALIZE:
             slope = 1.0 / normaliser
         output = product * slope[:, None]
@@ -67,25 +67,16 @@ def merge(product, normaliser, branches, row, head, there, NORMALIZE: tl.constex
         d = tl.arange(0, product.shape[1])
         log_weight = tl.log(tl.load(linear_weight + head))
         log_linear = log_weight + tl.log(tl.maximum(normaliser, 1e-37))
-        near = tl.load(listed_lse + row, mask=there, other=0.0)
-        largest = tl.maximum(log_linear, near)
-        if pooled is not None:
-            means = tl.load(pooled_lse + row, mask=there, other=0.0)
-            largest = tl.maximum(largest, means)
-        of_listed = tl.exp(near - largest)
-        total = of_listed + tl.exp(log_linear - largest)
-        if pooled is not None:
-            of_pooled = tl.exp(means - largest)
-            total += of_pooled
-        of_listed /= total
+        log_near = tl.load(near_lse + row, mask=there, other=0.0)
+        largest = tl.maximum(log_linear, log_near)
+        of_near = tl.exp(log_near - largest)
+        total = of_near + tl.exp(log_linear - largest)
+        of_near /= total
         slope = tl.exp(log_weight - largest) / total
         output = product * slope[:, None]
-        output += load_tile(listed + row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32) * of_listed[:, None]
-        if pooled is not None:
-            of_pooled /= total
-            output += load_tile(pooled + row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32) * of_pooled[:, None]
+        output += load_tile(near + row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32) * of_near[:, None]
         lse = largest + tl.log(total)
-    return output, slope, of_listed, of_pooled, lse
+    return output, slope, of_near, lse
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -93,10 +84,8 @@ def read_kernel(
     query,
     states,
     sums,
-    listed,
-    listed_lse,
-    pooled,
-    pooled_lse,
+    near,
+    near_lse,
     linear_weight,
     output_norm,
     gate,
@@ -145,8 +134,8 @@ def read_kernel(
         product, normaliser = read_state(
             source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION
         )
-        branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
-        values, _, _, _, _ = merge(product, normaliser, branches, row, head, there, NORMALIZE, HEAD_DIM)
+        branch = (near, near_lse, linear_weight)
+        values, _, _, _ = merge(product, normaliser, branch, row, head, there, NORMALIZE, HEAD_DIM)
         d = tl.arange(0, BLOCK_D)
         here = (batch * tokens + place) * heads + head
         if normalisers is not None:
@@ -169,20 +158,16 @@ def query_gradient_kernel(
     query,
     states,
     sums,
-    listed,
-    listed_lse,
-    pooled,
-    pooled_lse,
+    near,
+    near_lse,
     linear_weight,
     output_norm,
     gate,
     query_gradient,
     product_gradient,
     product_normaliser_gradient,
-    listed_gradient,
-    listed_lse_gradient,
-    pooled_gradient,
-    pooled_lse_gradient,
+    near_gradient,
+    near_lse_gradient,
     linear_weight_gradients,
     norm_gradients,
     gate_gradient,
@@ -234,10 +219,8 @@ def query_gradient_kernel(
         product, normaliser = read_state(
             source, states, sums, base, HEAD_DIM, BLOCK_D, BLOCK_N, FEATURE_MAP, ROPE, PRECISION
         )
-        branches = (listed, listed_lse, pooled, pooled_lse, linear_weight)
-        values, slope, of_listed, of_pooled, lse = merge(
-            product, normaliser, branches, row, head, there, NORMALIZE, HEAD_DIM
-        )
+        branch = (near, near_lse, linear_weight)
+        values, slope, of_near, lse = merge(product, normaliser, branch, row, head, there, NORMALIZE, HEAD_DIM)
 
         # through gate and norm
         here = (batch * tokens + place) * heads + head
@@ -265,16 +248,11 @@ def query_gradient_kernel(
         of_normaliser = -slope * along
         if of_normalisers is not None:
             of_normaliser += tl.load(of_normalisers + here, mask=there, other=0.0)
-        if listed is not None:
-            near = load_tile(listed + row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32)
-            store_tile(listed_gradient + row * HEAD_DIM, there, d, gradient * of_listed[:, None], HEAD_DIM)
-            of_lse = of_listed * (tl.sum(gradient * near, 1) - along)
-            tl.store(listed_lse_gradient + row, of_lse, mask=there)
-            if pooled is not None:
-                means = load_tile(pooled + row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32)
-                store_tile(pooled_gradient + row * HEAD_DIM, there, d, gradient * of_pooled[:, None], HEAD_DIM)
-                of_lse = of_pooled * (tl.sum(gradient * means, 1) - along)
-                tl.store(pooled_lse_gradient + row, of_lse, mask=there)
+        if near is not None:
+            softmax = load_tile(near + row * HEAD_DIM, there, d, HEAD_DIM).to(tl.float32)
+            store_tile(near_gradient + row * HEAD_DIM, there, d, gradient * of_near[:, None], HEAD_DIM)
+            of_lse = of_near * (tl.sum(gradient * softmax, 1) - along)
+            tl.store(near_lse_gradient + row, of_lse, mask=there)
             # not divided by the weight, which may be 0
             of_weight = tl.exp(tl.minimum(-lse, 80.0)) * (of_product - normaliser * along)
             tl.store(linear_weight_gradients + whole * tokens + index, of_weight, mask=there)
@@ -302,14 +280,10 @@ class Reading(NamedTuple):
     """Mixed, (B, H, M, D, D), contiguous, of the blocks that the tokens may lie in."""
     sums: torch.Tensor | None
     """Mixed normaliser states, float32 (B, H, M, D), contiguous; None for no normaliser, which a merge needs."""
-    listed: torch.Tensor | None
-    """Output of the listed keys (B H, R, D), contiguous; None where MHLA is alone."""
-    listed_lse: torch.Tensor | None
+    near: torch.Tensor | None
+    """Output of softmax over extra tokens (B H, R, D), contiguous; None where MHLA is alone."""
+    near_lse: torch.Tensor | None
     """float32 (B H, R), natural."""
-    pooled: torch.Tensor | None
-    """Output of the pooled keys, or None."""
-    pooled_lse: torch.Tensor | None
-    """Likewise, with β in it."""
     linear_weight: torch.Tensor | None
     """λ, float32 (H,), not negative."""
     output_norm: torch.Tensor | None
@@ -330,7 +304,7 @@ class Reading(NamedTuple):
     @property
     def differentiable(self) -> tuple[torch.Tensor | None, ...]:
         """Inputs that have a gradient if they are there."""
-        return self[:10]
+        return self[:8]
 
     def launch(self, kernel: str) -> tuple[torch.Tensor, Tables, tuple[int, ...], dict[str, Any], dict[str, Any]]:
         """Return what both kernels are launched with.
@@ -344,20 +318,20 @@ class Reading(NamedTuple):
         tile = tables.tile_of(kernel, query)
         programs = len(query) * query.shape[2], triton.cdiv(tables.longest, tile.m), tables.blocks
         shared = shared_arguments(query, tables, self.angles, self.feature_map, self.eps, self.rope_before)
-        inputs = dict(zip(self._fields[1:10], self[1:10], strict=True)) | {"query": query, "rows": query.shape[1]}
+        inputs = dict(zip(self._fields[1:8], self[1:8], strict=True)) | {"query": query, "rows": query.shape[1]}
         return query, tables, programs, shared, inputs | tile.arguments | {"norm_eps": OUTPUT_NORM_EPS}
 
 
 _INPUTS = (
-    "Tensor query, Tensor states, Tensor? sums, Tensor? listed, Tensor? listed_lse, Tensor? pooled, "
-    "Tensor? pooled_lse, Tensor? linear_weight, Tensor? output_norm, Tensor? gate, Tensor? angles, "
+    "Tensor query, Tensor states, Tensor? sums, Tensor? near, Tensor? near_lse, Tensor? linear_weight, "
+    "Tensor? output_norm, Tensor? gate, Tensor? angles, "
     f"{PLACE}, bool with_normaliser"
 )
 
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
 def read_states(*inputs: Any):
-    """What the queries read from the mixed states of their blocks, merged with the sparse branches.
+    """What the queries read from the mixed states of their blocks, merged with softmax over extra tokens.
 
     Takes the fields of :class:`Reading`.
 
@@ -389,9 +363,7 @@ def read_states_backward(output_gradient, normaliser_gradient, *inputs: Any):
     query_gradient = rows_like(query, tables, query.dtype)
     product_gradient = rows_like(query, tables, reading.states.dtype)
     new = allocate if query.shape[1] == len(tables.members) else torch.zeros
-    listed, listed_lse, pooled, pooled_lse = (
-        None if x is None else new(x.shape, dtype=x.dtype, device=x.device) for x in reading[3:7]
-    )
+    near, near_lse = (None if x is None else new(x.shape, dtype=x.dtype, device=x.device) for x in reading[3:5])
 
     def float32(wanted: bool, *shape: int) -> torch.Tensor | None:
         return allocate(shape, torch.float32, query.device) if wanted else None
@@ -407,10 +379,8 @@ def read_states_backward(output_gradient, normaliser_gradient, *inputs: Any):
         query_gradient=query_gradient,
         product_gradient=product_gradient,
         product_normaliser_gradient=sum_weight,
-        listed_gradient=listed,
-        listed_lse_gradient=listed_lse,
-        pooled_gradient=pooled,
-        pooled_lse_gradient=pooled_lse,
+        near_gradient=near,
+        near_lse_gradient=near_lse,
         linear_weight_gradients=weight_gradients,
         norm_gradients=norm_gradients,
         gate_gradient=gate_gradient,
@@ -421,7 +391,7 @@ def read_states_backward(output_gradient, normaliser_gradient, *inputs: Any):
     gradients = (
         tokens_first(query_gradient, reading.block_size).contiguous(),
         *sum_states(query, product_gradient, tables, shared, normalize, sum_weight=sum_weight),
-        *(listed, listed_lse, pooled, pooled_lse),
+        *(near, near_lse),
         None if weight_gradients is None else weight_gradients.view(len(query), query.shape[2], -1).sum((0, 2)),
         None if norm is None or norm_gradients is None else norm_gradients.sum((0, 1, 2)).to(norm.dtype),
         gate_gradient,
@@ -446,7 +416,7 @@ def _(output_gradient, normaliser_gradient, *inputs: Any):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    tensors, ctx.settings = inputs[:11], inputs[11:]
+    tensors, ctx.settings = inputs[:9], inputs[9:]
     ctx.save_for_backward(*tensors)
 
 
