@@ -31,7 +31,7 @@ apply_mhla(transformer, "wan2.1-t2v-1.3b-hybrid")
 if len(mhla_layers(transformer)) != 2:
     raise SystemExit(f"the hybrid patch replaced {len(mhla_layers(transformer))} of 3 layers; 2 are promised")
 
-load_mhla(load_tiny("wan"), "tiny-wan-exact")
+load_mhla(load_tiny("wan"), "tiny-wan-sparse")
 for family in ("dit", "sana", "wan"):
     what = {"class_labels": [7]} if family == "dit" else {"prompt": "a seven moving left"}
     load_tiny(family)(**what, **{**call_settings(family), "num_inference_steps": 1})

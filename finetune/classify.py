@@ -30,10 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForImageClassification, PreTrainedConfig, ViTConfig, ViTForImageClassification
 from transformers.image_processing_base import ImageProcessingMixin
 
-from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla, models
+from mhla_diffusers import apply_mhla, load_mhla, models
 from mhla_diffusers.analysis import analyze_layers
 from mhla_diffusers.analysis.pictures import draw_attention_maps, middle_of
-from mhla_diffusers.config import check, check_names
+from mhla_diffusers.config import PatchConfig, check, check_names
 from mhla_diffusers.devices import choose_device, launched_processes
 from mhla_diffusers.families import find_family
 from mhla_diffusers.files import IMAGE_SUFFIXES
@@ -125,7 +125,7 @@ class ClassifyConfig(trainer.Recipe):
                 allowed = f"allowed: {SOFTMAX!r}, or settings of a patch."
                 check(variant == SOFTMAX, f"variant {name!r} is {variant!r}; {allowed}")
             elif not self.model.startswith("vlt"):
-                MHLAConfig.from_dict(variant)
+                PatchConfig.from_dict(variant)
         for table, rows in self.ablations.items():
             for row, variant in rows.items():
                 check(
@@ -414,8 +414,8 @@ def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
 
     Raises:
         OSError: there is no such model.
-        ValueError: settings that the model's configuration or MHLA does not have, or a model to begin from that lacks
-            more than a classifier of so many classes.
+        ValueError: settings that the model's configuration or a patch does not have, or a model to begin from that
+            lacks more than a classifier of so many classes.
     """
     torch.manual_seed(seed)
     classes = len(classes_of(config))
@@ -450,7 +450,7 @@ def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
         elif variant == SOFTMAX:
             given["mhla"] = [None] * len(make(**given).depths)
         model = cls(make(**given))
-    return model if is_vlt or isinstance(variant, str) else apply_mhla(model, MHLAConfig.from_dict(variant))
+    return model if is_vlt or isinstance(variant, str) else apply_mhla(model, **variant)
 
 
 def own_size(model: Any) -> int | None:

@@ -22,9 +22,10 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from mhla_diffusers import MHLAConfig, apply_mhla, change_mhla, is_patched, mhla_layers
+from mhla_diffusers import CausalConfig, apply_mhla, change_mhla, mhla_layers
 from mhla_diffusers.attention.gated_linear import GATE_RANK, gated_linear, log_decay
 from mhla_diffusers.config import check, check_names
+from mhla_diffusers.families import get_family
 from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.training.settings import read_settings
 
@@ -77,7 +78,7 @@ class LanguageConfig(trainer.Recipe):
                     allowed = f"{SOFTMAX!r}, {GATED!r}, or settings of a patch."
                     check(variant in (SOFTMAX, GATED), f"variant {name!r} is {variant!r}; allowed: {allowed}")
                 else:
-                    MHLAConfig.from_dict(variant)
+                    get_family("llama").complete(variant)
         check(
             not self.adapt or SOFTMAX in self.variants.values(),
             f"adapt changes the model that was trained with softmax, and variants, {', '.join(self.variants)}, has "
@@ -207,7 +208,7 @@ def as_variant(model: Any, variant: Variant) -> Any:
         for layer in model.model.layers:
             layer.self_attn = GatedLinearAttention(layer.self_attn).to(layer.self_attn.q_proj.weight)
     elif not isinstance(variant, str):
-        apply_mhla(model, MHLAConfig.from_dict(variant))
+        apply_mhla(model, **variant)
     return model
 
 
@@ -268,7 +269,8 @@ def judged(model: Any, config: LanguageConfig) -> dict[str, Any]:
     """Held-out perplexity, and by place in texts of four times the length that was trained."""
     length = config.length
     within = perplexity(losses_by_place(model, held_out_rows(config, length)))
-    if is_patched(model) and next(iter(mhla_layers(model).values())).config.blocks[0] > 1:
+    patch = next((layer.config for layer in mhla_layers(model).values()), None)
+    if isinstance(patch, CausalConfig) and patch.blocks[0] > 1:
         change_mhla(model, beyond="relative")
     far = losses_by_place(model, held_out_rows(config, 4 * length))
     places = [far[:length], far[length : 2 * length], far[2 * length :]]

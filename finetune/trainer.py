@@ -51,7 +51,7 @@ class Recipe:
     learning_rate: float
     """Peak value; rises during warm-up and decays by a cosine to 0."""
     mixing_learning_rate: float | None = None
-    """For mixing matrices, λ and β; None for ``learning_rate``."""
+    """For mixing matrices and λ; None for ``learning_rate``."""
     weight_decay: float = 0.01
     """For matrices; norms, biases, positions and MHLA's own parameters except projections do not decay."""
     clip: float = 1.0

@@ -19,7 +19,7 @@ from .attention.causal import Causal
 from .attention.costs import AttentionSizes
 from .attention.layout import block_count, check_blocks, fit_blocks
 from .attention.mixing import MixingInit
-from .attention.order import stretch_of
+from .attention.order import blocks_per_state
 from .attention.state import Beyond
 from .files import parse_yaml, read_text
 
@@ -32,7 +32,7 @@ MOST_BLOCKS = 8192
 MOST_BLOCK_SIZE = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PatchConfig:
     """What every patch has, whichever attention it runs; made as one of its three kinds."""
 
@@ -100,7 +100,7 @@ class PatchConfig:
         return kind_of(settings)(**settings)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SparseConfig(PatchConfig):
     """Sparse attention (:mod:`mhla_diffusers.attention.sparse`), which has no parameters and needs no training.
 
@@ -162,9 +162,16 @@ class SparseConfig(PatchConfig):
         """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
         rule = self.rule_on(grid)
         queries, keys = (block_count(grid, size) for size in rule.sizes)
-        stretches = -(-keys // (stretch_of(rule.key_block_size) // rule.key_block_size))
+        stretches = -(-keys // blocks_per_state(rule.key_block_size))
         return AttentionSizes.of_sparse(
-            math.prod(grid), heads, head_dim, queries, keys, stretches * (self.far == "first-order"), self.density, extra
+            math.prod(grid),
+            heads,
+            head_dim,
+            queries,
+            keys,
+            stretches * (self.far == "first-order"),
+            self.density,
+            extra,
         )
 
     def replace(self, **settings: Any) -> Self:
@@ -173,10 +180,11 @@ class SparseConfig(PatchConfig):
         Raises:
             ValueError: unknown field, one of another attention, or value that is not allowed.
         """
-        return super().replace(**({"key_block_size": None} if "block_size" in settings else {}), **settings)
+        usual: dict[str, Any] = {"key_block_size": None} if "block_size" in settings else {}
+        return super().replace(**(usual | settings))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LinearConfig(PatchConfig):
     """What MHLA and causal MHLA have in common: KV states of blocks, mixed by a learned matrix."""
 
@@ -238,7 +246,7 @@ class LinearConfig(PatchConfig):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MHLAConfig(LinearConfig):
     """The paper's MHLA, of linear cost, which has to be adapted to a model that was trained with softmax.
 
@@ -274,7 +282,7 @@ class MHLAConfig(LinearConfig):
         return AttentionSizes(math.prod(grid), heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CausalConfig(LinearConfig):
     """Causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see the past alone.
 

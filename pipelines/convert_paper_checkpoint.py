@@ -85,7 +85,7 @@ def convert(checkpoint: Path, folder: Path, blocks: tuple[int, ...] | None, base
     try:
         convolution = state.get(layer + "convolution.weight")
         config = MHLAConfig(
-            blocks,
+            blocks=blocks,
             layers=layers,
             normalize=False,
             output_norm=True,

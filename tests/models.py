@@ -170,9 +170,9 @@ def inputs(name: str, *, batch: int = 2, ragged: bool = False, seed: int = 1) ->
 
 
 def patched(name: str, **settings: Any) -> Any:
-    """Model ``name`` with every self-attention replaced by MHLA alone, unless the settings say otherwise."""
-    plain = {"blocks": FAMILIES[name].blocks, "mixing_per_head": False, "sparse": "none"}
-    return apply_mhla(FAMILIES[name].build(), **(plain | settings))
+    """Model ``name`` with every self-attention replaced: by MHLA, or with a density by sparse attention."""
+    usual = {} if "density" in settings else {"blocks": FAMILIES[name].blocks}
+    return apply_mhla(FAMILIES[name].build(), **(usual | settings))
 
 
 @torch.no_grad()

@@ -62,8 +62,8 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
     held = f"12 tensors of MHLA with {count:,} values, 1 of the model with 576"
     for words in ("someone/base", "changed", record.file, f"{record.sha256}, fits", "[2, 2, 3]", held):
         assert words in shown
-    shipped = patch_folder() / "tiny-wan-exact"
-    print_any_patch("tiny-wan-exact")
+    shipped = patch_folder() / "tiny-wan-mhla"
+    print_any_patch("tiny-wan-mhla")
     shown = capsys.readouterr().out
     assert str(shipped) in shown and read_record(shipped).file in shown
     (tmp_path / record.file).write_bytes(b"short")
@@ -103,7 +103,7 @@ def test_info_as_a_report(tmp_path):
     personal = (str(tmp_path), str(Path.home()), getpass.getuser(), platform.node(), "/home/me", sys.prefix)
     assert not [word for word in personal if word in shown]
     assert shown.isascii() and len(shown) < 2000
-    assert "patch tiny-wan-exact: family='wan', blocks=[" in report("tiny-wan-exact")
+    assert "patch tiny-wan-mhla: family='wan', blocks=[" in report("tiny-wan-mhla")
 
 
 def test_user_errors_have_no_traceback(monkeypatch, capsys):

@@ -64,7 +64,7 @@ def analyze(
         moves = layer_sensitivity(transformer, lambda: [call.predict(transformer) for call in calls])
         found = [replace(layer, moves=moves.get(layer.name)) for layer in found]
         patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
-        mixing = {name: layer.mixing for name in names if isinstance(layer := patched.get(name), MHLALayer)}
+        mixing = {name: one.mixing for name in names if isinstance(one := patched.get(name), MHLALayer)}
         if mixing:
             pictures.append(draw_mixing_matrices(mixing, output / "mixing-matrices.png"))
     write_json({"grid": grid, "token": chosen, "layers": [asdict(layer) for layer in found]}, output / "analysis.json")

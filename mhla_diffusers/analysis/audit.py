@@ -46,9 +46,9 @@ class LayerAudit:
     moves: float
     """Relative squared change of the transformer's output if only this layer is patched."""
     density: float | None = None
-    """Fraction of all block pairs that its lists hold; None without content-chosen lists."""
+    """Fraction of all pairs of blocks in its lists; None unless it runs sparse attention."""
     mass_kept: float | None = None
-    """Fraction of the softmax weight on these pairs, averaged over heads, queries and calls; None without lists."""
+    """Fraction of the softmax weight on these pairs, averaged over heads, queries and calls; None without such."""
 
     @property
     def error(self) -> float:
@@ -167,7 +167,9 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     require_layers(model)
     running = {name: patched for name, patched in require_patched(model).items() if patched.running_attentions()}
     if not running:
-        raise ValueError("No attention of this model runs MHLA now; leave mhla_disabled(), or call change_mhla(model).")
+        raise ValueError(
+            "No attention of this model runs its patch now; leave mhla_disabled(), or call change_mhla(model)."
+        )
     transformers = {name: patched.transformer for name, patched in running.items()}
     forwards: list[Step | None] = []
     watches = {

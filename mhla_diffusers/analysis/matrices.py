@@ -10,6 +10,7 @@ from torch import nn
 
 from ..attention.layout import block_sizes
 from ..attention.rope import rotated
+from ..config import MHLAConfig, PatchConfig
 from ..families import AttentionInputs, Family, get_family
 from ..patching import TransformerCall, attention_inputs
 from ..patching.processor import runs_mhla
@@ -113,12 +114,12 @@ class LayerAnalysis:
 
     name: str
     attention: str
-    """MHLA, linear or softmax."""
+    """Such as MHLA, sparse, linear or softmax."""
     tokens: int
     rank: float
     """Averaged over samples and heads."""
     rank_bound: int
-    """N for softmax, also over lists, min(N, D) for linear attention, Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3)."""
+    """Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3), min(N, D) for linear attention, else N."""
     entropy: float
     """In nats; log(tokens) for uniform weights."""
     moves: float | None = None
@@ -153,12 +154,12 @@ def analyze_layers(
         if each is not None:
             each(name, matrix)
         attn = attentions[name]
-        is_patched = runs_mhla(attn)
-        kind = "MHLA" if is_patched else family.own_attention
-        if kind == "softmax" or (is_patched and attn.mhla.config.sparse != "none"):
-            bound = tokens
-        else:
-            sizes = block_sizes(grid, attn.mhla.config.blocks_on(grid)) if is_patched else [tokens]
-            bound = sum(min(size, family.adapter_of(attn).heads(attn)[1]) for size in sizes)
+        config: PatchConfig | None = attn.mhla.config if runs_mhla(attn) else None
+        kind = family.own_attention if config is None else config.attention.removesuffix(" attention")
+        bound, head_dim = tokens, family.adapter_of(attn).heads(attn)[1]
+        if isinstance(config, MHLAConfig):
+            bound = sum(min(size, head_dim) for size in block_sizes(grid, config.blocks_on(grid)))
+        elif kind == "linear":
+            bound = min(tokens, head_dim)
         layers.append(LayerAnalysis(name, kind, tokens, rank(matrix), bound, entropy(matrix)))
     return layers

@@ -137,7 +137,7 @@ def mhla_attention(
         output_norm=output_norm,
         output_gate=output_gate,
         linear_weight=linear_weight,
-        extra=tuple(extra) if isinstance(extra, Sequence) else extra,
+        extra=tuple(extra) if isinstance(extra, Sequence) else extra,  # type: ignore[arg-type]
         parallel=parallel,
         causal=causal,
     )
@@ -222,7 +222,7 @@ def sparse_attention(
         state_weight=state_weight,
         rotary=rotary,
         key_mask=key_mask,
-        extra=tuple(extra) if isinstance(extra, Sequence) else extra,
+        extra=tuple(extra) if isinstance(extra, Sequence) else extra,  # type: ignore[arg-type]
         parallel=parallel,
     )
     return attend(call, backend)
@@ -335,7 +335,7 @@ def check_call(call: MHLACall | SparseCall) -> None:
             f"extra={extra!r} must be two counts, how many tokens stand before and after those of the grid, for "
             "example (0, 77)."
         )
-    shapes = {"key_mask": (batch, tokens)}
+    shapes: dict[str, Shape] = {"key_mask": (batch, tokens)}
     if isinstance(call, MHLACall):
         shapes |= {"output_norm": (head_dim,), "output_gate": (batch, tokens - sum(extra), heads, head_dim)}
         shapes |= {"linear_weight": (heads,)}
@@ -381,14 +381,18 @@ def _check_mhla(call: MHLACall) -> None:
             "linear_weight weighs MHLA beside softmax, which only extra tokens and causal attention have; leave it out."
         )
     if weight is not None and _is_free_to_read(weight) and not bool((weight > 0).all()):
-        raise ValueError(f"linear_weight={weight.tolist()} must hold positive numbers, such as the exponential of what is trained.")
+        raise ValueError(
+            f"linear_weight={weight.tolist()} must hold positive numbers, such as the exponential of what is trained."
+        )
     if is_beside and _is_free_to_read(mixing) and not bool((mixing >= 0).all()):
         raise ValueError(
             f"mixing has entries down to {mixing.min():.3g}, and beside softmax weights the logarithm of its sums "
             "is taken; they must not be negative, as after mixing.clamp(min=0)."
         )
     if is_beside and not call.normalize:
-        raise ValueError("Softmax weights, as of extra tokens, share one denominator with MHLA, which needs normalize=True.")
+        raise ValueError(
+            "Softmax weights, as of extra tokens, share one denominator with MHLA, which needs normalize=True."
+        )
     if call.feature_map != "relu" or call.eps > 0:
         return
     if is_beside:
@@ -442,7 +446,9 @@ def _check_place(call: MHLACall | SparseCall) -> MHLACall | SparseCall:
     extra, tokens, grid, parallel = call.extra, call.query.shape[1], call.grid, call.parallel
     if isinstance(call, MHLACall) and call.causal is not None:
         check_causal(call.causal, grid, call.blocks)
-        for name in [name for name, is_given in (("extra", any(extra)), ("parallel", parallel is not None)) if is_given]:
+        for name in [
+            name for name, is_given in (("extra", any(extra)), ("parallel", parallel is not None)) if is_given
+        ]:
             raise ValueError(
                 f"{name} does not go with causal={call.causal!r}, which attends to its own block with softmax if "
                 "linear_weight is given, to earlier ones through their states, and runs in one process."

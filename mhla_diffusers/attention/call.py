@@ -29,6 +29,8 @@ _BLOCK_SIZES = (64, 32, 16, 8, 4)
 """Default sizes of uniform blocks: 64 fill one block of a matrix product."""
 _LEAST_QUERY_BLOCKS, _LEAST_KEY_BLOCKS = 64, 128
 """Blocks that a sequence has at least where it is long enough; with fewer, a list of 5 % is a block or two."""
+_MOST_KEYS = 32
+"""Largest default block of keys: with 64 the error of one attention is a third larger (``studies/real_weights``)."""
 
 
 def check_block_size(block_size: Any, name: str = "block_size") -> int:
@@ -103,14 +105,14 @@ class ContentRule(UniformBlocks):
     ) -> "ContentRule":
         """Return the rule on a token grid, with block sizes that suit it where none are given.
 
-        They are the largest of 64, 32, 16, 8 and 4 tokens with at least 64 blocks of queries and 128 of keys. Keys have
-        blocks below 16, which the fused kernels lack, only where queries have.
+        They are the largest of 64, 32, 16, 8 and 4 tokens with at least 64 blocks of queries and 128 of keys, whose
+        blocks are 32 at most. Keys have blocks below 16, which the fused kernels lack, only where queries have.
         """
         tokens, query, key = math.prod(list(grid)), block_size, key_block_size
         if query is None:
             query = next((size for size in _BLOCK_SIZES if tokens >= _LEAST_QUERY_BLOCKS * size), _BLOCK_SIZES[-1])
             smallest = 16 if query >= 16 else 4
-            sizes = [size for size in _BLOCK_SIZES if smallest <= size <= query]
+            sizes = [size for size in _BLOCK_SIZES if smallest <= size <= min(query, _MOST_KEYS)]
             key = next((size for size in sizes if tokens >= _LEAST_KEY_BLOCKS * size), smallest)
         return cls(query, density, key_block_size=key or query, order=order)
 

@@ -22,6 +22,11 @@ def stretch_of(block_size: int) -> int:
     return blocks * block_size
 
 
+def blocks_per_state(block_size: int) -> int:
+    """Return how many key blocks share a state: those of a stretch; blocks below 16, of short sequences, have their own."""
+    return stretch_of(block_size) // block_size if block_size >= 16 else 1
+
+
 @torch.no_grad()
 def content_order(keys: torch.Tensor, exists: torch.Tensor, block_size: int) -> torch.Tensor:
     """Sort the keys of every stretch by content.

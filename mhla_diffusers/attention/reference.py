@@ -10,7 +10,7 @@ import torch
 from .call import BlockLists, MHLACall, SparseCall
 from .feature_maps import get_feature_map
 from .layout import block_index, layout_of
-from .order import stretch_of
+from .order import blocks_per_state
 from .precision import LEAST_MASK, LEAST_MIXING, OUTPUT_NORM_EPS
 from .rope import rotated
 from .sparse import key_block_of_tokens, with_lists
@@ -160,8 +160,8 @@ def _sparse(
         peak = block_logits.masked_fill(is_out, -math.inf).amax(dim=-1, keepdim=True).nan_to_num(0, 0, 0)
         mixing = torch.where(is_out, 0.0, (block_logits.masked_fill(is_out, 0) - peak).exp())
         mixing = mixing / mixing.sum(dim=-1, keepdim=True).clamp_min(1e-300)
-        stretch = torch.arange(lists.key_blocks, device=query.device) * lists.key_block_size
-        stretch = torch.nn.functional.one_hot(stretch // stretch_of(lists.key_block_size)).double()
+        stretch = torch.arange(lists.key_blocks, device=query.device) // blocks_per_state(lists.key_block_size)
+        stretch = torch.nn.functional.one_hot(stretch).double()
         blocks = torch.einsum("bhc,cs->bhs", (total > 0).double(), stretch).clamp_min(1)
         # of every query block and key block, what the mean state of the key block's stretch is mixed with
         mixed = torch.einsum("bhac,cs,bhs,es->bhae", mixing, stretch, 1 / blocks, stretch)

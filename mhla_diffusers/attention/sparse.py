@@ -14,7 +14,7 @@ first-order term vanishes, the values' does not::
 
 S_c is a KV state as MHLA keeps one per block, only centred. Weighing every S_c by exp(q · k̄_c) for every query would
 be too dear, but the weights may be those of the block's mean query q̄_a, and blocks of keys that were sorted together
-(a *stretch* s of :mod:`.order`, such as 256 keys) may share the mean S̄_s of their states::
+(a *stretch* s of 256 keys, :mod:`.order`) may share the mean S̄_s of their states, where blocks hold 16 and more::
 
     M_a = Σ_s m_as S̄_s,   m_as = Σ_{c∈s} softmax over c∉R of (q̄_a · k̄_c + log n_c)
 
@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from .call import BlockLists, Call, ContentRule, SparseCall, UniformBlocks, list_length, mask_of_lists
 from .layout import block_count, in_blocks, in_order, layout_of
 from .merge import under_common_sum
-from .order import content_order, stretch_of
+from .order import blocks_per_state, content_order
 from .precision import EMPTY, product, sum_dtype, without_autocast
 from .rope import rotated
 
@@ -269,7 +269,7 @@ def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
         far, far_lse = attend_to_pooled(query, pooled, lists)
         correction = None
         if call.far == "first-order":
-            per_stretch = stretch_of(lists.key_block_size) // lists.key_block_size
+            per_stretch = blocks_per_state(lists.key_block_size)
             states = stretch_states(pooled, rows.value[:, :, : lists.key_blocks], per_stretch)
             correction = read_mixed(query, content_mixing(pooled, lists.keys, per_stretch), states)
         parts = _Parts(near, near_lse, far, far_lse, correction)
@@ -308,12 +308,13 @@ def _fitted(call: SparseCall, query: torch.Tensor, rows: Rows, bias: torch.Tenso
         parts: of all queries.
     """
     some = fitting_rows(math.prod(call.grid), query.device)
-    sampled = (None if x is None else x.flatten(2, 3)[:, :, some] for x in parts)
+    near, near_lse, far, far_lse, correction = (None if x is None else x.flatten(2, 3)[:, :, some] for x in parts)
     mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
     truth = torch.nn.functional.scaled_dot_product_attention(
         query.flatten(2, 3)[:, :, some], rows.key.flatten(2, 3), rows.value.flatten(2, 3), attn_mask=mask, scale=1.0
     )
-    pooled_bias, state_weight = best_weights(truth, *sampled)
+    assert near is not None and near_lse is not None and far is not None and far_lse is not None
+    pooled_bias, state_weight = best_weights(truth, near, near_lse, far, far_lse, correction)
     return replace(call, pooled_bias=pooled_bias, state_weight=None if parts.correction is None else state_weight)
 
 

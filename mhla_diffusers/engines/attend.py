@@ -1,9 +1,7 @@
-"""Block-sparse attention for an engine: query, key and value in, output or a reason for dense attention out.
+"""Sparse attention for an engine: query, key and value in, output or a reason for dense attention out.
 
-Engines hand over what their models attend with after RoPE, so no weights are needed: the key blocks of every query are
-chosen by content in every call, and the others take part through their pooled keys
-(:mod:`mhla_diffusers.attention.sparse`). What is adapted, λ and mixing matrices, belongs to the modules of a diffusers
-model, where ``load_mhla`` puts it.
+Engines hand over query, key and value after RoPE, which is all that :func:`mhla_diffusers.attention.sparse_attention`
+needs. MHLA's mixing matrices are weights of a patched diffusers model, so MHLA runs there alone.
 """
 
 import logging
@@ -12,14 +10,14 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..attention import mhla_attention
+from ..attention import sparse_attention
 from ..attention.layout import Extra
-from ..config import MHLAConfig, Step, check, check_names, load_patch
+from ..config import SparseConfig, Step, check, check_names, load_patch
 
 _VARIABLES = {
     "MHLA_DENSITY": "density",
@@ -28,17 +26,8 @@ _VARIABLES = {
     "MHLA_KEY_BLOCK_SIZE": "key_block_size",
     "MHLA_SOFTMAX_STEPS": "softmax_steps",
 }
-"""Environment variables and the settings of :class:`MHLAConfig` that they stand for."""
+"""Environment variables and the settings of :class:`SparseConfig` that they stand for."""
 _OTHER_VARIABLES = ("MHLA_PATCH", "MHLA_SOFTMAX_LAYERS", "MHLA_MIN_TOKENS")
-_OF_WEIGHTS = {
-    "linear_branch": False,
-    "pooled": True,
-    "output_norm": False,
-    "output_gate": False,
-    "convolution": None,
-    "rope": "before",
-}
-"""Settings of a patch that an engine cannot run otherwise: they need weights, or query and key before RoPE."""
 
 
 @dataclass(frozen=True)
@@ -46,35 +35,30 @@ class EngineSettings:
     """What an engine's attention does.
 
     Raises:
-        ValueError: the settings need weights that only a patched diffusers model has, or a value is not allowed.
+        ValueError: the settings are not of sparse attention in all layers, or a value is not allowed.
     """
 
-    config: MHLAConfig = field(default_factory=lambda: MHLAConfig(blocks=(1,), sparse="content"))
-    """Density, order, block sizes and ``softmax_steps``, the first steps in which attention stays dense."""
+    config: SparseConfig = SparseConfig()
+    """Density, block sizes, order and ``softmax_steps``, the first steps in which attention stays dense."""
     softmax_layers: tuple[int, ...] = ()
     """Layers whose attention stays dense, from 0."""
     min_tokens: int = 4096
     """Sequences of fewer tokens stay dense, since there sparse attention gains next to nothing."""
 
     def __post_init__(self) -> None:
+        config: Any = self.config
+        attention, layers = getattr(config, "attention", repr(config)), getattr(config, "layers", "all")
         check(
-            isinstance(self.config, MHLAConfig),
-            f"config={self.config!r} must be settings, such as MHLAConfig(blocks=(1,), sparse='content', density=0.1).",
+            isinstance(config, SparseConfig) and layers == "all",
+            f"An engine runs sparse attention with layers='all', and these settings are {attention} with "
+            f"layers={layers!r}. Give a preset such as 'wan2.1-t2v-1.3b-sparse' or settings such as "
+            "SparseConfig(density=0.05), with softmax_layers for layers that stay dense. Other patches run in "
+            "diffusers, with apply_mhla() or load_mhla().",
         )
-        found = {"sparse": self.config.sparse, "layers": self.config.layers}
-        found |= {name: getattr(self.config, name) for name in _OF_WEIGHTS}
-        wanted = {"sparse": "content", "layers": "all", **_OF_WEIGHTS}
-        differing = ", ".join(f"{name}={value!r}" for name, value in found.items() if value != wanted[name])
+        dense: Any = self.softmax_layers
         check(
-            not differing and self.config.fit_pooled_bias is not False,
-            f"An engine hands over query, key and value alone, so a patch with {differing or 'fit_pooled_bias=False'} "
-            "cannot run there. Run it in diffusers with load_mhla(pipe, ...), or give the engine sparse='content' "
-            "settings such as density, order and block_size; layers that stay dense are softmax_layers.",
-        )
-        layers: Any = self.softmax_layers
-        check(
-            isinstance(layers, tuple | list) and all(type(layer) is int and layer >= 0 for layer in layers),
-            f"softmax_layers={layers!r} must be numbers of layers from 0, such as (0, 1).",
+            isinstance(dense, tuple | list) and all(type(layer) is int and layer >= 0 for layer in dense),
+            f"softmax_layers={dense!r} must be numbers of layers from 0, such as (0, 1).",
         )
         check(
             type(self.min_tokens) is int and self.min_tokens >= 0,
@@ -93,7 +77,7 @@ class EngineSettings:
         """
         given = {name: text for name, text in environment.items() if name.startswith("MHLA_") and text}
         check_names(given, (*_VARIABLES, *_OTHER_VARIABLES), "environment variable")
-        config = load_patch(given["MHLA_PATCH"]).config if "MHLA_PATCH" in given else cls().config
+        config: Any = load_patch(given["MHLA_PATCH"]).config if "MHLA_PATCH" in given else SparseConfig()
         changes = {setting: _value(name, given[name]) for name, setting in _VARIABLES.items() if name in given}
         others: dict[str, Any] = {}
         if "MHLA_SOFTMAX_LAYERS" in given:
@@ -102,7 +86,8 @@ class EngineSettings:
         if "MHLA_MIN_TOKENS" in given:
             others["min_tokens"] = _value("MHLA_MIN_TOKENS", given["MHLA_MIN_TOKENS"])
         try:
-            return cls(config.replace(**changes), **others)
+            settings = cls(config, **others)
+            return replace(settings, config=settings.config.replace(**changes))
         except ValueError as error:
             said = ", ".join(f"{name}={text}" for name, text in sorted(given.items()))
             raise ValueError(f"{said} in the environment: {error}") from None
@@ -188,15 +173,17 @@ class EngineAttention:
                 self.logger.log(level, "MHLA: dense attention for query %s: %s", tuple(query.shape), reason)
         else:
             assert grid is not None
-            output = mhla_attention(
+            config = self.settings.config
+            output = sparse_attention(
                 query,
                 key,
                 value,
-                query.new_ones(1, 1),
                 tuple(grid),
-                (1,) * len(grid),
-                rope="before",
-                sparse=self.settings.config.rule_on(grid),
+                density=config.density,
+                block_size=config.block_size,
+                key_block_size=config.key_block_size,
+                order=config.order,
+                far=config.far,
                 extra=extra,
             )
             self._sparse += 1

@@ -1,4 +1,4 @@
-"""ComfyUI node that makes the self-attention of a model block-sparse.
+"""ComfyUI node that gives the self-attention of a model sparse attention.
 
 ComfyUI loads ``pipelines/comfyui-mhla``, or any file in ``custom_nodes`` with the line
 ``from mhla_diffusers.engines.comfyui import comfy_entrypoint``. The node sets three things on a clone of the model: an
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..attention.layout import Extra
-from ..config import MHLAConfig, Step, check
+from ..config import SparseConfig, Step, check
 from .attend import EngineAttention, EngineSettings
 
 Override = Callable[..., torch.Tensor]
@@ -65,7 +65,7 @@ class _Patch:
 
 
 def patch_model(model: Any, settings: EngineSettings) -> Any:
-    """Return a clone of a model whose self-attention is block-sparse.
+    """Return a clone of a model whose self-attention is sparse.
 
     An override that the model already has becomes the dense attention; one of ours is replaced.
 
@@ -285,10 +285,8 @@ def read_settings(
         all(layer.isdecimal() for layer in layers),
         f"softmax_layers={softmax_layers!r} must be numbers of layers from 0, such as '0,1', or empty for none.",
     )
-    config = MHLAConfig(blocks=(1,), sparse="content").replace(
-        density=float(density), softmax_steps=float(softmax_steps), block_size=block_size or None, order=order
-    )
-    return EngineSettings(config, tuple(map(int, layers)), min_tokens)
+    config: dict[str, Any] = {"density": float(density), "softmax_steps": float(softmax_steps), "order": order}
+    return EngineSettings(SparseConfig(**config, block_size=block_size or None), tuple(map(int, layers)), min_tokens)
 
 
 def make_node() -> Any:
@@ -296,7 +294,7 @@ def make_node() -> Any:
     from comfy_api.latest import io
 
     class MHLASparseAttention(io.ComfyNode):
-        """Makes the self-attention of a model block-sparse."""
+        """Makes the self-attention of a model sparse."""
 
         @classmethod
         def define_schema(cls) -> Any:
@@ -305,19 +303,19 @@ def make_node() -> Any:
                 node_id="MHLASparseAttention",
                 display_name="MHLA Sparse Attention",
                 category="advanced/model",
-                description="Block-sparse self-attention, without training, for Wan, Flux, HunyuanVideo, LTX, "
-                "Qwen-Image and MiniMax-H3. Cross-attention is untouched. The log says after every sampling how many "
-                "attentions were sparse, and why the others were not.",
+                description="Sparse attention, without training, in the self-attention of Wan, Flux, HunyuanVideo, "
+                "LTX, Qwen-Image and MiniMax-H3. Cross-attention is untouched. The log says after every sampling how "
+                "many attentions were sparse, and why the others were not.",
                 inputs=[
                     io.Model.Input("model"),
                     io.Float.Input(
                         "density",
-                        default=0.05,
+                        default=SparseConfig.density,
                         min=0.005,
                         max=1.0,
                         step=0.005,
                         tooltip="Share of all pairs of token blocks that attend exactly; the others take part through "
-                        "their means. Less is faster, more is closer. 1 is dense attention.",
+                        "their means and states. Less is faster, more is closer. 1 is dense attention.",
                     ),
                     io.Float.Input(
                         "softmax_steps",

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""SGLang plug-in: block-sparse self-attention in the transformers that SGLang 0.5.23 serves.
+"""SGLang plug-in: sparse self-attention in the transformers that SGLang 0.5.23 serves.
 
 SGLang calls :func:`activate` in each of its processes (entry point group ``sglang.multimodal_gen.plugins``). It does
 nothing unless ``MHLA_DENSITY`` or ``MHLA_PATCH`` is set; :meth:`.attend.EngineSettings.from_environment` lists the

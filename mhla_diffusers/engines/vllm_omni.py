@@ -1,4 +1,4 @@
-"""Attention backend "MHLA" of vLLM-Omni: block-sparse self-attention where a model publishes its video's token grid.
+"""Attention backend "MHLA" of vLLM-Omni: sparse self-attention where a model publishes its video's token grid.
 
 The package's entry point in the group ``vllm_omni.general_plugins`` calls :func:`register` in every process of the
 engine. ``DIFFUSION_ATTENTION_BACKEND=MHLA`` selects the backend, and the ``MHLA_`` variables set it

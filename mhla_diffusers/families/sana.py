@@ -43,7 +43,7 @@ class SanaFamily(ImageFamily):
     softmax_processor = cross_processor
     # SanaPAGPipeline's, with and without classifier-free guidance
     perturbed_processors = {"PAGCFGSanaLinearAttnProcessor2_0": 3, "PAGIdentitySanaLinearAttnProcessor2_0": 2}
-    mhla_blocks = (4, 4)
+    mhla_blocks: ClassVar[tuple[int, ...]] = (4, 4)
     own_attention = "linear"
     own_attention_eps = 1e-15
     # Gemma's

@@ -57,7 +57,9 @@ class SkyReelsV2Adapter(AttentionAdapter):
     def check_order(self, arguments: Arguments, config: PatchConfig | None) -> None:
         """Raise ValueError unless a patch is causal with the mask's block length."""
         length = self.frames_in_block(arguments)
-        if length is None or (isinstance(config, CausalConfig) and (config.causal, config.block_length) == ("block", length)):
+        if length is None or (
+            isinstance(config, CausalConfig) and (config.causal, config.block_length) == ("block", length)
+        ):
             return
         order = "sees all frames"
         if isinstance(config, CausalConfig):

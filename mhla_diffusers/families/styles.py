@@ -27,7 +27,7 @@ class ImageFamily(TrainedFamily):
     block_lists: ClassVar[tuple[str, ...]] = ("transformer_blocks",)
     process_class: ClassVar[type[DiffusionProcess] | None] = FlowMatching
     # at 1024 px blocks of 16x16 tokens
-    mhla_blocks = (4, 4)
+    mhla_blocks: ClassVar[tuple[int, ...]] = (4, 4)
 
 
 class VideoFamily(TrainedFamily):

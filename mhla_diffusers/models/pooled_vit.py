@@ -92,8 +92,8 @@ class PooledViTForImageClassification(PreTrainedModel):
             )
         if is_patched(model):
             raise ValueError(
-                "The model has an MHLA patch, which from_vit does not take over: remove_mhla() first, and apply_mhla() "
-                "to what from_vit returns."
+                "The model is patched, and from_vit does not take the patch over: remove_mhla() first, and "
+                "apply_mhla() to what from_vit returns."
             )
         given = model.config.to_dict()
         settings = {name: value for name, value in given.items() if name not in ("architectures", "model_type")}

@@ -22,16 +22,15 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from ..attention.rope import Rotary, rotated
-from ..config import MHLAConfig, check, check_names
+from ..config import CausalConfig, MHLAConfig, PatchConfig, SparseConfig, check, check_names, kind_of
 from ..families import AttentionInputs
-from ..patching.layer import FLOAT32_PARAMETERS, Convolution, Gate, MHLALayer
+from ..patching.layer import FLOAT32_PARAMETERS, Convolution, Gate, MHLALayer, SparseLayer
 
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
 
 _FIXED = {
-    "causal": (None, "pixels have no order in time"),
-    "layers": ("all", "a stage says for itself whether it has MHLA, and None is softmax attention"),
+    "layers": ("all", "every stage has an entry of its own, and None is softmax attention"),
     "softmax_steps": (0, "a classifier has no denoising steps"),
 }
 """Settings of a patch that have no meaning here: name → required value, and why."""
@@ -47,17 +46,17 @@ class VLTConfig(PreTrainedConfig):
     code. The head projects to 2,048 channels instead of 1,024, as in MAViT (Fan et al., ICCV 2025), the same layout
     otherwise: so parameters are the 16 M and 27 M of Table 2b instead of RAVLT's 15 M and 26 M.
 
-    Settings of a stage in ``mhla`` are fields of :class:`mhla_diffusers.MHLAConfig`, beside which ``convolution`` and
-    ``output_gate`` are those of the model unless a stage has its own, and ``clamp_blocks`` is True. So::
+    Settings of a stage in ``mhla`` are those of a patch: of :class:`mhla_diffusers.MHLAConfig`, or of
+    :class:`mhla_diffusers.SparseConfig`. MHLA has the model's ``convolution`` and ``output_gate`` unless the stage sets
+    its own, and ``clamp_blocks=True``. So::
 
-        sparse = {"blocks": [7, 7], "sparse": "content", "density": 0.1}
-        VLTConfig.vlt_t(mhla=[sparse, {"blocks": [4, 4]}, None, None])
+        VLTConfig.vlt_t(mhla=[{"density": 0.1}, {"blocks": [4, 4]}, None, None])  # sparse attention in the first stage
         VLTConfig.vlt_t(mhla=[{"blocks": [1, 1]}, {"blocks": [1, 1]}, None, None])  # one block: plain linear attention
         VLTConfig.vlt_t(mhla=[None] * 4)  # softmax attention everywhere
 
     Raises:
-        ValueError: lists of unlike length, channels that the heads do not divide, settings of a stage that MHLA does
-            not have, or of those a causal order, a choice of layers or steps.
+        ValueError: lists of unlike length, channels that the heads do not divide, or settings of a stage that are
+            unknown or have no meaning here: a causal order, a choice of layers, steps.
     """
 
     model_type = "mhla_vlt"
@@ -73,8 +72,8 @@ class VLTConfig(PreTrainedConfig):
         None,
         None,
     )
-    """MHLA of every stage: its settings, or None for softmax attention. At 224 pixels the first two have 56 x 56 and
-    28 x 28 tokens, in 49 and 16 blocks (paper, Appendix E).
+    """Attention of every stage: settings of a patch, or None for softmax attention. At 224 pixels the first two stages
+    have 56 x 56 and 28 x 28 tokens, in 49 and 16 blocks (paper, Appendix E).
     """
     convolution: int | None = 5
     """Odd size of the depth-wise convolution of the values in every attention; None for none."""
@@ -109,24 +108,30 @@ class VLTConfig(PreTrainedConfig):
                 f"Stage {stage} has hidden_sizes={size} and num_attention_heads={heads}: heads of a whole number of "
                 "channels are allowed, and with RoPE a number that 4 divides.",
             )
-            self.mhla_config(stage)
+            self.patch_config(stage)
         super().__post_init__(**kwargs)
 
-    def mhla_config(self, stage: int) -> MHLAConfig | None:
-        """Return the MHLA settings of a stage, counted from 0; None for softmax. ValueError if not allowed."""
+    def patch_config(self, stage: int) -> PatchConfig | None:
+        """Return the settings of a stage, counted from 0; None for softmax attention. ValueError if not allowed."""
         given = self.mhla[stage]
         if given is None:
             return None
+        kind = kind_of(given)
+        check(
+            kind is not CausalConfig,
+            f"mhla[{stage}] is causal MHLA, and pixels have no order in time; leave its settings out.",
+        )
         usual = {"convolution": self.convolution, "output_gate": self.output_gate, "clamp_blocks": True}
-        settings = MHLAConfig.from_dict(usual | given)
+        settings = kind(**(usual | given if kind is MHLAConfig else given))
         for name, (value, reason) in _FIXED.items():
             found = getattr(settings, name)
             check(found == value, f"mhla[{stage}] has {name}={found!r}; {reason}, so leave it out.")
-        check(
-            len(settings.blocks) == 2,
-            f"mhla[{stage}] has blocks={settings.blocks}; the tokens of an image lie on rows and columns, so give two "
-            "counts, such as [7, 7].",
-        )
+        if isinstance(settings, MHLAConfig):
+            check(
+                len(settings.blocks) == 2,
+                f"mhla[{stage}] has blocks={settings.blocks}; the tokens of an image lie on rows and columns, so give "
+                "two counts, such as [7, 7].",
+            )
         return settings
 
     @classmethod
@@ -156,50 +161,36 @@ def rotary_of_grid(grid: Grid, head_dim: int, theta: float, device: torch.device
     return angles.cos(), angles.sin()
 
 
-class SoftmaxAttention(nn.Module):
-    """Softmax attention with the gate and the convolution that :class:`MHLALayer` has, and called like it."""
-
-    is_causal = False
-
-    def __init__(self, config: VLTConfig, heads: int, head_dim: int) -> None:
-        super().__init__()
-        self.config, self.heads, self.head_dim = config, heads, head_dim
-        size = heads * head_dim
-        self.gate = Gate(size, size) if config.output_gate else None
-        self.convolution = Convolution(size, config.convolution, 2) if config.convolution is not None else None
-
-    def forward(self, given: AttentionInputs) -> torch.Tensor:
-        """Attend: (B, N, H, D), before the output projection."""
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        query, key = (rotated(x, given.rotary) for x in (given.query, given.key))
-        by_head = (x.transpose(1, 2) for x in (query, key, given.value))
-        output, _ = attend(self, *by_head, None, dropout=0.0, scaling=self.head_dim**-0.5)
-        if self.gate is not None:
-            output = output * nn.functional.silu(self.gate(given.hidden_states)).unflatten(-1, (self.heads, -1))
-        if self.convolution is not None:
-            output = output + self.convolution(given.value.flatten(2), given.grid).unflatten(-1, (self.heads, -1))
-        return output
-
-
 class VLTAttention(nn.Module):
-    """Projections around :class:`MHLALayer`, built in as ``mhla``, or around softmax attention.
+    """MHLA, sparse attention or softmax attention between projections; the first two are built in as ``mhla``.
 
     RAVLT's rank augmentation, by which it weighs keys, is gone. RAVLT adds the convolution of the values before the
-    gate, and MHLA after it.
+    gate; here it comes after the gate, as in :class:`MHLALayer`.
     """
+
+    is_causal = False
 
     def __init__(self, config: VLTConfig, stage: int) -> None:
         super().__init__()
         size, self.heads = config.hidden_sizes[stage], config.num_attention_heads[stage]
+        self.config, self.head_dim = config, size // self.heads
         self.q_proj = nn.Linear(size, size)
         self.k_proj = nn.Linear(size, size)
         self.v_proj = nn.Linear(size, size)
         self.o_proj = nn.Linear(size, size)
-        head_dim, settings = size // self.heads, config.mhla_config(stage)
-        if settings is None:
-            self.softmax = SoftmaxAttention(config, self.heads, head_dim)
-        else:
-            self.mhla = MHLALayer(settings, self.heads, head_dim, size)
+        settings = config.patch_config(stage)
+        self.mhla: MHLALayer | SparseLayer | None = None
+        self.gate: Gate | None = None
+        self.convolution: Convolution | None = None
+        if isinstance(settings, MHLAConfig):  # with a gate and a convolution of its own
+            self.mhla = MHLALayer(settings, self.heads, self.head_dim, size)
+            return
+        if isinstance(settings, SparseConfig):
+            self.mhla = SparseLayer(settings, self.heads, self.head_dim)
+        if config.output_gate:
+            self.gate = Gate(size, size)
+        if config.convolution is not None:
+            self.convolution = Convolution(size, config.convolution, 2)
 
     def forward(self, hidden_states: torch.Tensor, grid: Grid, rotary: Rotary | None) -> torch.Tensor:
         """Project, attend and project: (B, N, hidden size), before and after."""
@@ -207,8 +198,17 @@ class VLTAttention(nn.Module):
             projection(hidden_states).unflatten(-1, (self.heads, -1))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attend = self.mhla if hasattr(self, "mhla") else self.softmax
-        return self.o_proj(attend(AttentionInputs(query, key, value, hidden_states, grid, rotary=rotary)).flatten(2))
+        if self.mhla is not None:
+            output = self.mhla(AttentionInputs(query, key, value, hidden_states, grid, rotary=rotary))
+        else:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            by_head = (x.transpose(1, 2) for x in (rotated(query, rotary), rotated(key, rotary), value))
+            output, _ = attend(self, *by_head, None, dropout=0.0, scaling=self.head_dim**-0.5)
+        if self.gate is not None:
+            output = output * nn.functional.silu(self.gate(hidden_states)).unflatten(-1, (self.heads, -1))
+        if self.convolution is not None:
+            output = output + self.convolution(value.flatten(2), grid).unflatten(-1, (self.heads, -1))
+        return self.o_proj(output.flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -386,8 +386,8 @@ class VLTForImageClassification(VLTPreTrainedModel):
     """VLT with a classifier.
 
     Its MHLA is built in: :func:`mhla_diffusers.mhla_layers` and
-    :func:`mhla_diffusers.patching.register_mixing_clip` find it,
-    ``save_pretrained`` and ``from_pretrained`` carry it, and it cannot be removed.
+    :func:`mhla_diffusers.patching.register_mixing_clip` find it, ``save_pretrained`` and ``from_pretrained`` keep it,
+    and it cannot be removed.
 
     Args:
         config: settings, such as ``VLTConfig.vlt_t(num_labels=10)``.

@@ -83,7 +83,7 @@ class MHLACache(Cache):
         held, layer = self.layers[attn.layer_idx], layer_of(attn)
         if not isinstance(held, StateLayer):
             raise ValueError("This MHLACache was made before this layer was patched; make another, MHLACache(model).")
-        if attn is not held.attn or layer is None:
+        if attn is not held.attn or not isinstance(layer, MHLALayer):
             raise ValueError(
                 "This MHLACache was made from another model; make one from this one, MHLACache(model), for every "
                 "model and batch."

@@ -80,7 +80,9 @@ class LayerDescription:
             far = "means and mixed states" if config.far == "first-order" else "means"
             return f"sparse attention: {self.density:.1%} of the pairs of {size}; the others through their {far}"
         if isinstance(config, CausalConfig):
-            own = f"softmax within the own block, {self.density:.1%} of the pairs" if self.density else "MHLA throughout"
+            own = (
+                f"softmax within the own block, {self.density:.1%} of the pairs" if self.density else "MHLA throughout"
+            )
             return f"causal MHLA: {own}, earlier blocks through mixed states"
         return "" if config is None else "MHLA: every block of queries reads mixed states, nothing with softmax"
 
@@ -297,8 +299,7 @@ def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = 
     usual = family.grid_of_clip(pipe, transformer, family.default_clip)
     usual_blocks = MHLAConfig(blocks=family.mhla_blocks, clamp_blocks=True).blocks_on(usual)
     wanted = [
-        size * count / max(size_then, 1)
-        for size, count, size_then in zip(grid, usual_blocks, usual, strict=True)
+        size * count / max(size_then, 1) for size, count, size_then in zip(grid, usual_blocks, usual, strict=True)
     ]
     blocks = fit_blocks(wanted, grid)
     if math.prod(blocks) == 1:

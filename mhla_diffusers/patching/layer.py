@@ -86,9 +86,7 @@ class PatchedLayer(nn.Module):
         adapter: of the attention.
     """
 
-    def __init__(
-        self, config: PatchConfig, heads: int, head_dim: int, adapter: AttentionAdapter | None = None
-    ) -> None:
+    def __init__(self, config: PatchConfig, heads: int, head_dim: int, adapter: AttentionAdapter | None = None) -> None:
         super().__init__()
         self.config: PatchConfig = config
         """Settings; others that :func:`share_parameters` may take their place."""
@@ -240,7 +238,11 @@ class MHLALayer(PatchedLayer):
         call_grid, blocks = check_layout(grid, config.blocks_on(grid), is_causal=causal is not None)
         if blocks != config.blocks:
             extended = causal is not None
-            mixing = extend_mixing(mixing, config.blocks, blocks[0]) if extended else resize_mixing(mixing, config.blocks, blocks)
+            mixing = (
+                extend_mixing(mixing, config.blocks, blocks[0])
+                if extended
+                else resize_mixing(mixing, config.blocks, blocks)
+            )
         if weight is not None or (isinstance(config, CausalConfig) and config.needs_positive_mixing):
             # sums are weighed against softmax by their logarithm; an optimizer without the clip goes below 0
             mixing = mixing.clamp_min(0)

@@ -16,7 +16,7 @@ from torch import nn
 from ..attention.parallel.collectives import gathered
 from ..attention.parallel.place import Group, Parallel
 from ..families import Family
-from .layer import MHLALayer
+from .layer import PatchedLayer
 from .steps import CACHES_BY_CONTENT, step_cache
 
 
@@ -50,7 +50,7 @@ def refuse_deciding_cache(transformer: nn.Module) -> None:
 
 def check_split(
     family: Family,
-    layers: Mapping[str, MHLALayer],
+    layers: Mapping[str, PatchedLayer],
     arguments: Mapping[str, Any],
     grid: tuple[int, ...],
     parallel: Parallel,
@@ -71,7 +71,7 @@ def check_split(
             parallel.shares(context.shape[1], "tokens of text")
 
 
-def compare_patches(layers: Mapping[str, MHLALayer], config: Any, parallel: Parallel) -> None:
+def compare_patches(layers: Mapping[str, PatchedLayer], config: Any, parallel: Parallel) -> None:
     """Compare settings and weights of the patch over the processes.
 
     Args:

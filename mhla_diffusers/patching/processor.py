@@ -84,8 +84,8 @@ class MHLAProcessor:
         self._config = config if config is not None or is_blank else PatchConfig.from_dict(settings)
         self.grid = None if grid is None else check_blocks(grid, "grid")
         self.backend = backend
-        blocks = getattr(self._config, "blocks", self.grid)
-        if self.grid is not None and len(self.grid) != len(blocks):
+        blocks = getattr(self._config, "blocks", None)
+        if self.grid is not None and blocks is not None and len(self.grid) != len(blocks):
             raise ValueError(f"grid={self.grid} and blocks={blocks} must have the same number of axes.")
         # diffusers' hooks look a processor's class up to learn how it is skipped
         from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry

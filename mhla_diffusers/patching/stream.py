@@ -18,7 +18,7 @@ from ..config import check, check_names
 from ..families import get_family, unwrapped
 from .context import Grid, call_context
 from .handle import find_transformers
-from .layer import layer_of
+from .layer import MHLALayer, layer_of
 from .parallel import parallel_of
 
 
@@ -176,7 +176,7 @@ class _Step:
         """Return what the frame blocks before have left behind in an attention."""
         stream, layer = self._stream, layer_of(attn)
         name = stream._names.get(id(attn))
-        if name is None or layer is None:
+        if name is None or not isinstance(layer, MHLALayer):
             raise ValueError(
                 f"This {type(attn).__name__} is none of the attentions that the stream was made for; a stream calls "
                 "its own transformer, patched as it was."

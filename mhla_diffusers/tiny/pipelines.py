@@ -30,7 +30,7 @@ class TinyPipeline:
     blocks: tuple[int, ...] = (4, 4)
     """Block counts that suit its token grid."""
     block_size: int | None = None
-    """Tokens of a block of the sparse branch that suit its token grid; None where its own attention is not softmax."""
+    """Tokens of a block of sparse attention that suit its token grid; None where its own attention is not softmax."""
     mixing_per_head: bool = False
     """Whether its MHLA has a mixing matrix for every head, as the presets of the family have it."""
     batch_size: int = 16

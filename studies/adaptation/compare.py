@@ -1,6 +1,6 @@
 """How fast each kind of attention adapts: the tiny Wan pipeline on clips of moving digits, on a CPU.
 
-python studies/adaptation/compare.py sparse    # block size, density, pooled keys, β fitted or learned
+python studies/adaptation/compare.py sparse    # block size, density, means alone
 python studies/adaptation/compare.py recipes   # the diffusion loss alone, with distillation, attention transfer first
 python studies/adaptation/compare.py settings  # MHLA's own settings
 python studies/adaptation/compare.py per-head  # a mixing matrix for every head, and what goes with it
@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from mhla_diffusers import MHLAConfig
+from mhla_diffusers import MHLAConfig, SparseConfig
+from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.benchmark.measure import Budget, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION, TRANSFER_STEPS, Adaptation, held_out_curve
 from mhla_diffusers.families import predict
@@ -28,9 +29,8 @@ from mhla_diffusers.training import ObjectiveWeights, StageConfig
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""
-_PER_HEAD = MHLAConfig(blocks=FINE, mixing_per_head=True)
-_SPARSE = _PER_HEAD.replace(sparse="content", block_size=4)
-ATTENTIONS: dict[str, MHLAConfig | None] = {
+_SPARSE = SparseConfig(density=0.05, block_size=4)
+ATTENTIONS: dict[str, PatchConfig | None] = {
     "softmax, trained on": None,
     "plain linear": MHLAConfig(blocks=(1, 1, 1), mixing_learnable=False, mixing_clip=False),
     "MHLA": MHLAConfig(blocks=FINE),
@@ -45,8 +45,7 @@ ATTENTIONS: dict[str, MHLAConfig | None] = {
     "MHLA hybrid 2/3, per head": MHLAConfig(blocks=FINE, layers="2/3", mixing_per_head=True),
     "MHLA, per head, blocks of 4": MHLAConfig(blocks=(9, 4, 4), mixing_per_head=True),
     "sparse": _SPARSE,
-    "sparse, no pooled keys": _SPARSE.replace(pooled=False),
-    "sparse, β learned": _SPARSE.replace(fit_pooled_bias=False),
+    "sparse, means alone": _SPARSE.replace(far="means"),
     "sparse, blocks of 8": _SPARSE.replace(block_size=8),
     "sparse, 2.5 %": _SPARSE.replace(density=0.025),
     "sparse, 10 %": _SPARSE.replace(density=0.1),

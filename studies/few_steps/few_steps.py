@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mhla_diffusers.config import MHLAConfig, patch_folder
+from mhla_diffusers.config import SparseConfig, patch_folder
 from mhla_diffusers.demo.adaptation import ADAPTED_RECORD, digit_latents, train_or_go_on
 from mhla_diffusers.demo.judging import Yardstick, generate_scenes
 from mhla_diffusers.devices import threads
@@ -35,14 +35,7 @@ from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfi
 from mhla_diffusers.training.config import FewStepsConfig
 
 TINY_WAN = TINY["wan"]
-SPARSE = MHLAConfig(
-    TINY_WAN.blocks,
-    mixing_per_head=True,
-    sparse="content",
-    block_size=TINY_WAN.block_size or 4,
-    density=0.05,
-    fit_pooled_bias=False,
-)
+SPARSE = SparseConfig(density=0.05, block_size=TINY_WAN.block_size)
 TIMES = (1.0, 0.9, 0.75, 0.5)
 """σ of four even steps, shifted by 3 as the pipeline's scheduler shifts them."""
 GUIDANCE: float = TINY_WAN.call_settings["guidance_scale"]
@@ -51,9 +44,9 @@ MATCHED_GUIDANCE = 2.0
 CLIPS, PROMPTS, BOOTSTRAPS = 100, 512, 200
 TIMED_CLIPS, ROUNDS = 10, 5
 """Generated together; how often."""
-TRANSFER, GUIDED, WARMUP, UPDATES = 80, 250, 40, 60
-"""Updates of attention transfer, of what is patched; of distillation of the teacher's guidance, after which the student
-samples without; of the critic alone; of student and critic.
+GUIDED, WARMUP, UPDATES = 250, 40, 60
+"""Updates of distillation of the teacher's guidance, after which the student samples without; of the critic alone; of
+student and critic.
 """
 
 
@@ -62,7 +55,7 @@ class Student:
     """One way to distil."""
 
     name: str
-    patch: MHLAConfig | None
+    patch: SparseConfig | None
     trainable: str = "all"
     factor: float = 1.0
     """On all learning rates; LoRA takes higher ones."""
@@ -111,14 +104,7 @@ def train_student(student: Student, seed: int, run: Path) -> float | None:
         critic_warmup=WARMUP,
         critic_learning_rate=3e-4 * student.factor,
     )
-    transfer = StageConfig(
-        TRANSFER, 2e-3, "mhla" if lora else "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=5e-3
-    )
-    shared: dict[str, Any] = {
-        "trainable": student.trainable,
-        "mixing_learning_rate": 5e-3,
-        **lora,
-    }
+    shared: dict[str, Any] = {"trainable": student.trainable, **lora}
     distil = StageConfig(
         student.guided,
         5e-4 * student.factor,
@@ -128,9 +114,8 @@ def train_student(student: Student, seed: int, run: Path) -> float | None:
         **shared,
     )
     few = StageConfig(WARMUP + student.updates, 6e-5 * student.factor, few_steps=few_steps, **shared)
-    stages = (distil, few) if student.patch is None else (transfer, distil, few)
     config = TrainingConfig(
-        str(run), stages, patch=student.patch, seed=seed, batch_size=4, ema_decay=0.9, checkpoint_every=20
+        str(run), (distil, few), patch=student.patch, seed=seed, batch_size=4, ema_decay=0.9, checkpoint_every=20
     )
     started = time.process_time()
     train_or_go_on(pipe.transformer, data, config)
@@ -238,7 +223,6 @@ def install(student: str, seed: int, output: Path) -> None:
         "command": f"python studies/few_steps/few_steps.py --only {student} --seeds {seed} --install",
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
-        "updates of attention transfer": TRANSFER,
         "updates of guided distillation": STUDENTS[student].guided,
         "updates of the critic alone": WARMUP,
         "updates of student and critic": STUDENTS[student].updates,

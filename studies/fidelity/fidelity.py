@@ -4,8 +4,7 @@ python studies/fidelity/fidelity.py untrained             # all three pipelines
 python studies/fidelity/fidelity.py untrained --family dit --scenes 200
 python studies/fidelity/fidelity.py steps --family wan    # untrained and adapted, 0 to 30 % of the steps softmax
 
-Every row is patched again, and where it says so calibrated on training samples, which are never those that it is
-measured on; or it is an adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss,
+Every row is patched again, or it is an adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss,
 digits recognised, Fréchet distance to real digits, and the distance of every picture to the unpatched pipeline's for
 the same noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so
 a command goes on where it was stopped.
@@ -22,19 +21,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import MHLAConfig, calibrate_sparse, change_mhla, load_mhla
+from mhla_diffusers import MHLAConfig, SparseConfig, change_mhla, load_mhla
+from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import Yardstick
-from mhla_diffusers.families import predict
 from mhla_diffusers.files import read_json, write_json, written_aside
 from mhla_diffusers.generation.pipelines import family_named
 from mhla_diffusers.reporting import write_table
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 
-DENSITIES = (0.05, 0.1, 0.15, 0.25)
+DENSITIES = (0.025, 0.05, 0.15, 0.25)
 STEPS = (0.0, 0.1, 0.2, 0.3)
 """Parts of the denoising steps that keep softmax."""
-CALIBRATION_SAMPLES = 16
 SCENES = {"wan": 32, "dit": 200, "sana": 200}
 """As many as one core generates in about a minute."""
 
@@ -78,27 +76,21 @@ class Row:
 
     name: str
     settings: dict[str, Any]
-    """Fields of :class:`MHLAConfig` besides blocks and block size; of an adapted patch those that change."""
-    is_calibrated: bool = False
-    """Whether λ and β are calibrated."""
+    """Fields of :class:`SparseConfig`, or of :class:`MHLAConfig` besides blocks; of an adapted patch what changes."""
     adapted: str | None = None
     """What comes after ``tiny-<family>-`` in the name of an adapted patch that ships."""
 
     def patched(self, adaptation: Adaptation) -> Any:
-        """A fresh pipeline, patched and calibrated, or with an adapted patch."""
+        """A fresh pipeline, patched, or with an adapted patch."""
         tiny = adaptation.tiny
         if self.adapted is not None:
             return change_mhla(load_mhla(load_tiny(tiny.family), f"tiny-{tiny.family}-{self.adapted}"), **self.settings)
-        config = MHLAConfig(blocks=tiny.blocks, mixing_per_head=True, **self.settings)
-        if config.sparse != "none":
-            config = config.replace(block_size=tiny.block_size)
-        pipe = adaptation.patched(config)
-        if self.is_calibrated:
-            # training samples, noised to equally spaced timesteps
-            quantiles = (torch.arange(CALIBRATION_SAMPLES) + 0.5) / CALIBRATION_SAMPLES
-            batch = adaptation.batch(pipe.transformer, range(CALIBRATION_SAMPLES), quantiles)
-            calibrate_sparse(pipe, lambda: predict(pipe.transformer, batch))
-        return pipe
+        config: PatchConfig
+        if "density" in self.settings:
+            config = SparseConfig(block_size=tiny.block_size, **self.settings)
+        else:
+            config = MHLAConfig(blocks=tiny.blocks, mixing_per_head=True, **self.settings)
+        return adaptation.patched(config)
 
 
 def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
@@ -108,25 +100,20 @@ def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
     if family_named(tiny.family).own_attention != "softmax":
         return
     for density in DENSITIES:
-        sparse = {"sparse": "content", "density": density}
-        if density == DENSITIES[0]:  # what each part brings
-            yield Row("sparse and MHLA, no pooled keys", {**sparse, "pooled": False})
-            yield Row("sparse, β = 0", {**sparse, "fit_pooled_bias": False})
-            yield Row("sparse, blocks along the curve", {**sparse, "order": "curve"})
-            yield Row("sparse and MHLA", {**sparse, "linear_branch": True})
-        yield Row("sparse", sparse)
-        yield Row("sparse and MHLA, calibrated", sparse, is_calibrated=True)
-        yield Row("sparse, softmax in the first 20 % of steps", {**sparse, "softmax_steps": 0.2})
+        yield Row("sparse", {"density": density})
+        yield Row("sparse, means alone", {"density": density, "far": "means"})
+        if density == DENSITIES[1]:
+            yield Row("sparse, blocks along the curve", {"density": density, "order": "curve"})
+        yield Row("sparse, softmax in the first 20 % of steps", {"density": density, "softmax_steps": 0.2})
 
 
 def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
     """The rows of a pipeline whose own attention is softmax, untrained and adapted."""
-    sparse = {"sparse": "content", "density": DENSITIES[0]}
     for steps in STEPS:
         yield Row("MHLA, untrained", {"softmax_steps": steps})
-        yield Row("sparse, untrained", {**sparse, "softmax_steps": steps})
+        yield Row("sparse, untrained", {"density": DENSITIES[1], "softmax_steps": steps})
         yield Row("MHLA, adapted", {"softmax_steps": steps}, adapted="mhla")
-        yield Row("sparse and MHLA, adapted", {"softmax_steps": steps}, adapted="exact")
+        yield Row("sparse, adapted", {"softmax_steps": steps}, adapted="sparse")
 
 
 TABLES: dict[str, tuple[Callable[[TinyPipeline], Iterator[Row]], str, str]] = {
@@ -144,7 +131,7 @@ def percent(row: Row, setting: str) -> str:
 
 def measure(tiny: TinyPipeline, rows: Iterable[Row], scenes: int, held_out: int, output: Path) -> Iterator[Fidelity]:
     """The unpatched pipeline, then every row; what was measured before is taken from its file."""
-    adaptation = Adaptation(tiny, CALIBRATION_SAMPLES, held_out)
+    adaptation = Adaptation(tiny, 1, held_out)
     yardstick = Yardstick(tiny, tiny.random_scenes(scenes, seed=1), seed=1)
     folder = output / f"{tiny.family}-{scenes}-{held_out}"
     unpatched: list[torch.Tensor] = []

@@ -56,8 +56,8 @@ def measure(settings: LlamaConfig, lengths: Sequence[int], tokens: int, turns: i
         output: folder of the table.
     """
     models = [LlamaForCausalLM(settings).eval() for _ in range(3)]
-    for model, sparse in ((models[1], "own"), (models[2], "none")):
-        apply_mhla(model, blocks=(32,), block_length=64, sparse=sparse, beyond="relative")
+    for model, own in ((models[1], "softmax"), (models[2], "linear")):
+        apply_mhla(model, blocks=(32,), block_length=64, own=own, beyond="relative")
     caches: list[Any] = [DynamicCache(config=settings), *(MHLACache(model) for model in models[1:])]
     rows = []
     for length in lengths:

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import load_file
 from scenes import Clips, ColourClassifier, Scenes, fine_detail, look, train_classifier
 
-from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla, mhla_layers
+from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla
+from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.benchmark.measure import Budget, time_interleaved
 from mhla_diffusers.demo.adaptation import DIFFUSION, train_or_go_on
 from mhla_diffusers.devices import choose_device
@@ -100,10 +101,8 @@ class Row:
     """One attention."""
 
     name: str
-    config: MHLAConfig | None = None
+    config: PatchConfig | None = None
     """None for softmax."""
-    linear: bool = True
-    """False for a sparse branch whose linear branch weighs nothing."""
     generated: bool = True
     """Whether clips are generated, which for all rows would take too long."""
     adapted: bool = False
@@ -117,12 +116,12 @@ class Row:
 
 def rows_of(size: Size) -> list[Row]:
     """Return all rows in the order in which they are made: what matters most comes first."""
-    mhla = MHLAConfig(size.blocks, mixing_per_head=True)
-    plain = MHLAConfig((1, 1, 1), mixing_learnable=False, mixing_clip=False)
+    mhla = MHLAConfig(blocks=size.blocks, mixing_per_head=True)
+    plain = MHLAConfig(blocks=(1, 1, 1), mixing_learnable=False, mixing_clip=False)
     _, usual, large = size.block_sizes
 
-    def sparse(density: float, block_size: int = usual) -> MHLAConfig:
-        return mhla.replace(sparse="content", density=density, block_size=block_size)
+    def sparse(density: float, block_size: int = usual) -> SparseConfig:
+        return SparseConfig(density=density, block_size=block_size)
 
     first = [Row("softmax"), Row("plain linear", plain), Row("MHLA", mhla)]
     first += [Row(f"sparse {density:.0%}", sparse(density)) for density in size.densities]
@@ -130,7 +129,6 @@ def rows_of(size: Size) -> list[Row]:
     adapted = [
         Row("softmax, trained on"),
         Row(f"sparse {low:.0%}", sparse(low)),
-        Row(f"sparse {low:.0%}, no linear branch", sparse(low), linear=False),
         Row("MHLA", mhla),
         Row(f"sparse {high:.0%}", sparse(high)),
         Row("plain linear", plain),
@@ -142,7 +140,6 @@ def rows_of(size: Size) -> list[Row]:
         for density in size.densities:
             name = f"sparse {density:.0%}" + (f", blocks of {block_size}" if block_size != usual else "")
             rest.append(Row(name, sparse(density, block_size), generated=False))
-            rest.append(Row(f"{name}, no linear branch", sparse(density, block_size), linear=False, generated=False))
     known = {row.name for row in first}
     return [*first, *(replace(row, adapted=True) for row in adapted), *(row for row in rest if row.name not in known)]
 
@@ -253,15 +250,10 @@ class Study:
         return True
 
     def make(self, row: Row) -> Any:
-        """Return the model with a row's attention, calibrated and adapted; None if SIGTERM ended its training."""
+        """Return the model with a row's attention, adapted if it says so; None if SIGTERM ended its training."""
         model = type(self.softmax).from_pretrained(self.weights).to(self.device)
-        if row.config is not None and row.config.sparse != "none":
-            apply_mhla(model, row.config, calibration=lambda: self.run_training_scenes(model))
-        elif row.config is not None:
+        if row.config is not None:
             apply_mhla(model, row.config)
-        if not row.linear:
-            for layer in mhla_layers(model).values():
-                torch.nn.init.constant_(layer.linear_log_weight, -80.0)  # log λ, which no float32 sum sees
         if not row.adapted:
             return model
         rates: dict[str, Any] = {"trainable": "attention", "mixing_learning_rate": 5e-3}
@@ -290,12 +282,6 @@ class Study:
         return process.make_batch(latents, noise, quantiles.to(self.device), {"encoder_hidden_states": captions})
 
     @torch.no_grad()
-    def run_training_scenes(self, model: Any) -> None:
-        """Run a model on some training scenes, noised to equally spaced timesteps."""
-        for number in range(CALIBRATION):
-            with self.autocast():
-                predict(model, self.batch([number], torch.tensor([(number + 0.5) / CALIBRATION])))
-
     @torch.no_grad()
     def measure(self, row: Row, model: Any) -> dict[str, Any]:
         """Return all that the table has of a row."""

@@ -39,7 +39,7 @@ def draw_error_over_cost(plt: Any) -> None:
                 chosen = [rows[f"sparse {density:.1%}{ending}"] for density in DENSITIES]
                 points = [(float(row["cost"]), float(row[measured])) for row in chosen]
                 axis.plot(*zip(*points, strict=True), "o-", color=colour, label=f"block-sparse, keys {label}")
-            without = rows["sparse 5.0%, no pooled keys"]
+            without = rows["sparse 5.0%, means alone"]
             point = float(without["cost"]), float(without[measured])
             axis.plot(*point, "x", color="#d62728", label="5 %, without pooled keys")
             for name, style in (("MHLA", "--"), ("plain linear", ":")):

@@ -44,8 +44,8 @@ HELD_OUT_ROWS = 3
 BLOCKS: dict[str, Any] = {"blocks": (32,), "block_length": 64, "beyond": "relative"}
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "softmax": None,
-    "plain linear": {**BLOCKS, "sparse": "none", "mixing_init": "uniform", "mixing_learnable": False},
-    "MHLA": {**BLOCKS, "sparse": "none"},
+    "plain linear": {**BLOCKS, "own": "linear", "mixing_init": "uniform", "mixing_learnable": False},
+    "MHLA": {**BLOCKS, "own": "linear"},
     "MHLA, softmax in the own block": BLOCKS,
     "the same in 2/3 of the layers": {**BLOCKS, "layers": "2/3"},
 }

@@ -21,11 +21,11 @@ from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, wit
 from ..pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
 
 NAMES = ["wan_vace", "sana", "dit"]
-SPARSE = {"sparse": "content", "block_size": 4}
+SPARSE = {"block_size": 4}
 
 
 def audited(name, **settings):
-    model = models.patched(name, **settings)
+    model = mhla.apply_mhla(models.FAMILIES[name].build(), **(settings or {"blocks": models.FAMILIES[name].blocks}))
     return model, mhla.audit(model, lambda: models.output(model, models.inputs(name)))
 
 
@@ -123,7 +123,7 @@ def test_without_lists_there_is_no_mass():
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_pipeline_tells_its_steps(name):
     case = PIPELINES[name]
-    pipe = mhla.apply_mhla(case.build(), sparse="none", blocks=case.blocks, softmax_steps=1)
+    pipe = mhla.apply_mhla(case.build(), blocks=case.blocks, softmax_steps=1)
     found = mhla.audit(pipe, lambda: generate(name, pipe))
     steps = case.call["num_inference_steps"]
     assert found.knows_steps
@@ -135,7 +135,7 @@ def test_every_pipeline_tells_its_steps(name):
 
 
 def test_both_transformers_are_audited_each_in_its_steps():
-    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1))
     found = mhla.audit(pipe, lambda: generate("wan22", pipe))
     assert [layer.name for layer in found.layers[::4]] == ["transformer.blocks.0.attn1", "transformer_2.blocks.0.attn1"]
     ran = torch.stack([layer.errors_of_steps for layer in found.layers]).isnan().logical_not()
@@ -143,7 +143,7 @@ def test_both_transformers_are_audited_each_in_its_steps():
 
 
 def test_guidance_counts_both_forwards_of_a_step():
-    pipe = mhla.apply_mhla(PIPELINES["wan"].build(), sparse="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(PIPELINES["wan"].build(), blocks=(1, 1, 1))
     calls = []
     handle = pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
     found = mhla.audit(pipe, lambda: generate("wan", pipe))
@@ -175,7 +175,7 @@ def test_forwards_without_steps_are_numbered():
 
 
 def test_a_compiled_model_is_audited():
-    model = mhla.apply_mhla(models.dit(num_layers=1), blocks=(4, 2), sparse="none")
+    model = mhla.apply_mhla(models.dit(num_layers=1), blocks=(4, 2))
     compiled = torch.compile(model, backend="eager")
     models.output(compiled, models.inputs("dit"))
     found = mhla.audit(model, lambda: models.output(compiled, models.inputs("dit")))
@@ -193,7 +193,7 @@ def test_figures_as_json():
         worst = f"{layer.errors_of_heads.argmax()}: {layer.errors_of_heads.max():.1%}"
         cells = [layer.name, f"{layer.error:.1%}", worst, f"{layer.density:.1%}", f"{layer.mass_kept:.1%}"]
         assert row.split() == " ".join([*cells, f"{layer.change:.1%}"]).split()
-    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1))
     of_two = mhla.audit(pipe, lambda: generate("wan22", pipe)).to_dict()
     assert None in of_two["layers"][0]["errors_of_steps"]
     json.dumps(of_two, allow_nan=False)
@@ -219,7 +219,7 @@ def test_the_picture_shows_where_the_error_is_and_what_did_not_run(tmp_path):
     dark = brightness(draw_audit(found, tmp_path / "dark.png"))
     found.layers[0].errors[:] = found.layers[0].squares
     assert brightness(draw_audit(found, tmp_path / "bright.png")) > dark + 5
-    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1))
     of_two = mhla.audit(pipe, lambda: generate("wan22", pipe))
     with Image.open(draw_audit(of_two, tmp_path / "two.png")) as image:
         grey = sum(count for count, colour in image.convert("RGB").getcolors(10**6) if colour == (204, 204, 204))

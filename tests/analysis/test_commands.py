@@ -13,13 +13,13 @@ from mhla_diffusers.tiny import load_tiny
 from ..evaluation.pictures import mhla
 from .tiny import run_tiny
 
-HEAD = "family: dit\nbase_model: tiny-dit\ndescription: half\nmhla:\n  blocks: [4, 4]\n"
+HEAD = "family: dit\nbase_model: tiny-dit\ndescription: half\npatch:\n"
 
 
 def test_an_analysis_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     pipe = load_tiny("dit")
-    apply_mhla(pipe, sparse="none", blocks=(4, 4), layers=[1, 2])
+    apply_mhla(pipe, blocks=(4, 4), layers=[1, 2])
     run = run_tiny(pipe, steps=1)
     layers, pictures = analyze(pipe, run, tmp_path)
     assert [layer.attention for layer in layers] == ["softmax", "MHLA", "MHLA", "softmax"]
@@ -39,9 +39,14 @@ def test_an_analysis_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("command", "settings", "said", "written"),
     [
-        ("analyze", "  layers: [0, 3]\n", ("mixing-matrices.png", "softmax", "MHLA"), "analysis.json"),
         (
-            *("audit", "  sparse: content\n  block_size: 4\n"),
+            "analyze",
+            "  blocks: [4, 4]\n  layers: [0, 3]\n",
+            ("mixing-matrices.png", "softmax", "MHLA"),
+            "analysis.json",
+        ),
+        (
+            *("audit", "  density: 0.1\n  block_size: 4\n"),
             ("worst head", "mass kept", "together the patch moves", "audit.png"),
             "audit.json",
         ),

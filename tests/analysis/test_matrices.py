@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhla_diffusers import apply_mhla, mhla_layers
+from mhla_diffusers import apply_mhla
 from mhla_diffusers.analysis import analyze_layers, attention_matrices, each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.adapters import project_tokens
@@ -43,9 +43,10 @@ PATCHES = {
     "none": None,
     "mhla": {},
     "rope before": {"rope": "before"},
-    "sparse": {"sparse": "content", "density": 0.2, "block_size": 8},
-    "sparse, all pairs": {"sparse": "content", "density": 1.0},
     "no normaliser": {"normalize": False, "output_norm": True},
+    "sparse": {"density": 0.2, "block_size": 8},
+    "sparse, means": {"density": 0.2, "block_size": 8, "far": "means", "order": "curve"},
+    "sparse, all pairs": {"density": 1.0},
 }
 
 
@@ -55,11 +56,9 @@ PATCHES = {
 )
 def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
     settings = PATCHES[patch]
-    model = models.FAMILIES[name].build() if settings is None else models.patched(name, **settings)
-    with torch.no_grad():
-        for layer in mhla_layers(model).values():
-            if layer.linear_log_weight is not None:
-                layer.linear_log_weight.fill_(1.5)
+    model = models.FAMILIES[name].build()
+    if settings is not None:
+        apply_mhla(model, **({"blocks": models.FAMILIES[name].blocks} if "sparse" not in patch else {}), **settings)
     call = TransformerCall((), models.inputs(name))
     found, values = attended(model, call)
     matrices = attention_matrices(model, call)
@@ -72,10 +71,14 @@ def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
         torch.testing.assert_close(found[layer].double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sparse_branch_can_have_full_rank():
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3), sparse="content", block_size=8)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("sparse", {"density": 0.1, "block_size": 8}), ("causal MHLA", {"blocks": (2, 2, 3), "block_length": 2})],
+)
+def test_softmax_over_some_pairs_can_have_full_rank(kind, settings):
+    model = apply_mhla(models.wan(), **settings)
     for layer in analyze_layers(model, TransformerCall((), models.inputs("wan"))):
-        assert layer.rank_bound == layer.tokens == 96
+        assert (layer.attention, layer.rank_bound) == (kind, layer.tokens)
         assert layer.rank <= layer.rank_bound
 
 
@@ -93,7 +96,7 @@ def test_rank_of_mhla_exceeds_the_head_dim_and_that_of_linear_attention_never_do
     ranks = {}
     for name, blocks in {"linear": (1,) * axes, "MHLA": (4,) * 2 if axes == 2 else (3, 4, 4)}.items():
         pipe = load_tiny(family)
-        apply_mhla(pipe, sparse="none", blocks=blocks)
+        apply_mhla(pipe, blocks=blocks)
         call = real_call(pipe)
         layers = analyze_layers(pipe.transformer, call)
         for layer, (_, matrix) in zip(layers, each_attention_matrix(pipe.transformer, call), strict=True):
@@ -109,7 +112,7 @@ def test_rank_of_mhla_exceeds_the_head_dim_and_that_of_linear_attention_never_do
 def test_bound_counts_tokens_of_blocks_where_they_are_fewer_than_the_head_dim(blocks, bound):
     model = models.wan()
     call = TransformerCall((), models.inputs("wan"))
-    apply_mhla(model, sparse="none", blocks=blocks)
+    apply_mhla(model, blocks=blocks)
     for layer in analyze_layers(model, call):
         assert layer.rank_bound == bound
         assert layer.rank <= bound

@@ -187,7 +187,13 @@ def masked_problem(kind: str) -> Problem:
 
 
 def random_lists(
-    grid: tuple[int, ...], size: int, key_size: int, order: str = "content", heads: int = 2, density: float = 0.3, seed: int = 0
+    grid: tuple[int, ...],
+    size: int,
+    key_size: int,
+    order: str = "content",
+    heads: int = 2,
+    density: float = 0.3,
+    seed: int = 0,
 ) -> BlockLists:
     """Lists of random blocks, in places empty."""
     shape = heads, block_count(grid, size), block_count(grid, key_size)

@@ -38,11 +38,11 @@ def test_the_first_order_term_costs_states_mixing_and_reading():
     call = SparseCall(query=query, key=key, value=value, grid=GRID, sparse=config.rule_on(GRID))
     rows = uniform_rows(call, call.sparse)
     pooled = pool(call, call.sparse, rows)
-    mixing = torch.empty(1, HEADS, 16, 16, device="meta")
+    mixing = torch.empty(1, HEADS, 16, 64, device="meta")
     with FlopCounterMode(display=False) as counter:
-        read_mixed(rows.query, mixing, stretch_states(pooled, rows.value, 4))
+        read_mixed(rows.query, mixing, stretch_states(pooled, rows.value, 1))
     sizes = config.sizes_on(GRID, HEADS, DIM)
-    assert (sizes.blocks, sizes.mixtures, sizes.pooled_keys) == (16, 16, 64)
+    assert (sizes.blocks, sizes.mixtures, sizes.pooled_keys) == (64, 16, 64)
     assert counter.get_total_flops() == sizes.linear_flops
     without = SparseConfig(density=0.3, block_size=16, key_block_size=4, far="means").sizes_on(GRID, HEADS, DIM)
     assert sizes.flops - without.flops == sizes.linear_flops

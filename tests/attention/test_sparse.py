@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention import BlockLists, SparseCall, reference_attention, sparse_attention, with_lists
 from mhla_diffusers.attention.call import ContentRule
 from mhla_diffusers.attention.layout import in_order, layout_of
-from mhla_diffusers.attention.order import stretch_of
+from mhla_diffusers.attention.order import blocks_per_state, stretch_of
 from mhla_diffusers.attention.rope import rotated
 from mhla_diffusers.attention.sparse import (
     BIASES,
@@ -108,7 +108,9 @@ def test_what_a_call_finds_is_what_the_reference_attends_with(options):
 @pytest.mark.parametrize("options", [{}, {"rotary": True}, {"mask": True}, {"extra": (2, 3)}], ids=str)
 def test_all_pairs_listed_is_softmax_attention(options, sparse):
     """Whatever β and γ are: nothing is left to them."""
-    problem = make_sparse_problem((5, 6), 4, density=1.1 if sparse == "lists" else 1.0, constants=sparse == "lists", **options)
+    problem = make_sparse_problem(
+        (5, 6), 4, density=1.1 if sparse == "lists" else 1.0, constants=sparse == "lists", **options
+    )
     rotary, mask = problem.options.get("rotary"), problem.options.get("key_mask")
     query, key, value = (problem.tensors[name] for name in ("query", "key", "value"))
     if rotary is not None:
@@ -311,7 +313,9 @@ GRID = (3, 5, 7)
 def content_call(size, *, extra=0, mask=False, **rule):
     """A call that chooses its lists, in float64, of 2 samples and 2 heads of 8."""
     problem = make_sparse_problem(GRID, size, rotary=True, mask=mask, extra=(0, extra), constants=False)
-    tensors = {name: x.double() for name, x in problem.tensors.items()} | {"query": 2 * problem.tensors["query"].double()}
+    tensors = {name: x.double() for name, x in problem.tensors.items()} | {
+        "query": 2 * problem.tensors["query"].double()
+    }
     given = {name: problem.options[name] for name in ("rotary", "key_mask", "extra") if name in problem.options}
     if mask:
         given["key_mask"][0, layout_of(GRID, 8).order[:8].long()] = False
@@ -392,8 +396,10 @@ def test_states_that_would_only_hurt_get_no_weight():
 
 
 @pytest.mark.parametrize("size", [4, 8, 16, 32, 64, 128, 256])
-def test_stretches_hold_whole_blocks(size):
+def test_states_are_of_whole_blocks(size):
+    """256 keys; in blocks below 16 each its own, in larger ones at least two blocks."""
     assert stretch_of(size) % size == 0
+    assert blocks_per_state(size) == (1 if size < 16 else max(2, 256 // size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

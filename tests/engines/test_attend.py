@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.config import MHLAConfig, Step
+from mhla_diffusers.attention import sparse_attention
+from mhla_diffusers.config import CausalConfig, MHLAConfig, SparseConfig, Step, load_patch
 from mhla_diffusers.engines.attend import EngineAttention, EngineSettings
 
 GRID, HEADS, HEAD_DIM = (4, 8, 8), 3, 16
@@ -25,8 +25,9 @@ def softmax(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torc
 
 
 def attention(min_tokens: int = 0, softmax_layers: tuple[int, ...] = (), **settings: object) -> EngineAttention:
-    config = MHLAConfig(blocks=(1,), sparse="content", **settings)
-    return EngineAttention(EngineSettings(config, softmax_layers, min_tokens), logging.getLogger("test"))
+    return EngineAttention(
+        EngineSettings(SparseConfig(**settings), softmax_layers, min_tokens), logging.getLogger("test")
+    )
 
 
 def test_density_1_is_softmax_attention_also_beside_extra_tokens():
@@ -37,15 +38,11 @@ def test_density_1_is_softmax_attention_also_beside_extra_tokens():
 
 def test_sparse_attention_is_the_operator_and_not_softmax():
     query, key, value = tensors()
-    config = MHLAConfig(blocks=(1,), sparse="content", density=0.15)
-    output = EngineAttention(EngineSettings(config, min_tokens=0), logging.getLogger("test")).attend(
-        query, key, value, GRID
-    )
-    expected = mhla_attention(
-        query, key, value, torch.ones(1, 1), GRID, (1, 1, 1), rope="before", sparse=config.rule_on(GRID)
-    )
-    torch.testing.assert_close(output, expected, atol=0, rtol=0)
-    assert (output - softmax(query, key, value)).abs().max() > 1e-2
+    for settings in ({}, {"density": 0.15, "block_size": 16, "key_block_size": 8, "order": "curve", "far": "means"}):
+        output = attention(**settings).attend(query, key, value, GRID)
+        expected = sparse_attention(query, key, value, GRID, **settings)
+        torch.testing.assert_close(output, expected, atol=0, rtol=0)
+        assert (output - softmax(query, key, value)).abs().max() > 1e-2
 
 
 def test_extra_tokens_attend_to_everything():
@@ -95,7 +92,7 @@ def test_calls_of_one_step_end_with_an_object_of_the_engine(caplog):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"config": {"density": 0.1}}, "config=.*0.1"),
+        ({"config": {"density": 0.1}}, "settings are {'density': 0.1}"),
         ({"softmax_layers": 3}, "softmax_layers=3"),
         ({"softmax_layers": (True,)}, "softmax_layers=.*True"),
         ({"min_tokens": True}, "min_tokens=True"),
@@ -138,19 +135,17 @@ def test_short_sequences_stay_dense():
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("config", "words"),
     [
-        {"sparse": "none"},
-        {"sparse": "content", "linear_branch": True},
-        {"sparse": "content", "rope": "after"},
-        {"sparse": "content", "fit_pooled_bias": False},
-        {"sparse": "content", "layers": "2/3"},
-        {"sparse": "content", "output_gate": True},
+        (MHLAConfig(blocks=(1, 1, 1)), "are MHLA with layers='all'.*load_mhla"),
+        (CausalConfig(blocks=(2,), block_length=8), "are causal MHLA.*load_mhla"),
+        (SparseConfig(layers="2/3"), "are sparse attention with layers='2/3'.*softmax_layers"),
+        (SparseConfig(layers=[0, 1]), r"layers=\(0, 1\).*softmax_layers"),
     ],
 )
-def test_patches_with_weights_are_refused_with_the_way_out(settings):
-    with pytest.raises(ValueError, match="load_mhla"):
-        EngineSettings(MHLAConfig(blocks=(1, 1, 1), **settings))
+def test_other_patches_are_refused_with_the_way_out(config, words):
+    with pytest.raises(ValueError, match=words):
+        EngineSettings(config)
 
 
 def test_settings_from_the_environment():
@@ -161,13 +156,16 @@ def test_settings_from_the_environment():
             "MHLA_DENSITY": ".1",
             "MHLA_ORDER": "curve",
             "MHLA_BLOCK_SIZE": "32",
+            "MHLA_KEY_BLOCK_SIZE": "16",
             "MHLA_SOFTMAX_STEPS": "0.2",
             "MHLA_SOFTMAX_LAYERS": "0,1",
             "MHLA_MIN_TOKENS": "100",
         }
     )
-    assert (settings.config.density, settings.config.order, settings.config.block_size) == (0.1, "curve", 32)
-    assert (settings.config.softmax_steps, settings.softmax_layers, settings.min_tokens) == (0.2, (0, 1), 100)
+    config = SparseConfig(density=0.1, order="curve", block_size=32, key_block_size=16, softmax_steps=0.2)
+    assert settings == EngineSettings(config, (0, 1), 100)
+    patched = read({"MHLA_PATCH": "wan2.1-t2v-1.3b-sparse", "MHLA_DENSITY": "0.1"})
+    assert patched.config == load_patch("wan2.1-t2v-1.3b-sparse").config.replace(density=0.1)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +177,8 @@ def test_settings_from_the_environment():
         ({"MHLA_SOFTMAX_LAYERS": "0,-1"}, "softmax_layers"),
         ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens=1.5"),
         ({"MHLA_PATCH": "tiny-wan-mhla"}, "load_mhla"),
-        ({"MHLA_PATCH": "wan2.1-t2v-1.3b-hybrid"}, "load_mhla"),
+        ({"MHLA_PATCH": "wan2.1-t2v-1.3b", "MHLA_DENSITY": "0.1"}, "MHLA_PATCH=wan2.1-t2v-1.3b .*are MHLA.*load_mhla"),
+        ({"MHLA_PATCH": "wan2.1-t2v-1.3b-hybrid-sparse"}, "layers='2/3'.*softmax_layers"),
     ],
 )
 def test_wrong_variables_are_refused(variables, words):

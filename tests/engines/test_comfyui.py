@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.config import MHLAConfig
+from mhla_diffusers.attention import sparse_attention
+from mhla_diffusers.config import SparseConfig
 from mhla_diffusers.engines.comfyui import patch_model, read_settings
 
 GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 24, 7
@@ -115,11 +115,7 @@ def tensors(tokens=240, batch=2):
 
 
 def operator(query, key, value, grid=GRID, extra=(0, 0)):
-    rule = MHLAConfig(blocks=(1,), sparse="content", density=0.15).rule_on(grid)
-    blocks = (1,) * len(grid)
-    return mhla_attention(
-        query, key, value, torch.ones(1, 1), grid, blocks, rope="before", sparse=rule, extra=extra
-    ).flatten(2)
+    return sparse_attention(query, key, value, grid, density=0.15, extra=extra).flatten(2)
 
 
 def softmax(query, key, value):
@@ -408,6 +404,7 @@ def test_comfyui_loads_the_node(runtime, tmp_path, form):
     schema = runtime.get_node_class("MHLASparseAttention").define_schema()
     assert schema.display_name == "MHLA Sparse Attention"
     assert [one.id for one in schema.inputs] == ["model", *DEFAULTS, "min_tokens"]
+    assert schema.inputs[1].default == SparseConfig().density
     assert all(one.tooltip for one in schema.inputs[1:])
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from sglang_worker import GRID, STEPS, TEXT, TOKENS, tensors
 
-from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.config import MHLAConfig
+from mhla_diffusers.attention import sparse_attention
 
 ROOT = Path(__file__).parents[2]
 GROUP = "sglang.multimodal_gen.plugins"
@@ -95,8 +94,7 @@ def sparse(run):
 
 
 def operator(query, key, value, extra=(0, 0)):
-    rule = MHLAConfig(blocks=(1,), sparse="content", density=0.15).rule_on(GRID)
-    return mhla_attention(query, key, value, torch.ones(1, 1), GRID, (1, 1, 1), rope="before", sparse=rule, extra=extra)
+    return sparse_attention(query, key, value, GRID, density=0.15, extra=extra)
 
 
 def test_without_variables_sglang_is_as_it_was(run):
@@ -188,7 +186,7 @@ def test_two_processes_with_ulysses_give_what_one_gives(run, sparse):
 def test_a_wrong_value_stops_sglang(tmp_path):
     wrong = Processes(tmp_path, MHLA_DENSITY="2")
     assert wrong.codes == [1]
-    assert "mhla_diffusers: density=2" in wrong.logs[0]
+    assert "mhla_diffusers: MHLA_DENSITY=2 in the environment: density=2" in wrong.logs[0]
 
 
 def test_a_misspelt_variable_is_told(tmp_path):

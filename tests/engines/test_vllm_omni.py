@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mhla_diffusers.attention import mhla_attention
-from mhla_diffusers.config import MHLAConfig
+from mhla_diffusers.attention import sparse_attention
 
 if importlib.util.find_spec("vllm_omni") is None:
     pytest.skip("vllm-omni is missing; make engines installs and tests it", allow_module_level=True)
@@ -73,8 +72,7 @@ def softmax(query, key, value):
 
 
 def operator(query, key, value, grid=tiny.GRID, **kwargs):
-    rule = MHLAConfig(blocks=(1,), sparse="content", density=0.15).rule_on(grid)
-    return mhla_attention(query, key, value, torch.ones(1, 1), grid, (1, 1, 1), rope="before", sparse=rule, **kwargs)
+    return sparse_attention(query, key, value, grid, density=0.15, **kwargs)
 
 
 def layout(**kwargs):

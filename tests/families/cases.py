@@ -693,16 +693,15 @@ def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else torch.stack(list(found))
 
 
-def all_exact(name: str) -> dict[str, Any]:
+def all_listed(name: str) -> dict[str, Any]:
     """Settings with which a patch computes the attention that it replaces: all pairs listed; one block where linear."""
     case = case_of(name)
-    ones = (1,) * len(case.grid)
     if case.of_family.own_attention == "linear":
         # what MHLA adds to every feature as small as what SANA adds to its normaliser
-        return {"blocks": ones, "eps": 1e-15, "sparse": "none"}
-    return {"blocks": ones, "sparse": "content", "density": 1.0}
+        return {"blocks": (1,) * len(case.grid), "eps": 1e-15}
+    return {"density": 1.0}
 
 
 def plain(name: str, **settings: Any) -> dict[str, Any]:
-    """MHLA alone, unless the settings say otherwise."""
-    return {"blocks": case_of(name).blocks, "sparse": "none", **settings}
+    """Settings of MHLA with the blocks of a case."""
+    return {"blocks": case_of(name).blocks, **settings}

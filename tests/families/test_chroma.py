@@ -7,7 +7,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families.chroma import ChromaFamily
 
 from ..models import relative_change
-from .cases import ROUNDING, all_exact, case_of, output, plain
+from .cases import ROUNDING, all_listed, case_of, output, plain
 from .recording import forwards
 
 chroma = case_of("chroma")
@@ -37,7 +37,7 @@ def test_a_mask_of_floating_point_is_added_as_diffusers_adds_it():
     arguments["attention_mask"] = arguments["attention_mask"].float()
     expected = output(model, arguments)
     assert relative_change(masked, expected) > ROUNDING
-    mhla.apply_mhla(model, **all_exact("chroma"))
+    mhla.apply_mhla(model, **all_listed("chroma"))
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 

@@ -20,7 +20,7 @@ def test_the_default_blocks_run_on_the_grids_of_one_call():
         return torch.as_tensor(pipe(**CASE.call, generator=torch.Generator().manual_seed(3)).frames)
 
     expected = generate()
-    mhla.apply_mhla(pipe, sparse="none")
+    mhla.apply_mhla(pipe)
     pipe.transformer.register_forward_hook(lambda *_: grids.append(mhla.describe(pipe)[0].grid))
     assert_changed(generate(), expected)
     assert grids == [(4, 4, 6), (4, 4, 6), (2, 4, 6), (2, 4, 6)]

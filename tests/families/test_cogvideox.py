@@ -21,7 +21,7 @@ def test_softmax_in_place_of_mhla_without_rope():
     """CogVideoX-2B, whose positions are added to the tokens."""
     model, arguments = CASE.transformer(**NO_ROPE), CASE.inputs() | {"image_rotary_emb": None}
     expected = output(model, arguments)
-    mhla.apply_mhla(model, blocks=(1, 1, 1), sparse="content", density=1.0)
+    mhla.apply_mhla(model, density=1.0)
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 

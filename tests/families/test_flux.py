@@ -70,7 +70,7 @@ def test_a_model_without_embedded_guidance_is_given_none():
 @torch.no_grad()
 def test_ids_that_change_in_place_are_read_again():
     """As where a graph or a server has one buffer for all sizes."""
-    model = mhla.apply_mhla(flux.transformer(), blocks=(2, 2), sparse="none")
+    model = mhla.apply_mhla(flux.transformer(), blocks=(2, 2))
     arguments = flux.inputs()
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(4).float(), torch.arange(16).float())
     expected = model(**arguments | {"img_ids": places}).sample
@@ -81,7 +81,7 @@ def test_ids_that_change_in_place_are_read_again():
 
 @torch.no_grad()
 def test_arguments_by_place():
-    model = mhla.apply_mhla(flux.transformer(), blocks=(2, 2), sparse="none")
+    model = mhla.apply_mhla(flux.transformer(), blocks=(2, 2))
     arguments = flux.inputs()
     names = (
         "hidden_states",

@@ -14,7 +14,7 @@ from mhla_diffusers.training.roles import add_lora
 
 from ..models import relative_change
 from ..pipelines import quiet
-from .cases import ROUNDING, all_exact, case_of, flux2_pipeline, output, plain
+from .cases import ROUNDING, all_listed, case_of, flux2_pipeline, output, plain
 from .recording import forwards
 
 flux2 = case_of("flux2")
@@ -63,7 +63,7 @@ def test_the_layer_of_attention_and_feed_forward_runs_once():
 
 
 def test_lora_adapts_both_kinds_of_blocks():
-    model = mhla.apply_mhla(flux2.transformer(), **all_exact("flux2"))
+    model = mhla.apply_mhla(flux2.transformer(), **all_listed("flux2"))
     expected = output(model, flux2.inputs())
     add_lora(model, 2, seed=0)
     names = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name}

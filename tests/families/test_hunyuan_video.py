@@ -9,7 +9,7 @@ from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, Traini
 from mhla_diffusers.training.estimate import estimate
 
 from ..models import relative_change
-from .cases import ROUNDING, all_exact, case_of, output
+from .cases import ROUNDING, all_listed, case_of, output
 from .recording import forwards
 
 CASE = case_of("hunyuan_video15")
@@ -53,7 +53,7 @@ def test_softmax_in_place_of_mhla_with_an_image(masked):
     if masked:
         arguments["encoder_attention_mask_2"] = torch.zeros_like(arguments["encoder_attention_mask_2"])
     expected = output(model, arguments)
-    mhla.apply_mhla(model, **all_exact("hunyuan_video15"))
+    mhla.apply_mhla(model, **all_listed("hunyuan_video15"))
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
@@ -84,7 +84,7 @@ def test_as_many_tokens_without_values_as_with_them():
 
 
 def test_training_is_estimated_without_values():
-    model = mhla.apply_mhla(CASE.transformer(), blocks=(2, 2, 3), sparse="none").to("meta")
+    model = mhla.apply_mhla(CASE.transformer(), blocks=(2, 2, 3)).to("meta")
     sample = {"latents": torch.empty(CASE.latents), **get_family(model).conditioning_shapes(model.config)}
     stage = StageConfig(1, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
     assert estimate(model, sample, TrainingConfig("unused", (stage,))).stages[0].flops > 0

@@ -11,7 +11,7 @@ from diffusers.models.embeddings import IPAdapterTimeImageProjection
 import mhla_diffusers as mhla
 
 from ..models import assert_changed, relative_change, seeded
-from .cases import ROUNDING, all_exact, case_of, plain
+from .cases import ROUNDING, all_listed, case_of, plain
 
 flux, sd3 = case_of("flux"), case_of("sd3")
 
@@ -120,7 +120,7 @@ def test_an_adapter_goes_on_beside_the_layers_that_are_patched():
     load_into_flux(pipe)
     expected = image(pipe, "flux")
     assert_changed(expected, without)
-    mhla.apply_mhla(pipe, **all_exact("flux"), layers=SINGLE)
+    mhla.apply_mhla(pipe, **all_listed("flux"), layers=SINGLE)
     # two steps, and an autoencoder after them
     assert relative_change(image(pipe, "flux"), expected) < 5 * ROUNDING
 

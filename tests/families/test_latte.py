@@ -11,7 +11,7 @@ from mhla_diffusers.training.checks import check_fits
 
 from ..models import assert_changed, output, relative_change
 from ..training.models import one_stage
-from .cases import ROUNDING, all_exact, case_of, plain
+from .cases import ROUNDING, all_listed, case_of, plain
 
 CASE = case_of("latte")
 
@@ -24,7 +24,7 @@ def test_without_temporal_attentions():
     single = {**arguments, "hidden_states": arguments["hidden_states"][:, :, :1]}
     for changed in ({**arguments, "enable_temporal_attentions": False}, single):
         expected = output(model, changed)
-        mhla.apply_mhla(model, **all_exact("latte"))
+        mhla.apply_mhla(model, **all_listed("latte"))
         assert relative_change(output(model, changed), expected) < ROUNDING
         mhla.remove_mhla(model)
         mhla.apply_mhla(model, **PLAIN)

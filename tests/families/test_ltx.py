@@ -10,11 +10,11 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families.ltx import LTXFamily
 
 from ..models import assert_changed, output, relative_change
-from .cases import all_exact, case_of, plain
+from .cases import all_listed, case_of, plain
 
 CASE = case_of("ltx")
 
-ALL_LISTED, PLAIN = all_exact("ltx"), plain("ltx")
+ALL_LISTED, PLAIN = all_listed("ltx"), plain("ltx")
 
 
 def coordinates(*frames: list[float], batch: int = 2) -> torch.Tensor:

@@ -10,7 +10,7 @@ from mhla_diffusers.families import classes_that_are_split
 from mhla_diffusers.families.ltx2 import LTX2Family
 
 from ..models import assert_changed, relative_change
-from .cases import ROUNDING, all_exact, case_of, drawer, output, plain
+from .cases import ROUNDING, all_listed, case_of, drawer, output, plain
 from .recording import forwards
 
 CASE, FAMILY = case_of("ltx2"), LTX2Family()
@@ -55,7 +55,7 @@ def test_guidance_skips_an_attention_of_samples(kept):
     skipping = {**usual, "spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.tensor(kept)}
     expected = output(model, skipping)
     assert_changed(expected, output(model, usual))
-    mhla.apply_mhla(model, **all_exact("ltx2"))
+    mhla.apply_mhla(model, **all_listed("ltx2"))
     assert relative_change(output(model, skipping), expected) < ROUNDING
     with mhla.mhla_disabled(model):
         assert torch.equal(output(model, skipping), expected)

@@ -14,7 +14,7 @@ FAMILY = Lumina2Family()
 def test_audit_compares_tokens_of_the_image_in_every_sample():
     """Texts of other lengths: the unpatched attention's tokens are ordered as the patched one's."""
     model, arguments = lumina2.transformer(), lumina2.inputs()
-    mhla.apply_mhla(model, blocks=lumina2.blocks, sparse="content", block_size=4, density=1.0)
+    mhla.apply_mhla(model, block_size=4, density=1.0)
     found = mhla.audit(model, lambda: output(model, arguments))
     assert found.moves < 1e-4
 

@@ -13,7 +13,7 @@ import mhla_diffusers as mhla
 
 from ..models import assert_changed, relative_change
 from ..pipelines import quiet
-from .cases import Case, all_exact, case_of, flow, flux2_pipeline, plain
+from .cases import Case, all_listed, case_of, flow, flux2_pipeline, plain
 
 PICTURE = Image.new("RGB", (96, 64), "red")
 KEYFRAMES = [LTX2VideoCondition(PICTURE, index, strength=1.0, crf=0) for index in (0, 2)]
@@ -53,7 +53,7 @@ def test_other_pipelines_are_patched_and_restored(kind: str, name: str, call: di
         pipe = quiet(getattr(diffusers, kind)(**parts))
     run = generates(pipe, {**case.call, **call})
     expected = run()
-    mhla.apply_mhla(pipe, **all_exact(name))
+    mhla.apply_mhla(pipe, **all_listed(name))
     assert relative_change(run(), expected) < 1e-4  # float32 sums in another order, through two steps
     assert {layer.grid for layer in mhla.describe(pipe)} == {case.grid}
     mhla.remove_mhla(pipe)
@@ -81,7 +81,7 @@ def test_perturbed_attention_guidance(kind: str, case: Case, layer: str, guidanc
     run = generates(pipe, {**case.call, "guidance_scale": guidance})
     own, expected = run(pag_scale=0.0), run(pag_scale=2.0)
     assert_changed(expected, own)
-    mhla.apply_mhla(pipe, **all_exact(case.name))
+    mhla.apply_mhla(pipe, **all_listed(case.name))
     assert relative_change(run(pag_scale=2.0), expected) < 1e-4  # float32 sums in another order, through two steps
     mhla.remove_mhla(pipe)
     mhla.apply_mhla(pipe, **plain(case.name))

@@ -9,12 +9,12 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
 
 from ..models import assert_changed, output, relative_change, wan
-from .cases import all_exact, case_of, plain
+from .cases import all_listed, case_of, plain
 
 CASE, FORCING_CASE = case_of("skyreels_v2"), case_of("skyreels_v2_forcing")
 FORCING_CALL = FORCING_CASE.call
 
-_PLAIN, _ALL_LISTED = plain("skyreels_v2"), all_exact("skyreels_v2")
+_PLAIN, _ALL_LISTED = plain("skyreels_v2"), all_listed("skyreels_v2")
 _REFUSED = r"(?s)SkyReels-V2.*differs between queries.*causal_block_size=1.*layers=\[\.\.\.\]"
 
 
@@ -47,7 +47,7 @@ def test_the_block_causal_mask_is_refused_with_the_way_out() -> None:
     assert torch.equal(_generate(pipe), with_mask)
 
 
-_CAUSAL = {"causal": "block", "block_length": 2, "sparse": "own"}
+_CAUSAL = {"causal": "block", "block_length": 2}
 """Frame blocks as long as those of the pipeline's call."""
 
 

@@ -10,7 +10,7 @@ from mhla_diffusers.families.models import strides_of
 
 from ..models import relative_change
 from ..pipelines import sana_pipeline, wan_pipeline
-from .cases import ROUNDING, all_exact, case_of, kl_autoencoder, output
+from .cases import ROUNDING, all_listed, case_of, kl_autoencoder, output
 
 SIZES = {
     "cogvideox": [((49, 480, 720), (13, 30, 45))],
@@ -34,7 +34,7 @@ def test_grid_of_a_size(name):
 )
 def test_suggested_blocks_at_the_usual_size_are_the_defaults(name, height, width):
     pipe = case_of(name).pipeline()
-    assert mhla.suggest_blocks(pipe, height, width) == get_family(name).default_config.blocks
+    assert mhla.suggest_blocks(pipe, height, width) == get_family(name).mhla_blocks
 
 
 WITH_PICTURES = {
@@ -57,7 +57,7 @@ def test_image_to_video_is_patched(name, settings, latents):
     given = arguments[latents]
     arguments[latents] = torch.cat([given] * 3, dim=axis).narrow(axis, 0, model.config.in_channels)
     expected = output(model, arguments)
-    mhla.apply_mhla(pipe, **all_exact(name))
+    mhla.apply_mhla(pipe, **all_listed(name))
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 

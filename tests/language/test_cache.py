@@ -16,9 +16,9 @@ from ..models import wan
 from .models import LONGEST, ROUNDING, llama, logits, patch, patched, text
 
 KINDS = {
-    "own": {"sparse": "own"},
-    "none": {"sparse": "none"},
-    "hybrid": {"sparse": "own", "layers": [1], "output_gate": True},
+    "softmax": {"own": "softmax"},
+    "linear": {"own": "linear"},
+    "hybrid": {"own": "softmax", "layers": [1], "output_gate": True},
 }
 CACHES = {"MHLA": MHLACache, "Dynamic": lambda model: DynamicCache(config=model.config)}
 
@@ -85,7 +85,7 @@ def test_a_cache_is_reset_copied_repeated_and_picked(model):
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_weights_may_be_offloaded_between_the_steps(cache):
-    model, ids = patched(sparse="own", output_gate=True, output_norm=True), text(length=30)
+    model, ids = patched(output_gate=True, output_norm=True), text(length=30)
     expected = logits(model, ids)
     cpu_offload(model, execution_device=torch.device("cpu"))
     torch.testing.assert_close(piece_by_piece(model, ids, CACHES[cache](model), [11, 1, 18]), expected, **ROUNDING)
@@ -93,7 +93,7 @@ def test_weights_may_be_offloaded_between_the_steps(cache):
 
 def test_every_step_may_be_trained():
     """With a past that has no gradients; the weights change after each step."""
-    model, ids = patched(sparse="own"), text(length=20)
+    model, ids = patched(), text(length=20)
     cache = MHLACache(model)
     logits(model, ids[:, :18], past_key_values=cache)
     layer = mhla.mhla_layers(model)["model.layers.0.self_attn.mhla"]

@@ -14,7 +14,7 @@ def test_log_likelihoods_are_those_of_the_model_for_texts_of_unlike_lengths_in_o
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    model = patched(sparse="own")
+    model = patched()
     judge = HFLM(pretrained=model, tokenizer=words(), batch_size=3, max_length=48)
     asked = [("w5 w9 w7", " w8 w3"), ("w4", " w6"), (" ".join(f"w{n}" for n in range(2, 30)), " w11 w12 w13")]
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(asked)]

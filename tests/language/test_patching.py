@@ -37,11 +37,11 @@ def test_layers_that_are_not_chosen_run_what_the_model_had():
     """With a patch that changes nothing they are all alone: softmax within one block is softmax attention."""
     model, ids = llama(), text()
     expected = logits(model, ids)
-    mhla.apply_mhla(model, blocks=(1,), block_length=LONGEST, sparse="own", layers=[0, 2])
+    mhla.apply_mhla(model, blocks=(1,), block_length=LONGEST, layers=[0, 2])
     torch.testing.assert_close(logits(model, ids), expected, **ROUNDING)
 
 
-@pytest.mark.parametrize("settings", [{"sparse": "own"}, {"sparse": "none", "mixing_per_head": True}])
+@pytest.mark.parametrize("settings", [{"own": "softmax"}, {"own": "linear", "mixing_per_head": True}])
 def test_an_attention_is_the_reference_of_queries_and_keys_after_rope(settings):
     """Against float64, keys repeated for the heads that share them."""
     model, ids = patched(**settings), text(length=37)
@@ -64,9 +64,9 @@ def test_an_attention_is_the_reference_of_queries_and_keys_after_rope(settings):
     assert relative_change(seen["found"], expected) < 1e-5
 
 
-@pytest.mark.parametrize("sparse", ["own", "none"])
-def test_no_token_sees_a_later_one(sparse):
-    model, ids = patched(sparse=sparse), text()
+@pytest.mark.parametrize("own", ["softmax", "linear"])
+def test_no_token_sees_a_later_one(own):
+    model, ids = patched(own=own), text()
     other = ids.clone()
     other[:, 21:] = 5
     found, changed = logits(model, ids), logits(model, other)
@@ -93,23 +93,24 @@ def test_padding_on_the_right_changes_no_token_before_it(layers):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"causal": None, "sparse": "none"}, "LlamaForCausalLM predicts the next token.*causal='token'.*block_length"),
+        ({"causal": None}, "causal=None is unknown; allowed: 'token', 'block'"),
         ({"causal": "block"}, "causal='block' .*set causal='token'"),
         ({"rope": "after"}, "rope='after' .*rope='before'"),
         ({"softmax_steps": 2}, "softmax_steps=2 counts denoising steps"),
         ({"blocks": (4, 2)}, r"causal='token' .*such as blocks=\(4,\) for a text"),
-        ({"sparse": "pwn"}, r"sparse='pwn' is unknown; allowed: 'none', 'content', 'own'\.$"),
-        ({"sparse": "content"}, "sparse='content' cannot .* causal='token'"),
-        ({"sparse": "own", "block_size": 16}, "block_size=16 has no effect with sparse='own'"),
+        ({"own": "pwn"}, r"own='pwn' is unknown; allowed: 'softmax', 'linear'\.$"),
+        ({"density": 0.1}, "density is a setting of sparse attention, and this patch runs causal MHLA"),
         ({"calibration": lambda: None}, "LlamaForCausalLM is a language model"),
     ],
 )
 def test_settings_that_a_language_model_has_no_place_for(settings, words):
     model = llama()
     before = footprint(model)
-    blocks = {} if settings.get("causal", "") is None else {"block_length": 8}
     with pytest.raises(ValueError, match=words):
-        mhla.apply_mhla(model, **({"blocks": (6,)} | blocks | settings))
+        mhla.apply_mhla(model, **({"blocks": (6,), "block_length": 8} | settings))
+    for whole, attention in ((mhla.SparseConfig(), "sparse attention"), (mhla.MHLAConfig(blocks=(6,)), "MHLA")):
+        with pytest.raises(ValueError, match=f"predicts the next token, and {attention} would.*causal='token'"):
+            mhla.apply_mhla(model, whole)
     assert_same_footprint(model, before)
 
 
@@ -130,7 +131,7 @@ FROM_THE_LEFT = torch.arange(40).expand(2, -1) >= torch.tensor([[0], [3]])
         (lambda: patch(llama(attn_implementation="eager", output_attentions=True))(text()), "output_attentions=True"),
         *(
             (lambda f=f: f(patched(output_norm=True), lambda: None), rf"{f.__name__}\(\) compares")
-            for f in (layer_sensitivity, calibrate_output_norm, mhla.calibrate_sparse, mhla.audit)
+            for f in (layer_sensitivity, calibrate_output_norm, mhla.audit)
         ),
     ],
 )
@@ -156,7 +157,7 @@ def test_an_implementation_that_is_set_after_the_patch_is_noticed():
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, LlamaModel])
 def test_a_saved_patch_gives_the_same_again(cls, tmp_path):
-    settings = {"sparse": "own", "output_gate": True, "layers": [0, 2]}
+    settings = {"output_gate": True, "layers": [0, 2]}
     model = patch(llama(cls), **settings)
     with torch.no_grad():
         expected = model(text())[0]
@@ -189,7 +190,7 @@ def test_a_patch_is_switched_off_changed_and_described():
     model, expected = patched(layers=[0, 1]), logits(llama(), text())
     with mhla.mhla_disabled(model):
         assert torch.equal(logits(model, text()), expected)
-    mhla.change_mhla(model, layers=[1], sparse="none")
+    mhla.change_mhla(model, layers=[1], own="linear")
     assert list(mhla.mhla_layers(model)) == ["model.layers.1.self_attn.mhla"]
     rows = mhla.describe(model, grid=(LONGEST,))
     assert [(row.name, row.replaced) for row in rows] == [

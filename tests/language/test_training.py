@@ -21,7 +21,8 @@ language = script("language")
 SHIPPED = sorted(CONFIGS.glob("language-*.yaml"))
 MODEL = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 MODEL |= {"num_attention_heads": 2, "eos_token_id": None}
-MHLA = {"blocks": [4], "block_length": 8, "causal": "token", "rope": "before"}
+OWN = {"blocks": [4], "block_length": 8}
+MHLA = {**OWN, "own": "linear"}
 OF_THE_HUB = {"name": "a/b", "tokenizer": "c/d"}
 
 
@@ -34,7 +35,7 @@ def write_config(folder, **changes):
         "learning_rate": 1e-2,
         "adapt_steps": 2,
         "variants": {"softmax": "softmax", "gated": "gated linear", "MHLA": MHLA},
-        "adapt": {"own": {**MHLA, "sparse": "own"}},
+        "adapt": {"own": OWN},
     }
     file = folder / "language.yaml"
     file.write_text(yaml.safe_dump(settings | changes, sort_keys=False))
@@ -85,6 +86,7 @@ def test_the_paper_s_size():
     [
         ({"variants": {"own": "hyena", "a": "softmax"}}, "'own' is 'hyena'; allowed: 'softmax', 'gated linear'"),
         ({"variants": {"a": {"block": [4]}}}, "'block'"),
+        ({"variants": {"a": {"density": 0.1}}}, "density is a setting of sparse attention, .* causal MHLA"),
         ({"precision": "bfloat17"}, "precision='bfloat17'"),
         ({"text": "shakespeare"}, "text='shakespeare' .* 'python-topics'"),
         ({"text": {"name": "a/b", "tokeniser": "c/d"}}, "'text.tokeniser'; did you mean 'tokenizer'"),
@@ -111,14 +113,14 @@ def test_all_blocks_weighing_alike_is_one_block():
     ids, found = text(length=32), []
     for blocks, length in (((4,), 8), ((1,), 32)):
         model = llama()
-        mhla.apply_mhla(model, blocks=blocks, block_length=length, sparse="none", mixing_init="uniform")
+        mhla.apply_mhla(model, blocks=blocks, block_length=length, own="linear", mixing_init="uniform")
         found.append(logits(model, ids))
     assert relative_change(found[0], found[1]) < 1e-5
 
 
 def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path):
     config = load(tmp_path, steps=12, warmup=1, learning_rate=0.02, mixing_learning_rate=0.5)
-    model = language.build(config, {**MHLA, "sparse": "own"}, 0)
+    model = language.build(config, OWN, 0)
     rows = language.held_out_rows(config, 32)[:8]
     before = language.losses_by_place(model, rows).mean()
     fresh = [layer.mixing.clone() for layer in mhla.mhla_layers(model).values()]

@@ -6,6 +6,7 @@ import torch
 
 from mhla_diffusers import mhla_layers
 from mhla_diffusers.models import VLTConfig, VLTForImageClassification
+from mhla_diffusers.patching import MHLALayer
 
 from ..models import seeded
 
@@ -27,7 +28,8 @@ def tiny_config(**settings: Any) -> VLTConfig:
 def tiny_vlt(**settings: Any) -> VLTForImageClassification:
     model = seeded(VLTForImageClassification, config=tiny_config(**settings))
     for layer in mhla_layers(model).values():
-        layer.clip_mixing_()  # exact tiles share their denominator with it, which must be positive
+        if isinstance(layer, MHLALayer):
+            layer.clip_mixing_()  # so that normalisers are positive
     return model
 
 

@@ -34,7 +34,7 @@ def paper_counts(name):
             return count(VLTForImageClassification(getattr(VLTConfig, f"vlt_{size}")()), 224, 224)
         built = PooledViTForImageClassification(getattr(PooledViTConfig, f"deit_{size}")())
         if attention == "MHLA":
-            apply_mhla(built, blocks=(4, 4), mixing_per_head=False, sparse="none", convolution=3)
+            apply_mhla(built, blocks=(4, 4), convolution=3)
         return count(built, 224, 224)
 
 
@@ -84,10 +84,10 @@ def test_mhla_adds_next_to_nothing_to_deit():
     assert after.attention_macs < before.attention_macs
 
 
-def test_the_sparse_branch_is_counted_and_the_model_is_left_as_it_is():
-    model = tiny_vlt(mhla=[{"blocks": [3, 3], "sparse": "content"}, None, None, None]).train()
+def test_sparse_attention_is_counted_and_the_model_is_left_as_it_is():
+    model = tiny_vlt(mhla=[{"density": 0.05}, None, None, None]).train()
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    sparse = count(model, 64, 48)
-    without = count(tiny_vlt(mhla=[{"blocks": [3, 3]}, None, None, None]), 64, 48)
-    assert sparse.attention_macs > without.attention_macs and sparse.weight_macs == without.weight_macs
+    sparse, softmax = count(model, 256, 256), count(tiny_vlt(mhla=[None] * 4), 256, 256)
+    assert 0 < sparse.attention_macs < softmax.attention_macs and sparse.weight_macs == softmax.weight_macs
+    assert sparse.parameters == softmax.parameters
     assert model.training and all(torch.equal(one, before[name]) for name, one in model.state_dict().items())

@@ -46,7 +46,7 @@ def test_from_vit_refuses_what_has_no_classifier_or_is_patched():
     with pytest.raises(ValueError, match="ViTModel cannot become.*DeiTForImageClassification"):
         PooledViTForImageClassification.from_vit(ViTModel(ViTConfig(**SIZE)))
     patched = apply_mhla(ViTForImageClassification(ViTConfig(**SIZE)), blocks=(2, 2))
-    with pytest.raises(ValueError, match=r"has an MHLA patch.*remove_mhla\(\) first"):
+    with pytest.raises(ValueError, match=r"is patched.*remove_mhla\(\) first"):
         PooledViTForImageClassification.from_vit(patched)
 
 

@@ -9,15 +9,12 @@ import mhla_diffusers as mhla
 from mhla_diffusers.models import VLTForImageClassification
 from mhla_diffusers.models.vlt import DropPath, rotary_of_grid
 from mhla_diffusers.patching import MHLALayer, register_mixing_clip
+from mhla_diffusers.patching.layer import SparseLayer
 
 from .shared import MHLA, pictures, tiny_config, tiny_vlt
 
-SPARSE = [
-    {"blocks": [3, 3], "sparse": "content", "density": 0.3},
-    {"blocks": [2, 2], "sparse": "content", "block_size": 4},
-    None,
-    None,
-]
+SPARSE = [{"density": 0.3}, {"density": 0.2, "block_size": 4, "far": "means"}, None, None]
+BOTH = [SPARSE[0], *MHLA[1:]]
 LABELS = torch.tensor([1, 4])
 
 
@@ -26,7 +23,7 @@ def logits(model, images=None):
     return model(pictures() if images is None else images).logits
 
 
-@pytest.mark.parametrize("settings", [MHLA, SPARSE, [None] * 4], ids=["mhla", "sparse", "softmax"])
+@pytest.mark.parametrize("settings", [MHLA, SPARSE, BOTH, [None] * 4], ids=["mhla", "sparse", "both", "softmax"])
 def test_what_is_saved_opens_bit_for_bit_and_every_weight_is_trained(settings, tmp_path):
     model = tiny_vlt(mhla=settings)
     model.save_pretrained(tmp_path)
@@ -40,17 +37,21 @@ def test_what_is_saved_opens_bit_for_bit_and_every_weight_is_trained(settings, t
 
 
 def test_weights_that_a_folder_lacks_are_fresh_ones(tmp_path):
-    model = tiny_vlt(mhla=SPARSE, output_gate=False)
+    model = tiny_vlt(mhla=BOTH, output_gate=False)
     model.save_pretrained(tmp_path)
     opened = VLTForImageClassification.from_pretrained(tmp_path, output_gate=True)
-    layer, fresh = (mhla.mhla_layers(one)["vlt.stages.0.layers.0.attn.mhla"] for one in (opened, tiny_vlt_fresh()))
-    assert torch.equal(layer.gate.weight, fresh.gate.weight) and torch.equal(layer.gate.bias, fresh.gate.bias)
+    for name in ("vlt.stages.0.layers.0.attn", "vlt.stages.1.layers.0.attn.mhla"):
+        gate, fresh = (one.get_submodule(name).gate for one in (opened, VLTForImageClassification(opened.config)))
+        assert torch.equal(gate.weight, fresh.weight) and torch.equal(gate.bias, fresh.bias)
     # gates that are 1 change nothing; SiLU of the bias is 1 to the last bits of float32
     torch.testing.assert_close(logits(opened), logits(model), rtol=1e-5, atol=1e-6)
 
 
-def tiny_vlt_fresh():
-    return VLTForImageClassification(tiny_config(mhla=SPARSE))
+def test_sparse_attention_with_all_pairs_is_softmax_attention():
+    model, sparse = tiny_vlt(mhla=[None] * 4), tiny_vlt(mhla=[{"density": 1.0}] * 2 + [None] * 2)
+    sparse.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits(sparse), logits(model), rtol=1e-5, atol=1e-6)
+    assert all(isinstance(layer, SparseLayer) for layer in mhla.mhla_layers(sparse).values())
 
 
 def test_a_fresh_model_has_the_paper_s_mixing():
@@ -103,7 +104,7 @@ def test_mixing_tells_blocks_apart():
 
 
 def test_checkpointing_gives_the_same_gradients():
-    model = tiny_vlt(mhla=SPARSE, drop_path_rate=0.5).train()
+    model = tiny_vlt(mhla=BOTH, drop_path_rate=0.5).train()
     gradients = []
     for wanted in (False, True):
         model.zero_grad()
@@ -189,8 +190,10 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
     [
         (lambda: tiny_config(mhla=MHLA[:3]), "3 entries and depths=.* has 4"),
         (lambda: tiny_config(num_attention_heads=(1, 3, 2, 3)), "hidden_sizes=16 and num_attention_heads=3"),
-        (lambda: first_stage(sparse="calibrated"), "sparse='calibrated' is unknown; allowed: 'none', 'content'"),
-        (lambda: first_stage(layers="1/2"), "layers='1/2'; a stage says for itself"),
+        (lambda: first_stage(density=0.1), "blocks belongs to MHLA or causal MHLA, and density to sparse attention"),
+        (lambda: first_stage(block_length=3), r"mhla\[0\] is causal MHLA, and pixels have no order"),
+        (lambda: first_stage(layers="1/2"), "layers='1/2'; every stage has an entry"),
+        (lambda: first_stage(softmax_steps=1), "softmax_steps=1; a classifier has no denoising steps"),
         (lambda: first_stage(blocks=[9]), r"blocks=\(9,\).*two counts"),
         (lambda: first_stage(block=[3, 3]), "'block'"),
         (lambda: tiny_config(hidden_act="gelo"), "'gelo'; did you mean 'gelu'"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
+from mhla_diffusers.attention import BlockLists, mhla_attention, sparse_attention
 from mhla_diffusers.attention.layout import block_count
 from mhla_diffusers.attention.parallel.place import Group, Parallel, parts
 from mhla_diffusers.benchmark.parallel import make_config
@@ -53,7 +53,10 @@ def errors(
     settings: dict[str, Any],
     dtype: torch.dtype,
 ) -> dict[str, float]:
-    """Relative error of the output and of every gradient, of shares against the whole."""
+    """Relative error of the output and of every gradient, of shares against the whole.
+
+    Without ``blocks`` the settings are of sparse attention, else of MHLA.
+    """
     place = parallel(*degrees, anything)
     settings = dict(settings)
     extra = settings.pop("extra", (0, 0))
@@ -65,16 +68,17 @@ def errors(
         return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype)
 
     leaves = {name: draw(batch, tokens, HEADS, HEAD_DIM) for name in ("query", "key", "value")}
-    count = math.prod(blocks)
-    leaves["mixing"] = draw(HEADS, count, count).abs() + 0.1
+    if blocks:
+        leaves["mixing"] = draw(HEADS, math.prod(blocks), math.prod(blocks)).abs() + 0.1
+        settings["blocks"] = blocks
     if settings.pop("norm", False):
         leaves["output_norm"] = draw(HEAD_DIM)
     if settings.pop("gate", False):
         leaves["output_gate"] = draw(batch, on_grid, HEADS, HEAD_DIM)
     if settings.pop("linear", False):
         leaves["linear_weight"] = draw(HEADS).exp()
-    if settings.pop("pooled", False):
-        leaves["pooled_bias"] = draw(HEADS)
+    if settings.pop("given", False):
+        settings |= {"pooled_bias": draw(HEADS), "state_weight": draw(HEADS).sigmoid()}
     if masked := settings.pop("mask", False):
         settings["key_mask"] = torch.rand(batch, tokens, generator=make) > 0.3
     if masked == "a sample whole":
@@ -91,7 +95,7 @@ def errors(
         given = {name: x.clone().requires_grad_() for name, x in leaves.items()}
         used: dict[str, Any] = {**given, **settings, "extra": extra}
         if mask is not None:
-            used["sparse"] = lists_of(mask, size, slice(None) if alone else place.heads(HEADS))
+            used["lists"] = lists_of(mask, size, slice(None) if alone else place.heads(HEADS))
         if not alone:
             used |= {n: used[n][:, here] for n in ("query", "key", "value", "key_mask") if n in used}
             if "output_gate" in used:
@@ -99,11 +103,10 @@ def errors(
             if "rotary" in used:
                 used["rotary"] = tuple(x[:, here] for x in used["rotary"])
             used["extra"] = tuple(parts(n, place.whole.size)[place.whole.rank][1] for n in extra)
-        output = mhla_attention(grid=grid, blocks=blocks, parallel=None if alone else place, **used)
+        attention = mhla_attention if blocks else sparse_attention
+        output = attention(grid=grid, parallel=None if alone else place, **used)
         loss = (output * (towards if alone else towards[:, here])).sum()
-        # without a linear branch the mixing matrix takes no part
-        gradients = torch.autograd.grad(loss, list(given.values()), materialize_grads=True)
-        return output, dict(zip(given, gradients, strict=True))
+        return output, dict(zip(given, torch.autograd.grad(loss, list(given.values())), strict=True))
 
     expected, expected_gradients = run(alone=True)
     output, gradients = run(alone=False)
@@ -121,9 +124,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 PLAIN, CURVE, SIZE = (4, 5, 6), (3, 5, 6), 8
 """Grids; of the second, half of the tokens, or a quarter, ends within a uniform block of 8."""
 ALL = {"norm": True, "gate": True, "mask": True, "rotary": True}
-LISTS = ALL | {"linear": True, "pooled": True, "lists": SIZE}
-BY_CONTENT = {"sparse": ContentRule(SIZE, 0.25), "lists": None}
-FITTED = {"sparse": ContentRule(SIZE, 0.25, fit_pooled_bias=True), "lists": None, "pooled": False}
+MASKED = {"mask": True, "rotary": True}
+CONTENT = MASKED | {"density": 0.25, "block_size": SIZE}
+LISTS = MASKED | {"lists": SIZE}
 LINEAR_CASES = {
     "plain": {},
     "all": ALL,
@@ -131,33 +134,41 @@ LINEAR_CASES = {
     "unnormalized": {"normalize": False, "rotary": True},
     "a sample without a key": {"mask": "a sample whole"},
 }
+TEXT_CASES = {
+    "text before": {"extra": (6, 0)},
+    "text after": {"extra": (0, 6), "linear": True},
+    "text and all": ALL | {"extra": (4, 2)},
+    "text that fills more than a block": {"extra": (0, 140)},
+}
 SPARSE_CASES = {
-    "lists alone": {"lists": SIZE},
-    "linear": {"lists": SIZE, "linear": True, "rotary": True},
-    "pooled": {"lists": SIZE, "pooled": True, "rotary": True, "rope": "before"},
+    "content": CONTENT,
+    "curve": CONTENT | {"order": "curve"},
+    "means": CONTENT | {"far": "means"},
+    "smaller blocks of keys": CONTENT | {"key_block_size": 2},
+    "lists": LISTS,
+    "lists, weights given": LISTS | {"given": True},
     "lists of every sample": LISTS | {"samples": 2},
     "single tokens": LISTS | {"lists": 1},
     "one block": LISTS | {"lists": 128},
-    "content": LISTS | BY_CONTENT,
-    "fitted": LISTS | FITTED,
-    "everything": LISTS | {"lists": None, "sparse": ContentRule(SIZE, 1.0)},
-    "text alone, before": {"extra": (6, 0)},
-    "text alone, after": {"extra": (0, 6), "linear": True},
-    "text alone, all": ALL | {"extra": (4, 2)},
-    "text that fills more than a block": {"extra": (0, 140)},
+    "everything": CONTENT | {"density": 1.0},
+    "text and content": CONTENT | {"extra": (0, 8)},
     "text and lists": LISTS | {"extra": (6, 4)},
-    "text and content": ALL | {"extra": (0, 8), "sparse": ContentRule(SIZE, 0.25), "linear": True},
-    "text, fitted": ALL | FITTED | {"extra": (2, 6), "linear": True},
 }
-HEADS_CASES = {f"ring {name}": (2, 1, PLAIN, case, 2e-6) for name, case in LINEAR_CASES.items()}
-HEADS_CASES |= {f"heads {name}": (1, 2, PLAIN, case, 2e-6) for name, case in LINEAR_CASES.items()}
-HEADS_CASES |= {f"heads {name}": (1, 2, CURVE, case, 1e-5) for name, case in SPARSE_CASES.items()}
+BLOCKS = (3, 2, 2)
+HEADS_CASES = {f"ring {name}": (2, 1, PLAIN, BLOCKS, case, 2e-6) for name, case in LINEAR_CASES.items()}
+HEADS_CASES |= {f"heads {name}": (1, 2, PLAIN, BLOCKS, case, 2e-6) for name, case in LINEAR_CASES.items()}
+HEADS_CASES |= {f"heads {name}": (1, 2, CURVE, BLOCKS, case, 1e-5) for name, case in TEXT_CASES.items()}
+HEADS_CASES |= {f"heads {name}": (1, 2, CURVE, (), case, 1e-5) for name, case in SPARSE_CASES.items()}
 
 
-@pytest.mark.parametrize(("ring", "ulysses", "grid", "case", "limit"), HEADS_CASES.values(), ids=HEADS_CASES)
-def test_two_processes_equal_one(two: Processes, ring: int, ulysses: int, grid: Any, case: Any, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "grid", "blocks", "case", "limit"), HEADS_CASES.values(), ids=HEADS_CASES
+)
+def test_two_processes_equal_one(
+    two: Processes, ring: int, ulysses: int, grid: Any, blocks: Any, case: Any, limit: float
+) -> None:
     for dtype, largest in ((torch.float64, 1e-12), (torch.float32, limit)):
-        for found in two.run(errors, (ring, ulysses), False, grid, (3, 2, 2), case, dtype):
+        for found in two.run(errors, (ring, ulysses), False, grid, blocks, case, dtype):
             assert max(found.values()) < largest, found
 
 
@@ -172,27 +183,30 @@ RAGGED = {
     "few tokens": (4, 1, (1, 1, 6), ALL),
     "few rows": (4, 1, (2, 5, 3), ALL),
     "heads, few rows": (1, 4, (2, 5, 3), ALL),
+    "text around": (1, 4, (5, 3, 7), ALL | {"extra": (4, 6)}),
     "lists of every sample": (1, 4, (2, 3, 2), LISTS | {"samples": 2}),
-    "content": (1, 4, (5, 3, 7), LISTS | BY_CONTENT),
-    "text before": (1, 4, (5, 3, 7), LISTS | {"extra": (5, 0)}),
-    "text around": (1, 4, (5, 3, 7), LISTS | {"extra": (4, 6)}),
+    "content": (1, 4, (5, 3, 7), CONTENT),
+    "text before content": (1, 4, (5, 3, 7), CONTENT | {"extra": (5, 0)}),
 }
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "grid", "case"), RAGGED.values(), ids=RAGGED)
 def test_shares_may_differ(four: Processes, ring: int, ulysses: int, grid: Any, case: Any) -> None:
-    blocks = tuple(min(2, size) for size in grid)
+    blocks = () if {"lists", "density"} & case.keys() else tuple(min(2, size) for size in grid)
     for found in four.run(errors, (ring, ulysses), True, grid, blocks, case, torch.float64):
         assert max(found.values()) < 1e-12, found
 
 
-@pytest.mark.parametrize("more", [{"sparse": ContentRule(4, 0.5)}, {"extra": (0, 6)}], ids=["sparse", "text"])
-def test_a_ring_refuses_what_softmax_attends_to(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "text"])
+def test_a_ring_refuses_what_softmax_attends_to(is_sparse: bool) -> None:
     ring, alone = Group("ring", 2, 0), Group("", 1, 0)
     place = Parallel(ring, alone, ring)
-    x = torch.randn(1, 12 + sum(more.get("extra", (0, 0))), HEADS, HEAD_DIM)
+    x = torch.randn(1, 12 + (0 if is_sparse else 6), HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match="ring_degree=2.*ulysses_degree"):
-        mhla_attention(x, x, x, torch.ones(1, 1), (2, 3, 4), (1, 1, 1), parallel=place, **more)
+        if is_sparse:
+            sparse_attention(x, x, x, (2, 3, 4), block_size=4, density=0.5, parallel=place)
+        else:
+            mhla_attention(x, x, x, torch.ones(1, 1), (2, 3, 4), (1, 1, 1), extra=(0, 6), parallel=place)
 
 
 def interpreted(*arguments: Any) -> dict[str, float]:

@@ -76,7 +76,7 @@ def test_patches_that_differ_are_found_at_the_first_call(two: Processes, differe
 def test_what_cannot_be_shared_out(two: Processes, four: Processes) -> None:
     for message in two.run(message_of, (1, 2), name="flux", ragged=True):
         assert "35 tokens" in message and "ulysses_anything=True" in message
-    for changes in ({"name": "flux"}, {"sparse": "content"}):
+    for changes in ({"name": "flux"}, {"density": 0.1}):
         for message in two.run(message_of, (2, 1), **changes):
             assert "ring_degree=2" in message and "ulysses_degree" in message
     for message in four.run(message_of, (1, 4)):

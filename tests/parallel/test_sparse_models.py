@@ -1,4 +1,4 @@
-"""Patched transformers with a sparse branch over processes equal themselves on one process."""
+"""Transformers with sparse attention over processes equal themselves on one process."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ import mhla_diffusers as mhla
 from .processes import Processes
 from .test_families import within
 from .test_operator import relative
-from .transformers import PLAIN, case, errors, spread
+from .transformers import case, errors, spread
 
-SPARSE = {"sparse": "content", "block_size": 8, "density": 0.3}
+SPARSE = {"block_size": 8, "density": 0.3}
 
 
-@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}], ids=["fitted", "learned"])
+@pytest.mark.parametrize("settings", [{}, {"far": "means"}], ids=str)
 @pytest.mark.parametrize("name", ["wan", "flux"])
-def test_two_processes_equal_one(two: Processes, name: str, settings: dict[str, bool]) -> None:
+def test_two_processes_equal_one(two: Processes, name: str, settings: dict[str, str]) -> None:
     for found in two.run(errors, name, (1, 2), SPARSE | settings):
         assert within(found), found
 
@@ -30,7 +30,7 @@ def quantise(model: nn.Module, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["wan", "flux"])
-@pytest.mark.parametrize("settings", [PLAIN, SPARSE], ids=["MHLA", "sparse"])
+@pytest.mark.parametrize("settings", [{}, SPARSE], ids=["MHLA", "sparse"])
 def test_quantised_weights_over_two_processes(two: Processes, name: str, settings: dict[str, Any]) -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
     for found in two.run(errors, name, (1, 2), settings, before=quantise, gradients_too=False):
@@ -40,7 +40,7 @@ def test_quantised_weights_over_two_processes(two: Processes, name: str, setting
 def error_of_compiled_blocks(degrees: tuple[int, int]) -> float:
     """Of the first call that there is."""
     model, arguments = case("flux")
-    mhla.apply_mhla(model, blocks=(2, 2), **SPARSE)
+    mhla.apply_mhla(model, **SPARSE)
     with torch.no_grad():
         expected = model(**arguments, return_dict=False)[0]
         spread(model, *degrees)

@@ -18,7 +18,6 @@ NAMES = ("wan", "chronoedit", "flux", "flux2", "ltx", "qwenimage")
 """Families of which diffusers tells how their tokens are split."""
 FEATURES = {"output_norm": True, "output_gate": True, "convolution": 3, "mixing_per_head": True}
 """All that a layer may have besides."""
-PLAIN = {"sparse": "none"}
 
 
 def case(name: str, ragged: bool = False) -> tuple[nn.Module, dict[str, Any]]:
@@ -37,9 +36,9 @@ def case(name: str, ragged: bool = False) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def patched(model: Any, name: str, **settings: Any) -> Any:
-    """With MHLA whose own weights are random, on blocks that fit."""
+    """With sparse attention, or with MHLA whose own weights are random, on blocks that fit."""
     blocks = (2, 2, 2) if name == "wan" else case_of(name).blocks
-    mhla.apply_mhla(model, **{"blocks": blocks, **PLAIN, **settings})
+    mhla.apply_mhla(model, **({} if "density" in settings else {"blocks": blocks}) | settings)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for layer in mhla.mhla_layers(model).values():
@@ -242,7 +241,7 @@ def of_masked_text(degrees: tuple[int, int]) -> tuple[float, str]:
 
 def error_of_another_with_the_same_processor(degrees: tuple[int, int]) -> float:
     """Of a transformer on one process whose processor serves another as well, which is spread."""
-    processor = mhla.MHLAProcessor(blocks=(2, 2, 2), **PLAIN)
+    processor = mhla.MHLAProcessor(blocks=(2, 2, 2))
     (model, arguments), (alone, _) = case("wan"), case("wan")
     for one in (model, alone):
         mhla.set_attn_processor(one, processor)
@@ -260,7 +259,7 @@ def message_of_what_is_set(degrees: tuple[int, int], what: str) -> str:
 
         apply_first_block_cache(patched(model, "wan"), FirstBlockCacheConfig(threshold=0.1))
     else:
-        model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 2), **PLAIN))
+        model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 2)))
     spread(model, *degrees)
     try:
         output_of(model, arguments)

@@ -4,11 +4,10 @@ import re
 
 import pytest
 
-from mhla_diffusers.config import MHLAConfig
+from mhla_diffusers.config import MHLAConfig, SparseConfig
 from mhla_diffusers.patching.advice import advise
 
 GRID, HEADS, DIM = (9, 8, 8), 3, 32
-CONTENT = MHLAConfig(blocks=(3, 4, 4), sparse="content")
 
 
 def cost(config):
@@ -17,13 +16,13 @@ def cost(config):
 
 
 def test_nothing_is_said_of_settings_that_fit():
-    for config in (CONTENT, CONTENT.replace(block_size=4), CONTENT.replace(density=1.0)):
+    for config in (SparseConfig(density=0.05), SparseConfig(density=1.0), MHLAConfig(blocks=(3, 4, 4))):
         assert advise(config, GRID, HEADS, DIM, 0) == {}
-    assert advise(CONTENT.replace(block_size=64), (21, 30, 50), HEADS, DIM, 0) == {}
+    assert advise(SparseConfig(block_size=64, key_block_size=32), (21, 30, 50), HEADS, DIM, 0) == {}
 
 
 def test_few_blocks_are_said_with_what_comes_closer():
-    config = CONTENT.replace(block_size=64)
+    config = SparseConfig(block_size=64, density=0.05)
     found = advise(config, GRID, HEADS, DIM, 0)
     assert list(found) == ["blocks"]
     sizes = {name: int(value) for name, value in re.findall(r"(block_size|key_block_size)=(\d+)", found["blocks"])}
@@ -33,18 +32,15 @@ def test_few_blocks_are_said_with_what_comes_closer():
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        CONTENT.replace(blocks=(9, 8, 8), linear_branch=True),
-        CONTENT.replace(density=0.9, block_size=4, linear_branch=True),
-        MHLAConfig(blocks=(9, 8, 8)),
-    ],
+    "config", [SparseConfig(density=0.9, block_size=4), MHLAConfig(blocks=(9, 8, 8))], ids=["sparse", "MHLA"]
 )
 def test_what_gains_nothing_is_said_with_what_does(config):
     message = advise(config, GRID, HEADS, DIM, 0)["cost"]
     assert f"{cost(config):.0%} of what softmax" in message
-    names = "blocks|density|linear_branch|block_size|key_block_size"
-    changes = {name: eval(value) for name, value in re.findall(rf"({names})=(\([^)]*\)|[\w.]+)", message)}
+    changes = {
+        name: eval(value)
+        for name, value in re.findall(r"(blocks|density|far|block_size|key_block_size)=(\([^)]*\)|[\w.']+)", message)
+    }
     assert changes and cost(config.replace(**changes)) < 1 <= cost(config)
     assert f"{cost(config.replace(**changes)):.0%}" in message
 
@@ -54,4 +50,4 @@ def test_where_nothing_helps_it_is_said():
 
 
 def test_a_grid_of_one_block_is_softmax_attention_to_which_nothing_comes_closer():
-    assert list(advise(CONTENT.replace(block_size=1024), GRID, HEADS, DIM, 0)) == ["cost"]
+    assert list(advise(SparseConfig(block_size=1024), GRID, HEADS, DIM, 0)) == ["cost"]

@@ -25,7 +25,7 @@ from mhla_diffusers.tiny import pipeline_folder
 from ..models import FAMILIES, inputs, patched
 from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
 
-CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1, "sparse": "none"}
+CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1}
 
 
 class LacksAxes(Family):
@@ -70,10 +70,6 @@ def dit():
     return FAMILIES["dit"].build()
 
 
-def sparse_dit():
-    return patched("dit", sparse="content", block_size=4)
-
-
 def nothing_known():
     with call_context(grid=(1, 2), gird=(2, 2)):
         pass
@@ -95,7 +91,6 @@ REFUSED = {
     "grid of a number": (lambda: mhla.describe(dit(), grid=8), "grid=8 "),
     "grid of other axes": (lambda: mhla.describe(dit(), grid=(8,)), r"grid=\(8,\) has 1 axes"),
     "sensitivity without a run": (lambda: layer_sensitivity(patched("dit"), 3), "run=3 "),
-    "sparse branch without a run": (lambda: mhla.calibrate_sparse(sparse_dit(), 3), "run=3 "),
     "output norm without a run": (
         lambda: calibrate_output_norm(patched("dit", output_norm=True), None),
         "run=None ",
@@ -114,7 +109,7 @@ REFUSED = {
     "no feature map": (lambda: register_feature_map("foo", 3), "feature_map=3"),
     "class of a family": (lambda: register_family(WanFamily), r"WanFamily\(\)"),
     "no family": (lambda: register_family(None), "family=None"),
-    "family that lacks something": (lambda: register_family(LacksAxes()), "axes, default_config"),
+    "family that lacks something": (lambda: register_family(LacksAxes()), "axes, mhla_blocks"),
     "family of one name": (lambda: register_family(OneName()), "transformers='Some.* must be a tuple"),
     "family of a pipeline": (lambda: get_family(wan_pipeline()), "WanPipeline is a pipeline"),
     "family of no name": (lambda: get_family("wam"), "^'wam' is not supported"),
@@ -147,7 +142,7 @@ REFUSED = {
     "stream without arguments": (lambda: stream()(), "hidden_states"),
     "stream without latents": (lambda: stream()(None), "hidden_states"),
     "layers of no pipeline": (lambda: mhla.apply_mhla(vit(), layers="auto:1/2"), "'auto:1/2'.*calibration=run"),
-    "order of images": (lambda: mhla.apply_mhla(vit(), causal="token"), "causal='token'.*extra tokens"),
+    "order of images": (lambda: mhla.apply_mhla(vit(), causal="block", block_length=2), "causal='block'.*extra tokens"),
     "a field that no call has": (nothing_known, "gird"),
 }
 

@@ -1,4 +1,4 @@
-"""What is fitted to softmax attention on a run, and which layers hurt least."""
+"""Output norms that are fitted on a run, and which layers' replacement changes the output least."""
 
 import pytest
 import torch
@@ -12,10 +12,8 @@ from mhla_diffusers.tiny import load_tiny
 from ..analysis.tiny import run_tiny
 from ..models import FAMILIES, inputs, output, patched, relative_change, sana, wan
 from ..pipelines import PIPELINES, generate, wan22_pipeline
-from .shared import ONE_PER_CLASS, assert_same_footprint, footprint, self_attentions
+from .shared import ONE_PER_CLASS, assert_same_footprint, footprint
 
-SOFTMAX = ["wan", "dit"]
-SPARSE = {"sparse": "content", "block_size": 4, "density": 0.2}
 
 
 def run_of(model, name):
@@ -51,86 +49,29 @@ def test_the_output_norm_takes_the_scale_of_the_replaced_attention(name):
 
 
 def test_the_output_norms_of_both_transformers_of_a_pipeline():
-    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=PIPELINES["wan22"].blocks, output_norm=True)
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=PIPELINES["wan22"].blocks, output_norm=True)
     calibrate_output_norm(pipe, lambda: generate("wan22", pipe))
     for layer in mhla.mhla_layers(pipe).values():
         assert layer.output_norm.isfinite().all()
         assert not torch.equal(layer.output_norm, torch.ones_like(layer.output_norm))
 
 
-def heads_of(attn, run):
-    """What every head of an attention adds to its output: (B, N, H, channels)."""
-    found = []
-    handle = attn.to_out[0].register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
-    run()
-    handle.remove()
-    weight = attn.to_out[0].weight.unflatten(1, (attn.heads, -1))
-    return torch.einsum("bnhd,chd->bnhc", found[0].unflatten(-1, (attn.heads, -1)), weight)
-
-
-@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}, {"pooled": False}], ids=str)
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_fitted_weights_of_the_sparse_branch_bring_heads_closer(name, settings):
-    """Than other ones do, on the run that they were fitted on and with the same lists."""
-    model = patched(name, layers=[1], **SPARSE | settings)
-    run, ((path, layer),) = run_of(model, name), mhla.mhla_layers(model).items()
-    assert layer.needs_calibration == bool(settings), "β that is fitted in the call needs none"
-    mhla.calibrate_sparse(model, run)
-    assert layer.runs_linear
-    attn = model.get_submodule(path.removesuffix(".mhla"))
-    with mhla.mhla_disabled(model):
-        softmax = heads_of(attn, run)
-
-    def error():
-        return (heads_of(attn, run) - softmax).square().sum(dim=(0, 1, 3))
-
-    fitted = error()
-    for pooled_bias in (-1.0, 0.0, 1.0) if layer.pooled_bias is not None else (0.0,):
-        for log_weight in (-3.0, 0.0, 3.0):
-            with torch.no_grad():
-                layer.linear_log_weight.fill_(log_weight)
-                if layer.pooled_bias is not None:
-                    layer.pooled_bias.fill_(pooled_bias)
-            assert (fitted < 1.01 * error()).all()
-
-
-def test_calibration_finds_the_weights_that_were_hidden():
-    """Where every token looks alike, pooled keys miss nothing, and a linear branch adds nothing that is not there."""
-    model, arguments = FAMILIES["dit"].build(), inputs("dit")
-    for attn in self_attentions(model):
-        for projection in (attn.to_q, attn.to_k):
-            torch.nn.init.zeros_(projection.weight)
-            torch.nn.init.constant_(projection.bias, 2.0)
-    before = output(model, arguments)
-    settings = SPARSE | {"blocks": FAMILIES["dit"].blocks, "fit_pooled_bias": False, "mixing_init": "uniform"}
-    mhla.apply_mhla(model, **settings)
-    with torch.no_grad():
-        for layer in mhla.mhla_layers(model).values():
-            layer.pooled_bias.fill_(3.0)
-    assert relative_change(output(model, arguments), before) > 1e-6
-    mhla.calibrate_sparse(model, run_of(model, "dit"))
-    torch.testing.assert_close(output(model, arguments), before, rtol=1e-4, atol=1e-5)
-
-
-NORM, FIT = calibrate_output_norm, mhla.calibrate_sparse
 REFUSED = {
-    # what calibrates, the model, offending value
-    "no norms": (NORM, lambda: patched("sana"), "output_norm=True"),
-    "no patch with norms": (NORM, sana, "not patched"),
-    "norms that run() does not reach": (NORM, lambda: patched("sana", output_norm=True), "3 of 3 layers.*attn1"),
-    "no sparse branch": (FIT, lambda: patched("wan"), "sparse='content'"),
-    "no patch with a sparse branch": (FIT, wan, "not patched"),
-    "lists that run() does not reach": (FIT, lambda: patched("wan", **SPARSE), "did not run transformer"),
+    # the model, offending value
+    "no norms": (lambda: patched("sana"), "output_norm=True"),
+    "sparse attention": (lambda: patched("dit", density=0.2), "output_norm=True"),
+    "no patch": (sana, "not patched"),
+    "norms that run() does not reach": (lambda: patched("sana", output_norm=True), "3 of 3 layers.*attn1"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_fitted_is_named_and_left_as_it_was(case):
-    calibrate, build, value = REFUSED[case]
+    build, value = REFUSED[case]
     model = build()
     before = footprint(model)
     with pytest.raises(ValueError, match=value):
-        calibrate(model, lambda: None)
+        calibrate_output_norm(model, lambda: None)
     assert_same_footprint(model, before)
 
 
@@ -142,22 +83,17 @@ def test_a_run_that_fails_leaves_the_model_as_it_was():
     model = patched("sana", output_norm=True)
     before = footprint(model)
     with pytest.raises(RuntimeError, match="memory"):
-        NORM(model, _fail)
+        calibrate_output_norm(model, _fail)
     assert_same_footprint(model, before)
-    model = patched("wan", **SPARSE)
-    with mhla.mhla_disabled(model), pytest.raises(ValueError, match="switched off"):
-        FIT(model, lambda: None)
 
 
-def test_what_sees_later_frames_calibrates_no_causal_patch():
-    settings = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2, "sparse": "own"}
-    model, other, ran = mhla.apply_mhla(wan(), **settings), wan(), []
-    with pytest.raises(ValueError, match="causal='block'"):
-        FIT(model, run_of(model, "wan"))
+def test_what_sees_later_frames_chooses_no_layers_of_a_causal_patch():
+    settings = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
+    model, ran = wan(), []
     for layers in ("all", "auto:1/2"):
         with pytest.raises(ValueError, match="causal='block'"):
-            mhla.apply_mhla(other, **settings, layers=layers, calibration=lambda: ran.append(1))
-    assert not ran and not mhla.is_patched(other)
+            mhla.apply_mhla(model, **settings, layers=layers, calibration=lambda: ran.append(1))
+    assert not ran and not mhla.is_patched(model)
 
 
 @pytest.mark.parametrize("name", ["dit", "sana_qk_norm", "wan_vace"])
@@ -175,7 +111,7 @@ def test_sensitivity_is_the_change_when_one_layer_alone_is_replaced(name):
         assert sensitivity == pytest.approx(relative_change(alone, original) ** 2, rel=1e-4)
 
     model = case.build()
-    mhla.apply_mhla(model, sparse="none", blocks=case.blocks, layers="auto:2/3", calibration=run_of(model, name))
+    mhla.apply_mhla(model, blocks=case.blocks, layers="auto:2/3", calibration=run_of(model, name))
     (config,) = {layer.config for layer in mhla.mhla_layers(model).values()}
     count = len(choose_layers("2/3", len(found)))
     assert config.layers == tuple(sorted(sorted(range(len(found)), key=found.__getitem__)[:count]))
@@ -183,10 +119,10 @@ def test_sensitivity_is_the_change_when_one_layer_alone_is_replaced(name):
     assert torch.equal(output(mhla.remove_mhla(model), inputs(name)), original)
 
 
-def test_every_transformer_of_a_pipeline_gets_its_own_choice_and_keeps_it(tmp_path):
+@pytest.mark.parametrize("settings", [{"blocks": (1, 2, 2)}, {"density": 0.2}], ids=str)
+def test_every_transformer_of_a_pipeline_gets_its_own_choice_and_keeps_it(settings, tmp_path):
     pipe, call = wan22_pipeline(), PIPELINES["wan22"].call
-    settings = {"blocks": (1, 2, 2), "layers": "auto:1/2"}
-    mhla.apply_mhla(pipe, **settings, calibration=lambda: pipe(**call, generator=torch.Generator().manual_seed(0)))
+    mhla.apply_mhla(pipe, **settings, layers="auto:1/2", calibration=lambda: pipe(**call, generator=torch.Generator().manual_seed(0)))
     chosen = list(mhla.mhla_layers(pipe))
     assert {name.split(".")[0] for name in chosen} == {"transformer", "transformer_2"}
     mhla.save_mhla(pipe, tmp_path)
@@ -207,7 +143,7 @@ def test_automatic_choice_moves_the_output_no_more_than_the_fixed_one():
     for layers in ("2/3", "auto:2/3"):
         other = load_tiny("dit")
         calibration = {"calibration": run_tiny(other, steps=6)} if layers.startswith("auto") else {}
-        mhla.apply_mhla(other, sparse="none", blocks=(4, 4), layers=layers, **calibration)
+        mhla.apply_mhla(other, blocks=(4, 4), layers=layers, **calibration)
         with torch.no_grad():
             found = [call.predict(other.transformer) for call in judged]
         changes[layers] = sum(relative_change(f, e) ** 2 for f, e in zip(found, expected, strict=True))
@@ -220,10 +156,8 @@ REFUSED_CHOICES = [
     ({"layers": "auto:"}, ValueError, "'auto:'"),
     ({"layers": "auto:2/3", "calibration": lambda: None}, ValueError, "did not run transformer"),
     ({"layers": "auto:2/3", "calibration": _fail}, RuntimeError, "out of memory"),
-    ({"layers": "auto:2/3", "calibration": True, "output_norm": True}, ValueError, "output norm"),
     ({"layers": "auto:2/3", "calibration": True, "blocks": (9, 9, 9)}, ValueError, "9 blocks"),
-    ({"calibration": True}, ValueError, "sparse='none'"),
-    ({"sparse": "content", "calibration": lambda: None}, ValueError, "did not run transformer"),
+    ({"calibration": True}, ValueError, "layers='auto:2/3'"),
 ]
 
 
@@ -234,16 +168,16 @@ def test_refused_choices_leave_the_model_alone(settings, error, value):
     if settings.get("calibration") is True:
         settings = settings | {"calibration": run_of(model, "wan")}
     with pytest.raises(error, match=value):
-        mhla.apply_mhla(model, **{"blocks": (2, 2, 3), "sparse": "none"} | settings)
+        mhla.apply_mhla(model, **{"blocks": (2, 2, 3)} | settings)
     assert not mhla.is_patched(model)
     assert_same_footprint(model, before)
     with pytest.raises(ValueError, match="not patched"):
         layer_sensitivity(model, run_of(model, "wan"))
 
 
-@pytest.mark.parametrize("measure", [mhla.calibrate_sparse, mhla.audit, calibrate_output_norm, layer_sensitivity])
+@pytest.mark.parametrize("measure", [mhla.audit, calibrate_output_norm, layer_sensitivity])
 def test_a_run_with_nan_is_refused_and_the_layer_named(measure):
-    model = patched("wan", sparse="content", density=0.25, block_size=4, fit_pooled_bias=False, output_norm=True)
+    model = patched("wan", output_norm=True)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     arguments = inputs("wan")
     arguments["hidden_states"] = arguments["hidden_states"] * float("nan")

@@ -17,6 +17,7 @@ from ..families.cases import output as case_output
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import wan22_pipeline
 from .shared import (
+    EVERYTHING,
     ONE_PER_CLASS,
     assert_equal_up_to_order,
     assert_same_footprint,
@@ -40,9 +41,6 @@ def test_other_blocks_and_layers_are_those_that_load_mhla_opens(name, tmp_path):
     assert torch.equal(output(model, inputs(name)), output(case.build(), inputs(name)))
 
 
-SPARSE = {"sparse": "content", "block_size": 8, "density": 0.1}
-
-
 def own_parameters(model):
     return {name: parameter for name, parameter in model.named_parameters() if ".mhla." in name}
 
@@ -52,17 +50,16 @@ def own_parameters(model):
     [
         ({"softmax_steps": 2}, True),
         ({"backend": "eager"}, True),
-        ({"density": 0.5}, True),
-        ({"block_size": 4}, True),
+        ({"eps": 1e-5}, True),
+        ({"rope": "before"}, True),
         ({"blocks": (1, 2, 3)}, False),
         ({"output_norm": True}, False),
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:The patch has learned")
 def test_which_changes_keep_the_parameters(change, keeps):
     """Those that stay are the same objects, so an optimizer that was made before goes on training them."""
-    model = trained("wan", **SPARSE)
+    model = trained("wan")
     before = own_parameters(model)
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     optimizer = torch.optim.SGD(before.values(), lr=0.1)
@@ -83,18 +80,15 @@ def test_which_changes_keep_the_parameters(change, keeps):
 @pytest.mark.parametrize(
     ("name", "before", "change"),
     [
-        ("wan", SPARSE, {"linear_branch": True}),
-        ("wan", SPARSE | {"linear_branch": True, "blocks": (1, 1, 1)}, {"linear_branch": False, "blocks": (2, 2, 2)}),
-        ("wan", SPARSE, {"pooled": False}),
-        ("wan", SPARSE | {"pooled": False}, {"pooled": True}),
-        ("wan", {"sparse": "none"}, SPARSE),
-        ("flux", {"sparse": "none"}, SPARSE),
+        ("wan", {"density": 0.1}, {"density": 0.3, "block_size": 8, "far": "means"}),
+        ("wan", {"blocks": (1, 1, 1)}, {"blocks": (2, 2, 2), "mixing_per_head": True}),
+        ("flux", {"blocks": (2, 2)}, {"blocks": (1, 2), "output_norm": True}),
+        ("wan", {"blocks": (2, 2, 3), "block_length": 2}, {"own": "linear"}),
+        ("wan", {"blocks": (2, 2, 3), "block_length": 2, "own": "linear"}, {"own": "softmax"}),
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:The patch has learned")
 def test_what_has_learned_nothing_is_as_fresh_and_as_loaded(name, before, change, tmp_path):
-    """Linear branch and λ too; what has learned keeps both."""
     case = case_of(name)
     fresh = mhla.apply_mhla(case.transformer(), **before | change)
     model = mhla.change_mhla(mhla.apply_mhla(case.transformer(), **before), **change)
@@ -102,13 +96,6 @@ def test_what_has_learned_nothing_is_as_fresh_and_as_loaded(name, before, change
     mhla.save_mhla(model, tmp_path)
     loaded = mhla.load_mhla(case.transformer(), tmp_path)
     assert torch.equal(case_output(model, case.inputs()), case_output(loaded, case.inputs()))
-    model = mhla.apply_mhla(case.transformer(), **before).train().eval()
-    for layer in mhla.mhla_layers(model).values():
-        torch.nn.init.constant_((layer.mixing if layer.linear_log_weight is None else layer.linear_log_weight), 0.3)
-    mhla.change_mhla(model, **change)
-    for layer in mhla.mhla_layers(model).values():
-        assert layer.runs_linear
-        assert layer.linear_log_weight.eq(0.3).all() or layer.mixing.eq(0.3).all()
 
 
 def test_layers_are_added_and_taken_away():
@@ -127,33 +114,25 @@ def test_layers_are_added_and_taken_away():
     assert torch.equal(output(model, inputs("wan")), output(original, inputs("wan")))
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"sparse": "none"}, "of linear_log_weight, pooled_bias is dropped. .*block_size=8.*sparse='none'"),
-        ({"pooled": False}, "learned of pooled_bias is dropped"),
-        ({"fit_pooled_bias": None}, "learned of pooled_bias is dropped"),
-        ({"block_size": 4}, "learned with .*block_size=8.*runs with .*block_size=4"),
-    ],
-    ids=str,
-)
-def test_a_change_tells_what_is_lost_of_what_was_learned(settings, words):
-    model = patched("wan", sparse="content", block_size=8, fit_pooled_bias=False)
+@pytest.mark.parametrize("name", ["output_norm", "output_gate", "convolution"])
+def test_a_change_tells_what_is_lost_of_what_was_learned(name):
+    model = patched("wan", **EVERYTHING)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mhla.change_mhla(model, **settings)  # nothing was learned
-    model = trained("wan", sparse="content", block_size=8, fit_pooled_bias=False)
+        mhla.change_mhla(model, **{name: None if name == "convolution" else False})  # nothing was learned
+    model = trained("wan", **EVERYTHING)
     for layer in mhla.mhla_layers(model).values():
-        torch.nn.init.ones_(layer.pooled_bias)
-    with pytest.warns(UserWarning, match=words):
-        mhla.change_mhla(model, **settings)
+        for parameter in layer.parameters():
+            torch.nn.init.uniform_(parameter)
+    with pytest.warns(UserWarning, match=f"{name.removeprefix('output_gate') or 'gate'}.* is dropped"):
+        mhla.change_mhla(model, **{name: None if name == "convolution" else False})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mhla.change_mhla(model, mixing_learnable=False)
 
 
 def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
-    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1))
     mhla.change_mhla(pipe, blocks=(2, 1, 1))
     assert {layer.blocks for layer in mhla.describe(pipe)} == {(2, 1, 1)}
     model = own_form("wan", blocks=(2, 2, 3))
@@ -185,7 +164,7 @@ def test_what_is_frozen_stays_frozen():
     assert all(mixing.requires_grad for mixing in mixings(model))
 
 
-CAUSAL = {"sparse": "none", "causal": "block", "block_length": 2, "blocks": (2, 2, 3)}
+CAUSAL = {"own": "linear", "causal": "block", "block_length": 2, "blocks": (2, 2, 3)}
 REFUSED = {
     "another number of axes": ({}, {"blocks": (2, 2)}, r"\(2, 2\) has 2 axes"),
     "a layer that is not there": ({}, {"layers": [9]}, "Layer 9"),
@@ -194,8 +173,7 @@ REFUSED = {
     "a setting that there is not": ({}, {"block": (1, 1, 1)}, "'block'"),
     "a backend that there is not": ({}, {"backend": "eagre"}, "'eagre'"),
     "how matrices begin": ({}, {"mixing_init": "identity"}, "'identity'"),
-    "order and blocks": (CAUSAL, {"blocks": (3, 1, 1), "causal": None}, r"\(2, 2, 3\) to \(3, 1, 1\).*'block' to None"),
-    "order and length": (CAUSAL, {"blocks": (4, 2, 3), "block_length": 1}, "block_length=2 to 1"),
+    "blocks and length": (CAUSAL, {"blocks": (4, 2, 3), "block_length": 1}, "block_length=2 to 1"),
 }
 
 
@@ -261,10 +239,10 @@ def test_causal_matrices_keep_their_order(rows, per_head, tmp_path):
 @pytest.mark.parametrize("signed_entry", [(7, 7), (7, 0), (0, 7)])
 def test_signed_matrices_do_not_come_to_a_patch_that_takes_their_logarithm(signed_entry):
     """A later block's entry is not seen, so that its sign does not matter."""
-    model = trained("wan", mixing_clip=False)
+    model = trained("wan", **CAUSAL, mixing_clip=False)
     with torch.no_grad():
         mixings(model)[1][signed_entry] = -0.1
-    settings = CAUSAL | {"sparse": "own", "mixing_clip": True}
+    settings = {"own": "softmax", "mixing_clip": True}
     if signed_entry == (0, 7):
         mhla.change_mhla(model, **settings)
         assert output(model, inputs("wan")).isfinite().all()

@@ -44,11 +44,10 @@ Settings = dict[str, Any]
 
 
 def of_family(family: str) -> tuple[Callable[[], Any], Settings, Settings]:
-    """How its pipeline is made, a patch that computes softmax attention, and one of MHLA alone."""
+    """How its pipeline is made, a patch that lists all pairs, and one of MHLA."""
     make = wan_pipeline if family == "wan" else case_of(family).pipeline
     blocks = (4, 2) if family == "flux" else (3, 2, 1)
-    exact = {"blocks": (1,) * len(blocks), "sparse": "content", "density": 1.0}
-    return make, exact, {"blocks": blocks, "sparse": "none"}
+    return make, {"density": 1.0}, {"blocks": blocks}
 
 
 def draw(pipe: Any) -> torch.Tensor:
@@ -236,18 +235,18 @@ PAIRS = [("wan", name) for name in WAYS] + [
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_pairs(family: str, name: str) -> None:
     """Patched before and after."""
-    ways, make, exact, real = chosen([name]), *of_family(family)
+    ways, make, listed, real = chosen([name]), *of_family(family)
     (alone,) = drawings(make, ways)
     if not ways[0].is_exact:
         assert_changed(alone, without_anything(family))
     if ways[0].after_patch:
         with pytest.raises(ValueError, match="offloaded; patch it before"):
-            drawings(make, ways, 1, [exact])
-        (second, *removed), (first, *others) = (drawings(make, ways, 0, [patch]) for patch in (exact, real))
+            drawings(make, ways, 1, [listed])
+        (second, *removed), (first, *others) = (drawings(make, ways, 0, [patch]) for patch in (listed, real))
         removed += others
     else:
-        second, *removed = drawings(make, ways, 0, [exact])
-        first, again, *others = drawings(make, ways, 1, [real, exact])
+        second, *removed = drawings(make, ways, 0, [listed])
+        first, again, *others = drawings(make, ways, 1, [real, listed])
         assert relative_change(again, alone) < ROUNDING
         removed += others
     assert relative_change(second, alone) < ROUNDING
@@ -268,9 +267,9 @@ TRIPLES = [
 @pytest.mark.parametrize(("family", "names"), TRIPLES, ids=str)
 def test_triples(family: str, names: tuple[str, ...]) -> None:
     """Patched between the two."""
-    ways, make, exact, real = chosen(names), *of_family(family)
+    ways, make, listed, real = chosen(names), *of_family(family)
     (alone,) = drawings(make, ways)
-    patches = [exact] if any(way.after_patch for way in ways) else [exact, real]
+    patches = [listed] if any(way.after_patch for way in ways) else [listed, real]
     found, *others, removed = drawings(make, ways, 1, patches)
     assert relative_change(found, alone) < ROUNDING
     assert torch.equal(removed, alone)
@@ -327,10 +326,9 @@ def test_every_step_cache_is_known(name: str) -> None:
 
 
 MEASUREMENTS: dict[str, tuple[Settings, Callable[..., Any]]] = {
-    "calibrate_sparse": ({"sparse": "content", "block_size": 4}, mhla.calibrate_sparse),
-    "calibrate_output_norm": ({"sparse": "none", "output_norm": True}, calibrate_output_norm),
-    "layer_sensitivity": ({"sparse": "none"}, layer_sensitivity),
-    "audit": ({"sparse": "content", "block_size": 4}, mhla.audit),
+    "calibrate_output_norm": ({"output_norm": True}, calibrate_output_norm),
+    "layer_sensitivity": ({"blocks": (3, 2, 1)}, layer_sensitivity),
+    "audit": ({"density": 0.2, "block_size": 4}, mhla.audit),
 }
 
 
@@ -338,7 +336,7 @@ MEASUREMENTS: dict[str, tuple[Settings, Callable[..., Any]]] = {
 def test_what_looks_at_every_forward_refuses_a_step_cache(name: str) -> None:
     """A skipped block shows them nothing, and a repeated call is all skipped."""
     settings, measure = MEASUREMENTS[name]
-    pipe = mhla.apply_mhla(wan_pipeline(), blocks=(3, 2, 1), **settings)
+    pipe = mhla.apply_mhla(wan_pipeline(), **settings)
     before = {key: value.clone() for key, value in pipe.transformer.state_dict().items()}
     mag_cache(pipe)
     with pytest.raises(ValueError, match=r"MagCache.*disable_cache\(\)"):
@@ -383,7 +381,7 @@ def test_a_model_that_is_loaded_quantised(kind: str, tmp_path: Path) -> None:
 def test_quantisation_passes_over_what_mhla_adds(tmp_path: Path) -> None:
     """Its weights are saved as they are; those of the model, which files cannot hold, are refused."""
     chosen(["int8"])
-    pipe = mhla.apply_mhla(wan_pipeline(), blocks=(3, 2, 1), sparse="none", **EVERYTHING)
+    pipe = mhla.apply_mhla(wan_pipeline(), blocks=(3, 2, 1), **EVERYTHING)
     before = {name: value.clone() for name, value in pipe.transformer.state_dict().items() if ".mhla." in name}
     quantise(pipe)
     found = mhla.load_mhla(wan(), mhla.save_mhla(pipe, tmp_path)).state_dict()
@@ -400,5 +398,5 @@ def test_an_attention_of_which_every_weight_is_quantised() -> None:
     pipe, arguments = case.pipeline().to(torch.bfloat16), case.inputs()
     to_bitsandbytes(pipe, 4, torch.bfloat16)
     arguments = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in arguments.items()}
-    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none", output_gate=True)
+    mhla.apply_mhla(pipe, blocks=case.blocks, output_gate=True)
     assert output(pipe.transformer, arguments).isfinite().all()

@@ -147,7 +147,7 @@ def test_removal_gives_back_the_checkpointing_of_diffusers():
     model = FAMILIES["wan"].build()
     model.enable_gradient_checkpointing()
     before = model._gradient_checkpointing_func
-    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, blocks=(2, 2, 3))
     model(**inputs("wan"))
     assert model._gradient_checkpointing_func is not before
     mhla.remove_mhla(model)

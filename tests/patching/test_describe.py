@@ -39,6 +39,7 @@ def test_describe_tells_what_was_done_to_every_layer(name):
 def test_describe_prints_a_table():
     model = patched("wan", layers=[1, 2, 3])
     assert str(mhla.describe(model, grid=(4, 4, 5))).splitlines() == [
+        "MHLA: every block of queries reads mixed states, nothing with softmax",
         "layer           attention  grid   MHLA blocks  tokens per block  extra parameters",
         "blocks.0.attn1  kept       4x4x5  -            -                 0",
         "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            144",
@@ -48,7 +49,7 @@ def test_describe_prints_a_table():
         "a layer holds 29.2 KiB beside query, key, value and output (softmax, written out, 50 KiB)",
         "3 of 4 self-attentions replaced, 432 extra parameters",
     ]
-    pipe = mhla.apply_mhla(wan22_pipeline(), sparse="none", blocks=(1, 1, 1))
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1))
     assert {layer.name.partition(".")[0] for layer in mhla.describe(pipe)} == {"transformer", "transformer_2"}
 
 
@@ -68,41 +69,42 @@ def test_describe_says_how_many_extra_tokens_it_counts():
     assert "attention of 16 tokens and 512 extra ones: " in table
 
 
-def test_describe_tells_of_the_sparse_branch():
-    model = patched("wan", layers=[1, 2, 3], sparse="content", block_size=4, density=0.26)
-    table = str(mhla.describe(model, grid=(4, 4, 5)))
-    assert "blocks.1.attn1  MHLA       4x4x5  2x2x3 = 12   4 to 8            25.0%    146" in table
-    assert "20 blocks of 4 queries and 20 of 4 keys sorted by content, 25.0% of their pairs listed" in table
-    assert "no linear branch until calibration or training" in table
-    assert "no linear branch" not in str(mhla.describe(model.train(), grid=(4, 4, 5)))
-    assert "attention of 80 tokens: 1.54 MFLOP (softmax 2.46 MFLOP), softmax over 43.8% of all pairs" in table
-    assert "blocks of keys sorted by content, 26.0% of their pairs" in str(mhla.describe(model))
-    output(model.eval(), inputs("wan"))
+def test_describe_tells_of_sparse_attention():
+    model = apply(layers=[1, 2, 3], block_size=4, density=0.26)
+    first, *table = str(mhla.describe(model, grid=(4, 4, 5))).splitlines()
+    assert "25.0% of the pairs of 20 blocks of 4 queries and 20 of 4 keys" in first
+    assert table[:3] == [
+        "layer           attention  grid   density",
+        "blocks.0.attn1  kept       4x4x5  -",
+        "blocks.1.attn1  sparse     4x4x5  25.0%",
+    ]
+    assert table[-1] == "3 of 4 self-attentions replaced, 0 extra parameters"
+    assert "26.0% of the pairs of blocks" in str(mhla.describe(model))
+    output(model, inputs("wan"))
     kept, patched_one, *_ = mhla.describe(model)
-    assert (kept.density, patched_one.density) == (None, 0.25)
+    assert (kept.density, patched_one.density, patched_one.blocks) == (None, 0.25, None)
     with mhla.mhla_disabled(model):
         assert mhla.describe(model)[1].density == 0.25
 
 
-@pytest.mark.parametrize(
-    ("settings", "density", "words"),
-    [
-        ({"block_size": 8, "pooled": False}, 1 / 12, "8.3% of their pairs listed, others left out"),
-        ({"block_size": 96}, 1, "all pairs listed, which is softmax attention"),
-    ],
-)
-def test_describe_tells_the_density_that_is_reached(settings, density, words):
-    """At least one of the blocks, though five percent were asked for."""
-    found = mhla.describe(patched("wan", sparse="content", **settings), grid=(4, 4, 6))
+@pytest.mark.parametrize(("size", "density"), [(8, 1 / 12), (96, 1)])
+def test_describe_tells_the_density_that_is_reached(size, density):
+    """At least one of the blocks, though fewer pairs were asked for."""
+    found = mhla.describe(apply(block_size=size, density=0.05), grid=(4, 4, 6))
     assert found[0].density == pytest.approx(density)
-    assert words in str(found)
+    assert f"{density:.1%}" in str(found)
+
+
+def apply(**settings):
+    """A Wan with sparse attention."""
+    return mhla.apply_mhla(wan(), **settings)
 
 
 def totals(described, *names):
     return [sum(getattr(layer.sizes, name) for layer in described) for name in names]
 
 
-_CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2, "sparse": "own"}
+_CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2}
 
 
 def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
@@ -131,15 +133,15 @@ def test_describe_tells_what_really_runs():
             (True, False, "WanAttnProcessor"),
         ]
         assert "blocks.1.attn1  off: WanAttnProcessor" in str(found)
-        assert str(found).endswith("MHLA does not run in 2 of them now")
+        assert str(found).endswith("; the patch does not run in 2 of them now")
     assert "off" not in str(mhla.describe(model))
     model.set_attn_processor(WanAttnProcessor())
-    assert str(mhla.describe(model)).endswith("MHLA does not run in 2 of them now")
+    assert str(mhla.describe(model)).endswith("; the patch does not run in 2 of them now")
 
 
 def test_describe_after_a_grid_that_was_refused():
     for settings in ({"blocks": (4, 4, 7)}, _CAUSAL | {"blocks": (2, 2, 2), "block_length": 1}):
-        model = mhla.apply_mhla(wan(), **{"sparse": "none"} | settings)
+        model = mhla.apply_mhla(wan(), **settings)
         with pytest.raises(ValueError, match="too few for 7 blocks|more than the 2 blocks of 1"):
             output(model, inputs("wan"))
         (layer, *_) = mhla.describe(model)
@@ -151,7 +153,7 @@ def test_describe_after_a_grid_that_was_refused():
 def test_the_grid_of_a_size_is_that_of_a_run(name, num_frames):
     """Frames are rounded as the pipeline does."""
     case, pipe = PIPELINES[name], PIPELINES[name].build()
-    mhla.apply_mhla(pipe, sparse="none", blocks=(1, 2, 1) if num_frames else case.blocks)
+    mhla.apply_mhla(pipe, blocks=(1, 2, 1) if num_frames else case.blocks)
     frames = {} if num_frames is None else {"num_frames": num_frames}
     size = frames | {key: case.call.get(key, 32) for key in ("height", "width")}  # DiT makes its own size alone
     told = [layer.grid for layer in mhla.describe(pipe, **size)]
@@ -174,10 +176,10 @@ def test_costs_count_what_is_computed(settings, listed):
     assert sizes.held_bytes == 2 * 4 * 12 * 2 * 12 * 13
 
 
-def test_costs_of_the_sparse_branch_grow_with_its_density():
+def test_costs_of_sparse_attention_grow_with_its_density():
     found = []
     for density in (0.1, 0.5):
-        model = patched("wan", sparse="content", block_size=8, density=density)
+        model = apply(block_size=8, density=density)
         found.append(totals(mhla.describe(model, grid=(4, 4, 6)), "flops", "listed_pairs", "pairs", "softmax_flops"))
     (less, listed, pairs, softmax), (more, more_listed, *_) = found
     assert [listed / pairs, more_listed / pairs] == pytest.approx([1 / 12, 0.5])
@@ -188,7 +190,7 @@ def test_costs_of_the_sparse_branch_grow_with_its_density():
 
 @pytest.mark.parametrize("settings", [{"density": 1.0}, {"block_size": 96}], ids=["density 1", "one block"])
 def test_where_all_is_listed_softmax_attention_is_all_that_is_computed(settings):
-    sizes = mhla.describe(patched("wan", sparse="content", **settings), grid=(4, 4, 6))[0].sizes
+    sizes = mhla.describe(apply(**settings), grid=(4, 4, 6))[0].sizes
     assert (sizes.flops, sizes.listed_pairs, sizes.held_bytes) == (sizes.softmax_flops, sizes.pairs, 0)
 
 
@@ -201,7 +203,7 @@ def causal():
 
 
 def wan_pipe():
-    return mhla.apply_mhla(wan_pipeline(), sparse="none", blocks=(3, 2, 2))
+    return mhla.apply_mhla(wan_pipeline(), blocks=(3, 2, 2))
 
 
 SMALL = {"height": 32, "width": 48}
@@ -238,7 +240,7 @@ def test_suggested_blocks_are_as_long_as_the_default_s():
     assert mhla.suggest_blocks(pipe, 480, 832, 1) == (1, 3, 5)
     assert mhla.suggest_blocks(pipe, 16, 16, 1) == (1, 1, 1)
     assert mhla.suggest_blocks(wan22_pipeline(), 832, 480, 81) == (7, 5, 3)
-    mhla.apply_mhla(pipe, sparse="none", blocks=mhla.suggest_blocks(pipe, 32, 48, 9))
+    mhla.apply_mhla(pipe, blocks=mhla.suggest_blocks(pipe, 32, 48, 9))
     assert pipe(**PIPELINES["wan"].call).frames.isfinite().all()
 
 

@@ -21,7 +21,7 @@ from .shared import ONE_PER_CLASS, assert_same_footprint, footprint
 def test_a_pipeline_and_its_transformers_give_the_same_handles(name):
     pipe = PIPELINES[name].build()
     assert find_patched(pipe) == {}
-    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks, sparse="none")
+    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks)
     handles = find_patched(pipe)
     assert tuple(handles) == PIPELINES[name].transformers
     for component, patch in handles.items():
@@ -102,14 +102,14 @@ def test_an_optimizer_made_too_early_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="not patched"):
         register_mixing_clip(optimizer, model)
-    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, blocks=(2, 2, 3))
     with pytest.raises(ValueError, match="lacks a mixing matrix"):
         register_mixing_clip(optimizer, model)
 
 
 def test_one_warning_at_the_next_forward_after_a_reset(caplog):
     """And none while it is switched off, or layers are measured one by one."""
-    model = patched("wan")
+    model = patched("wan", density=0.2)
     saved = model.attn_processors
     output(model, inputs("wan"))
     with mhla.mhla_disabled(model):
@@ -137,7 +137,7 @@ def language_case():
 
 
 def vision_case():
-    model = mhla.apply_mhla(vision.vit().eval(), blocks=(2, 2), sparse="none")
+    model = mhla.apply_mhla(vision.vit().eval(), blocks=(2, 2))
     return model, vision.vit().eval(), lambda model: vision.output(model, vision.pictures())
 
 
@@ -172,7 +172,7 @@ def test_a_copy_made_while_it_is_switched_off_runs_mhla():
     assert torch.equal(output(copied, inputs("wan")), expected)
 
 
-@pytest.mark.parametrize("settings", [{"sparse": "content", "density": 0.25, "block_size": 4}, {"sparse": "none"}])
+@pytest.mark.parametrize("settings", [{}, {"causal": "block", "block_length": 2}], ids=str)
 def test_an_optimizer_without_the_clip_makes_no_nan(settings):
     """It brings entries of the locality matrix, which begin at 0, below it."""
     model, arguments = patched("wan", **settings).train(), inputs("wan")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention import Call, reference_attention
+from mhla_diffusers.attention import MHLACall, reference_attention
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
 from .shared import MODELS
@@ -36,12 +36,12 @@ def test_every_layer_computes_equation_4_on_the_grid_of_the_input(name, ragged):
     calls = layer_calls(model, inputs(name, ragged=ragged))
     assert len(calls) == case.self_attentions
     for path, (arguments, result) in calls.items():
-        query, key, value, rotary = arguments[0].query, arguments[0].key, arguments[0].value, arguments[0].rotary
-        mixing = mhla.mhla_layers(model)[path].mixing.detach()
-        expected = reference_attention(Call(query, key, value, mixing, grid, case.blocks, rotary=rotary))
+        inputs_of, mixing = arguments[0], mhla.mhla_layers(model)[path].mixing.detach()
+        parts = {name: getattr(inputs_of, name) for name in ("query", "key", "value", "rotary")}
+        expected = reference_attention(MHLACall(**parts, mixing=mixing, grid=grid, blocks=case.blocks))
         # float32 sums of at most 96 tokens; RoPE makes the numerator's terms cancel, hence the absolute part
         torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
-        assert (rotary is not None) == name.startswith("wan")
+        assert (inputs_of.rotary is not None) == name.startswith("wan")
 
 
 @pytest.mark.parametrize("name", ["sana", "sana_qk_norm"])
@@ -67,12 +67,9 @@ def test_a_fresh_gate_and_convolution_change_nothing(name, option):
     assert_changed(output(model, inputs(name)), expected)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"sparse": "content", "block_size": 4, "linear_branch": True}], ids=["mhla", "sparse"]
-)
-def test_blocks_clamp_to_a_small_grid_where_the_setting_says_so(settings, tmp_path):
+def test_blocks_clamp_to_a_small_grid_where_the_setting_says_so(tmp_path):
     """As the patch opened at fewer blocks, and with gradients; on a large grid nothing changes."""
-    model = patched("wan", blocks=(6, 1, 1), clamp_blocks=True, **settings)
+    model = patched("wan", blocks=(6, 1, 1), clamp_blocks=True)
     small = inputs("wan", ragged=True)  # 3 latent frames
     mixing = next(iter(mhla.mhla_layers(model).values())).mixing
     with torch.no_grad():

@@ -76,7 +76,7 @@ def in_transformer(**entries):
 
 def settings(**entries):
     return lambda folder: change_record(
-        folder, lambda found: found["transformers"]["transformer"]["mhla"].update(entries)
+        folder, lambda found: found["transformers"]["transformer"]["patch"].update(entries)
     )
 
 
@@ -105,11 +105,11 @@ DAMAGE = {
     "shape": (tensors(lambda found: found.update({NAME: torch.ones(2, 2)})), r"\(2, 2\).*\(2, 12, 12\)"),
     "NaN": (tensors(lambda found: found[NAME].view(-1)[0].fill_(torch.nan)), f"{NAME} holds NaN"),
     "no settings in the file": (lambda folder: rewrite(folder, lambda _: None, {"format": "pt"}), "settings"),
-    "feature map": (settings(feature_map="elu+1"), r"transformer.mhla.feature_map is 'elu\+1'.*'relu'"),
-    "blocks": (settings(blocks=[4, 2, 3]), r"transformer.mhla.blocks is \[4, 2, 3\].*\[2, 2, 3\]"),
+    "feature map": (settings(feature_map="elu+1"), r"transformer.patch.feature_map is 'elu\+1'.*'relu'"),
+    "blocks": (settings(blocks=[4, 2, 3]), r"transformer.patch.blocks is \[4, 2, 3\].*\[2, 2, 3\]"),
     "other weights": (record(weights="mhla"), "weights is 'mhla'.*'changed'"),
     "base weights": (in_transformer(base_weights=[]), r"transformer.base_weights is \[\]"),
-    "an older version": (record(format_version=2), "format version 2 "),
+    "an older version": (record(format_version=3), "format version 3 "),
     "a later version": (record(format_version=99), "format version 99 "),
     "key more": (record(more=1), "'more'"),
     "key gone": (record_without("file"), "file is missing"),
@@ -120,7 +120,7 @@ DAMAGE = {
     "transformer of a number": (record(transformers={"transformer": 1}), "transformer must be .* 1"),
     "no heads": (record_without("transformers", "transformer", "heads"), "transformer.heads is missing"),
     "heads as text": (in_transformer(heads="two"), "transformer.heads .*'two'"),
-    "no blocks": (record_without("transformers", "transformer", "mhla", "blocks"), "blocks"),
+    "no blocks": (record_without("transformers", "transformer", "patch", "blocks"), "blocks"),
     "LoRA without a hash": (record(lora={"file": "lora-x.safetensors"}), "lora-x"),
     "LoRA gone": (record(lora={"file": "lora-x.safetensors", "sha256": "0"}), "lora"),
     "few steps that rise": (record(few_steps={"times": [1.0, 2.0]}), "few_steps"),
@@ -187,8 +187,8 @@ def test_pickles_are_refused(tmp_path):
 
 NAMES = [
     # what is asked for, the way out
-    ("tiny-wan-exat", FileNotFoundError, "tiny-wan-exat.*'tiny-wan-exact'"),
-    ("tiny-dit-exact/", FileNotFoundError, "'tiny-dit-exact'"),
+    ("tiny-wan-mlha", FileNotFoundError, "tiny-wan-mlha.*'tiny-wan-mhla'"),
+    ("tiny-dit-mhla/", FileNotFoundError, "'tiny-dit-mhla'"),
     *((name, FileNotFoundError, re.escape(name)) for name in ("outputs/run/x", "/nowhere/patch", "some where/patch")),
     (None, ValueError, "patch=None "),
     ("", ValueError, "patch='' "),

@@ -37,7 +37,7 @@ def test_apply_and_remove_on_a_pipeline():
     generate(name, pipe)  # diffusers keeps a registry of hooks on a transformer from its first call on
     before = {part: footprint(getattr(pipe, part)) for part in case.transformers}
     expected = generate(name, pipe)
-    assert mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none") is pipe
+    assert mhla.apply_mhla(pipe, blocks=case.blocks) is pipe
     assert {layer.partition(".")[0] for layer in mhla.mhla_layers(pipe)} == set(case.transformers)
     found = generate(name, pipe)
     assert_changed(found, expected)
@@ -53,7 +53,7 @@ def test_apply_and_remove_on_a_pipeline():
 def test_every_weight_appears_once_in_the_state_dict_and_the_dtype_stays(name):
     case, base, model = FAMILIES[name], FAMILIES[name].build(), FAMILIES[name].build()
     before = torch.get_rng_state()
-    mhla.apply_mhla(model, blocks=case.blocks, mixing_per_head=False, sparse="none", **EVERYTHING)
+    mhla.apply_mhla(model, blocks=case.blocks, **EVERYTHING)
     assert torch.equal(torch.get_rng_state(), before), "the global generator is left as it was"
     added = [key for key in model.state_dict() if key not in base.state_dict()]
     ending = ("mixing", "output_norm", "gate.weight", "gate.bias", "convolution.weight", "convolution.bias")
@@ -111,7 +111,7 @@ def test_a_copy_is_patched_and_independent(name, copied):
     assert torch.equal(output(model, inputs(name)), expected)
 
 
-CAUSAL = {"causal": "block", "block_length": 2}
+BLOCK = {"causal": "block", "block_length": 2}
 REFUSED = {
     "too few block counts": ("wan", {"blocks": (2, 2)}, r"\(2, 2\) has 2 axes"),
     "too many block counts": ("sana", {"blocks": (2, 2, 2)}, r"\(2, 2, 2\) has 3 axes"),
@@ -124,18 +124,16 @@ REFUSED = {
     "calibration that is no function": ("dit", {"calibration": 3}, "calibration=3"),
     "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre'; allowed: auto, eager"),
     "no backend": ("wan", {"backend": None}, "backend None"),
-    "sparse branch of linear attention": ("sana", {"sparse": "content"}, "sparse='content'.*linear"),
-    "sparse branch of SANA-Video": ("sana_video", {"sparse": "content"}, "sparse='content'.*linear"),
-    "causal beside text": ("flux", CAUSAL | {"sparse": "own"}, "causal='block'.*extra tokens"),
-    "causal beside text, MHLA alone": ("cogvideox", CAUSAL, "causal='block'.*extra tokens"),
-    "causal beside text, Mochi's": ("mochi", {"causal": "block"}, "extra tokens"),
+    "sparse attention of SANA-Video": ("sana_video", {"density": 0.1}, "linear; .*blocks="),
+    "causal beside text": ("flux", BLOCK, "causal='block'.*extra tokens"),
+    "causal beside text, linear": ("mochi", BLOCK | {"own": "linear"}, "causal='block'.*extra tokens"),
     **{
         f"angles of every head in {name}": (name, {"rope": "after"}, "rope='before'")
         for name in ("ltx", "ltx2", "mochi")
     },
     "patch misspelt": ("wan", {"patch": "wan2.1-t2v-1b"}, r"'wan2\.1-t2v-1b'; did you mean 'wan2\.1-t2v-1"),
     "patch of another family": ("wan", {"patch": "dit-xl-2-256"}, r"'dit' family.*belongs to 'wan'"),
-    "patch with weights": ("wan", {"patch": "tiny-wan-exact"}, r"load_mhla\(model, 'tiny-wan-exact'\)"),
+    "patch with weights": ("wan", {"patch": "tiny-wan-mhla"}, r"load_mhla\(model, 'tiny-wan-mhla'\)"),
     "patch of tuples": ("wan", {"patch": (4, 2)}, r"\(4, 2\)"),
     "patch of a dict": ("wan", {"patch": {"blocks": (4, 2)}}, r"\{'blocks': \(4, 2\)\}"),
 }
@@ -146,8 +144,8 @@ def test_what_is_refused_is_named_and_changes_nothing(case):
     name, settings, value = REFUSED[case]
     model = FAMILIES[name].build() if name in FAMILIES else case_of(name).transformer()
     before = footprint(model)
-    if "patch" not in settings:
-        settings = {"blocks": (2,) * get_family(model).axes, "sparse": "none"} | settings
+    if not {"patch", "density"} & settings.keys():
+        settings = {"blocks": (2,) * get_family(model).axes} | settings
     with pytest.raises(ValueError, match=f"(?s){value}"):
         mhla.apply_mhla(model, **settings)
     assert_same_footprint(model, before)
@@ -164,10 +162,10 @@ def test_applying_twice_is_refused_with_the_way_out():
 
 def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole():
     pipe = wan22_pipeline()
-    mhla.apply_mhla(pipe.transformer_2, sparse="none", blocks=(1, 1, 1))
+    mhla.apply_mhla(pipe.transformer_2, blocks=(1, 1, 1))
     before = footprint(pipe.transformer), footprint(pipe.transformer_2)
     with pytest.raises(ValueError, match="already patched"):
-        mhla.apply_mhla(pipe, sparse="none", blocks=(1, 1, 1))
+        mhla.apply_mhla(pipe, blocks=(1, 1, 1))
     assert_same_footprint(pipe.transformer, before[0])
     assert_same_footprint(pipe.transformer_2, before[1])
 
@@ -176,7 +174,7 @@ def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole():
 def test_more_blocks_than_tokens_is_refused_at_the_input(name):
     """Only the input tells the grid; the message names the axis, and the model goes on with inputs that fit."""
     case = FAMILIES[name]
-    model = mhla.apply_mhla(case.build(), sparse="none", blocks=(*case.blocks[:-1], case.grid[-1]))
+    model = mhla.apply_mhla(case.build(), blocks=(*case.blocks[:-1], case.grid[-1]))
     expected = output(model, inputs(name))
     with pytest.raises(ValueError, match=rf"width axis.* {case.ragged_grid[-1]} tokens.* {case.grid[-1]} blocks"):
         output(model, inputs(name, ragged=True))
@@ -238,11 +236,11 @@ def test_a_layer_whose_mask_differs_between_queries_is_left_out_with_layers():
     earlier = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1)
     model.blocks[1].attn1.register_forward_pre_hook(lambda _, args: (args[0], args[1], earlier, args[3]))
     expected = output(model, arguments)
-    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1, 1, 1))
+    mhla.apply_mhla(model, density=1.0)
     with pytest.raises(ValueError, match=r"differs between queries.*layers=\[\.\.\.\]"):
         output(model, arguments)
     mhla.remove_mhla(model)
-    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1, 1, 1), layers=[0, 2, 3])
+    mhla.apply_mhla(model, density=1.0, layers=[0, 2, 3])
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
@@ -261,7 +259,7 @@ def test_more_text_than_a_model_was_trained_with_is_taken_as_by_the_model(name):
     if "txt_ids" in arguments:
         arguments["txt_ids"] = torch.zeros(LONG_TEXT, 3)
     expected = output(model, arguments)
-    mhla.apply_mhla(model, sparse="content", density=1.0, blocks=(1,) * get_family(model).axes)
+    mhla.apply_mhla(model, density=1.0)
     assert relative_change(output(model, arguments), expected) < ROUNDING
 
 
@@ -273,10 +271,10 @@ def test_a_transformer_wrapped_by_peft_is_refused_with_the_way_out(component):
     setattr(pipe, component, wrapped)
     for model, name in ((pipe, component), (wrapped, "transformer")):
         with pytest.raises(ValueError, match=rf"{name} is wrapped in PEFT's PeftModel.*{name}\.get_base_model\(\)"):
-            mhla.apply_mhla(model, sparse="none", blocks=(1, 1, 1))
+            mhla.apply_mhla(model, blocks=(1, 1, 1))
     assert not mhla.is_patched(pipe)
     setattr(pipe, component, wrapped.get_base_model())
-    mhla.apply_mhla(pipe, sparse="none", blocks=(1, 1, 1))
+    mhla.apply_mhla(pipe, blocks=(1, 1, 1))
     assert len(mhla.mhla_layers(pipe)) == 2 * len(mhla.mhla_layers(inner))
     assert any("lora_A" in name for name in inner.state_dict())
 
@@ -287,10 +285,10 @@ def test_a_failure_half_way_leaves_the_model_as_it_was():
     odd.to_q, linear = torch.nn.Identity(), odd.to_q
     before = footprint(model)
     with pytest.raises(AttributeError):
-        mhla.apply_mhla(model, sparse="none", blocks=(4, 2))
+        mhla.apply_mhla(model, blocks=(4, 2))
     assert_same_footprint(model, before)
     odd.to_q = linear
-    mhla.apply_mhla(model, sparse="none", blocks=(4, 2))
+    mhla.apply_mhla(model, blocks=(4, 2))
 
 
 @pytest.mark.parametrize(

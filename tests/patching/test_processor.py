@@ -142,8 +142,9 @@ def test_processor_of_other_settings_on_a_patched_attention_is_refused():
 REFUSED = [
     ((mhla.MHLAConfig(blocks=(2, 2)),), {"eps": 0.1}, "not both.*eps"),
     ((), {"blocks": (2, 2, 2), "grid": (4, 4)}, r"grid=\(4, 4\).*blocks=\(2, 2, 2\)"),
+    ((), {"blocks": (2, 2), "far": "means"}, "blocks belongs to .*far to sparse"),
     ((), {"blocs": (2, 2, 2)}, "'blocs'"),
-    ((), {"grid": (2, 2)}, "need blocks"),
+    ((), {"grid": (2, 2)}, "density .*blocks"),
     ((), {"blocks": (2, 2, 2), "grid": (4, -8, 8)}, r"grid=\(4, -8, 8\) .*got -8"),
     ((), {"blocks": (2, 2), "backend": "eagr"}, "'eagr'.*auto.*eager"),
 ]

@@ -30,14 +30,14 @@ def shake(module):
 def adapted(name, everything=False):
     """A patched model whose MHLA weights, or all weights, are no longer the initial ones."""
     case = models.FAMILIES[name]
-    model = apply_mhla(case.build(), sparse="none", blocks=case.blocks, **SETTINGS)
+    model = apply_mhla(case.build(), blocks=case.blocks, **SETTINGS)
     for module in [model] if everything else mhla_layers(model).values():
         shake(module)
     return model
 
 
 def plain_wan():
-    return apply_mhla(models.wan(), sparse="none", blocks=(2, 2, 3))
+    return apply_mhla(models.wan(), blocks=(2, 2, 3))
 
 
 def saved_names(folder):
@@ -49,7 +49,7 @@ def test_changed_base_weights_round_trip(weights, tmp_path):
     """What has changed is told by a base that is given, or by where the model came from."""
     models.wan().save_pretrained(tmp_path / "base")
     model = type(models.wan()).from_pretrained(tmp_path / "base")
-    apply_mhla(model, sparse="none", blocks=(2, 2, 3), **SETTINGS)
+    apply_mhla(model, blocks=(2, 2, 3), **SETTINGS)
     shake(model.blocks[1].attn1.to_q)
     base = models.wan() if weights == "changed" else None
     save_mhla(model, tmp_path, weights=weights.split()[0], base=base)
@@ -69,7 +69,7 @@ def test_changed_base_weights_round_trip(weights, tmp_path):
 def test_both_or_one_of_two_transformers(patched, tmp_path):
     pipe = pipelines.wan22_pipeline()
     for component in patched:
-        apply_mhla(getattr(pipe, component), sparse="none", blocks=(3, 2, 1))
+        apply_mhla(getattr(pipe, component), blocks=(3, 2, 1))
     for layer in mhla_layers(pipe).values():
         shake(layer)
     save_mhla(pipe, tmp_path)
@@ -84,7 +84,7 @@ def test_both_or_one_of_two_transformers(patched, tmp_path):
 def test_a_patch_of_one_transformer_does_not_go_into_a_pipeline_of_two(tmp_path):
     """The same classes and sizes, as Wan 2.1 14B and Wan 2.2 A14B have them, are not the same model."""
     pipe = pipelines.wan22_pipeline()
-    save_mhla(apply_mhla(pipelines.wan_pipeline(), sparse="none", blocks=(3, 2, 1)), tmp_path)
+    save_mhla(apply_mhla(pipelines.wan_pipeline(), blocks=(3, 2, 1)), tmp_path)
     with pytest.raises(ValueError, match="but the model has transformer, transformer_2"):
         load_mhla(pipe, tmp_path)
     load_mhla(pipe.transformer, tmp_path)
@@ -92,7 +92,7 @@ def test_a_patch_of_one_transformer_does_not_go_into_a_pipeline_of_two(tmp_path)
 
 def test_a_refused_patch_leaves_processors_that_were_set_by_hand(tmp_path):
     pipe = pipelines.wan22_pipeline()
-    save_mhla(apply_mhla(pipelines.wan22_pipeline(), sparse="none", blocks=(3, 2, 1)), tmp_path)
+    save_mhla(apply_mhla(pipelines.wan22_pipeline(), blocks=(3, 2, 1)), tmp_path)
     pipe.transformer_2.set_attn_processor(MHLAProcessor(blocks=(3, 2, 1), grid=(3, 2, 2)))
     before = footprint(pipe.transformer), footprint(pipe.transformer_2)
     with pytest.raises(ValueError, match="already patched"):
@@ -121,7 +121,7 @@ def test_saving_replaces_the_old_patch_and_no_other_file(tmp_path):
 
 def save_until_killed(step, before, folder):
     """In a process of its own."""
-    model = apply_mhla(models.wan(), sparse="none", blocks=(2, 2, 3), mixing_init="uniform")
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3), mixing_init="uniform")
     original = getattr(saving, step)
 
     def killed(*arguments, **options):
@@ -175,7 +175,7 @@ def test_saving_refuses_what_it_cannot_save(tmp_path):
 
 
 def test_half_the_size_where_that_is_asked_for(tmp_path):
-    model = apply_mhla(models.wan(), blocks=(2, 2, 3), sparse="content", density=1.0)
+    model = apply_mhla(models.wan(), blocks=(2, 2, 3), output_gate=True)
     weight, settings = model.blocks[0].attn1.to_q.weight, {"weights": "changed", "dtype": torch.float16}
     with torch.no_grad():
         weight.mul_(1.01)
@@ -196,7 +196,7 @@ def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
     for folder in (tmp_path / "private" / "tiny", snapshot):
         pipelines.wan_pipeline().save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
-    pipe = apply_mhla(pipelines.wan_pipeline(), sparse="none", blocks=(3, 2, 1))
+    pipe = apply_mhla(pipelines.wan_pipeline(), blocks=(3, 2, 1))
     for source, expected in {
         str(tmp_path / "private" / "tiny"): "tiny",
         "private/tiny": "tiny",
@@ -215,7 +215,7 @@ def test_no_path_of_the_machine_is_saved_or_published(tmp_path, monkeypatch):
             assert ("huggingface.co/" in card) == ("/" in expected)
             assert card.startswith("---\nbase_model:") == ("/" in expected)
     model = type(models.wan()).from_pretrained(snapshot, subfolder="transformer")
-    save_mhla(apply_mhla(model, sparse="none", blocks=(2, 2, 3)), tmp_path / "patch", weights="changed")
+    save_mhla(apply_mhla(model, blocks=(2, 2, 3)), tmp_path / "patch", weights="changed")
     assert read_record(tmp_path / "patch").base_model == "someone/base.v1"
     load_mhla(models.wan(), tmp_path / "patch")
 
@@ -236,7 +236,7 @@ def test_the_model_card_says_how_to_use_it(tmp_path, monkeypatch):
     """And its code runs without a warning."""
     monkeypatch.chdir(tmp_path)
     pipelines.wan_pipeline().save_pretrained("path/to/base")
-    pipe = apply_mhla(pipelines.wan_pipeline(), sparse="none", blocks=(3, 2, 1), layers="2/3")
+    pipe = apply_mhla(pipelines.wan_pipeline(), blocks=(3, 2, 1), layers="2/3")
     save_mhla(pipe, "me/my-patch", base_model="base")
     card = model_card(pipe, "me/my-patch", read_record(Path("me/my-patch")))
     names: dict = {}

@@ -1,108 +1,171 @@
-"""The sparse branch of patched models: uniform blocks listed by content, all others as pooled keys."""
+"""The three attentions of a patch, which the names of its settings choose; and sparse attention, which learns nothing."""
 
+import logging
 import math
 
 import pytest
 import torch
 
 from mhla_diffusers import (
+    CausalConfig,
+    MHLAConfig,
+    SparseConfig,
     apply_mhla,
-    calibrate_sparse,
     change_mhla,
     describe,
     load_mhla,
     mhla_layers,
     remove_mhla,
     save_mhla,
+    set_attn_processor,
 )
-from mhla_diffusers.config import load_patch, patch_names
+from mhla_diffusers.patching.layer import SparseLayer
+from mhla_diffusers.patching.processor import MHLAProcessor
 
 from .. import models
+from .shared import footprint
 
 SOFTMAX = ["wan", "dit"]
-SETTINGS = {"sparse": "content", "block_size": 4, "density": 0.2}
+CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
 
 
 def patched(name, **settings):
     model, arguments = models.FAMILIES[name].build(), models.inputs(name)
     before = models.output(model, arguments)
-    return apply_mhla(model, blocks=models.FAMILIES[name].blocks, **SETTINGS | settings), arguments, before
+    return apply_mhla(model, **{"block_size": 4, "density": 0.2} | settings), arguments, before
 
 
+def configs(model):
+    return {layer.config for layer in mhla_layers(model).values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "kind", "words"),
+    [
+        ("wan", {}, SparseConfig, "sparse attention: "),
+        ("dit", {"layers": [1]}, SparseConfig, "sparse attention: "),
+        ("dit", {"far": "means"}, SparseConfig, "sparse attention: "),
+        ("wan", {"density": 1.0}, SparseConfig, "sparse attention: all pairs listed"),
+        ("wan", {"blocks": (2, 2, 3)}, MHLAConfig, "MHLA: "),
+        ("dit", {"feature_map": "elu+1"}, MHLAConfig, "MHLA: "),
+        ("sana", {}, MHLAConfig, "MHLA: "),
+        ("wan", CAUSAL, CausalConfig, "causal MHLA: softmax within the own block"),
+        ("wan", CAUSAL | {"own": "linear"}, CausalConfig, "causal MHLA: MHLA throughout"),
+    ],
+    ids=str,
+)
+def test_names_decide_which_attention_runs_and_describe_says_it_first(name, settings, kind, words):
+    model = apply_mhla(models.FAMILIES[name].build(), **settings)
+    (config,) = configs(model)
+    assert type(config) is kind
+    assert all(isinstance(layer, SparseLayer) is (kind is SparseConfig) for layer in mhla_layers(model).values())
+    assert str(describe(model)).startswith(words)
+    models.output(model, models.inputs(name))
+    assert str(describe(model)).startswith(words)
+
+
+@pytest.mark.parametrize("settings", [{"density": 0.1, "blocks": (2, 2, 3)}, {"far": "means", "block_length": 2}], ids=str)
+def test_settings_of_two_attentions_are_refused_with_both_names(settings):
+    model = models.wan()
+    before = footprint(model)
+    one, other = settings
+    for patch in (lambda: apply_mhla(model, **settings), lambda: MHLAProcessor(**settings)):
+        with pytest.raises(ValueError, match=f"{one} belongs to sparse attention, and {other} to .*MHLA"):
+            patch()
+    assert footprint(model)["processors"] == before["processors"]
+
+
+@pytest.mark.parametrize(
+    ("before", "change"), [({"density": 0.1}, {"blocks": (2, 2, 3)}), ({"blocks": (2, 2, 3)}, {"density": 0.1})], ids=str
+)
+def test_a_change_stays_within_the_kind(before, change):
+    model = apply_mhla(models.wan(), **before)
+    config, (name,) = configs(model), change
+    with pytest.raises(ValueError, match=rf"{name} is a setting of .*remove_mhla\(\)"):
+        change_mhla(model, **change)
+    assert configs(model) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"), [({}, False), ({"density": 0.1}, False), ({"blocks": (2, 2, 3)}, True), (CAUSAL, True)], ids=str
+)
+def test_what_has_to_be_adapted_warns_once(caplog, settings, warns):
+    with caplog.at_level(logging.WARNING, "mhla_diffusers"):
+        model = apply_mhla(models.wan(), **settings)
+        models.output(model, models.inputs("wan"))
+    found = [one.getMessage() for one in caplog.records if "adapted" in one.getMessage()]
+    assert len(found) == warns
+    assert all("MHLA in 4 of the 4 self-attentions" in one for one in found)
+    caplog.clear()
+    apply_mhla(models.sana(), blocks=(4, 2))  # whose own attention is linear
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_sparse_attention_has_no_parameters_and_no_training(name):
+    if name.startswith("sana"):
+        with pytest.raises(ValueError, match="own attention of SanaTransformer2DModel is linear"):
+            apply_mhla(models.FAMILIES[name].build(), density=0.1)
+        return
+    model, arguments, before = patched(name)
+    assert list(model.state_dict()) == list(models.FAMILIES[name].build().state_dict())
+    for layer in mhla_layers(model).values():
+        assert list(layer.parameters()) == list(layer.buffers()) == []
+    expected = models.output(model, arguments)
+    models.assert_changed(expected, before)
+    for is_training in (True, False):
+        for layer in mhla_layers(model).values():
+            layer.train(is_training)
+        assert torch.equal(models.output(model, arguments), expected)
+    assert sum(layer.extra_parameters for layer in describe(model)) == 0
+    remove_mhla(model)
+    assert torch.equal(models.output(model, arguments), before)
+
+
+@pytest.mark.parametrize("far", ["first-order", "means"])
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_the_higher_the_density_the_smaller_the_change(name):
-    model, arguments, before = patched(name, density=0.05)
+def test_the_higher_the_density_the_smaller_the_change(name, far):
+    model, arguments, before = patched(name, density=0.05, far=far)
     changes = [models.relative_change(models.output(model, arguments), before)]
     for density in (0.1, 0.3, 0.6, 0.9, 1.0):
         change_mhla(model, density=density)
         changes.append(models.relative_change(models.output(model, arguments), before))
     assert changes == sorted(changes, reverse=True)
     assert changes[-1] < 1e-6 < 1e-3 < changes[0]
-    remove_mhla(model)
-    assert torch.equal(models.output(model, arguments), before)
 
 
-@pytest.mark.parametrize("settings", [{"density": 1.0}, {"block_size": 1024}, {"density": 0.99}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"density": 1.0}, {"block_size": 1024}, {"density": 0.99}, {"block_size": 1, "density": 0.05}], ids=str
+)
 @pytest.mark.parametrize("name", SOFTMAX)
-def test_where_all_pairs_are_listed_nothing_of_mhla_is_computed(name, settings):
-    """As with density 1, so on a grid of one block, or at a density that lists every block."""
+def test_where_nothing_is_left_out_it_is_softmax_attention(name, settings):
+    """At density 1, on a grid of one block, at a density that lists every block, and with blocks of one token."""
     model, arguments, before = patched(name, **settings)
-    with torch.no_grad():
-        for layer in mhla_layers(model).values():
-            layer.mixing.fill_(torch.nan)  # would show
     # the same sums in another order
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_of_one_token_are_their_own_pooled_keys():
-    """So that nothing of softmax attention is left out."""
-    model, arguments, before = patched("wan", block_size=1, density=0.05, fit_pooled_bias=False)
-    with torch.no_grad():
-        for layer in mhla_layers(model).values():
-            layer.linear_log_weight.fill_(-30.0)
-    torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
-
-
-def test_a_fitted_bias_is_no_parameter():
-    fitted, arguments, before = patched("wan")
-    assert not any("pooled_bias" in key for key in fitted.state_dict())
-    learned, _, _ = patched("wan", fit_pooled_bias=False)
-    assert all(layer.pooled_bias is not None for layer in mhla_layers(learned).values())
-    changes = [models.relative_change(models.output(model, arguments), before) for model in (fitted, learned)]
-    assert changes[0] != changes[1]
-    change_mhla(learned, fit_pooled_bias=None)
-    assert torch.equal(models.output(learned, arguments), models.output(fitted, arguments))
-
-
-@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}, {"pooled": False}], ids=str)
-def test_saved_loaded_and_resized(settings, tmp_path):
-    model, arguments, _ = patched("wan", **settings)
+def test_saved_loaded_and_opened_with_another_density(tmp_path):
+    model, arguments, _ = patched("wan")
     expected = models.output(model, arguments)
     save_mhla(model, tmp_path / "patch")
     opened = load_mhla(models.wan(), tmp_path / "patch")
     assert torch.equal(models.output(opened, arguments), expected)
     save_mhla(opened, tmp_path / "again")  # since what is loaded can be saved
     assert torch.equal(models.output(load_mhla(models.wan(), tmp_path / "again"), arguments), expected)
-    with pytest.warns(UserWarning, match="block_size=4 and opens with block_size=8"):
-        larger = load_mhla(models.wan(), tmp_path / "patch", block_size=8, density=0.5)
-    assert {(layer.config.block_size, layer.config.density) for layer in mhla_layers(larger).values()} == {(8, 0.5)}
+    denser = load_mhla(models.wan(), tmp_path / "patch", density=0.5)
+    assert configs(denser) == {SparseConfig(block_size=4, density=0.5)}
     wide = arguments | {"hidden_states": arguments["hidden_states"].repeat(1, 1, 1, 2, 1)}
-    assert models.output(larger, wide).isfinite().all(), "another resolution"
-    other = apply_mhla(models.wan(), next(iter(mhla_layers(model).values())).config)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(models.output(other, arguments), expected)
+    assert models.output(denser, wide).isfinite().all(), "another resolution"
+    with pytest.raises(ValueError, match="blocks is a setting of MHLA"):
+        load_mhla(models.wan(), tmp_path / "patch", blocks=(1, 1, 1))
 
 
-@pytest.mark.parametrize("settings", [{}, {"fit_pooled_bias": False}, {"pooled": False}], ids=str)
-def test_gradients_reach_the_weights(settings):
-    model, arguments, _ = patched("wan", **settings)
-    with torch.no_grad():
-        for layer in mhla_layers(model).values():
-            layer.linear_log_weight.zero_()
+def test_gradients_reach_the_model():
+    model, arguments, _ = patched("wan")
     model.train()(**arguments).sample.square().mean().backward()
-    for layer in mhla_layers(model).values():
-        learned = [layer.mixing, layer.linear_log_weight, layer.pooled_bias]
-        assert all(weight.grad.abs().sum() > 0 for weight in learned if weight is not None)
+    for block in model.blocks:
+        assert all(block.attn1.get_submodule(name).weight.grad.abs().sum() > 0 for name in ("to_q", "to_k", "to_v"))
 
 
 @pytest.mark.slow
@@ -112,23 +175,6 @@ def test_compiles_to_one_graph():
     expected = models.output(model, arguments)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(models.output(compiled, arguments), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
-def test_nothing_but_the_model_gives_a_sparse_branch_where_softmax_is_replaced(name):
-    model = models.FAMILIES[name].build()
-    blocks = (1,) * len(models.FAMILIES[name].blocks)
-    (config,) = {layer.config for layer in mhla_layers(apply_mhla(model, blocks=blocks)).values()}
-    assert config.sparse == ("none" if name.startswith("sana") else "content")
-    assert math.prod(config.blocks) == 1
-
-
-def test_softmax_patches_come_with_a_sparse_branch_too():
-    names = set(patch_names())
-    for name in names:
-        if load_patch(name).config.sparse == "none" and not name.startswith("sana"):
-            assert f"{name}-exact" in names
-    assert not [name for name in names if name.startswith("sana") and name.endswith("-exact")]
 
 
 def test_a_size_that_gains_nothing_is_told_once(caplog):
@@ -145,36 +191,8 @@ def test_a_size_that_gains_nothing_is_told_once(caplog):
     assert not [record for record in caplog.records if "gains nothing" in record.getMessage()]
 
 
-def test_without_training_there_is_no_linear_branch():
-    """It comes with training mode, loaded weights or the setting."""
-    model, arguments, _ = patched("wan")
-    off = models.output(model, arguments)
-    state = {name: x.clone() for name, x in model.state_dict().items()}
-    on = models.output(patched("wan", linear_branch=True)[0], arguments)
-    assert not torch.equal(off, on)
-    model.load_state_dict(state)
-    assert torch.equal(models.output(model, arguments), off), "fresh weights"
-    assert torch.equal(models.output(model.train().eval(), arguments), on)
-    for learned in ("linear_log_weight", "mixing"):
-        other = patched("wan")[0]
-        other.load_state_dict({name: x.half() if "mhla" in name else x for name, x in state.items()})
-        assert not any(layer.runs_linear for layer in mhla_layers(other).values()), "rounded"
-        other.load_state_dict(state | {name: x + 1 for name, x in state.items() if name.endswith(learned)})
-        assert not torch.equal(models.output(other, arguments), off), learned
-
-
-def test_a_saved_patch_keeps_its_linear_branch(tmp_path):
-    model, arguments, _ = patched("wan")
-    save_mhla(model, tmp_path / "fresh")
-    expected = models.output(model.train().eval(), arguments)
-    save_mhla(model, tmp_path / "trained")
-    fresh, trained = (load_mhla(models.wan(), tmp_path / name) for name in ("fresh", "trained"))
-    assert torch.equal(models.output(trained, arguments), expected)
-    assert not torch.equal(models.output(fresh, arguments), expected)
-
-
 def test_the_blocks_of_a_family_fit_short_clips():
-    model = apply_mhla(models.wan())
+    model = apply_mhla(models.wan(), eps=1e-5)
     arguments = models.inputs("wan")
     for frames in (1, 2):
         short = arguments | {"hidden_states": arguments["hidden_states"][:, :, :frames]}
@@ -183,17 +201,7 @@ def test_the_blocks_of_a_family_fit_short_clips():
         assert math.prod(found) <= 1.5 * math.sqrt(2 * math.prod(describe(model)[0].grid)), "up to rounding"
 
 
-@pytest.mark.parametrize("change", [{"blocks": (1, 2, 3)}, {"fit_pooled_bias": False}], ids=str)
-def test_a_change_keeps_the_linear_branch(change):
-    model, arguments, _ = patched("wan")
-    calibrate_sparse(model, lambda: models.output(model, arguments))
-    change_mhla(model, **change)
-    assert all(layer.runs_linear for layer in mhla_layers(model).values())
-
-
-def test_weights_of_a_calibrated_patch_bring_its_linear_branch():
-    model, arguments, _ = patched("wan")
-    calibrate_sparse(model, lambda: models.output(model, arguments))
-    other = patched("wan")[0]
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+def test_a_hybrid_of_a_processor_of_ours():
+    model = models.wan()
+    set_attn_processor(model, MHLAProcessor(density=0.2, layers="1/2"))
+    assert [layer.runs_mhla for layer in describe(model)] == [False, True, False, True]

@@ -80,7 +80,7 @@ def test_the_patch_rests_in_the_first_steps_of_every_pipeline(name):
     """DiT's DDIM counts no steps, SANA's solver does, Wan tells diffusers' cache context; of Wan 2.2 both models."""
     pipe = PIPELINES[name].build()
     before = pictures(name, pipe)
-    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks, sparse="none")
+    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks)
     found = {}
 
     def layers_that_run(steps):
@@ -104,7 +104,7 @@ def in_bfloat16(name):
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.bfloat16()
-    mhla.apply_mhla(pipe, blocks=case.blocks, sparse="none")
+    mhla.apply_mhla(pipe, blocks=case.blocks)
     return pipe, case
 
 
@@ -195,7 +195,7 @@ def test_a_step_is_one_of_num_inference_steps(name, scheduler, expected, setting
     """Two of four rest, whatever number of forwards the scheduler's solver makes in a step."""
     pipe, blocks, call = pipeline_of(name)
     own = {} if "Flow" in scheduler else pipe.scheduler.config
-    mhla.apply_mhla(pipe, blocks=blocks, sparse="none", softmax_steps=2)
+    mhla.apply_mhla(pipe, blocks=blocks, softmax_steps=2)
     pipe.scheduler = getattr(diffusers, scheduler).from_config(own, **settings)  # after patching
     for steps in (2, 2, 0.5):  # another call begins anew
         if steps == 0.5:
@@ -268,7 +268,7 @@ def test_training_and_measuring_are_no_steps(caplog):
     """Whatever the pipeline did last: its scheduler still holds timesteps that a forward could meet by chance."""
     pipe = PIPELINES["dit"].build()
     run = run_of("dit", pipe)
-    mhla.apply_mhla(pipe, blocks=(4, 2), sparse="none")
+    mhla.apply_mhla(pipe, density=0.2)
     expected = layer_sensitivity(pipe, run)
     mhla.change_mhla(pipe, softmax_steps=1.0)
     run()
@@ -284,7 +284,7 @@ def test_training_and_measuring_are_no_steps(caplog):
 def test_copies_belong_to_no_pipeline(caplog):
     """A copied or unpickled transformer may be called by any; Wan's tells the step to whatever it calls."""
     pipe = wan_pipeline()
-    mhla.apply_mhla(pipe, blocks=(3, 2, 1), softmax_steps=2)
+    mhla.apply_mhla(pipe, density=0.2, softmax_steps=2)
     for other in (copy.deepcopy(pipe.transformer), pickle.loads(pickle.dumps(pipe.transformer))):  # noqa: S301
         elsewhere = wan_pipeline(other)
         assert steps_with_mhla(elsewhere, run_of("wan", elsewhere))[:3] == [0, 0, 8]

@@ -46,9 +46,9 @@ def _arguments(model, frames, per_frame=True, seed=1):
     return arguments
 
 
-def _patched(sparse="own", **settings):
+def _patched(**settings):
     """A model of Wan, and its patch of blocks that see no later ones."""
-    return mhla.apply_mhla(_wan(), **_SETTINGS, sparse=sparse, **settings)
+    return mhla.apply_mhla(_wan(), **_SETTINGS, **settings)
 
 
 def _some(arguments, first, last):
@@ -74,11 +74,11 @@ def _streamed(stream, arguments, cuts, tries=0):
 
 
 @pytest.mark.parametrize("build", [_wan, _skyreels], ids=["wan", "skyreels_v2"])
-@pytest.mark.parametrize("sparse", ["none", "own"])
+@pytest.mark.parametrize("own", ["linear", "softmax"])
 @pytest.mark.parametrize("per_frame", [False, True], ids=["one-time", "own-times"])
-def test_frame_blocks_one_after_another_are_all_frames_at_once(build, sparse, per_frame):
+def test_frame_blocks_one_after_another_are_all_frames_at_once(build, own, per_frame):
     model = build()
-    mhla.apply_mhla(model, **_SETTINGS, sparse=sparse, mixing_per_head=True)
+    mhla.apply_mhla(model, **_SETTINGS, own=own, mixing_per_head=True)
     arguments = _arguments(model, 8, per_frame)
     stream = VideoStream(model)
     found = _streamed(stream, arguments, (2,) * 4, tries=1)
@@ -86,9 +86,9 @@ def test_frame_blocks_one_after_another_are_all_frames_at_once(build, sparse, pe
     assert stream.frames == 8
 
 
-@pytest.mark.parametrize("sparse", ["none", "own"])
-def test_a_video_longer_than_the_blocks_of_the_patch(sparse):
-    model = _patched(sparse, beyond="relative")
+@pytest.mark.parametrize("own", ["linear", "softmax"])
+def test_a_video_longer_than_the_blocks_of_the_patch(own):
+    model = _patched(own=own, beyond="relative")
     arguments = _arguments(model, 16)
     assert relative_change(_streamed(VideoStream(model), arguments, (2,) * 8), output(model, arguments)) < _ROUNDING
 
@@ -198,9 +198,10 @@ def test_after_an_error_a_stream_goes_on_where_it_was():
 _ONE_TIME = {"num_layers": 2, "vace_layers": [0], "vace_in_channels": 12}
 """Arguments of a model that takes one time for all frames."""
 _REFUSED = {
-    "not causal": (_wan, {"blocks": (2, 2, 3), "sparse": "none"}, "causal=None"),
-    "hybrid": (_wan, _SETTINGS | {"sparse": "own", "layers": [0]}, r"1 of 2: blocks\.1\.attn1"),
-    "softmax steps": (_wan, _SETTINGS | {"sparse": "own", "softmax_steps": 1}, "softmax_steps=1"),
+    "not causal": (_wan, {"blocks": (2, 2, 3)}, r"blocks\.0\.attn1 runs MHLA.*causal='block'"),
+    "sparse": (_wan, {}, r"blocks\.0\.attn1 runs sparse.*causal='block'"),
+    "hybrid": (_wan, _SETTINGS | {"layers": [0]}, r"1 of 2: blocks\.1\.attn1"),
+    "softmax steps": (_wan, _SETTINGS | {"softmax_steps": 1}, "softmax_steps=1"),
     "not patched": (_wan, None, r"2 of 2: blocks\.0\.attn1, blocks\.1\.attn1"),
     "one time": (lambda: wan(WanVACETransformer3DModel, **_ONE_TIME), None, "WanVACETransformer3DModel cannot"),
 }
@@ -218,7 +219,7 @@ def test_what_leaves_no_state_behind_is_refused(case):
 
 def test_frames_that_do_not_go_on_are_refused():
     model = wan(num_layers=2, rope_max_seq_len=8)
-    mhla.apply_mhla(model, **_SETTINGS, sparse="own", beyond="relative")
+    mhla.apply_mhla(model, **_SETTINGS, beyond="relative")
     stream, arguments = VideoStream(model), _arguments(model, 10)
     _streamed(stream, arguments, (2,))
     with torch.no_grad():

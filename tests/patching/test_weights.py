@@ -18,7 +18,7 @@ FUSABLE = ["wan", "wan_i2v", "sana"]
 
 def adapted(name: str, seed: int = 3):
     """A patched model all of whose weights were trained a little."""
-    model = mhla.apply_mhla(FAMILIES[name].build(), sparse="none", blocks=FAMILIES[name].blocks)
+    model = mhla.apply_mhla(FAMILIES[name].build(), blocks=FAMILIES[name].blocks)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,7 +90,7 @@ def test_removal_of_an_adapted_patch_from_a_copy_and_in_another_type(tmp_path):
     mhla.remove_mhla(model)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     # what was brought back is forgotten, so that a second removal leaves later training alone
-    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, blocks=(2, 2, 3))
     with torch.no_grad():
         model.blocks[0].attn1.to_q.weight.zero_()
     mhla.remove_mhla(model)
@@ -103,13 +103,13 @@ def test_without_keeping_what_was_replaced_removal_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"keep_replaced=False\) did not keep.*from_pretrained"):
         mhla.remove_mhla(model)
     assert torch.equal(output(model, inputs("wan")), expected), "the patch is whole still"
-    own = mhla.save_mhla(mhla.apply_mhla(FAMILIES["wan"].build(), sparse="none", blocks=(2, 2, 3)), tmp_path / "own")
+    own = mhla.save_mhla(mhla.apply_mhla(FAMILIES["wan"].build(), blocks=(2, 2, 3)), tmp_path / "own")
     mhla.remove_mhla(mhla.load_mhla(FAMILIES["wan"].build(), own, keep_replaced=False))
 
 
 def test_an_interruption_while_loading_leaves_the_model_as_it_was(tmp_path):
     pipe, base = wan22_pipeline(), wan22_pipeline()
-    mhla.apply_mhla(pipe, sparse="none", blocks=(1, 1, 1))
+    mhla.apply_mhla(pipe, blocks=(1, 1, 1))
     with torch.no_grad():
         for transformer in (pipe.transformer, pipe.transformer_2):
             transformer.blocks[0].attn1.to_q.weight.mul_(1.5)

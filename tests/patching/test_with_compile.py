@@ -29,7 +29,7 @@ def shortened(name, **settings):
     for attribute in ("blocks", "transformer_blocks"):
         if hasattr(model, attribute):
             del getattr(model, attribute)[2:]
-    return mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks, **({"layers": [-1]} | settings))
+    return mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, **({"layers": [-1]} | settings))
 
 
 def runs(compiled, counter, requests, expected):
@@ -61,7 +61,7 @@ def test_more_resolutions_than_pytorch_allows_graphs(counter, monkeypatch):
     del model.transformer_blocks[1:]
     with torch._dynamo.config.patch(recompile_limit=2):
         for one in (model, other):
-            mhla.apply_mhla(one, sparse="none", blocks=(1, 1))
+            mhla.apply_mhla(one, blocks=(1, 1))
         assert torch._dynamo.config.recompile_limit == 64
         model.compile(backend=counter, fullgraph=True)
         for rows in (2, 3, 4):
@@ -90,7 +90,7 @@ def test_patching_and_removing_a_compiled_model(counter):
     original = output(model, inputs("sana"))
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     assert_equal_up_to_order(output(compiled, inputs("sana")), original)
-    mhla.apply_mhla(compiled, sparse="none", blocks=(4, 2))
+    mhla.apply_mhla(compiled, blocks=(4, 2))
     assert mhla.is_patched(model)
     assert_equal_up_to_order(output(compiled, inputs("sana")), output(model, inputs("sana")))
     assert_changed(output(compiled, inputs("sana")), original)

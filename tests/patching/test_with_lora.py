@@ -26,7 +26,7 @@ def test_patching_and_removing_under_lora(name, tmp_path):
     """In either order, merged and unmerged; removal leaves the adapter in place, and its file holds nothing else."""
     only_lora = with_lora(FAMILIES[name].build(), *PROJECTIONS)
     before = output(only_lora, inputs(name))
-    mhla.apply_mhla(only_lora, sparse="none", blocks=FAMILIES[name].blocks)
+    mhla.apply_mhla(only_lora, blocks=FAMILIES[name].blocks)
     both = with_lora(patched(name), *PROJECTIONS)
     expected = output(both, inputs(name))
     assert_changed(expected, output(patched(name), inputs(name)))
@@ -51,7 +51,7 @@ def test_patching_and_removing_under_lora(name, tmp_path):
 def test_lora_loads_into_a_patched_pipeline():
     """The form in which users have them: ``pipe.load_lora_weights``, a scale, fuse, unload."""
     weights = get_peft_model_state_dict(with_lora(FAMILIES["wan"].build(), *PROJECTIONS), adapter_name="default")
-    pipe = mhla.apply_mhla(wan_pipeline(), sparse="none", blocks=FAMILIES["wan"].blocks)
+    pipe = mhla.apply_mhla(wan_pipeline(), blocks=FAMILIES["wan"].blocks)
     expected = output(pipe.transformer, inputs("wan"))
     pipe.load_lora_weights({f"transformer.{key}": value for key, value in weights.items()}, adapter_name="style")
     adapted = output(pipe.transformer, inputs("wan"))

@@ -58,13 +58,13 @@ def test_an_offloaded_model_is_refused(name, how):
     model, cpu = FAMILIES[name].build(), torch.device("cpu")
     cpu_offload(model, execution_device=cpu) if how is None else model.enable_group_offload(cpu, cpu, **how)
     with pytest.raises(ValueError, match="offloaded; patch it before"):
-        mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks)
+        mhla.apply_mhla(model, blocks=FAMILIES[name].blocks)
     assert not mhla.is_patched(model)
 
 
 def test_weights_in_files_are_neither_saved_nor_replaced(tmp_path):
     """Those in memory are no values then: a patch saved from them or weights written over them would be lost."""
-    model, cpu = patched("wan", sparse="none"), torch.device("cpu")
+    model, cpu = patched("wan"), torch.device("cpu")
     with torch.no_grad():
         model.blocks[0].attn1.to_q.weight.mul_(1.5)
     mhla.save_mhla(model, tmp_path / "adapted", weights="changed", base=FAMILIES["wan"].build())
@@ -80,7 +80,7 @@ def test_weights_in_files_are_neither_saved_nor_replaced(tmp_path):
 
 def test_weights_in_memory_are_brought_back_under_group_offloading(tmp_path):
     original, cpu = output(FAMILIES["wan"].build(), inputs("wan")), torch.device("cpu")
-    model = patched("wan", sparse="none")
+    model = patched("wan")
     with torch.no_grad():
         model.blocks[0].attn1.to_q.weight.mul_(1.5)
     mhla.save_mhla(model, tmp_path, weights="changed", base=FAMILIES["wan"].build())
@@ -98,7 +98,7 @@ def test_to_moves_every_weight(name):
     model = patched(name, **EVERYTHING).to("meta")
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
     model = mhla.apply_mhla(
-        FAMILIES[name].build().to("meta"), sparse="none", blocks=FAMILIES[name].blocks, **EVERYTHING
+        FAMILIES[name].build().to("meta"), blocks=FAMILIES[name].blocks, **EVERYTHING
     )
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
 

@@ -51,7 +51,7 @@ def backends(model):
 def test_an_attention_backend_set_while_patched_stays_after_removal(form):
     model = FAMILIES["wan"].build()
     if form == "apply_mhla":
-        mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3), layers=[0, 1])
+        mhla.apply_mhla(model, blocks=(2, 2, 3), layers=[0, 1])
     else:
         model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3)))
         output(model, inputs("wan"))
@@ -65,10 +65,10 @@ def test_an_attention_backend_set_while_patched_stays_after_removal(form):
 def test_an_attention_backend_set_before_the_patch_stays_too():
     model = FAMILIES["wan"].build()
     model.set_attention_backend("_native_math")
-    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, blocks=(2, 2, 3))
     mhla.remove_mhla(model)
     assert backends(model) == {"_native_math"}
-    mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3))
+    mhla.apply_mhla(model, blocks=(2, 2, 3))
     model.reset_attention_backend()
     mhla.remove_mhla(model)
     assert backends(model) == {None}
@@ -105,7 +105,7 @@ def softmax_kernels(model, arguments):
 def test_attention_backend_reaches_kept_layers_and_cross_attention(form):
     model, arguments = FAMILIES["wan"].build(), inputs("wan")
     if form == "apply_mhla":
-        mhla.apply_mhla(model, sparse="none", blocks=(2, 2, 3), layers=[0, 1])
+        mhla.apply_mhla(model, blocks=(2, 2, 3), layers=[0, 1])
         softmax = 2 + 4
     else:
         model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=FAMILIES["wan"].grid))

@@ -31,7 +31,7 @@ def test_save_pretrained_writes_the_weights_and_from_pretrained_opens_the_unpatc
     assert not mhla.is_patched(opened)
     assert torch.equal(output(opened, inputs(name)), output(base, inputs(name)))
     # patched again, it takes the whole state dict
-    mhla.apply_mhla(opened, blocks=FAMILIES[name].blocks, mixing_per_head=False, sparse="none")
+    mhla.apply_mhla(opened, blocks=FAMILIES[name].blocks, mixing_per_head=False)
     opened.load_state_dict(saved)
     assert torch.equal(output(opened, inputs(name)), output(model, inputs(name)))
 
@@ -39,7 +39,7 @@ def test_save_pretrained_writes_the_weights_and_from_pretrained_opens_the_unpatc
 @pytest.mark.parametrize("made", ["before", "after"])
 def test_a_saved_pipeline_of_a_patched_dit_names_the_class_of_diffusers(made, tmp_path):
     """Whoever opens it need not have this package, whether the pipeline was made before or after the patch."""
-    pipe = mhla.apply_mhla(dit_pipeline(), sparse="none", blocks=(4, 2))
+    pipe = mhla.apply_mhla(dit_pipeline(), blocks=(4, 2))
     if made == "after":
         pipe = DiTPipeline(transformer=pipe.transformer, vae=pipe.vae, scheduler=pipe.scheduler)
     pipe.save_pretrained(tmp_path)

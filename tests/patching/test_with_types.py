@@ -41,7 +41,7 @@ def own_tensors(model):
 def test_a_model_under_layerwise_casting_is_patched(name, settings):
     model = FAMILIES[name].build().to(torch.bfloat16)
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
-    mhla.apply_mhla(model, sparse="none", blocks=FAMILIES[name].blocks, **settings)
+    mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, **settings)
     expected = output(patched(name, **settings), inputs(name))
     assert relative_change(output(model, cast(inputs(name), torch.bfloat16)), expected) < 0.15
     assert {matrix.dtype for matrix in mixings(model)} == {torch.float32}
@@ -57,7 +57,7 @@ def test_half_precision(name, dtype, tolerance):
     expected = output(patched(name, **EVERYTHING), inputs(name))
     cast_after = patched(name, **EVERYTHING).to(dtype)
     cast_before = mhla.apply_mhla(
-        FAMILIES[name].build().to(dtype), sparse="none", blocks=FAMILIES[name].blocks, **EVERYTHING
+        FAMILIES[name].build().to(dtype), blocks=FAMILIES[name].blocks, **EVERYTHING
     )
     for model in (cast_after, cast_before):
         found = output(model, cast(inputs(name), dtype))

@@ -33,7 +33,7 @@ def test_trained_attention_is_exact_at_density_1_and_close_where_blocks_follow_c
     assert measured(density=1.0).features < 1e-5
     content, curve = (measured(density=0.05, order=order) for order in ("content", "curve"))
     assert content.attention < curve.attention < 0.25
-    assert measured(density=0.05, pooled=False).attention > 2 * content.attention
+    assert measured(density=0.05, far="means").attention > content.attention
 
 
 def test_what_is_not_fetched_is_named_with_the_command_that_gets_it(monkeypatch, tmp_path):

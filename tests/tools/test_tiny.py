@@ -135,7 +135,7 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
     loading.record_checksums()
     asked = ("dit", "--seed", 3, "--only", "control", "exact", "--output", tmp_path / "run")
     run_script(script, monkeypatch, *asked)
-    folder = tmp_path / "run" / "patches" / "tiny-dit-exact"
+    folder = tmp_path / "run" / "patches" / "tiny-dit-sparse"
     record = json.loads((folder / adaptation.ADAPTED_RECORD).read_text())
     assert [step for step, _ in record["held-out loss by update"]] == [0, 2]
     assert record["held-out loss"] == pytest.approx(record["held-out loss by update"][-1][1], rel=1e-5)
@@ -144,8 +144,8 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
     # what is finished is taken from the folder
     monkeypatch.setattr(script.Adaptation, "adapt", None)
     run_script(script, monkeypatch, *asked, "--install")
-    assert config.adapted_patch_names() == ["tiny-dit-exact"]
-    assert len(mhla_layers(load_mhla(load_tiny("dit"), "tiny-dit-exact"))) == 4
+    assert config.adapted_patch_names() == ["tiny-dit-sparse"]
+    assert len(mhla_layers(load_mhla(load_tiny("dit"), "tiny-dit-sparse"))) == 4
     trained, before = (load_tiny("dit", control=wanted).transformer.state_dict() for wanted in (True, False))
     changed = {name for name, tensor in trained.items() if not torch.equal(tensor, before[name])}
     assert changed and all(".attn1." in name for name in changed)

@@ -21,14 +21,14 @@ WEIGHTS = (
     StageConfig(1, 1e-3, "all", BOTH),
 )
 LORA = (StageConfig(1, 1e-3, "mhla", TRANSFER), StageConfig(1, 1e-3, "lora", BOTH, lora_rank=2))
-CAUSAL = MHLAConfig(blocks=(2, 2, 2), causal="block", block_length=1, sparse="own", beyond="relative")
+CAUSAL = MHLAConfig(blocks=(2, 2, 2), causal="block", block_length=1, beyond="relative")
 
 
 def _patch(axes: int, **settings: Any) -> MHLAConfig:
     return MHLAConfig(blocks=(2,) * axes, mixing_per_head=True, **settings)
 
 
-SPARSE: dict[str, Any] = {"sparse": "content", "block_size": 4}
+SPARSE: dict[str, Any] = {"block_size": 4}
 LEARNED = SPARSE | {"fit_pooled_bias": False}
 
 

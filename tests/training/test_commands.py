@@ -101,7 +101,7 @@ def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
     shutil.copytree(latents, tmp_path / "latents")
     shutil.copytree(model, tmp_path / "model")
     patch = tmp_path / "patch.yaml"
-    patch.write_text("family: wan\nbase_model: a\ndescription: b\nmhla: {blocks: [2, 2, 2]}\n")
+    patch.write_text("family: wan\nbase_model: a\ndescription: b\npatch: {blocks: [2, 2, 2]}\n")
     config = TrainingConfig.from_yaml(config_file, [f"model={tmp_path / 'model'}", f"patch={patch}"])
     assert finetune(config).finished
 

@@ -124,7 +124,7 @@ def _train_sharded_with_log(file: Path, place: dict[str, str], settings: dict[st
 
 @pytest.mark.slow
 def test_a_sharded_run_says_that_its_patch_is_not_calibrated(tmp_path: Path) -> None:
-    patch = MHLAConfig(blocks=(2, 2, 2), sparse="content", block_size=4, density=0.5, fit_pooled_bias=False)
+    patch = MHLAConfig(blocks=(2, 2, 2), block_size=4, density=0.5, fit_pooled_bias=False)
     settings = one_stage(tmp_path / "run", steps=1, batch_size=1, patch=patch).to_dict()
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     places = launch_environments(2)

@@ -21,7 +21,7 @@ BLOCK = 8
 def dry_run(**patch: object) -> Estimate:
     with torch.device("meta"):
         transformer = models.wan(num_layers=LAYERS)
-    apply_mhla(transformer, **{"blocks": (2, 2, 2), "mixing_per_head": False, "sparse": "none", **patch})
+    apply_mhla(transformer, **{"blocks": (2, 2, 2), "mixing_per_head": False, **patch})
     sample = {"latents": torch.empty(16, FRAMES, SIDE, SIDE), "encoder_hidden_states": torch.empty(6, 32)}
     stage = StageConfig(1, 1e-3, "all", ObjectiveWeights(diffusion=1.0))
     return estimate(transformer, sample, TrainingConfig("unused", (stage,)))
@@ -30,7 +30,7 @@ def dry_run(**patch: object) -> Estimate:
 def test_listed_pairs_and_pooled_keys_are_counted() -> None:
     """Two products forward, the same again in the backward, and four gradients: per query, listed and pooled key."""
     without = dry_run().stages[0]
-    sparse = {"sparse": "content", "block_size": BLOCK, "fit_pooled_bias": False}
+    sparse = {"block_size": BLOCK, "fit_pooled_bias": False}
     counted = {density: dry_run(**sparse, density=density).stages[0] for density in (0.125, 0.5)}
     product = 2 * TOKENS * WIDTH * LAYERS
     added = 8 * product * (TOKENS / 8 + TOKENS / BLOCK)

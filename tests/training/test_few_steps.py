@@ -32,7 +32,7 @@ from .models import dit_data, tiny_dit, tiny_wan, wan_data
 from .pipelines import wan_pipeline
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
-CAUSAL = MHLAConfig((2, 2, 2), causal="block", sparse="own", block_length=1)
+CAUSAL = MHLAConfig((2, 2, 2), causal="block", block_length=1)
 FEW = FewStepsConfig(times=(1.0, 0.75), guidance=1.0, critic_updates=2, critic_warmup=1)
 LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "lora_layers": "blocks"}
 BOTH = pytest.mark.parametrize("settings", [{"trainable": "all"}, LORA], ids=["copies", "LoRA"])

@@ -31,7 +31,7 @@ def _one_batch(transformer: Any, data: InMemoryData) -> NoisedBatch:
 
 def _patched_wan(trainable: Any = "attention") -> tuple[Any, Roles]:
     """A student that takes gradients, and its teacher."""
-    transformer = apply_mhla(tiny_wan(), sparse="none", blocks=(2, 2, 2)).eval()
+    transformer = apply_mhla(tiny_wan(), blocks=(2, 2, 2)).eval()
     if trainable == "lora":
         add_lora(transformer, 2, seed=0)
     names = trainable_names(transformer, trainable)
@@ -89,7 +89,7 @@ def test_transfer_compares_each_student_layer_on_the_teachers_activations_and_in
 def test_guidance_is_distilled_in(family: str) -> None:
     """A DiT also predicts variances, which its pipeline does not guide."""
     make, data, blocks = FAMILIES[family]
-    original, transformer = make(), apply_mhla(make(), sparse="none", blocks=blocks)
+    original, transformer = make(), apply_mhla(make(), blocks=blocks)
     if family == "dit":
         for model in (original, transformer):
             torch.manual_seed(0)

@@ -64,7 +64,7 @@ def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -
 
 def test_lora_of_a_class_without_methods_for_it_comes_with_the_patch(tmp_path: Path) -> None:
     pipe, loaded = dit_pipeline(), dit_pipeline()
-    add_lora(apply_mhla(pipe.transformer, sparse="none", blocks=(2, 2)), 2, seed=0)
+    add_lora(apply_mhla(pipe.transformer, blocks=(2, 2)), 2, seed=0)
     RunFolder(tmp_path).export(pipe.transformer, one_stage("unused", patch="unused", trainable="lora", lora_rank=2))
     load_result(loaded, tmp_path / "result")
     trained, found = (

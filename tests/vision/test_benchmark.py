@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from mhla_diffusers import mhla_layers
+from mhla_diffusers import SparseConfig, mhla_layers
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
 from mhla_diffusers.benchmark.measure import table_of
 from mhla_diffusers.benchmark.models import Size, choose_sizes, models
@@ -100,15 +100,15 @@ def test_variants_of_vlt_differ_in_their_mhla_alone():
     case = ClassifierCase(CLASSIFIERS["tiny-vlt"], Size(64, 64, None), None, CPU, torch.bfloat16)
     model = case.build()
     weights = {name: parameter for name, parameter in model.named_parameters() if ".mhla." not in name}
-    blocks = {"softmax": [], PLAIN: [(1, 1)] * 2, "MHLA": [(2, 2)] * 2, CONTENT: [(2, 2)] * 2}
+    blocks = {"softmax": [], PLAIN: [(1, 1)] * 2, "MHLA": [(2, 2)] * 2, CONTENT: [None] * 2}
     for kind, expected in blocks.items():
         variant = case.variant(model, Choice(kind, kind))
         own = dict(variant.named_parameters())
         assert all(own[name] is parameter for name, parameter in weights.items())
-        layers = mhla_layers(variant).values()
-        assert [one.config.blocks for one in layers] == expected
-        assert all(one.config.sparse == "content" for one in layers) == (kind == CONTENT or not expected)
-        assert all(one.mixing.dtype == torch.float32 for one in layers)
+        configs = [layer.config for layer in mhla_layers(variant).values()]
+        assert [getattr(one, "blocks", None) for one in configs] == expected
+        assert all(isinstance(one, SparseConfig) for one in configs) == (kind == CONTENT or not expected)
+        assert {own[name].dtype for name in own if "mixing" in name} <= {torch.float32}
         assert {parameter.dtype for name, parameter in own.items() if "proj" in name} == {torch.bfloat16}
 
 

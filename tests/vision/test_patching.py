@@ -16,7 +16,7 @@ from mhla_diffusers.patching import TransformerCall
 from ..language.models import llama, text
 from ..models import assert_changed, relative_change
 from .models import GRID, deit, output, pictures, siglip, vit
-from .test_families import ALL_LISTED, PLAIN, ROUNDING, patched
+from .test_families import ALL_LISTED, PLAIN, ROUNDING, SPARSE, patched
 
 
 def test_parts_of_a_patched_model_can_be_called_alone():
@@ -110,7 +110,11 @@ def test_copies_threads_and_changes():
     for thread in threads:
         thread.join()
     assert torch.equal(found[1], expected) and not torch.equal(found[2], expected)
-    mhla.change_mhla(model, blocks=(4, 4), sparse="content", density=1.0)
+    mhla.change_mhla(model, blocks=(4, 4))
+    assert_changed(output(model, pictures()), expected)
+    model = mhla.apply_mhla(deit(), **SPARSE)
+    assert_changed(output(model, pictures()), output(deit(), pictures()))
+    mhla.change_mhla(model, **ALL_LISTED)
     assert relative_change(output(model, pictures()), output(deit(), pictures())) < ROUNDING
 
 

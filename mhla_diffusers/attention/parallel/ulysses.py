@@ -16,7 +16,7 @@ from ..rope import rotated
 from .collectives import counts_of, exchanged, gathered
 from .place import Group, Parallel
 
-OneCall = TypeVar("OneCall", MHLACall, SparseCall)
+OneCall = TypeVar("OneCall", bound=MHLACall | SparseCall)
 
 
 class Segment:

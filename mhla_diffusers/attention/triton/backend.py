@@ -85,7 +85,8 @@ def _branches_for(call: MHLACall | SparseCall) -> Any:
         ValueError: the kernels cannot, or the call's tensors are on several devices.
     """
     if isinstance(call, SparseCall):
-        reason, names = why_not(call.query, "relu", *call.sparse.sizes), ("key_mask", "pooled_bias", "state_weight")
+        reason = why_not(call.query, "relu", *call.sparse.sizes)
+        names: tuple[str, ...] = ("key_mask", "pooled_bias", "state_weight")
     else:
         reason = why_not(call.query, call.feature_map)
         names = "key_mask", "mixing", "output_norm", "output_gate", "linear_weight"

@@ -131,7 +131,9 @@ def beside_extra(call: MHLACall) -> torch.Tensor:
         tensors = query.unflatten(0, (batch, -1)), *mixture, near, lse, weight, *_norm_and_gate(call), None
         output = read_states(*tensors, *_place(call, lists.block_size), False)[0]
     else:
-        blocks = (x.unflatten(1, (-1, lists.block_size)).unflatten(0, (batch, -1)) for x in (near.float(), lse[..., None]))
+        blocks = (
+            x.unflatten(1, (-1, lists.block_size)).unflatten(0, (batch, -1)) for x in (near.float(), lse[..., None])
+        )
         near, lse = (in_order(x, call.grid, lists.block_size) for x in blocks)
         linear, normaliser = read(alone, states(alone))
         merged = under_common_sum(near, lse, linear.float(), (weight[:, None] * normaliser).log())
@@ -172,7 +174,7 @@ def _prepared(call: MHLACall | SparseCall, blocks: UniformBlocks, with_states: b
     rows = prepare(*tensors, table, mask, grid, *sizes, extra, blocks.order == "content", with_states)
     with torch.no_grad():
         bias, weight = block_weights(rows[7], mask, grid, blocks.key_block_size, extra)
-    return _Rows(*rows, None if mask is None else bias, weight)
+    return _Rows._make((*rows, None if mask is None else bias, weight))
 
 
 def _with_extra(call: MHLACall | SparseCall, rows: _Rows, output: torch.Tensor) -> torch.Tensor:
@@ -217,7 +219,9 @@ def _of_blocks(call: MHLACall, count: int, tokens: slice) -> Own:
     if call.key_mask is not None:
         mask = by_block(call.key_mask.float()).contiguous()
     query, key, value = (by_block(_usable(x)) for x in (call.query, call.key, call.value))
-    query, key, value, *_, row_tokens, _ = prepare(query, key, value, table, mask, [length], block_size, *place[1:], False, False)
+    query, key, value, *_, row_tokens, _ = prepare(
+        query, key, value, table, mask, [length], block_size, *place[1:], False, False
+    )
     bias = None if mask is None else block_weights(row_tokens, mask, *place)[0]
     groups, blocks = len(query), query.shape[1] // block_size
     indices, counts = all_blocks(groups, blocks, blocks, device)

@@ -27,8 +27,13 @@ def block_logits(
     there = column < blocks
     k = load_rows(key, column, there, HEAD_DIM, BLOCK_D)
     w = tl.load(weight + column, mask=there, other=0.0)
-    bits = tl.load(listed + row[:, None] * words + (column // 32)[None, :], mask=there[None, :], other=-1)
-    takes_part = ((bits & (1 << (column & 31))[None, :]) == 0) & (w > 0)[None, :]
+    listed += row * words + start // 32
+    bits = tl.load(listed)[:, None]  # one word of every row
+    if columns.shape[0] > 32:
+        tl.static_assert(columns.shape[0] == 64)
+        further = tl.load(listed + 1, mask=row < tl.where(start + 32 < blocks, row + 1, 0), other=0)
+        bits = tl.where((columns < 32)[None, :], bits, further[:, None])
+    takes_part = ((bits & (1 << (columns & 31))[None, :]) == 0) & (w > 0)[None, :]
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + tl.log(tl.where(w > 0, w, 1.0))[None, :]
     return tl.where(takes_part, logits, EMPTY), takes_part
 
@@ -143,7 +148,9 @@ def content_mixing_backward(gradient, query, key, weight, bits, scale, block_siz
     weight = weight.repeat_interleave(groups // len(weight), dim=0)[:, None]
     left_out = _is_listed(bits, groups, blocks) | (weight == 0)
     q, k = query.float(), key.float()
-    logits = (scale * q @ k.mT + weight.clamp_min(torch.finfo(weight.dtype).tiny).log()).masked_fill(left_out, EMPTY.value)
+    logits = (scale * q @ k.mT + weight.clamp_min(torch.finfo(weight.dtype).tiny).log()).masked_fill(
+        left_out, EMPTY.value
+    )
     weights = logits.softmax(dim=-1).masked_fill(left_out, 0)
     of_weights = gradient.repeat_interleave(per_stretch, dim=2)[..., :blocks]
     of_logits = weights * (of_weights - (weights * of_weights).sum(dim=-1, keepdim=True))

@@ -22,9 +22,8 @@ from ..order import stretch_of
 from ..precision import product
 from .features import rotate_pairs, strides_of
 from .operators import allocate, operator, refuse_second_derivative
-from .softmax import load_rows
 from .states import states_dtype
-from .tiles import constants_of, power_of_two, tile_of
+from .tiles import power_of_two, precision_of, tile_of
 
 GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
 """Arguments of an operator that reads tables of the layout: it finds them inside, so that torch.compile never traces
@@ -174,6 +173,14 @@ def deciding_column(
 
 
 @triton.jit
+def apart_from_mean(x, row, channel, share, HEAD_DIM: tl.constexpr):
+    """Some channels of rows less their mean by shares (rows, 1), float32."""
+    at = row[:, None] * HEAD_DIM + channel[None, :]
+    found = tl.load(x + at, mask=(channel < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
+    return found - tl.sum(found * share, 0)[None, :]
+
+
+@triton.jit
 def store_state(
     key_rows,
     value_rows,
@@ -183,20 +190,20 @@ def store_state(
     blocks,
     with_weight,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Mean state of some blocks of rows, each centred in itself: the mean of Σ w (k - k̄) (v - v̄)ᵀ, Σ w = 1.
 
-    ``key_mask`` is that of the sample; the mean is over the ``with_weight`` blocks that have any.
+    ``key_mask`` is that of the sample; the mean is over the ``with_weight`` blocks that have any. A square part with
+    SIDE channels is added up at a time.
     """
-    rows, channel = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    for first in range(0, HEAD_DIM, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        inside = (columns < HEAD_DIM)[None, :]
-        total = tl.zeros((BLOCK_D, COLUMNS), tl.float32)
+    rows, part = tl.arange(0, BLOCK), tl.arange(0, SIDE)
+    for of_part in range(0, tl.cdiv(HEAD_DIM, SIDE) * tl.cdiv(HEAD_DIM, SIDE)):
+        key_channel = of_part // tl.cdiv(HEAD_DIM, SIDE) * SIDE + part
+        value_channel = of_part % tl.cdiv(HEAD_DIM, SIDE) * SIDE + part
+        total = tl.zeros((SIDE, SIDE), tl.float32)
         for block in range(0, blocks):
             row = block * BLOCK + rows
             token = tl.load(row_tokens + row)
@@ -205,16 +212,16 @@ def store_state(
                 weight = tl.load(key_mask + tl.maximum(token, 0), mask=token >= 0, other=0.0)
             weights = tl.sum(weight)
             share = (weight / tl.where(weights > 0, weights, 1.0))[:, None]
-            k = load_rows(key_rows, row, None, HEAD_DIM, BLOCK_D)
-            v = tl.load(value_rows + row[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
-            apart = k.to(tl.float32) - tl.sum(k.to(tl.float32) * share, 0)[None, :]
-            around = v.to(tl.float32) - tl.sum(v.to(tl.float32) * share, 0)[None, :]
+            k = apart_from_mean(key_rows, row, key_channel, share, HEAD_DIM)
+            v = apart_from_mean(value_rows, row, value_channel, share, HEAD_DIM)
+            number = key_rows.dtype.element_ty
             # times BLOCK, so that half precision loses no small shares
-            apart = (apart * share * BLOCK).to(k.dtype)
-            total = tl.dot(tl.trans(apart), around.to(k.dtype), total, input_precision=PRECISION)
-        at = channel[:, None] * HEAD_DIM + columns[None, :]
+            k = (k * share * BLOCK).to(number)
+            total = tl.dot(tl.trans(k), v.to(number), total, input_precision=PRECISION)
+        at = key_channel[:, None] * HEAD_DIM + value_channel[None, :]
         total /= BLOCK * tl.maximum(with_weight, 1)
-        tl.store(state + at, total.to(state.dtype.element_ty), mask=(channel < HEAD_DIM)[:, None] & inside)
+        inside = (key_channel < HEAD_DIM)[:, None] & (value_channel < HEAD_DIM)[None, :]
+        tl.store(state + at, total.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -252,9 +259,7 @@ def prepare_keys_kernel(
     LEVELS: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One stretch of one head, of the grid or of extra tokens, which are not sorted: halved LEVELS times."""
@@ -307,25 +312,24 @@ def prepare_keys_kernel(
         tl.store(spread + pooled_at, variance.to(key.dtype.element_ty), mask=pooled_mask)
         mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
         tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
-    if states is not None:
+    if states is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
         if is_grid:
             tl.debug_barrier()  # the rows that this program has just written are read by other threads of it
-            at = (group * rows + start) * D
+            of_stretch = (group * rows + start) * D
             mask_of_sample = key_mask
             if key_mask is not None:
                 mask_of_sample = key_mask + batch * tokens
             store_state(
-                key_rows + at,
-                value_rows + at,
+                key_rows + of_stretch,
+                value_rows + of_stretch,
                 row_tokens + group * rows + start,
                 mask_of_sample,
                 states + (group * of_grid + tl.program_id(1)) * D * D,
                 (end - start) // BLOCK,
                 tl.sum((total > 0).to(tl.int32)),
-                HEAD_DIM,
-                BLOCK_D,
+                D,
                 BLOCK,
-                COLUMNS,
+                SIDE,
                 PRECISION,
             )
 
@@ -471,10 +475,10 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         STRETCH=stretch,
         LEVELS=(stretch // key_block_size).bit_length() - 1 if by_content else 0,
         CHUNK=tile.n,
-        COLUMNS=min(64, power_of_two(head_dim)),
+        SIDE=min(tile.m, power_of_two(head_dim)),
+        PRECISION=precision_of(key),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **constants_of(key),
         **strides_of(key=key, value=value),
         **shared,
     )
@@ -482,8 +486,8 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
 
 
 @operator(
-    "(Tensor query, Tensor key, Tensor value, Tensor pooled_query, Tensor pooled_key, Tensor pooled_value, Tensor? states, "
-    "Tensor key_rows, Tensor value_rows, Tensor row_tokens, Tensor? angles, Tensor? key_mask, "
+    "(Tensor query, Tensor key, Tensor value, Tensor pooled_query, Tensor pooled_key, Tensor pooled_value, "
+    "Tensor? states, Tensor key_rows, Tensor value_rows, Tensor row_tokens, Tensor? angles, Tensor? key_mask, "
     f"{_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
 )
 def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, states, *arguments: Any):
@@ -543,7 +547,11 @@ def _of_states(
     through the means cancels, as deviations add up to 0. Products of PyTorch, since gradients are taken in training
     alone.
     """
-    size, blocks, per_stretch = layout.block_size, layout.grid_blocks, stretch_of(layout.block_size) // layout.block_size
+    size, blocks, per_stretch = (
+        layout.block_size,
+        layout.grid_blocks,
+        stretch_of(layout.block_size) // layout.block_size,
+    )
     rows, padding = blocks * size, -blocks % per_stretch
     tokens = row_tokens[:, :rows]
     weight = (tokens >= 0).float()

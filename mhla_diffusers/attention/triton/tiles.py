@@ -27,11 +27,15 @@ class Tile(NamedTuple):
 _SOFTMAX_FLOAT32 = (16, 32, 4, 1), (16, 16, 4, 1)
 TILES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "prepare": {"": (*[(4, 64, 4, 1)] * 2, *[(4, 32, 4, 1)] * 2)},  # heads one after the other, channels at once
-    "prepare_keys": {"": (*[(256, 16, 8, 1)] * 2, *[(256, 32, 8, 1)] * 2)},  # a stretch, channels at once
+    # channels of a part of a state, channels at once
+    "prepare_keys": {"": (*[(64, 16, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2)},
     "rows_gradient": {"": ((64, 32, 4, 1),) * 4},
     "score": {"": ((64, 64, 4, 2),) * 4},
-    "content_mixing": {"": ((64, 64, 4, 2), (32, 64, 4, 1), (32, 64, 4, 1), (16, 64, 4, 1))},
-    "merge": {"": ((64, 64, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))},
+    "content_mixing": {
+        "gfx942": ((64, 64, 4, 2), (32, 64, 4, 1), (32, 64, 8, 1), (16, 32, 4, 1)),
+        "": ((64, 64, 4, 2), (32, 64, 4, 1), (32, 64, 8, 1), (16, 64, 8, 1)),
+    },
+    "merge": {"": ((64, 64, 8, 1), *[(32, 32, 8, 1)] * 2, (16, 16, 4, 1))},
     "softmax_forward": {
         "sm_90 sm_100": ((64, 64, 4, 3), (64, 32, 4, 2), *_SOFTMAX_FLOAT32),
         "": ((64, 64, 4, 2), (32, 32, 4, 1), *_SOFTMAX_FLOAT32),

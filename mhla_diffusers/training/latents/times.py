@@ -20,7 +20,11 @@ def frames_together(transformer: Any) -> int | None:
         ValueError: a patch with ``causal="block"`` for a model that takes one time for all frames, or that does not
             cover all self-attentions.
     """
-    layers = {name: layer for name, layer in mhla_layers(transformer).items() if getattr(layer.config, "causal", None) == "block"}
+    layers = {
+        name: layer
+        for name, layer in mhla_layers(transformer).items()
+        if getattr(layer.config, "causal", None) == "block"
+    }
     lengths = {getattr(layer.config, "block_length", 0) for layer in layers.values()}
     if not lengths:
         return None

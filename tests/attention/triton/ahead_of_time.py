@@ -27,36 +27,38 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from mhla_diffusers.attention import ContentRule, mhla_attention
+from mhla_diffusers.attention import mhla_attention, sparse_attention
 from mhla_diffusers.attention.triton import backend, tiles
 from mhla_diffusers.files import written_aside
 
 from .meta import Operators, nothing_launched
 
 HALF, FLOAT = torch.bfloat16, torch.float32
-WAN = {"tokens": 31_500, "blocks": 105, "heads": 12, "head_dim": 128, "dtype": HALF}
-BESIDE = WAN | {"block_size": 64, "rope": "before"}
+WAN = {"tokens": 31_500, "heads": 12, "head_dim": 128, "dtype": HALF}
+MHLA, SPARSE = {"blocks": 105}, {"block_size": 64, "key_block_size": 64}
 WIDE = {"head_dim": 256, "heads": 6}
+BOTH = WAN | MHLA | SPARSE
 TABLE = {
-    "16 bits": BESIDE,
-    "16 bits, 256 channels": BESIDE | WIDE,
-    "float32": BESIDE | {"dtype": FLOAT},
-    "float32, 256 channels": BESIDE | WIDE | {"dtype": FLOAT},
+    "16 bits": BOTH,
+    "16 bits, 256 channels": BOTH | WIDE,
+    "float32": BOTH | {"dtype": FLOAT},
+    "float32, 256 channels": BOTH | WIDE | {"dtype": FLOAT},
 }
-"""A call for every column of the table of tiles; each launches every kernel."""
+"""Calls for every column of the table of tiles; together they launch every kernel."""
 PROBLEMS = TABLE | {
-    "blocks of 128": BESIDE | {"block_size": 128},
-    "without MHLA": BESIDE | {"linear": False},
-    "keys in 32": BESIDE | {"key_block_size": 32, "linear": False},
-    "keys in 16": BESIDE | {"key_block_size": 16, "linear": False},
-    "MHLA": WAN | {"everything": True},
-    "72 channels": BESIDE | {"rope": "after", "head_dim": 72, "heads": 16, "everything": True},
+    "blocks of 128": WAN | SPARSE | {"block_size": 128, "key_block_size": 128},
+    "keys in 32": WAN | SPARSE | {"key_block_size": 32},
+    "keys in 16": WAN | SPARSE | {"key_block_size": 16},
+    "means": WAN | SPARSE | {"key_block_size": 32, "far": "means"},
+    "MHLA": WAN | MHLA | {"everything": True},
+    "text": WAN | MHLA | {"extra": 512, "rope": "before"},
+    "72 channels": BOTH | {"head_dim": 72, "heads": 16, "everything": True},
     "causal": WAN | {"blocks": 21, "causal": "token"},
 }
-_USUAL = ["16 bits", "without MHLA"]
+_USUAL = ["16 bits", "keys in 32", "text"]
 COLUMNS = {
     "sm_90": list(PROBLEMS),
-    "sm_80": [*_USUAL, "keys in 32"],
+    "sm_80": [*_USUAL, "means"],
     **dict.fromkeys(("sm_86", "gfx942"), [*_USUAL, "16 bits, 256 channels", "float32, 256 channels"]),
     **dict.fromkeys(("sm_89", "sm_100", "sm_120"), _USUAL),
 }
@@ -67,29 +69,35 @@ NAMED = "triton", "architecture", "kernel", "problem", "key"
 COMPILED = "shared_bytes", "stack_bytes", "registers", "narrow_loads", "wgmma"
 
 
-def launches_of(architecture, tokens, blocks, heads, head_dim, dtype, rope="after", everything=False, **kinds):
-    """Kernels and arguments of one call and its gradients."""
+def launches_of(architecture, tokens, heads, head_dim, dtype, everything=False, extra=0, **kinds):
+    """Kernels and arguments of one call of each attention that has blocks, and its gradients."""
     tiles.architecture_of = lambda _: architecture
     backend.why_not = lambda *_: None
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-    query, key, value = (empty(1, tokens, heads, head_dim) for _ in range(3))
-    options = {"rotary": (empty(1, tokens, 1, head_dim, dtype=FLOAT).detach(),) * 2, "rope": rope}
-    if "block_size" in kinds:
-        options["sparse"] = ContentRule(kinds["block_size"], 0.05, key_block_size=kinds.get("key_block_size", 0))
-        options |= {"pooled_bias": empty(heads, dtype=FLOAT)}
+    length = tokens + extra
+    query, key, value = (empty(1, length, heads, head_dim) for _ in range(3))
+    shared = {"rotary": (empty(1, length, 1, head_dim, dtype=FLOAT).detach(),) * 2, "extra": (0, extra)}
     if everything:
-        options |= {"key_mask": empty(1, tokens, dtype=FLOAT).detach(), "output_norm": empty(head_dim)}
-        options["output_gate"] = empty(1, tokens, heads, head_dim)
-    if len(kinds) and kinds.get("linear", True):
-        options["linear_weight"] = empty(heads, dtype=FLOAT)
-    options |= {"causal": kinds["causal"]} if "causal" in kinds else {}
-    mixing = empty(blocks, blocks, dtype=FLOAT)
+        shared["key_mask"] = empty(1, length, dtype=FLOAT).detach()
+    shared["backend"] = "triton"
     with Operators(), nothing_launched() as launches:
-        output = mhla_attention(query, key, value, mixing, (tokens,), (blocks,), **options, backend="triton")
-        torch.autograd.backward(output, torch.empty_like(output))
+        if "block_size" in kinds:
+            sizes = {name: kinds[name] for name in ("block_size", "key_block_size", "far") if name in kinds}
+            output = sparse_attention(query, key, value, (tokens,), **sizes, **shared)
+            torch.autograd.backward(output, torch.empty_like(output))
+        if "blocks" in kinds:
+            options = {name: kinds[name] for name in ("rope", "causal") if name in kinds}
+            if everything:
+                options |= {"output_norm": empty(head_dim), "output_gate": empty(1, tokens, heads, head_dim)}
+            if extra:
+                options["linear_weight"] = empty(heads, dtype=FLOAT)
+            blocks = kinds["blocks"]
+            mixing = empty(blocks, blocks, dtype=FLOAT)
+            output = mhla_attention(query, key, value, mixing, (tokens,), (blocks,), **options, **shared)
+            torch.autograd.backward(output, torch.empty_like(output))
     return launches
 
 
@@ -192,7 +200,8 @@ def count_variants():
     for name, sizes in PROBLEMS.items():
         hashes = {}
         for tokens, blocks in ((31_500, 105), (32_001, 90), (31_991, 98)):
-            for kernel, arguments in launches_of("sm_90", **sizes | {"tokens": tokens, "blocks": blocks}):
+            changed = {"tokens": tokens} | ({"blocks": blocks} if "blocks" in sizes else {})
+            for kernel, arguments in launches_of("sm_90", **sizes | changed):
                 source, _ = variant_of(kernel, arguments, "sm_90")
                 hashes.setdefault(kernel.__name__, set()).add(source.hash())
         print(json.dumps([name, {kernel: len(found) for kernel, found in hashes.items()}]))

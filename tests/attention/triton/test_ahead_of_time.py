@@ -29,7 +29,7 @@ SHARED_MEMORY = {
     "gfx942": 64 * KIB,
 }
 """What one block (workgroup) may have; from the vendors' tables of limits per architecture."""
-KERNELS, LINEAR_KERNELS = 17, 4
+KERNELS, LINEAR_KERNELS = 19, 4
 ALLOWED_STACK = {
     ("pooled_dkv_kernel", "16 bits"): 16,
     ("pooled_dkv_kernel", "72 channels"): 16,

@@ -5,13 +5,14 @@ On a machine without a GPU they run through Triton's interpreter, on one with a 
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import mhla_attention
+from mhla_diffusers.attention import BlockLists, mhla_attention
 from mhla_diffusers.attention.triton import tiles
 
 from ..problems import (
@@ -40,6 +41,8 @@ def on_device(problem: Problem) -> Problem:
     def move(x):
         if isinstance(x, tuple):
             return tuple(map(move, x))
+        if isinstance(x, BlockLists):
+            return replace(x, keys=x.keys.to(DEVICE))
         return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
 
     tensors, options = ({name: move(x) for name, x in d.items()} for d in (problem.tensors, problem.options))
@@ -78,9 +81,10 @@ def test_feature_maps_and_rope(feature_map, rope, normalize):
     check(make_problem((5, 7), (2, 2), heads=1, feature_map=feature_map, normalize=normalize, **options))
 
 
-@pytest.mark.parametrize("kind", ["linear", "sparse and linear", "extra", "causal by token"])
+@pytest.mark.parametrize("kind", ["linear", "sparse", "sparse by content", "extra", "causal by token"])
 def test_a_sample_without_a_key_gets_nothing(kind):
-    check_empty_sample(on_device(masked_problem(kind)), TRITON)
+    problem = on_device(masked_problem(kind))
+    check_empty_sample(problem, functools.partial(problem.attention, backend="triton"))
 
 
 def test_identity_feature_map_needs_no_normaliser():

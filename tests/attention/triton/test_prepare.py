@@ -1,19 +1,29 @@
-"""Rows, pooled blocks and their gradients against the definition, written out in float64."""
+"""Rows, means and states of blocks and their gradients against the definition, written out in float64."""
+
+import dataclasses
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mhla_diffusers.attention import SparseCall
+from mhla_diffusers.attention.call import ContentRule
 from mhla_diffusers.attention.layout import layout_of
-from mhla_diffusers.attention.order import content_order
+from mhla_diffusers.attention.order import content_order, stretch_of
 from mhla_diffusers.attention.rope import apply_rotary
+from mhla_diffusers.attention.sparse import pool, stretch_states, uniform_rows
+from mhla_diffusers.attention.triton import tiles
 from mhla_diffusers.attention.triton.prepare import prepare
+from mhla_diffusers.attention.triton.states import states_dtype
+
+DIFFERENTIABLE = 0, 1, 2, 4, 5, 7
+"""Of what :func:`definition` returns."""
 
 
 def definition(query, key, value, angles, key_mask, place, rows_of_keys, number):
-    """In the tensors' own type, but that rows are rounded to ``number``; all seven tensors."""
-    grid, block, key_block, extra, _ = place
+    """In the tensors' own type, but that rows and factors of states are rounded to ``number``; all eight tensors."""
+    grid, block, key_block, extra, _, with_states = place
     queries, keys = (layout_of(tuple(grid), size, extra) for size in (block, key_block))
     if angles is not None:
         query, key = apply_rotary(query, angles), apply_rotary(key, angles)
@@ -35,14 +45,23 @@ def definition(query, key, value, angles, key_mask, place, rows_of_keys, number)
     q = rows(query, queries.order.expand(len(rows_of_keys), -1))
     k, v = (rows(x, rows_of_keys) for x in (key, value))
     pooled_query = blocks(q, queries).sum(2) / queries.valid[: queries.grid_blocks, None]
-    mean = (blocks(k, keys) * share).sum(2)
+    mean, mean_value = ((blocks(x, keys) * share).sum(2) for x in (k, v))
     spread = ((blocks(k, keys) - mean[:, :, None]).square() * share).sum(2)
-    return q, k, v, pooled_query, mean, (blocks(v, keys) * share).sum(2), spread
+    states = k.new_zeros(len(k), 0, k.shape[-1], k.shape[-1])
+    if with_states:
+        # times the rows of a block, so that half precision loses no small shares
+        left = ((blocks(k, keys) - mean[:, :, None]) * share * key_block).to(number).to(k.dtype) / key_block
+        right = (blocks(v, keys) - mean_value[:, :, None]).to(number).to(k.dtype)
+        per_stretch = stretch_of(key_block) // key_block
+        has_weight = (total > 0).to(k.dtype)[..., None]
+        parts = zip(*(x.split(per_stretch, 1) for x in (left.mT @ right, has_weight)), strict=True)
+        states = torch.stack([x.sum(1) / n.sum(1).clamp(min=1).squeeze(1) for x, n in parts], 1)
+    return q, k, v, pooled_query, mean, mean_value, spread, states
 
 
 def expected_rows(key, angles, key_mask, place):
     """Positions of the rows of keys, (B H, R): the curve, sorted by content on the grid."""
-    grid, _, block, extra, by_content = place
+    grid, _, block, extra, by_content, _ = place
     layout, heads = layout_of(tuple(grid), block, extra), key.shape[2]
     order = layout.order.long().expand(len(key), heads, -1)
     if by_content:
@@ -68,6 +87,7 @@ def make_problem(
     mask=False,
     angles="shared",
     strides="plain",
+    states=True,
 ):
     torch.manual_seed(0)
     tokens = torch.Size(grid).numel() + extra
@@ -82,35 +102,39 @@ def make_problem(
         angle = torch.randn(1 if angles == "shared" else batch, tokens, 1, head_dim // 2)
         table = torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
     key_mask = torch.rand(batch, tokens) * (torch.rand(batch, tokens) < 0.8) if mask else None
-    return [*inputs, table, key_mask, (list(grid), block, key_block or block, extra, content)]
+    return [*inputs, table, key_mask, (list(grid), block, key_block or block, extra, content, states)]
 
 
 def assert_near(got, in_pytorch, truth, dtype):
     """float32 within 1e-5 of the largest; 16 bits within twice the error of the same steps in PyTorch."""
     for ours, theirs, right in zip(got, in_pytorch, truth, strict=True):
-        assert ours.shape == right.shape and ours.dtype == dtype
-        largest, error = right.abs().max(), (ours.double() - right).abs().max()
-        allowed = 1e-5 * largest if dtype == torch.float32 else 2 * (theirs.to(dtype).double() - right).abs().max()
-        assert error <= allowed, (float(error), float(allowed))
+        number = states_dtype(dtype) if ours.ndim == 4 and ours.shape[-1] == ours.shape[-2] else dtype
+        assert ours.shape == right.shape and ours.dtype == number
+        if right.numel():
+            largest, error = right.abs().max(), (ours.double() - right).abs().max()
+            allowed = 1e-5 * largest if dtype == torch.float32 else 2 * (theirs.to(number).double() - right).abs().max()
+            assert error <= allowed, (float(error), float(allowed))
 
 
 def check(problem):
     """Forward and backward; returns what the forward wrote."""
     dtype, place = problem[0].dtype, problem[5]
     inputs = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in problem[:3]]
-    *found, positions = prepare(*inputs, *problem[3:5], *place)
+    *found, positions, states = prepare(*inputs, *problem[3:5], *place)
+    found.append(states)
     positions_expected = expected_rows(problem[1], *problem[3:])
     assert torch.equal(positions.long(), positions_expected)
-    upstream = [torch.randn(found[i].shape).to(dtype) for i in (0, 1, 2, 4, 5)]
+    differentiable = DIFFERENTIABLE if place[-1] else DIFFERENTIABLE[:-1]
+    upstream = [torch.randn(found[i].shape).to(found[i].dtype) for i in differentiable]
     outputs, gradients = [], []
     for wide, number in ((torch.float32, dtype), (torch.float64, torch.float64)):
         leaves = [x.detach().to(wide, copy=True).requires_grad_() for x in problem[:3]]
         others = [*(None if x is None else x.to(wide) for x in problem[3:5]), place, positions_expected]
         outputs.append(definition(*leaves, *others, number))
-        differentiable = [definition(*leaves, *others, wide)[i] for i in (0, 1, 2, 4, 5)]
-        gradients.append(torch.autograd.grad(differentiable, leaves, [x.to(wide) for x in upstream]))
+        wanted = [definition(*leaves, *others, wide)[i] for i in differentiable]
+        gradients.append(torch.autograd.grad(wanted, leaves, [x.to(wide) for x in upstream]))
     assert_near(found, *outputs, dtype)
-    assert_near(torch.autograd.grad([found[i] for i in (0, 1, 2, 4, 5)], inputs, upstream), *gradients, dtype)
+    assert_near(torch.autograd.grad([found[i] for i in differentiable], inputs, upstream), *gradients, dtype)
     return [x.detach() for x in found]
 
 
@@ -125,6 +149,7 @@ CASES = {
         "dtype": torch.float32,
         "content": False,
     },
+    "without states": {"block": 32, "heads": 2, "head_dim": 16, "dtype": torch.float32, "mask": True, "states": False},
     "float16, masked": {"block": 16, "heads": 2, "head_dim": 16, "dtype": torch.float16, "mask": True},
     "float32, angles by sample": {"block": 16, "heads": 2, "head_dim": 64, "dtype": torch.float32, "angles": "own"},
     "padded channels": {"block": 32, "heads": 3, "head_dim": 72, "dtype": torch.bfloat16, "strides": "fused"},
@@ -162,7 +187,9 @@ def test_several_stretches_and_equal_keys():
 def test_blocks_without_weight_are_zero_and_pass_no_gradient_on():
     problem = make_problem((25,), 16, 0, 1, 2, 16, torch.float32, content=False, mask=True)
     problem[4][0, layout_of((25,), 16).order[16:25].long()] = 0.0
-    for pooled in check(problem)[4:]:
+    *_, pooled_key, pooled_value, spread, states = check(problem)
+    assert states.any()
+    for pooled in (pooled_key, pooled_value, spread):
         assert (pooled[:, 1] == 0).all() and (pooled[:, 0] != 0).any()
 
 
@@ -177,6 +204,52 @@ def test_nan_does_not_push_keys_out():
     problem = make_problem((37,), 16, 0, 1, 2, 8, torch.float32)
     problem[1] = problem[1].clone()
     problem[1][:, ::3] = float("nan")
-    *_, positions = prepare(*problem[:5], *problem[5])
+    *_, positions, _ = prepare(*problem[:5], *problem[5])
     for row in positions:
         assert torch.equal(row[:37].sort().values, torch.arange(37, dtype=torch.int32))
+
+
+HALF_OF_STATES = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Relative error of states whose factors and, in bfloat16, sums are rounded: each by at most half an eps of its own,
+so that a norm over many entries is off by less than one eps of all; float32 sums of some 250 terms of either sign."""
+
+
+@pytest.mark.parametrize("dtype", HALF_OF_STATES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 128])
+@pytest.mark.parametrize("by_content", [True, False])
+def test_states_are_those_of_the_eager_module(head_dim, dtype, by_content):
+    """1,015 tokens: three whole stretches of 256 keys and one that the end cuts, in a block with padding."""
+    query, key, value, _, mask, _ = make_problem((5, 7, 29), 32, 0, 1, 1, head_dim, dtype, mask=True, angles=None)
+    rule = ContentRule(32, 0.1, key_block_size=16, order="content" if by_content else "curve")
+    *_, found = prepare(query, key, value, None, mask, [5, 7, 29], 32, 16, 0, by_content, True)
+    wide = (x.double() for x in (query, key, value))
+    call = SparseCall(**dict(zip(("query", "key", "value"), wide, strict=True)), grid=(5, 7, 29), sparse=rule)
+    call = dataclasses.replace(call, key_mask=mask)
+    rows = uniform_rows(call, rule)
+    expected = stretch_states(pool(call, rule, rows), rows.value, 16).flatten(0, 1)
+    assert found.shape == (1, 4, head_dim, head_dim) and found.dtype == states_dtype(dtype)
+    assert (found.double() - expected).norm() <= HALF_OF_STATES[dtype] * expected.norm()
+
+
+def test_a_stretch_without_a_key_has_a_state_of_zero():
+    query, key, value, *_ = make_problem((512,), 64, 0, 1, 1, 16, torch.float32)
+    mask = torch.ones(1, 512)
+    mask[0, layout_of((512,), 64).order[256:].long()] = 0
+    *_, states = prepare(query, key, value, None, mask, [512], 64, 64, 0, True, True)
+    assert states[:, 0].any() and not states[:, 1].any()
+
+
+def test_parts_of_a_state_are_those_of_the_whole(monkeypatch):
+    """Heads of more channels than are added up at once."""
+    problem = make_problem((70,), 16, 0, 1, 1, 40, torch.float32, mask=True)
+    monkeypatch.setitem(tiles.TILES, "prepare_keys", {"": ((16, 16, 8, 1),) * 4})
+    check(problem)
+
+
+def test_nan_stays_in_its_sample_and_stretch():
+    query, key, value, *_ = make_problem((512,), 64, 0, 2, 1, 8, torch.float32)
+    key[0, 5] = float("nan")
+    *_, states = prepare(query, key, value, None, None, [512], 64, 64, 0, True, True)
+    is_first = layout_of((512,), 64).rows[5] < 256
+    assert states[0, 0 if is_first else 1].isnan().any()
+    assert not states[0, 1 if is_first else 0].isnan().any() and not states[1].isnan().any()
