@@ -1,8 +1,8 @@
 """Settings of a patch: one of three validated, immutable, serialisable objects; and the presets.
 
-:class:`SparseConfig` is sparse attention, :class:`MHLAConfig` the paper's MHLA, :class:`CausalConfig` MHLA whose queries
-see the past alone. What all have in common is in :class:`PatchConfig`. Presets are the YAML files of the ``patches/``
-folder, which also ship in the wheel.
+:class:`SparseConfig` is sparse attention, :class:`MHLAConfig` the paper's MHLA, :class:`CausalConfig` MHLA with queries
+that see the past alone. What all have in common is in :class:`PatchConfig`. Presets are the YAML files of the
+``patches/`` folder, which also ship in the wheel.
 """
 
 import math

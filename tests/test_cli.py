@@ -74,7 +74,7 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
 def test_info_counts_what_the_sparse_branch_costs(tmp_path):
     """Softmax attention is 4 N² D H; 5 % of the pairs are listed, and every query has 493 pooled keys."""
     path = tmp_path / "patch.yaml"
-    path.write_text("family: wan\nbase_model: a\ndescription: b\nmhla:\n  blocks: [7, 3, 5]\n  sparse: content\n")
+    path.write_text("family: wan\nbase_model: a\ndescription: b\npatch: {density: 0.05}\n")
     shown = mhla_here("info", "--patch", str(path))
     (density,) = [line for line in shown.splitlines() if line.startswith("density") and "%" in line]
     assert density.split() == ["density", "5.0%"]
@@ -90,7 +90,7 @@ def test_info_counts_what_the_sparse_branch_costs(tmp_path):
 
 def test_info_as_a_report(tmp_path):
     patch = tmp_path / "mine.yaml"
-    patch.write_text("family: wan\nbase_model: /home/me/wan\ndescription: d\nmhla:\n  blocks: [7, 3, 5]\n")
+    patch.write_text("family: wan\nbase_model: /home/me/wan\ndescription: d\npatch:\n  blocks: [7, 3, 5]\n")
     shown = mhla_here("info", "--report", "--patch", str(patch))
     for line in (
         f"mhla_diffusers {mhla_diffusers.__version__}",

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from . import eager
-from .call import DEFAULT_DENSITY, Backend, BlockLists, Call, ContentRule, Far, MHLACall, Order, SparseCall
+from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall
 from .causal import Causal, causal_attention
 from .extra import ROWS
 from .feature_maps import get_feature_map

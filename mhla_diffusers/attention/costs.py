@@ -1,6 +1,6 @@
 """What an attention costs without its projections, counted from sizes. A multiplication and an addition count two."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .call import list_length
 

@@ -8,13 +8,15 @@ denominator, s_t = q · k_t / √D after RoPE::
 Extra tokens attend to everything with softmax.
 """
 
+from dataclasses import replace
+
 import torch
 
 from .call import BlockLists, MHLACall
 from .layout import block_count, in_order
 from .linear import finish, read, states
-from .merge import linear_branch, under_common_sum
-from .precision import without_autocast
+from .merge import least_mixing, under_common_sum
+from .precision import LEAST_MASK, sum_dtype, without_autocast
 from .sparse import attend_to_lists, extra_queries, uniform_rows
 
 ROWS = 64
@@ -26,6 +28,14 @@ def empty_lists(call: MHLACall) -> BlockLists:
     blocks, heads = block_count(call.grid, ROWS), call.query.shape[2]
     keys = torch.empty(1, heads, blocks, 0, dtype=torch.int64, device=call.query.device)
     return BlockLists(ROWS, keys, 0)
+
+
+def linear_branch(call: MHLACall) -> MHLACall:
+    """Return MHLA over all blocks as it stands beside softmax: without norm and gate, its normaliser above 0."""
+    mask = call.key_mask
+    if mask is not None:
+        mask = mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK)
+    return replace(call, key_mask=mask, mixing=least_mixing(call.mixing), output_norm=None, output_gate=None)
 
 
 def beside_extra(call: MHLACall) -> torch.Tensor:

@@ -8,8 +8,8 @@ tried on trained attention (``studies/real_weights``) none brings more at that p
 
 import torch
 
-_NUMBERS = 2**18
-"""Numbers of keys that are worked on at once, so that they stay in a CPU's cache."""
+_NUMBERS, _DEVICE_NUMBERS = 2**18, 2**26
+"""Numbers of keys that are worked on at once: on a CPU so that they stay in its cache, and elsewhere."""
 STRETCH = 256
 """Keys that are sorted among themselves, in blocks of 16 and more."""
 
@@ -23,7 +23,7 @@ def stretch_of(block_size: int) -> int:
 
 
 def blocks_per_state(block_size: int) -> int:
-    """Return how many key blocks share a state: those of a stretch; blocks below 16, of short sequences, have their own."""
+    """Return how many key blocks share a state: those of a stretch; below 16 tokens each block has its own."""
     return stretch_of(block_size) // block_size if block_size >= 16 else 1
 
 
@@ -48,7 +48,8 @@ def content_order(keys: torch.Tensor, exists: torch.Tensor, block_size: int) -> 
     groups = torch.nn.functional.pad(keys, (0, 0, 0, padding)).view(-1, stretch, channels)
     real = torch.nn.functional.pad(exists, (0, padding)).view(len(exists), 1, -1, stretch)
     real = real.expand(batch, heads, -1, -1).reshape(-1, stretch)
-    at_once = max(1, _NUMBERS // (stretch * channels))
+    numbers = _NUMBERS if keys.device.type == "cpu" else _DEVICE_NUMBERS
+    at_once = max(1, numbers // (stretch * channels))
     parts = zip(groups.split(at_once), real.split(at_once), strict=True)
     within = torch.cat([_sorted_stretches(*part, block_size) for part in parts]).view(batch, heads, -1, stretch)
     starts = torch.arange(0, rows + padding, stretch, device=keys.device)

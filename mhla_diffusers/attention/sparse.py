@@ -308,12 +308,12 @@ def _fitted(call: SparseCall, query: torch.Tensor, rows: Rows, bias: torch.Tenso
         parts: of all queries.
     """
     some = fitting_rows(math.prod(call.grid), query.device)
-    near, near_lse, far, far_lse, correction = (None if x is None else x.flatten(2, 3)[:, :, some] for x in parts)
+    near, near_lse, far, far_lse = (x.flatten(2, 3)[:, :, some] for x in parts[:4])
+    correction = None if parts.correction is None else parts.correction.flatten(2, 3)[:, :, some]
     mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
     truth = torch.nn.functional.scaled_dot_product_attention(
         query.flatten(2, 3)[:, :, some], rows.key.flatten(2, 3), rows.value.flatten(2, 3), attn_mask=mask, scale=1.0
     )
-    assert near is not None and near_lse is not None and far is not None and far_lse is not None
     pooled_bias, state_weight = best_weights(truth, near, near_lse, far, far_lse, correction)
     return replace(call, pooled_bias=pooled_bias, state_weight=None if parts.correction is None else state_weight)
 

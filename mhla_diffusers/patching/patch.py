@@ -117,10 +117,10 @@ def _tell_what_runs(patched: Patched) -> None:
     runs = f"{config.attention} in {len(patched.layers)} of the {len(patched.attentions)} self-attentions of {kind}"
     if isinstance(config, LinearConfig) and patched.family.own_attention == "softmax":
         logger.warning(
-            "%s: nothing of it is adapted yet, so what this model generates is not usable. Adapt it with mhla finetune, "
-            "load an adapted patch with load_mhla(), or patch with sparse attention, apply_mhla(pipe), which needs no "
-            "training.",
+            "%s: nothing of it is adapted yet, so the outputs are not usable. Train it, or load an adapted patch with "
+            "load_mhla().%s",
             runs,
+            "" if patched.family.kind == "language" else " Sparse attention, apply_mhla(model), needs no training.",
         )
     else:
         logger.info("%s", runs)

@@ -76,8 +76,8 @@ class MHLAProcessor:
             )
         if config is not None and not isinstance(config, PatchConfig):
             raise ValueError(
-                f"config={config!r} must be MHLAConfig, SparseConfig or CausalConfig; single settings are keywords, such as "
-                "MHLAProcessor(blocks=(7, 3, 5))."
+                f"config={config!r} must be MHLAConfig, SparseConfig or CausalConfig; single settings are keywords, "
+                "such as MHLAProcessor(blocks=(7, 3, 5))."
             )
         check_backend(backend)
         is_blank = config is None and not settings and grid is None and backend == "auto"

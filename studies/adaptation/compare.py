@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 
 from mhla_diffusers import MHLAConfig, SparseConfig
-from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.benchmark.measure import Budget, time_interleaved
+from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, TRANSFER_STEPS, Adaptation, held_out_curve
 from mhla_diffusers.families import predict
 from mhla_diffusers.reporting import mean_and_spread, write_table

@@ -4,10 +4,10 @@ python studies/fidelity/fidelity.py untrained             # all three pipelines
 python studies/fidelity/fidelity.py untrained --family dit --scenes 200
 python studies/fidelity/fidelity.py steps --family wan    # untrained and adapted, 0 to 30 % of the steps softmax
 
-Every row is patched again, or it is an adapted patch that ships. All rows see the same held-out samples and noise. Held-out loss,
-digits recognised, Fréchet distance to real digits, and the distance of every picture to the unpatched pipeline's for
-the same noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are finished are kept, so
-a command goes on where it was stopped.
+Every row is patched again, or it is an adapted patch that ships. All rows see the same held-out samples and noise.
+Held-out loss, digits recognised, Fréchet distance to real digits, and the distance of every picture to the unpatched
+pipeline's for the same noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are
+finished are kept, so a command goes on where it was stopped.
 """
 
 import argparse

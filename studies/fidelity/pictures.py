@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fidelity import CALIBRATION_SAMPLES, Row
+from fidelity import Row
 
 from mhla_diffusers import apply_mhla, audit
 from mhla_diffusers.analysis import draw_audit

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file
 from scenes import Clips, ColourClassifier, Scenes, fine_detail, look, train_classifier
 
-from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla
-from mhla_diffusers.config import PatchConfig
+from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla, mhla_layers
 from mhla_diffusers.benchmark.measure import Budget, time_interleaved
+from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, train_or_go_on
 from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
@@ -38,8 +38,8 @@ from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfi
 TEXT_DIM, DIGITS = 64, 3
 """Channels of a caption's words, and digits of a scene."""
 FLOW_SHIFT, GUIDANCE, DROPOUT = 3.0, 2.5, 0.1
-SCENES, CALIBRATION = 50_000, 4
-"""Training scenes that are drawn as they are needed, and those on which λ and β are calibrated."""
+SCENES = 50_000
+"""Training scenes that are drawn as they are needed."""
 
 
 # ---- what is studied -------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_a_rule_that_lists_everything_on_this_grid_is_softmax_attention():
 
 
 def test_the_first_order_is_the_derivative_of_a_block():
-    """Keys that stand close to their block's mean: the error of the means falls with the distance, this with its square.
+    """Keys close to their block's mean: the error of the means falls with the distance, this one with its square.
 
     One block of queries, all alike, and one block of keys per stretch, so that mixing by the mean query is exact.
     """

@@ -20,7 +20,7 @@ PATCH = """\
 family: cogview3plus
 base_model: THUDM/CogView3-Plus-3B
 description: all layers
-mhla:
+patch:
   blocks: [2, 2]
 """
 

@@ -51,6 +51,9 @@ OWN_FORM = (
     *("chronoedit", "dig", "flux", "hunyuan_dit", "ltx", "pixart", "sana", "sana_qk_norm", "sana_video"),
     *("skyreels_v2", "wan", "wan_animate"),
 )
+SPARSE = {"density": 0.2, "block_size": 4}
+# whose own attention is softmax attention
+SOFTMAX = tuple(name for name in RUNNING if case_of(name).of_family.own_attention == "softmax")
 # half a minute each, so all but one are left to the long run; tests/benchmark counts DiT, SANA and Wan
 slowly = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("dit", "flux", "sana", "wan")]
 
@@ -89,6 +92,21 @@ def test_apply_changes_and_remove_restores_bit_for_bit(name: str) -> None:
     assert torch.equal(output(model, arguments), expected)
     assert_same_footprint(model, before)
     assert torch.equal(output(mhla.apply_mhla(model, **plain(name)), arguments), found)
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_the_default_of_softmax_attention_is_sparse_and_goes_without_a_trace(name: str) -> None:
+    case = case_of(name)
+    model, requests = case.transformer(), [case.inputs(), case.inputs(ragged=True)]
+    before, expected = footprint(model), [output(model, arguments) for arguments in requests]
+    mhla.apply_mhla(model)
+    assert {layer.config for layer in mhla.mhla_layers(model).values()} == {mhla.SparseConfig()}
+    assert list(model.state_dict()) == list(before["state"])
+    for arguments, wanted in zip(requests, expected, strict=True):
+        assert_changed(output(model, arguments), wanted)
+    mhla.remove_mhla(model)
+    assert torch.equal(output(model, requests[0]), expected[0])
+    assert_same_footprint(model, before)
 
 
 @pytest.mark.parametrize("name", ["dit", "mochi", "z_image"])
@@ -142,13 +160,14 @@ def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
 def test_samples_of_a_batch_do_not_mix(name: str) -> None:
     """As with guidance, whose halves are a batch: each is what it is alone, however long the texts of others are."""
     case = case_of(name)
-    model = _shaken(mhla.apply_mhla(case.transformer(), **plain(name, **EVERYTHING)))
     arguments = case.inputs(ragged=True)
-    batch = output(model, arguments)
-    for place in range(2):
-        alone = {key: _sample_of(value, place) for key, value in arguments.items()}
-        assert relative_change(batch[place], output(model, alone)[0]) < ROUNDING
-    assert_changed(batch[1], batch[0])
+    for settings in (plain(name, **EVERYTHING), SPARSE) if name in SOFTMAX else (plain(name, **EVERYTHING),):
+        model = _shaken(mhla.apply_mhla(case.transformer(), **settings))
+        batch = output(model, arguments)
+        for place in range(2):
+            alone = {key: _sample_of(value, place) for key, value in arguments.items()}
+            assert relative_change(batch[place], output(model, alone)[0]) < ROUNDING
+        assert_changed(batch[1], batch[0])
 
 
 TEXTS = (
@@ -161,9 +180,11 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("name", ["chroma", "hunyuan_video", "hunyuan_video15", "lumina2", "mochi", "qwenimage"])
-def test_masked_text_takes_no_part(name: str) -> None:
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["MHLA", "sparse"])
+def test_masked_text_takes_no_part(name: str, is_sparse: bool) -> None:
     case = case_of(name)
-    model, arguments = _shaken(mhla.apply_mhla(case.transformer(), **plain(name))), case.inputs()
+    model = _shaken(mhla.apply_mhla(case.transformer(), **SPARSE if is_sparse else plain(name)))
+    arguments = case.inputs()
     expected, other = output(model, arguments), dict(arguments)
     for text, mask in TEXTS:
         if mask in arguments:
@@ -220,7 +241,7 @@ def test_audit_and_density(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
     expected = output(model, arguments)
-    mhla.apply_mhla(model, block_size=4, density=0.2)
+    mhla.apply_mhla(model, **SPARSE)
     fresh = relative_change(output(model, arguments), expected)
     found = mhla.audit(model, lambda: output(model, arguments))
     assert [layer.name for layer in found.layers] == list(case.attentions)

@@ -140,7 +140,7 @@ def test_what_dig_does_not_take_is_refused():
         with pytest.raises(ValueError, match=message):
             output(model, arguments | changed)
     with pytest.raises(ValueError, match="gated linear"):
-        mhla.apply_mhla(model, **BLOCKS, sparse="content")
+        mhla.apply_mhla(model, density=0.1)
 
 
 def test_norm_and_gate_stay_behind_mhla():

@@ -21,7 +21,7 @@ def test_sizes_are_those_of_a_segment_with_the_picture() -> None:
     assert mhla.describe(pipe)[0].grid == mhla.describe(pipe, height=64, width=96, num_frames=9)[0].grid == (4, 4, 6)
     assert family.latent_shape(pipe.transformer.config, dict(pipe.vae.config), clip) == CASE.latents
     assert mhla.describe(pipe, height=720, width=1280)[0].grid == (21, 45, 80)
-    assert mhla.suggest_blocks(pipe, 720, 1280) == family.default_config.blocks
+    assert mhla.suggest_blocks(pipe, 720, 1280) == family.mhla_blocks
 
 
 def test_pose_and_face_of_a_sample_are_used_and_else_there_are_none() -> None:

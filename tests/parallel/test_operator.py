@@ -161,9 +161,7 @@ HEADS_CASES |= {f"heads {name}": (1, 2, CURVE, BLOCKS, case, 1e-5) for name, cas
 HEADS_CASES |= {f"heads {name}": (1, 2, CURVE, (), case, 1e-5) for name, case in SPARSE_CASES.items()}
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses", "grid", "blocks", "case", "limit"), HEADS_CASES.values(), ids=HEADS_CASES
-)
+@pytest.mark.parametrize(("ring", "ulysses", "grid", "blocks", "case", "limit"), HEADS_CASES.values(), ids=HEADS_CASES)
 def test_two_processes_equal_one(
     two: Processes, ring: int, ulysses: int, grid: Any, blocks: Any, case: Any, limit: float
 ) -> None:
@@ -202,11 +200,11 @@ def test_a_ring_refuses_what_softmax_attends_to(is_sparse: bool) -> None:
     ring, alone = Group("ring", 2, 0), Group("", 1, 0)
     place = Parallel(ring, alone, ring)
     x = torch.randn(1, 12 + (0 if is_sparse else 6), HEADS, HEAD_DIM)
+    attend, arguments = sparse_attention, {"block_size": 4, "density": 0.5}
+    if not is_sparse:
+        attend, arguments = mhla_attention, {"mixing": torch.ones(1, 1), "blocks": (1, 1, 1), "extra": (0, 6)}
     with pytest.raises(ValueError, match="ring_degree=2.*ulysses_degree"):
-        if is_sparse:
-            sparse_attention(x, x, x, (2, 3, 4), block_size=4, density=0.5, parallel=place)
-        else:
-            mhla_attention(x, x, x, torch.ones(1, 1), (2, 3, 4), (1, 1, 1), extra=(0, 6), parallel=place)
+        attend(x, x, x, grid=(2, 3, 4), parallel=place, **arguments)
 
 
 def interpreted(*arguments: Any) -> dict[str, float]:

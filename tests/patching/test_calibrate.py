@@ -15,7 +15,6 @@ from ..pipelines import PIPELINES, generate, wan22_pipeline
 from .shared import ONE_PER_CLASS, assert_same_footprint, footprint
 
 
-
 def run_of(model, name):
     return lambda: output(model, inputs(name))
 
@@ -122,7 +121,12 @@ def test_sensitivity_is_the_change_when_one_layer_alone_is_replaced(name):
 @pytest.mark.parametrize("settings", [{"blocks": (1, 2, 2)}, {"density": 0.2}], ids=str)
 def test_every_transformer_of_a_pipeline_gets_its_own_choice_and_keeps_it(settings, tmp_path):
     pipe, call = wan22_pipeline(), PIPELINES["wan22"].call
-    mhla.apply_mhla(pipe, **settings, layers="auto:1/2", calibration=lambda: pipe(**call, generator=torch.Generator().manual_seed(0)))
+    mhla.apply_mhla(
+        pipe,
+        **settings,
+        layers="auto:1/2",
+        calibration=lambda: pipe(**call, generator=torch.Generator().manual_seed(0)),
+    )
     chosen = list(mhla.mhla_layers(pipe))
     assert {name.split(".")[0] for name in chosen} == {"transformer", "transformer_2"}
     mhla.save_mhla(pipe, tmp_path)

@@ -1,4 +1,4 @@
-"""The three attentions of a patch, which the names of its settings choose; and sparse attention, which learns nothing."""
+"""The three attentions of a patch, which names of settings choose; and sparse attention, which learns nothing."""
 
 import logging
 import math
@@ -64,7 +64,9 @@ def test_names_decide_which_attention_runs_and_describe_says_it_first(name, sett
     assert str(describe(model)).startswith(words)
 
 
-@pytest.mark.parametrize("settings", [{"density": 0.1, "blocks": (2, 2, 3)}, {"far": "means", "block_length": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"density": 0.1, "blocks": (2, 2, 3)}, {"far": "means", "block_length": 2}], ids=str
+)
 def test_settings_of_two_attentions_are_refused_with_both_names(settings):
     model = models.wan()
     before = footprint(model)
@@ -76,7 +78,9 @@ def test_settings_of_two_attentions_are_refused_with_both_names(settings):
 
 
 @pytest.mark.parametrize(
-    ("before", "change"), [({"density": 0.1}, {"blocks": (2, 2, 3)}), ({"blocks": (2, 2, 3)}, {"density": 0.1})], ids=str
+    ("before", "change"),
+    [({"density": 0.1}, {"blocks": (2, 2, 3)}), ({"blocks": (2, 2, 3)}, {"density": 0.1})],
+    ids=str,
 )
 def test_a_change_stays_within_the_kind(before, change):
     model = apply_mhla(models.wan(), **before)
@@ -87,7 +91,9 @@ def test_a_change_stays_within_the_kind(before, change):
 
 
 @pytest.mark.parametrize(
-    ("settings", "warns"), [({}, False), ({"density": 0.1}, False), ({"blocks": (2, 2, 3)}, True), (CAUSAL, True)], ids=str
+    ("settings", "warns"),
+    [({}, False), ({"density": 0.1}, False), ({"blocks": (2, 2, 3)}, True), (CAUSAL, True)],
+    ids=str,
 )
 def test_what_has_to_be_adapted_warns_once(caplog, settings, warns):
     with caplog.at_level(logging.WARNING, "mhla_diffusers"):

@@ -268,7 +268,7 @@ def test_training_and_measuring_are_no_steps(caplog):
     """Whatever the pipeline did last: its scheduler still holds timesteps that a forward could meet by chance."""
     pipe = PIPELINES["dit"].build()
     run = run_of("dit", pipe)
-    mhla.apply_mhla(pipe, density=0.2)
+    mhla.apply_mhla(pipe, density=0.2, far="means")
     expected = layer_sensitivity(pipe, run)
     mhla.change_mhla(pipe, softmax_steps=1.0)
     run()

@@ -97,9 +97,7 @@ def test_to_moves_every_weight(name):
     """To the meta device, which needs no accelerator; and a model on meta can be patched."""
     model = patched(name, **EVERYTHING).to("meta")
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
-    model = mhla.apply_mhla(
-        FAMILIES[name].build().to("meta"), blocks=FAMILIES[name].blocks, **EVERYTHING
-    )
+    model = mhla.apply_mhla(FAMILIES[name].build().to("meta"), blocks=FAMILIES[name].blocks, **EVERYTHING)
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
 
 

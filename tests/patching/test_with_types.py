@@ -56,9 +56,7 @@ def test_half_precision(name, dtype, tolerance):
     """
     expected = output(patched(name, **EVERYTHING), inputs(name))
     cast_after = patched(name, **EVERYTHING).to(dtype)
-    cast_before = mhla.apply_mhla(
-        FAMILIES[name].build().to(dtype), blocks=FAMILIES[name].blocks, **EVERYTHING
-    )
+    cast_before = mhla.apply_mhla(FAMILIES[name].build().to(dtype), blocks=FAMILIES[name].blocks, **EVERYTHING)
     for model in (cast_after, cast_before):
         found = output(model, cast(inputs(name), dtype))
         assert found.dtype == dtype

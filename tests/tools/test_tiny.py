@@ -133,7 +133,7 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
     monkeypatch.setattr(config, "patch_folder", lambda: shipped)
     shutil.copytree(Path(loading.__file__).parent / "assets" / "tiny-dit", assets / "tiny-dit")
     loading.record_checksums()
-    asked = ("dit", "--seed", 3, "--only", "control", "exact", "--output", tmp_path / "run")
+    asked = ("dit", "--seed", 3, "--only", "control", "sparse", "--output", tmp_path / "run")
     run_script(script, monkeypatch, *asked)
     folder = tmp_path / "run" / "patches" / "tiny-dit-sparse"
     record = json.loads((folder / adaptation.ADAPTED_RECORD).read_text())
@@ -169,7 +169,7 @@ def test_unknown_variants_are_named(monkeypatch, capsys, tmp_path):
     script = load_script("tools/adapt_tiny.py", monkeypatch)
     with pytest.raises(SystemExit):
         run_script(script, monkeypatch, "dit", "--only", "best", "--output", tmp_path)
-    assert "--only best: allowed: control, linear, mhla, hybrid, exact" in capsys.readouterr().err
+    assert "--only best: allowed: control, linear, mhla, hybrid, sparse" in capsys.readouterr().err
 
 
 @pytest.mark.slow

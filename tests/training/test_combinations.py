@@ -1,4 +1,4 @@
-"""What the recipes combine, at tiny size: precision, the sparse branch, losses, and LoRA or all weights."""
+"""What the recipes combine, at tiny size: precision, patches, losses, and LoRA or all weights."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from mhla_diffusers import MHLAConfig, load_mhla, remove_mhla
+from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig, load_mhla, remove_mhla
+from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, read_metrics
 
 from .models import tiny_dit, tiny_sana, tiny_wan
@@ -21,34 +22,32 @@ WEIGHTS = (
     StageConfig(1, 1e-3, "all", BOTH),
 )
 LORA = (StageConfig(1, 1e-3, "mhla", TRANSFER), StageConfig(1, 1e-3, "lora", BOTH, lora_rank=2))
-CAUSAL = MHLAConfig(blocks=(2, 2, 2), causal="block", block_length=1, beyond="relative")
+ONLY_LORA = (StageConfig(1, 1e-3, "lora", BOTH, lora_rank=2),)
+CAUSAL = CausalConfig(blocks=(2, 2, 2), block_length=1, beyond="relative")
+SPARSE = SparseConfig(block_size=4, density=0.2)
 
 
-def _patch(axes: int, **settings: Any) -> MHLAConfig:
-    return MHLAConfig(blocks=(2,) * axes, mixing_per_head=True, **settings)
-
-
-SPARSE: dict[str, Any] = {"block_size": 4}
-LEARNED = SPARSE | {"fit_pooled_bias": False}
+def _mhla(axes: int) -> MHLAConfig:
+    return MHLAConfig(blocks=(2,) * axes, mixing_per_head=True)
 
 
 @pytest.mark.parametrize(
     ("stages", "precision", "family", "make", "patch"),
     [
-        *((stages, "no", "wan", tiny_wan, _patch(3, **SPARSE)) for stages in (WEIGHTS, LORA)),
-        *((WEIGHTS, "bf16", "wan", tiny_wan, _patch(3, **settings)) for settings in ({}, SPARSE, LEARNED)),
+        *((stages, "no", "wan", tiny_wan, SPARSE) for stages in (WEIGHTS, ONLY_LORA)),
+        *((WEIGHTS, "bf16", "wan", tiny_wan, patch) for patch in (_mhla(3), SPARSE)),
         *((stages, "bf16", "wan", tiny_wan, CAUSAL) for stages in (WEIGHTS, LORA)),
-        (LORA, "bf16", "dit", tiny_dit, _patch(2, **SPARSE)),
-        (WEIGHTS, "bf16", "sana", tiny_sana, _patch(2)),
+        (ONLY_LORA, "bf16", "dit", tiny_dit, SPARSE),
+        (WEIGHTS, "bf16", "sana", tiny_sana, _mhla(2)),
     ],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "sparse", ""),
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "attention", ""),
 )
 def test_any_recipe_goes_with_any_patch_and_precision(
     stages: tuple[StageConfig, ...],
     precision: Literal["no", "bf16"],
     family: str,
     make: Callable[[], Any],
-    patch: MHLAConfig,
+    patch: PatchConfig,
     tmp_path: Path,
 ) -> None:
     config = TrainingConfig(

@@ -150,7 +150,7 @@ def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path) -> None:
 
 def test_bfloat16_keeps_frozen_weights_small_and_trains(tmp_path: Path, latents: Path, config_file: Path) -> None:
     changed = [f"data={latents}", CLIP, "stages.1.trainable=lora", "precision=bfloat16", "ema_decay=0.9"]
-    changed += ["gradient_checkpointing=true", "patch.sparse=content", "patch.block_size=2"]
+    changed += ["gradient_checkpointing=true", "patch={density: 0.5, block_size: 2}", "stages.0.trainable=attention"]
     changed += [f"validation={{{PROMPTS}, inference_steps: 1}}", "stages.1.lora_rank=2"]
     config = TrainingConfig.from_yaml(config_file, changed)
     finish([start_process(finetune, config)], timeout=120)
@@ -276,7 +276,7 @@ def test_dry_run_counts_softmax_attention_and_what_gradient_checkpointing_saves(
         ("component=vae", ValueError, "AutoencoderKLWan"),
         ("component=transformer_2", ValueError, "'transformer_2'"),
         ("patch.blocks=[9,2,2]", ValueError, "9 blocks"),
-        ("patch={{blocks: [1, 2, 2], sparse: content, block_size: 64}}", ValueError, "block_size=64 .* 8 tokens"),
+        ("patch={{block_size: 64}}", ValueError, "block_size=64 .* 8 tokens"),
     ],
 )
 def test_bad_input_is_refused_before_weights_are_read(

@@ -1,6 +1,5 @@
 """Several processes train as one does: weights in parts (FSDP2), and one batch spread over a group."""
 
-import logging
 import re
 import shutil
 import time
@@ -29,7 +28,7 @@ from mhla_diffusers.training.distributed import uses_fsdp2
 
 from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from .models import dit_data, one_stage, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
-from .processes import finish, launch_environments, start_distributed_training, start_process, train_as_launched
+from .processes import finish, start_distributed_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2), layers=(1,))
 """Beside a layer that keeps softmax."""
@@ -115,23 +114,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone") / "run"
     _train_alone(_config(folder, 2))
     return folder
-
-
-def _train_sharded_with_log(file: Path, place: dict[str, str], settings: dict[str, Any]) -> None:
-    logging.basicConfig(filename=file, level=logging.INFO, force=True)
-    train_as_launched(settings, None, place | FSDP2, "wan")
-
-
-@pytest.mark.slow
-def test_a_sharded_run_says_that_its_patch_is_not_calibrated(tmp_path: Path) -> None:
-    patch = MHLAConfig(blocks=(2, 2, 2), block_size=4, density=0.5, fit_pooled_bias=False)
-    settings = one_stage(tmp_path / "run", steps=1, batch_size=1, patch=patch).to_dict()
-    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
-    places = launch_environments(2)
-    finish([start_process(_train_sharded_with_log, *one, settings) for one in zip(logs, places, strict=True)])
-    said, of_other = (log.read_text() for log in logs)
-    assert "2 process(es)" in said and "2 samples per update" in said and "λ and β of the patch are not fitted" in said
-    assert "not fitted" not in of_other
 
 
 @pytest.mark.slow

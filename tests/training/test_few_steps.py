@@ -13,7 +13,16 @@ import torch
 from diffusers import TaylorSeerCacheConfig
 from peft import LoraConfig
 
-from mhla_diffusers import FewStepScheduler, MHLAConfig, apply_mhla, is_patched, load_mhla, mhla_disabled, remove_mhla
+from mhla_diffusers import (
+    CausalConfig,
+    FewStepScheduler,
+    MHLAConfig,
+    apply_mhla,
+    is_patched,
+    load_mhla,
+    mhla_disabled,
+    remove_mhla,
+)
 from mhla_diffusers.families import Clip, NoisedBatch, get_family, predict
 from mhla_diffusers.generation import PipelineChoice, load_result
 from mhla_diffusers.patching import describe, find_patched, read_record, save_mhla
@@ -32,7 +41,7 @@ from .models import dit_data, tiny_dit, tiny_wan, wan_data
 from .pipelines import wan_pipeline
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
-CAUSAL = MHLAConfig((2, 2, 2), causal="block", block_length=1)
+CAUSAL = CausalConfig(blocks=(2, 2, 2), block_length=1)
 FEW = FewStepsConfig(times=(1.0, 0.75), guidance=1.0, critic_updates=2, critic_warmup=1)
 LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "lora_layers": "blocks"}
 BOTH = pytest.mark.parametrize("settings", [{"trainable": "all"}, LORA], ids=["copies", "LoRA"])

@@ -7,14 +7,14 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from mhla_diffusers import MHLAConfig, apply_mhla
+from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla
 from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import BatchOrder
 
 from .models import dit_data, one_stage, poisoned_wan_data, tiny_dit, tiny_wan, wan_data
 from .processes import finish, start_distributed_training
 
-PATCH = MHLAConfig(blocks=(2, 2, 2))
+PATCH, SPARSE = MHLAConfig(blocks=(2, 2, 2)), SparseConfig(density=0.5, block_size=2)
 
 
 def _patched() -> Any:
@@ -175,6 +175,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"validation": ValidationConfig(4)}, "latest", ValueError, "training samples is 12 here and 16 there"),
         ({"output": "x", "patch": PATCH}, None, ValueError, "not patched"),
         ({"output": "x", "make": _patched}, None, ValueError, "patch: null"),
+        (
+            {"output": "x", "make": lambda: apply_mhla(tiny_wan(), SPARSE), "patch": SPARSE, "trainable": "mhla"},
+            None,
+            ValueError,
+            r"stages\.0\.trainable='mhla' .*'attention', 'lora' or 'all'",
+        ),
         ({"output": "x", "validation": ValidationConfig(16)}, None, ValueError, "validation.samples=16"),
         ({"output": "x", "prompt_dropout": 0.1, "empty": None}, None, ValueError, "prompt_dropout=0.1"),
         ({"output": "x", "batch_size": 100, "validation": ValidationConfig(10)}, None, ValueError, "batch_size=6"),

@@ -25,10 +25,10 @@ import torch
 from ..call import BlockLists, MHLACall, SparseCall, UniformBlocks
 from ..causal import Own, block_runs, joined
 from ..causal import own_block as own_block_of_features
-from ..extra import ROWS, empty_lists
+from ..extra import ROWS, empty_lists, linear_branch
 from ..layout import block_count, in_order
 from ..linear import finish
-from ..merge import linear_branch, under_common_sum
+from ..merge import under_common_sum
 from ..parallel.collectives import summed
 from ..precision import product
 from ..rope import rotary_table
@@ -39,7 +39,8 @@ from .merge import merge
 from .pooled import fit, pooled
 from .prepare import block_weights, prepare
 from .read import read_states
-from .states import block_states, states_dtype
+from .states import block_states
+from .tiles import states_dtype
 
 _OWN_BLOCK_SIZES = 16, 64
 """Fewest and most rows of the blocks that a frame block is cut into."""

@@ -22,8 +22,7 @@ from ..order import stretch_of
 from ..precision import product
 from .features import rotate_pairs, strides_of
 from .operators import allocate, operator, refuse_second_derivative
-from .states import states_dtype
-from .tiles import power_of_two, precision_of, tile_of
+from .tiles import power_of_two, precision_of, states_dtype, tile_of
 
 GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
 """Arguments of an operator that reads tables of the layout: it finds them inside, so that torch.compile never traces

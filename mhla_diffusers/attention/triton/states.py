@@ -32,12 +32,7 @@ from .features import (
     tokens_first,
 )
 from .operators import allocate, operator, refuse_second_derivative
-from .tiles import processors_of
-
-
-def states_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of KV states; sums over a block pass the largest number of half precision."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+from .tiles import processors_of, states_dtype
 
 
 @triton.jit(do_not_specialize=SIZES)

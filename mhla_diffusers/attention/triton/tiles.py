@@ -28,7 +28,10 @@ _SOFTMAX_FLOAT32 = (16, 32, 4, 1), (16, 16, 4, 1)
 TILES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "prepare": {"": (*[(4, 64, 4, 1)] * 2, *[(4, 32, 4, 1)] * 2)},  # heads one after the other, channels at once
     # channels of a part of a state, channels at once
-    "prepare_keys": {"": (*[(64, 16, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2)},
+    "prepare_keys": {
+        "sm_80": (*[(32, 16, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2),
+        "": (*[(64, 16, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2),
+    },
     "rows_gradient": {"": ((64, 32, 4, 1),) * 4},
     "score": {"": ((64, 64, 4, 2),) * 4},
     "content_mixing": {
@@ -143,3 +146,8 @@ def precision_of(x: torch.Tensor) -> str:
 def constants_of(x: torch.Tensor) -> dict[str, Any]:
     """Compile-time constants of every kernel over heads like ``x`` (..., D)."""
     return {"HEAD_DIM": x.shape[-1], "BLOCK_D": power_of_two(x.shape[-1]), "PRECISION": precision_of(x)}
+
+
+def states_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of KV states; sums over a block pass the largest number of half precision."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

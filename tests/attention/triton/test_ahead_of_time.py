@@ -44,6 +44,8 @@ AGAIN = (
     "states_kernel",
     "read_kernel",
     "prepare_keys_kernel",
+    "content_mixing_kernel",
+    "merge_kernel",
     "score_kernel",
     "listed_forward_kernel",
     "listed_dkv_kernel",
@@ -107,8 +109,8 @@ def test_kernels_fit(architecture, table):
         assert report["shared_bytes"] <= SHARED_MEMORY[architecture], report
         assert report["stack_bytes"] <= ALLOWED_STACK.get((kernel, problem), ALLOWED_STACK.get(problem, 0)), report
         if kernel.startswith("prepare") and architecture.startswith("sm_"):
-            # of order, valid and, with 72 channels, key mask; all else is read 16 bytes at a time
-            assert report["narrow_loads"] <= (11 if problem == "72 channels" else 5), report
+            # of order, valid, tokens of rows and, with 72 channels, key mask; all else is read 16 bytes at a time
+            assert report["narrow_loads"] <= (12 if problem == "72 channels" else 9), report
         # key blocks of 16 and 32 are too few rows for it in the gradient of keys, which takes one block at a time
         has_rows = not (kernel == "listed_dkv_kernel" and problem.startswith("keys in"))
         if (

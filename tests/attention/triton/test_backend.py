@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from mhla_diffusers.attention import BlockLists, Call, ContentRule, mhla_attention, register_feature_map
+from mhla_diffusers.attention import BlockLists, MHLACall, mhla_attention, register_feature_map, sparse_attention
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.rope import rotary_table
 from mhla_diffusers.attention.triton import read, states
@@ -47,8 +47,6 @@ def test_auto_takes_eager_on_the_cpu():
 REFUSED = {
     "float64": {"dtype": torch.float64},
     "at most 256": {"head_dim": 257},
-    "block size is 4": {"sparse": ContentRule(4, 0.3)},
-    "block size is 48": {"sparse": ContentRule(48, 0.3, key_block_size=16)},
     "output_gate is on meta, but query is on": {"output_gate": torch.ones(1, 24, 1, 8, device="meta")},
     "rotary is on meta, but query is on": {"rotary": (torch.ones(1, 24, 1, 8, device="meta"),) * 2},
 }
@@ -58,6 +56,22 @@ REFUSED = {
 def test_what_it_cannot_run_is_refused_with_the_reason(words, options):
     with pytest.raises(ValueError, match=words):
         run(**options)
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("block size is 4", {"block_size": 4}),
+        ("block size is 48", {"block_size": 48, "key_block_size": 16}),
+        ("block size is 8", {"block_size": 16, "key_block_size": 8}),
+        ("rotary is on meta", {"block_size": 16, "rotary": (torch.ones(1, 24, 1, 8, device="meta"),) * 2}),
+    ],
+    ids=str,
+)
+def test_sparse_attention_that_it_cannot_run_is_refused_with_the_reason(words, options):
+    query, key, value = torch.randn(3, 1, 24, 1, 8, device=DEVICE)
+    with pytest.raises(ValueError, match=words):
+        sparse_attention(query, key, value, (4, 6), backend="triton", **options)
 
 
 def test_a_feature_map_of_the_user_is_refused_and_runs_with_auto():
@@ -81,28 +95,28 @@ def operator_arguments(everything):
     """Arguments of both operators; with everything, of a share of the tokens."""
     problem = on_device(make_problem((5, 7), (2, 1), batch=1, heads=1, **(EVERYTHING if everything else {})))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
-    call = Call(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
+    call = MHLACall(**tensors, grid=problem.grid, blocks=problem.blocks, **problem.options)
     if everything:
         call = shares_of(call, (11, 24))[1]
     mixture = torch.rand(1, 1, 2, 8, 8, device=DEVICE, requires_grad=True)
     sums = torch.rand(1, 1, 2, 8, device=DEVICE, requires_grad=True)
     mask = None if call.key_mask is None else call.key_mask.float().contiguous()
     angles = None if call.rotary is None else rotary_table(call.rotary).contiguous()
-    others = *(None,) * 5, call.output_norm, call.output_gate, angles
+    others = *(None,) * 3, call.output_norm, call.output_gate, angles
     place = list(call.grid), list(call.blocks), call.first, 0, call.feature_map, call.eps, False
     of_states = call.key, call.value, mask, angles, *place, True
     return of_states, (call.query, mixture, sums, *others, *place, everything)
 
 
 def beside_arguments():
-    """Arguments of both operators beside the sparse branch, whose rows are padded."""
+    """Arguments of both operators beside extra tokens, with rows that are padded."""
     rows, output = torch.randn(2, 1, 2, 48, 16, device=DEVICE)
     lse = torch.randn(2, 48, device=DEVICE)
     leaves = [rows, torch.rand(1, 2, 2, 16, 16), torch.rand(1, 2, 2, 16), output[0].clone(), lse, torch.rand(2)]
-    query, mixture, sums, listed, listed_lse, weight = (x.to(DEVICE).requires_grad_() for x in leaves)
+    query, mixture, sums, near, near_lse, weight = (x.to(DEVICE).requires_grad_() for x in leaves)
     place = [5, 7], [2, 1], 0, 16, "relu", 1e-6, False
     of_states = query, query, None, None, *place, True
-    return of_states, (query, mixture, sums, listed, listed_lse, None, None, weight, None, None, None, *place, False)
+    return of_states, (query, mixture, sums, near, near_lse, weight, None, None, None, *place, False)
 
 
 ARGUMENTS = {
@@ -132,9 +146,11 @@ def test_opcheck_of_the_backward(kind):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_second_derivative_is_refused(sparse):
     query = torch.randn(1, 24, 1, 16, device=DEVICE, requires_grad=True)
-    mask = torch.eye(2, dtype=torch.bool, device=DEVICE)[None]
-    options = {"sparse": BlockLists.from_mask(16, mask)} if sparse else {}
-    output = mhla_attention(query, query, query, **LAYOUT, **options, backend="triton")
+    if sparse:
+        lists = BlockLists.from_mask(16, torch.eye(2, dtype=torch.bool, device=DEVICE)[None])
+        output = sparse_attention(query, query, query, LAYOUT["grid"], lists=lists, backend="triton")
+    else:
+        output = mhla_attention(query, query, query, **LAYOUT, backend="triton")
     (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
     with pytest.raises(NotImplementedError, match='backend="eager"'):
         gradient.sum().backward()

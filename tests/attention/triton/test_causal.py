@@ -1,11 +1,11 @@
-"""Causal attention on the kernels of the linear and the sparse branch against the float64 reference."""
+"""Causal attention on the kernels against the float64 reference."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import Call, eager
+from mhla_diffusers.attention import MHLACall, eager
 from mhla_diffusers.attention.causal import with_causal_mixing
 from mhla_diffusers.attention.triton import backend
 
@@ -132,7 +132,7 @@ def test_the_own_part_is_that_of_the_eager_backend(options):
     problem = on_device(of_length(make_problem((14,), (3,), batch=1, linear_branch=True, **options), 11))
     tensors = {name: x.requires_grad_() for name, x in problem.tensors.items()}
     options = problem.options | {"causal": "token"}
-    call = with_causal_mixing(Call(**tensors, grid=problem.grid, blocks=problem.blocks, **options))
+    call = with_causal_mixing(MHLACall(**tensors, grid=problem.grid, blocks=problem.blocks, **options))
     results = []
     for attend in (backend.own_block, eager.own_block):
         found = attend(call)

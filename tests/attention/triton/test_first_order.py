@@ -16,7 +16,7 @@ from mhla_diffusers.attention.triton import tiles
 from mhla_diffusers.attention.triton.branches import given_blocks
 from mhla_diffusers.attention.triton.first_order import content_mixing, sampled_correction
 from mhla_diffusers.attention.triton.merge import merge
-from mhla_diffusers.attention.triton.states import states_dtype
+from mhla_diffusers.attention.triton.tiles import states_dtype
 
 from ..problems import relative_error
 
@@ -81,12 +81,14 @@ def check_mixing(problem):
     assert found.shape == expected.shape and found.dtype == torch.float32
     # rows sum to 1, or to 0 where all is listed
     assert (found.sum(-1) - expected.sum(-1)).abs().max() < 1e-6
-    assert relative_error(found, expected) < FLOAT32
+    # float32 rounds a logit by eps of its size, and a weight is off by that much of itself
+    rounding = torch.finfo(torch.float32).eps * scale * float((query.double() @ key.double().mT).abs().max())
+    assert relative_error(found.detach(), expected.detach()) < max(FLOAT32, rounding)
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad(found, leaves, upstream)
     for ours, right in zip(gradients, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
         assert ours.dtype == dtype
-        assert relative_error(ours, right) < ROUNDED[dtype]
+        assert relative_error(ours, right) < max(ROUNDED[dtype], rounding)
 
 
 MIXING = {
@@ -195,7 +197,7 @@ def check_merge(problem):
     wide = [x.detach().double().requires_grad_() for x in problem[:count]]
     expected = written_out(*wide, *problem[count:])
     assert found.dtype == dtype and found.shape == expected.shape
-    assert relative_error(found, expected) < ROUNDED[dtype]
+    assert relative_error(found.detach(), expected.detach()) < ROUNDED[dtype]
     upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     # without states the query has no part
     leaves, wide = (x if problem[5] is not None else x[:4] for x in (leaves, wide))

@@ -5,30 +5,30 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mhla_diffusers import apply_mhla, mhla_layers
-from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
+from mhla_diffusers.attention import BlockLists, mhla_attention, sparse_attention
 from mhla_diffusers.benchmark.measure import free_bytes
 from mhla_diffusers.benchmark.models import build_transformer, make_forward_inputs, models, small_size
 
-from ..problems import Problem, make_problem, relative_error
-from ..test_sparse import make, random_lists
+from ..problems import Problem, make_problem, make_sparse_problem, random_lists, relative_error
 from .test_kernels import EVERYTHING
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 GPU = torch.device("cuda")
-TRITON = functools.partial(mhla_attention, backend="triton")
 GRID, SIZE = (3, 8, 8), 16
 PROBLEMS = {
     "plain": make_problem(GRID, (1, 2, 2), head_dim=16, **EVERYTHING),
-    "sparse": make(GRID, SIZE, head_dim=16, **EVERYTHING),
-    "sparse by content": make(GRID, SIZE, head_dim=16, **EVERYTHING),
+    "text": make_problem(GRID, (1, 2, 2), head_dim=16, extra=(2, 30), rope="before", **EVERYTHING),
+    "sparse": make_sparse_problem(GRID, SIZE, head_dim=16, rotary=True, mask=True),
+    "sparse by content": make_sparse_problem(GRID, SIZE, head_dim=16, rotary=True, mask=True, constants=False),
+    "sparse by content, means": make_sparse_problem(GRID, SIZE, head_dim=16, constants=False, far="means"),
     "causal": make_problem((64,), (4,), head_dim=16, causal="token", rotary=True, rope="before"),
 }
-PROBLEMS["sparse by content"].options["sparse"] = ContentRule(SIZE, 0.3, fit_pooled_bias=False)
 by_kind = pytest.mark.parametrize("kind", PROBLEMS)
 OF_LAYERS = 5e-2
 """Largest relative error in bfloat16 of a transformer, whose layers round one after the other."""
@@ -39,7 +39,7 @@ def moved(x, device=GPU):
     if isinstance(x, tuple):
         return tuple(moved(one, device) for one in x)
     if isinstance(x, BlockLists):
-        return BlockLists(x.block_size, x.keys.to(device), x.pairs)
+        return replace(x, keys=x.keys.to(device))
     return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
@@ -48,6 +48,10 @@ def problem_of(kind: str, device: torch.device | str = GPU) -> Problem:
     problem = PROBLEMS[kind]
     tensors = {name: x.bfloat16() if x.ndim == 4 else x for name, x in moved(tuple(problem.tensors.items()), device)}
     return Problem(tensors, problem.grid, problem.blocks, dict(moved(tuple(problem.options.items()), device)))
+
+
+def by_kernels(problem: Problem):
+    return functools.partial(problem.attention, backend="triton")
 
 
 @pytest.mark.parametrize("many", ["samples", "tokens", "samples, sparse"])
@@ -64,15 +68,17 @@ def test_offsets_beyond_32_bits(many):
     needed, free = 18 * 2 * math.prod(size), free_bytes(GPU)
     if needed > free:
         pytest.skip(f"it needs {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free")
-    options = {}
-    if "sparse" in many:
-        options = {"sparse": moved(random_lists((tokens,), 64, heads, 0.05))}
-        options |= {"pooled_bias": torch.zeros(heads, device=GPU), "linear_weight": torch.ones(heads, device=GPU)}
+    lists = moved(random_lists((tokens,), 64, 32, heads=heads, density=0.05)) if "sparse" in many else None
+    weights = {name: torch.ones(heads, device=GPU) for name in ("pooled_bias", "state_weight")}
 
     def attend(x: torch.Tensor, blocks: int) -> list[torch.Tensor]:
         """Output and gradient of query, key and value, which are one tensor to save memory."""
         x = x.detach().requires_grad_()
-        output = TRITON(x, x, x, torch.eye(blocks, device=GPU), (x.shape[1],), (blocks,), **options)
+        if lists is not None:
+            output = sparse_attention(x, x, x, (x.shape[1],), lists=lists, **weights, backend="triton")
+        else:
+            mixing = torch.eye(blocks, device=GPU)
+            output = mhla_attention(x, x, x, mixing, (x.shape[1],), (blocks,), backend="triton")
         return [output.detach(), *torch.autograd.grad(output, [x], x.detach())]
 
     torch.manual_seed(0)
@@ -86,7 +92,7 @@ def test_offsets_beyond_32_bits(many):
 @by_kind
 def test_the_same_bits_twice(kind):
     problem = problem_of(kind)
-    first, second = problem.run(TRITON), problem.run(TRITON)
+    first, second = (problem.run(by_kernels(problem)) for _ in range(2))
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
@@ -95,9 +101,7 @@ def test_a_graph_reads_its_inputs_anew(kind):
     """Captured on one input and replayed on another."""
     problem = problem_of(kind)
     given = {name: x.clone() for name, x in problem.tensors.items()}
-    attend = torch.no_grad()(
-        functools.partial(TRITON, **given, grid=problem.grid, blocks=problem.blocks, **problem.options)
-    )
+    attend = torch.no_grad()(functools.partial(by_kernels(problem), **given, **problem.settings))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compiles, which cannot be captured
@@ -115,26 +119,28 @@ def test_a_graph_reads_its_inputs_anew(kind):
 def test_compiled_without_a_break(kind):
     """One graph; output and gradients."""
     problem = problem_of(kind)
-    compiled = torch.compile(mhla_attention, fullgraph=True, dynamic=False)
+    compiled = torch.compile(problem.attention, fullgraph=True, dynamic=False)
     found = problem.run(functools.partial(compiled, backend="triton"))
     torch.compiler.reset()
-    for name, expected in problem.run(TRITON).items():
+    for name, expected in problem.run(by_kernels(problem)).items():
         assert relative_error(found[name], expected) <= OF_LAYERS, name
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
 def test_a_device_that_is_not_the_current_one():
-    found = problem_of("plain", "cuda:1").run(TRITON)
-    for name, expected in problem_of("plain").run(TRITON).items():
+    there, here = problem_of("plain", "cuda:1"), problem_of("plain")
+    found = there.run(by_kernels(there))
+    for name, expected in here.run(by_kernels(here)).items():
         assert relative_error(found[name].to(GPU), expected) < 1e-2, name
 
 
-def patched(name: str, backend: str):
-    """A seeded transformer in float32, every layer patched, and the arguments of its forward."""
+def patched(name: str, backend: str, **settings):
+    """A seeded transformer in float32, every layer patched, by MHLA if nothing else is said; and its arguments."""
     model = models()[name]
     transformer = build_transformer(model, small_size(model), None, GPU, torch.float32)
     inputs = make_forward_inputs(model, transformer, small_size(model), GPU, torch.float32)
-    return apply_mhla(transformer, blocks=model.blocks, sparse="none", layers="all", backend=backend), inputs
+    settings = settings or {"blocks": model.blocks}
+    return apply_mhla(transformer, layers="all", backend=backend, **settings), inputs
 
 
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-sana"])
@@ -157,10 +163,11 @@ def test_a_training_step_under_autocast(name):
     assert losses["triton"] == pytest.approx(losses["eager"], rel=OF_LAYERS)
 
 
+@pytest.mark.parametrize("settings", [{}, {"density": 0.1, "block_size": 16}], ids=["MHLA", "sparse"])
 @torch.no_grad()
-def test_compiled_repeated_blocks():
+def test_compiled_repeated_blocks(settings):
     """Diffusers' own way to compile a transformer, after a patch."""
-    transformer, inputs = patched("tiny-wan", "triton")
+    transformer, inputs = patched("tiny-wan", "triton", **settings)
     expected = transformer(**inputs)[0]
     transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
     assert relative_error(transformer(**inputs)[0], expected) <= OF_LAYERS

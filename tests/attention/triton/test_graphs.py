@@ -7,21 +7,20 @@ some of it is copied by code of which modes see nothing, so functions that do it
 
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mhla_diffusers import MHLAConfig
-from mhla_diffusers.attention import BlockLists, ContentRule, mhla_attention
+from mhla_diffusers import MHLAConfig, SparseConfig
+from mhla_diffusers.attention import BlockLists, sparse_attention
 from mhla_diffusers.attention.triton import backend
 from mhla_diffusers.families import AttentionInputs
-from mhla_diffusers.patching.layer import MHLALayer
+from mhla_diffusers.patching.layer import MHLALayer, SparseLayer
 
-from ..problems import make_problem
-from ..test_extra import make as make_beside_text
-from ..test_sparse import make
+from ..problems import make_problem, make_sparse_problem
 from .meta import Operators, nothing_launched
 from .test_kernels import EVERYTHING
 
@@ -103,21 +102,21 @@ PROBLEMS = {
     "causal by token, softmax": make_problem((17,), (5,), causal="token", rotary=True, linear_branch=True),
     "causal by block": make_problem(GRID, BLOCKS, causal="block", mask=True),
     "causal by block, softmax": make_problem(GRID, BLOCKS, causal="block", rotary=True, linear_branch=True),
-    "listed alone": make(GRID, SIZE, pooled=False, linear=False),
-    "listed": make(GRID, SIZE, **EVERYTHING),
-    "all pairs listed": make(GRID, SIZE, density=1.1, **EVERYTHING),
-    "by content": make(GRID, SIZE, **EVERYTHING),
-    "by content, RoPE before": make(GRID, SIZE, rope="before", rotary=True),
-    "by content, fitted": make(GRID, SIZE, pooled=False, **EVERYTHING),
-    "text": make_beside_text(GRID, SIZE, (2, 30), "alone", **EVERYTHING),
-    "text, listed": make_beside_text(GRID, SIZE, (0, 30), **EVERYTHING),
-    "text, by content": make_beside_text(GRID, SIZE, (2, 3), **EVERYTHING),
+    "text": make_problem(GRID, BLOCKS, extra=(2, 30), linear_branch=True, **EVERYTHING),
+    "text, RoPE before": make_problem(GRID, BLOCKS, extra=(0, 30), rotary=True, rope="before"),
+    "lists": make_sparse_problem(GRID, SIZE, rotary=True, mask=True),
+    "lists, means": make_sparse_problem(GRID, SIZE, far="means"),
+    "lists, text": make_sparse_problem(GRID, SIZE, order="curve", extra=(2, 30)),
+    "all pairs listed": make_sparse_problem(GRID, SIZE, density=1.1, mask=True),
+    "by content": make_sparse_problem(GRID, SIZE, constants=False, rotary=True),
+    "by content, means": make_sparse_problem(GRID, SIZE, constants=False, far="means", mask=True),
+    "by content, text": make_sparse_problem(GRID, 32, key_size=SIZE, constants=False, extra=(2, 3), mask=True),
 }
 
 
 def on_meta(x):
     if isinstance(x, BlockLists):
-        return BlockLists(x.block_size, x.keys.to("meta"), x.pairs)
+        return replace(x, keys=x.keys.to("meta"))
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), x)
 
 
@@ -127,30 +126,30 @@ def test_nothing_waits_for_the_device(name, backend):
     """Forward and backward."""
     problem = PROBLEMS[name]
     tensors = {key: x.to("meta").requires_grad_() for key, x in problem.tensors.items()}
-    options = {key: on_meta(x) for key, x in problem.options.items()}
-    if "by content" in name:
-        options["sparse"] = ContentRule(SIZE, 0.3, fit_pooled_bias="fitted" in name)
+    settings = {key: on_meta(x) for key, x in problem.settings.items()}
 
     def attend():
-        output = mhla_attention(**tensors, grid=problem.grid, blocks=problem.blocks, **options, backend=backend)
+        output = problem.attention(**tensors, **settings, backend=backend)
         torch.autograd.backward((output,), (torch.empty_like(output),))
 
     twice(attend)
 
 
-@pytest.mark.parametrize("sparse", ["none", "content"])
-def test_nothing_in_a_layer_waits(sparse):
-    """At a grid of fewer rows than blocks, for which the mixing matrix is carried over."""
-    rule = {"block_size": SIZE, "density": 0.3} if sparse == "content" else {}
-    config = MHLAConfig(blocks=(2, 4, 2), sparse=sparse, output_gate=True, convolution=3, clamp_blocks=True, **rule)
+@pytest.mark.parametrize("kind", ["MHLA", "sparse"])
+def test_nothing_in_a_layer_waits(kind):
+    """MHLA at a grid of fewer rows than blocks, for which the mixing matrix is carried over."""
     with torch.device("meta"):
-        layer = MHLALayer(config, 2, 8, 16)
+        if kind == "sparse":
+            layer = SparseLayer(SparseConfig(density=0.3, block_size=SIZE), 2, 8)
+        else:
+            config = MHLAConfig(blocks=(2, 4, 2), output_gate=True, convolution=3, clamp_blocks=True)
+            layer = MHLALayer(config, 2, 8, 16)
         grid = (3, 3, 6)
         query, hidden_states = torch.empty(1, math.prod(grid), 2, 8), torch.empty(1, math.prod(grid), 16)
     twice(lambda: layer(AttentionInputs(query, query, query, hidden_states, grid), backend="triton"))
 
 
-def captured(sparse):
+def captured(**sparse):
     """The nodes of torch.compile's graph of a call of Wan's size at 480p."""
     graphs = []
 
@@ -159,10 +158,10 @@ def captured(sparse):
         return graph
 
     row, heads = torch.empty(1, 31500, 12, 128, device="meta", dtype=torch.bfloat16), torch.empty(12, device="meta")
-    arguments = row, row, row, torch.empty(105, 105, device="meta"), (21, 30, 50), (7, 3, 5)
-    compiled = torch.compile(mhla_attention, fullgraph=True, backend=collect)
+    compiled = torch.compile(sparse_attention, fullgraph=True, backend=collect)
     with torch.no_grad():
-        compiled(*arguments, sparse=sparse, linear_weight=heads, pooled_bias=heads, backend="triton")
+        given = {"pooled_bias": heads, "state_weight": heads} if "lists" in sparse else {}
+        compiled(row, row, row, (21, 30, 50), **sparse, **given, backend="triton")
     torch.compiler.reset()
     (graph,) = graphs
     return [node for node in graph.graph.nodes if node.op.startswith("call")]
@@ -172,7 +171,7 @@ def test_a_compiler_meets_no_tables_of_the_layout():
     """It would compile their making for the CPU, which takes longer than all the rest."""
     torch._dynamo.reset()  # after other blocks in this process, their counts would be symbols
     keys = torch.empty(1, 12, 493, 25, dtype=torch.int64, device="meta")
-    given, by_content = captured(BlockLists(64, keys, keys.numel())), captured(ContentRule(64, 0.05))
+    given, by_content = captured(lists=BlockLists(64, keys, keys.numel())), captured(density=0.05, block_size=64)
     for nodes in (given, by_content):
         values = [x for node in nodes for x in tree_leaves(node.meta["example_value"])]
         assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"meta"}

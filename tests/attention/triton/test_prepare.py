@@ -15,7 +15,7 @@ from mhla_diffusers.attention.rope import apply_rotary
 from mhla_diffusers.attention.sparse import pool, stretch_states, uniform_rows
 from mhla_diffusers.attention.triton import tiles
 from mhla_diffusers.attention.triton.prepare import prepare
-from mhla_diffusers.attention.triton.states import states_dtype
+from mhla_diffusers.attention.triton.tiles import states_dtype
 
 DIFFERENTIABLE = 0, 1, 2, 4, 5, 7
 """Of what :func:`definition` returns."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from mhla_diffusers.attention import Call, eager
+from mhla_diffusers.attention import MHLACall, eager
 from mhla_diffusers.attention.triton import backend
 
 from ..problems import errors_against_reference, errors_of, make_problem, relative_error
@@ -46,12 +46,12 @@ def test_one_long_block_is_shared_out_within_a_share():
 
 
 def test_normaliser_and_its_gradient():
-    """Which the merge with the sparse branch differentiates."""
+    """Which the merge with softmax over extra tokens differentiates."""
     problem = on_device(make_problem((5, 7), (2, 2), batch=1, rotary=True, mask=True))
 
     def run(attend, dtype):
         leaves = {name: x.detach().to(dtype).clone().requires_grad_() for name, x in problem.tensors.items()}
-        call = Call(**leaves, grid=problem.grid, blocks=problem.blocks, **problem.options)
+        call = MHLACall(**leaves, grid=problem.grid, blocks=problem.blocks, **problem.options)
         output, normaliser = attend(dataclasses.replace(call, key_mask=call.key_mask.float()))
         (output.double().square().sum() + normaliser.double().log().sum()).backward()
         return [output.detach(), normaliser.detach(), *(leaf.grad for leaf in leaves.values())]
@@ -84,7 +84,7 @@ def test_drawn_problems(drawn):
 def test_states_and_their_gradient_may_have_any_strides():
     problem = on_device(make_problem((5, 7), (2, 2), batch=1))
     leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
-    call = Call(**leaves, grid=problem.grid, blocks=problem.blocks)
+    call = MHLACall(**leaves, grid=problem.grid, blocks=problem.blocks)
     states = backend.states(call)
     strided = states.mT.contiguous().mT
     assert torch.equal(backend.read(call, strided)[0], backend.read(call, states)[0])

@@ -195,7 +195,7 @@ def test_cache_of_another_model_or_clip_is_refused(wan: tuple[Any, str], videos:
         (wan_pipeline, Clip(5, 8.0, ((32, 32), (32, 48))), ["dog"], r"\(32, 48\)\) are several"),
         (wan_pipeline, WAN_CLIP, ["a ball", " "], "number 1"),
         (wan_pipeline, WAN_CLIP, [], "none given"),
-        (lambda: apply_mhla(wan_pipeline(), sparse="none", blocks=(2, 2, 2)), WAN_CLIP, ["dog"], "patched"),
+        (lambda: apply_mhla(wan_pipeline(), blocks=(2, 2, 2)), WAN_CLIP, ["dog"], "patched"),
         (dit_pipeline, WAN_CLIP, ["dog", "horse"], "'horse'.*cat, dog, house cat"),
     ],
 )

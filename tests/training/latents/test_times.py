@@ -18,13 +18,13 @@ from mhla_diffusers.training.validation import validation_loss
 
 from ...models import assert_changed, wan
 
-CAUSAL: dict[str, Any] = {"blocks": (3, 2, 2), "sparse": "own", "causal": "block", "block_length": 2}
+CAUSAL: dict[str, Any] = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2}
 FRAMES = 6
 
 
 def _config(output: object = "outputs/run", **settings: Any) -> TrainingConfig:
     stage = StageConfig(2, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
-    usual = TrainingConfig(str(output), (stage,), patch=mhla.MHLAConfig(**CAUSAL), batch_size=2)
+    usual = TrainingConfig(str(output), (stage,), patch=mhla.CausalConfig(**CAUSAL), batch_size=2)
     return replace(usual, validation=ValidationConfig(1, timesteps=2), **settings)
 
 
@@ -108,7 +108,7 @@ def test_a_causal_patch_is_trained_and_validated_with_times_of_its_own(tmp_path:
 
 
 def test_without_a_causal_patch_there_is_one_time_and_the_same_as_ever() -> None:
-    model = mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2), sparse="none")
+    model = mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2))
     assert frames_together(model) is None
     config = _config(patch=mhla.MHLAConfig(blocks=(2, 2, 2)))
     batches = NoisedBatches(_data(), get_family(model).process(model, 3.0), config, torch.device("cpu"))
