@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import re
 
 import numpy as np
 import pytest
 import torch
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig
-from mhla_diffusers.config import PatchConfig, kind_of, load_patch, patch_names
+from mhla_diffusers.config import PatchConfig, kind_of
 
 TOKEN = {"blocks": (4,), "causal": "token", "block_length": 4}
 KINDS = [
@@ -196,13 +195,3 @@ def test_block_sizes_that_are_left_out_fit_the_grid(grid, sizes):
 def test_the_density_that_is_reached_is_of_whole_blocks():
     config = SparseConfig(block_size=16, density=0.25)
     assert [config.rule_on(grid).listed_on(grid) for grid in ((8, 8), (4, 4), (8, 9))] == [0.25, 1, 0.2]
-
-
-def test_every_mhla_preset_of_a_softmax_model_has_a_sparse_one_beside_it_or_is_one():
-    names = set(patch_names())
-    for name in names:
-        config = load_patch(name).config
-        assert isinstance(config, SparseConfig) >= name.endswith("-sparse"), name
-        if not isinstance(config, SparseConfig) and not name.startswith("sana"):
-            assert f"{name}-sparse" in names
-    assert not [name for name in names if re.match("sana.*-sparse$", name)]

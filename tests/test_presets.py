@@ -2,7 +2,7 @@
 
 import pytest
 
-from mhla_diffusers import apply_mhla, mhla_layers
+from mhla_diffusers import SparseConfig, apply_mhla, mhla_layers
 from mhla_diffusers.config import load_patch, patch_names
 from mhla_diffusers.families import families
 
@@ -23,8 +23,12 @@ def test_the_promised_patches_are_there():
 def test_every_patch_opens_and_fits_its_family(name):
     patch = load_patch(name)
     family = next(family for family in families() if family.name == patch.family)
-    assert len(patch.config.blocks) == family.axes
     assert patch.base_model.count("/") == 1
+    if isinstance(patch.config, SparseConfig):
+        assert family.own_attention == "softmax"
+        return
+    assert len(patch.config.blocks) == family.axes
+    assert f"{name}-sparse" in patch_names() or family.own_attention != "softmax", "the other choice"
 
 
 def test_a_patch_by_name_and_by_path(tmp_path):
@@ -32,7 +36,7 @@ def test_a_patch_by_name_and_by_path(tmp_path):
     assert list(mhla_layers(model)) == ["blocks.1.attn1.mhla", "blocks.2.attn1.mhla"]
     path = tmp_path / "own.yaml"
     path.write_text(
-        "family: wan\nbase_model: me/mine\ndescription: own\nmhla: {blocks: [2, 2, 2], layers: [0], eps: 1e-5}\n"
+        "family: wan\nbase_model: me/mine\ndescription: own\npatch: {blocks: [2, 2, 2], layers: [0], eps: 1e-5}\n"
     )
     model = apply_mhla(models.wan(), path)
     assert list(mhla_layers(model)) == ["blocks.0.attn1.mhla"]
@@ -40,7 +44,7 @@ def test_a_patch_by_name_and_by_path(tmp_path):
 
 
 def test_settings_replace_those_of_a_patch():
-    model = apply_mhla(models.wan(), "wan2.1-t2v-1.3b-hybrid", sparse="none", blocks=(1, 2, 2), layers="all")
+    model = apply_mhla(models.wan(), "wan2.1-t2v-1.3b-hybrid", blocks=(1, 2, 2), layers="all")
     assert {layer.config.blocks for layer in mhla_layers(model).values()} == {(1, 2, 2)}
     assert len(mhla_layers(model)) == 4
 
@@ -48,12 +52,13 @@ def test_settings_replace_those_of_a_patch():
 HEAD = "family: wan\nbase_model: a\ndescription: b\n"
 REFUSED = {
     # what is asked for, or what a file holds, and the offending value
-    "keys missing": ("family: wan\n", "missing: base_model, description, mhla"),
-    "key more": (f"{HEAD}mhla: {{blocks: [1]}}\nextra: 1\n", "unknown: extra"),
-    "setting": (f"{HEAD}mhla: {{block: [1]}}\n", "'block'; did you mean 'blocks'"),
-    "no blocks": (f"{HEAD}mhla: {{eps: 1.0}}\n", "need blocks"),
-    "number": (f"{HEAD}mhla: 3\n", "mhla must hold settings"),
-    "settings of a list": (f"{HEAD}mhla: [2, 2]\n", r"\[2, 2\]"),
+    "keys missing": ("family: wan\n", "missing: base_model, description, patch"),
+    "key more": (f"{HEAD}patch: {{blocks: [1]}}\nextra: 1\n", "unknown: extra"),
+    "setting": (f"{HEAD}patch: {{block: [1]}}\n", "'block'; did you mean 'blocks'"),
+    "no blocks": (f"{HEAD}patch: {{eps: 1.0}}\n", "needs blocks"),
+    "number": (f"{HEAD}patch: 3\n", "patch must hold settings"),
+    "two attentions": (f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n", "blocks belongs to .*, and density to "),
+    "settings of a list": (f"{HEAD}patch: [2, 2]\n", r"\[2, 2\]"),
     "list": ("- 1\n", "missing: base_model"),
     "empty": ("", "missing: base_model"),
     "no YAML": ("{", "own.yaml"),
@@ -74,7 +79,7 @@ def test_unknown_patches_give_the_nearest_names(tmp_path):
         ("zzz", r"'zzz'\. Presets: .*cogvideox-5b, .*dit-xl-2-256, "),
         (str(tmp_path), "is a folder; open a saved patch with load_mhla"),
         ("wan2.1-t2v-1.3", "'wan2.1-t2v-1.3'; did you mean 'wan2.1-t2v-1.3b'"),
-        ("tiny-wan-exakt", "'tiny-wan-exakt'; did you mean 'tiny-wan-exact'"),
+        ("tiny-wan-mlha", "'tiny-wan-mlha'; did you mean 'tiny-wan-mhla'"),
     ):
         with pytest.raises(ValueError, match=words):
             load_patch(name)

@@ -4,15 +4,15 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from ..attention import Call, initial_mixing, mhla_attention, reference_attention
+from ..attention import MHLACall, SparseCall, initial_mixing, mhla_attention, reference_attention, sparse_attention
 from ..families import AttentionInputs
-from ..patching import MHLALayer, mhla_layers
-from .shapes import Shape, branch_weights, draw_lists, make_inputs, random_rotary
+from ..patching import mhla_layers
+from ..patching.layer import PatchedLayer
+from .shapes import Shape, draw_lists, make_inputs, random_rotary
 
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """‖found − reference‖ / ‖reference‖ of an output."""
@@ -26,7 +26,7 @@ class IncorrectAttentionError(ValueError):
 def check_operation(
     shape: Shape, device: torch.device, dtype: torch.dtype, backend: str, *, sparse: bool = False
 ) -> float:
-    """Compare output and gradients with the float64 reference, on some blocks of a shape.
+    """Compare output and gradients of MHLA, or of sparse attention, with the float64 reference, on some blocks.
 
     MHLA blocks, up to 1024 tokens, are as long as the shape's, and uniform blocks have as many tokens.
 
@@ -39,21 +39,29 @@ def check_operation(
     small = cut(shape, 1024)
     torch.manual_seed(0)
     tensors = dict(zip(("query", "key", "value"), make_inputs(small, device, dtype), strict=True))
-    mixing = initial_mixing(small.blocks).to(device)
-    tensors["mixing"] = mixing + 0.1 * torch.rand_like(mixing)
-    settings: dict[str, Any] = {"grid": small.grid, "blocks": small.blocks}
-    if small.rope:
-        settings["rotary"] = random_rotary(small, device)
+    settings: dict[str, Any] = {"grid": small.grid, "rotary": random_rotary(small, device) if small.rope else None}
+
+    def attend(**given: Any) -> torch.Tensor:
+        if sparse:
+            return sparse_attention(**given, **settings, **weights, lists=lists, backend=backend)
+        return mhla_attention(**given, **settings, blocks=small.blocks, backend=backend)
+
+    def attend_slowly(**given: Any) -> torch.Tensor:
+        if sparse:
+            return reference_attention(SparseCall(**given, **settings, **weights, sparse=lists))
+        return reference_attention(MHLACall(**given, **settings, blocks=small.blocks))
+
     if sparse:
-        settings["sparse"] = draw_lists(small, device)
-        tensors |= branch_weights(small.heads, device)
+        lists = draw_lists(small, device)
+        weights: dict[str, Any] = {name: torch.full((small.heads,), 0.5, device=device) for name in ("pooled_bias", "state_weight")}
+    else:
+        mixing = initial_mixing(small.blocks).to(device)
+        tensors["mixing"] = mixing + 0.1 * torch.rand_like(mixing)
     upstream = torch.randn_like(tensors["query"])
-    found = differentiate(partial(mhla_attention, backend=backend, **settings), tensors, upstream)
-    doubles = {name: x.double() for name, x in tensors.items()}
-    expected = differentiate(lambda **x: reference_attention(Call(**x, **settings)), doubles, upstream)
+    found = differentiate(attend, tensors, upstream)
+    expected = differentiate(attend_slowly, {name: x.double() for name, x in tensors.items()}, upstream)
     errors = {name: relative_error(found[name], x) for name, x in expected.items()}
-    branch = " with the sparse branch" if sparse else ""
-    _require(errors, dtype, f"MHLA{branch} {backend} on {device} in {dtype}")
+    _require(errors, dtype, f"{'Sparse attention' if sparse else 'MHLA'} {backend} on {device} in {dtype}")
     return errors["output"]
 
 
@@ -114,11 +122,13 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
     """
     layers = list(mhla_layers(transformer).values())
 
-    def compare(layer: MHLALayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+    def compare(layer: PatchedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
         given: AttentionInputs = args[0]
         weights, value = layer.weights(given), given.value
         error = relative_error(output, torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype)))
-        _require({"output": error}, output.dtype, f"The attention of MHLA layers on {output.device} in {output.dtype}")
+        _require(
+            {"output": error}, output.dtype, f"The attention of patched layers on {output.device} in {output.dtype}"
+        )
 
     with ExitStack() as hooks:
         for layer in {layers[0], layers[-1]}:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..attention.layout import check_layout
-from ..config import AUTOMATIC, MHLAConfig, is_automatic
+from ..config import AUTOMATIC, MHLAConfig, PatchConfig, is_automatic
 from ..families import Model, get_family
 from ..patching.describe import sizes_of
 from ..patching.patch import choose_layers
@@ -25,7 +25,7 @@ CEILINGS = ("model", "size", "tokens", "forward, TFLOP", "attention", "patched, 
 """Header of the table of ceilings."""
 
 
-def count_parts(transformer: Any, inputs: Mapping[str, Any], config: MHLAConfig | None = None) -> dict[str, int]:
+def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig | None = None) -> dict[str, int]:
     """Count the FLOPs of each part of one forward; the rest is what is left: embeddings, modulation, the last layer.
 
     They are counted operator by operator, except for the self-attention of a patch, which follows from its sizes:
@@ -43,7 +43,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: MHLAConfig 
     patched = 0
     family = get_family(transformer)
     grid = family.grid_of_arguments(transformer, inputs)
-    if config is not None:
+    if isinstance(config, MHLAConfig):
         check_layout(grid, config.blocks_on(grid))
     begun: list[int] = []
 
@@ -89,7 +89,7 @@ def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
 def count_forward(
     model: Model,
     size: Size,
-    config: MHLAConfig | None = None,
+    config: PatchConfig | None = None,
     *,
     layers: int | None = None,
     change: Callable[[Any], object] | None = None,
@@ -137,7 +137,7 @@ def ceilings(chosen: Iterable[Model]) -> list[tuple[str, ...]]:
     for model in chosen:
         family = family_of_model(model)
         for size in choose_sizes(model, None, None, "cuda") if family.own_attention == "softmax" else ():
-            config = family.default_config.replace(blocks=model.blocks, layers="all")
+            config = family.default_config
             plain, patched = count_forward(model, size), count_forward(model, size, config)
             whole, left = sum(plain.values()), sum(patched.values())
             tera = [f"{one / 1e12:,.0f}" if one >= 1e14 else f"{one / 1e12:.3g}" for one in (whole, left)]

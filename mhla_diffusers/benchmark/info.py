@@ -11,10 +11,12 @@ import typer
 from safetensors import safe_open
 
 from ..attention import BACKENDS, feature_map_names
-from ..attention.layout import block_count
 from ..config import (
+    LinearConfig,
     MHLAConfig,
     Patch,
+    PatchConfig,
+    SparseConfig,
     adapted_patch_folder,
     adapted_patch_names,
     load_patch,
@@ -38,18 +40,17 @@ def print_info() -> None:
     typer.echo(f"Backends: {', '.join(BACKENDS)}; feature maps: {', '.join(feature_map_names())}\n")
     axes = {1: "tokens of a text", 2: "height x width", 3: "frames x height x width"}
     models = [
-        (family.name, transformer, axes[family.axes], str(family.default_config.blocks))
+        (family.name, transformer, axes[family.axes], family.default_config.attention, str(family.mhla_blocks))
         for family in families()
         for transformer in family.transformers
     ]
-    _print_table("Supported models", ["family", "transformer", "token grid", "default blocks"], models)
+    _print_table("Supported models", ["family", "transformer", "token grid", "default", "MHLA blocks"], models)
     patches = []
     for name in patch_names():
         patch = load_patch(name)
-        blocks, sparse = times(patch.config.blocks), patch.config.sparse
-        patches.append((name, blocks, str(patch.config.layers), "-" if sparse == "none" else sparse, patch.base_model))
+        patches.append((name, summary_of(patch.config), str(patch.config.layers), patch.base_model))
     typer.echo()
-    _print_table("Presets, for --patch", ["name", "blocks", "layers", "sparse", "base model"], patches)
+    _print_table("Presets, for --patch", ["name", "attention", "layers", "base model"], patches)
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
@@ -87,7 +88,15 @@ def report(patch: str | None) -> str:
     return "\n".join(lines)
 
 
-def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
+def summary_of(config: PatchConfig) -> str:
+    """Return which attention runs, with the setting that says most of it."""
+    if isinstance(config, SparseConfig):
+        return f"{config.attention}, density {config.density:.1%}"
+    assert isinstance(config, LinearConfig)
+    return f"{config.attention} of {times(config.blocks)} blocks"
+
+
+def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
     """Return family and configuration of every transformer of a patch, given as in :func:`print_any_patch`.
 
     Raises:
@@ -99,11 +108,11 @@ def configs_of(patch: str) -> list[tuple[str, MHLAConfig]]:
         ready = load_patch(patch)
         return [(ready.family, ready.config)]
     parts = read_record(folder).transformers.values()
-    return [(part.family, MHLAConfig.from_dict(part.mhla)) for part in parts]
+    return [(part.family, PatchConfig.from_dict(part.patch)) for part in parts]
 
 
 def print_model(
-    name: str, size: str | None, frames: int | None, patch: tuple[str, MHLAConfig] | None, density: float | None
+    name: str, size: str | None, frames: int | None, patch: tuple[str, PatchConfig] | None, density: float | None
 ) -> None:
     """Print the FLOPs of one forward of a model by part, unpatched and patched, and the most that the patch can bring.
 
@@ -114,7 +123,7 @@ def print_model(
         size: such as "720x1280"; the model's first one for None.
         frames: of a video; the model's for None.
         patch: name of its family and its settings; that of ``apply_mhla(pipe)`` for None.
-        density: of the sparse branch of the latter; the family's for None.
+        density: of the latter; the family's for None.
 
     Raises:
         ValueError: an unknown model, or a size, a patch or a density that it does not take.
@@ -123,9 +132,9 @@ def print_model(
     chosen, *_ = choose_sizes(model, size and [size], None if frames is None else [frames], "cpu")
     family, grid = family_of_model(model), token_grid(model, chosen)
     if patch is None:
-        config = family.default_config.replace(blocks=model.blocks)
-        if density is not None and family.own_attention != "softmax":
-            raise ValueError(f"--density {density}: the patch of {name} has no sparse branch; leave it out.")
+        config = family.default_config
+        if density is not None and not isinstance(config, SparseConfig):
+            raise ValueError(f"--density {density}: the patch of {name} runs {config.attention}; leave it out.")
         config = config if density is None else config.replace(density=density)
     else:
         of_family, config = patch
@@ -136,8 +145,7 @@ def print_model(
     plain, patched = count_forward(model, chosen), count_forward(model, chosen, config)
     whole, left = sum(plain.values()), sum(patched.values())
     typer.echo(f"{name} at {chosen}: {times(grid)} = {math.prod(grid):,} tokens; {family.own_attention} attention")
-    sparse = "" if config.sparse == "none" else f", sparse {config.sparse}, density {config.listed_on(grid):.1%}"
-    typer.echo(f"patched: MHLA of {times(config.blocks_on(grid))} blocks{sparse}, in layers {config.layers}\n")
+    typer.echo(f"patched: {summary_of(config)}, in layers {config.layers}\n")
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
     _print_table("FLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
@@ -156,7 +164,8 @@ def print_any_patch(patch: str) -> None:
     folder = _saved_folder(patch)
     if folder is None:
         preset = load_patch(patch)
-        _print_settings(f"{patch}: {preset.description}", preset)
+        typer.echo(f"{patch} runs {summary_of(preset.config)}\n")
+        _print_settings(preset.description, preset)
         _print_costs(preset)
         return
     record = read_record(folder)
@@ -169,6 +178,8 @@ def print_any_patch(patch: str) -> None:
         ("file", f"{record.file}, {file.stat().st_size / 1e6:,.1f} MB"),
         ("SHA-256", f"{record.sha256}, fits"),
     ]
+    runs = dict.fromkeys(summary_of(PatchConfig.from_dict(part.patch)) for part in record.transformers.values())
+    typer.echo(f"{folder.name} runs {' and '.join(runs)}\n")
     _print_table(f"{folder}: a saved patch, for load_mhla", ["record", "value"], rows)
     with safe_open(file, framework="pt") as tensors:
         sizes = {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -179,7 +190,7 @@ def print_any_patch(patch: str) -> None:
             f"\n{name}: {part.transformer} of {part.layers} layers, {part.heads} heads of {part.head_dim}; "
             f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(base)} of the model with {sum(base):,}\n"
         )
-        settings = Patch(part.family, record.base_model, name, MHLAConfig.from_dict(part.mhla))
+        settings = Patch(part.family, record.base_model, name, PatchConfig.from_dict(part.patch))
         _print_settings(f"Settings of the {name}", settings)
 
 
@@ -193,28 +204,25 @@ def _print_settings(title: str, patch: Patch) -> None:
     config = patch.config
     rows = [("family", patch.family), ("base model", patch.base_model)]
     rows += [(field, str(value)) for field, value in config.to_dict().items()]
-    rows.append(("M", str(math.prod(config.blocks))))
-    if config.sparse != "none":
-        rows.append(("density", f"{config.listed:.1%}"))
+    if isinstance(config, LinearConfig):
+        rows.append(("M", str(math.prod(config.blocks))))
     _print_table(title, ["setting", "value"], rows)
 
 
 def _print_costs(patch: Patch) -> None:
     """Print the FLOPs of a layer at every benchmark grid of the family's models that the patch fits."""
-    config, has_sparse = patch.config, patch.config.sparse != "none"
-    header = ["at", "pixels", "grid", *(["uniform blocks"] if has_sparse else []), "softmax", "MHLA"]
-    header += ["with sparse"] if has_sparse else []
-    rows = []
+    config, rows = patch.config, []
+    header = ["at", "pixels", "grid", "softmax", config.attention]
     family = next(family for family in families() if family.name == patch.family)
     for model in family.models:
         for label, grid in model.grids.items():
-            if all(count <= size for count, size in zip(config.blocks_on(grid), grid, strict=True)):
+            blocks = config.blocks_on(grid) if isinstance(config, MHLAConfig) else (1,) * len(grid)
+            if all(count <= size for count, size in zip(blocks, grid, strict=True)):
                 layer = model.heads, model.head_dim, family.extra_tokens
                 sizes = config.sizes_on(grid, *layer, in_order=family.own_attention_is_causal)
                 pixels = times([count * model.stride * model.patch for count in grid[-2:]])
                 cells = [f"{model.name}-{label}", pixels, times(grid)]
-                cells += [f"{block_count(grid, config.rule_on(grid).block_size):,}"] if has_sparse else []
-                flops = [sizes.softmax_flops, sizes.linear_flops, *([sizes.flops] if has_sparse else [])]
+                flops = sizes.softmax_flops, sizes.flops
                 rows.append([*cells, *(f"{one / 1e9:,.0f}" if one >= 1e11 else f"{one / 1e9:.2f}" for one in flops)])
     if rows:
         typer.echo()

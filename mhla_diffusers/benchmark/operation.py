@@ -1,4 +1,4 @@
-"""One attention by itself: MHLA, its sparse branch and plain linear attention against softmax, ``mhla bench op``."""
+"""One attention by itself: MHLA, sparse and plain linear attention against softmax, ``mhla bench op``."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention import BlockLists, ContentRule, initial_mixing, mhla_attention
+from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
 from ..attention.layout import layout_of
 from ..attention.triton.backend import why_not
 from .correctness import check_operation, check_same
 from .measure import Results, Variant, free_bytes
-from .shapes import Shape, Work, branch_weights, draw_lists, flops_of, make_inputs, random_rotary
+from .shapes import Shape, Work, draw_lists, flops_of, make_inputs, random_rotary, sparse_config
 
 STAGES = ("forward", "forward+backward")
 SOFTMAX = "softmax"
 PLAIN = "plain linear"
-CONTENT = "MHLA, sparse, by content"
-"""Beside MHLA the sparse branch, whose lists are chosen at every call."""
-GIVEN = "MHLA, sparse, lists given"
-"""The same without choosing lists and fitting β."""
+SPARSE = "sparse"
+"""As of a patch: keys are sorted, lists chosen, and β and γ fitted at every call."""
+GIVEN = "sparse, lists given"
+"""The same without sorting, choosing and fitting."""
 LISTED = "listed blocks alone"
-"""Softmax over the same lists without pooled keys and linear branch, which FlexAttention lacks."""
+"""Softmax over the same lists without means and states, which FlexAttention lacks."""
 CAUSAL = "causal linear"
 """Without a normaliser: the nearest to plain linear attention that flash-linear-attention has."""
 SOFTMAX_BACKENDS = {
@@ -151,9 +151,9 @@ def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLi
 def benchmark_operation(shape: Shape, results: Results, stages: Sequence[str], *, compile: bool) -> None:
     """Check every MHLA backend against the reference, then time all variants in turns, for each stage.
 
-    MHLA is timed as a model calls it: with a mixing matrix per head, RoPE where the model has it, and choosing and
-    fitting where lists are chosen by content. Softmax attention is timed without RoPE. With ``compile`` torch.compile
-    of the eager backend and FlexAttention are timed too, which take a minute to compile.
+    MHLA is timed with a mixing matrix per head, and both with RoPE where the model has it. Softmax attention is timed
+    without RoPE. With ``compile`` torch.compile of the eager backend and FlexAttention are timed too, which take a
+    minute to compile.
 
     Raises:
         IncorrectAttentionError: a backend is wrong here; then nothing is timed.
@@ -181,14 +181,14 @@ def benchmark_operation(shape: Shape, results: Results, stages: Sequence[str], *
 def operation_variants(
     shape: Shape, device: torch.device, dtype: torch.dtype, *, backward: bool, compile: bool
 ) -> list[Variant]:
-    """List MHLA with and without its sparse branch, plain linear attention and softmax, each by all backends."""
+    """List MHLA, sparse and plain linear attention and softmax, each by all backends."""
     inputs = tuple(x.requires_grad_(backward) for x in make_inputs(shape, device, dtype))
     upstream = torch.ones_like(inputs[0])
     lists = draw_lists(shape, device) if shape.block_size is not None else None
     no_triton = why_no_triton(shape, device, dtype)
     not_asked = None if compile else "not asked for; add --compile"
     no_flex = not_asked or ("it has no backward pass on CPUs" if backward and device.type == "cpu" else None)
-    rotary = {"rotary": random_rotary(shape, device)} if shape.rope else {}
+    rotary: dict[str, Any] = {"rotary": random_rotary(shape, device)} if shape.rope else {}
     variants: list[Variant] = []
 
     def add(kind: str, backend: str, work: Work, attend: Attend | str, leaves: Sequence[torch.Tensor] = ()) -> None:
@@ -200,7 +200,7 @@ def operation_variants(
                 run = lambda: torch.autograd.grad(attend(), (*inputs, *leaves), upstream)  # noqa: E731
         of_kind = shape.plain if kind in (PLAIN, CAUSAL) else shape
         flops = flops_of(of_kind, work, backward=backward)
-        blocks = math.prod(of_kind.blocks) if work in ("linear", "both") else None
+        blocks = math.prod(of_kind.blocks) if work == "linear" else None
         note = "without RoPE" if kind in (SOFTMAX, LISTED, CAUSAL) and shape.rope else ""
         variants.append(Variant(f"{kind} {backend}", run, kind == SOFTMAX, flops, blocks, note))
 
@@ -208,28 +208,28 @@ def operation_variants(
         """Append MHLA; what is learnable in a patched model takes gradients, and may be computed in another way."""
         of_kind = shape.plain if kind == PLAIN else shape
         mixing = initial_mixing(of_kind.blocks).to(device).repeat(shape.heads, 1, 1).requires_grad_()
-        weights: dict[str, torch.Tensor] = {}
-        options: dict[str, Any] = dict(rotary)
-        if kind in (CONTENT, GIVEN):
-            weights = {name: x.requires_grad_() for name, x in branch_weights(shape.heads, device).items()}
-            options |= {"rope": "before", "sparse": lists}
-        if kind == CONTENT:  # as of a patch that nothing has trained
-            weights, options["sparse"] = (
-                {},
-                ContentRule(int(shape.block_size or 0), shape.density, fit_pooled_bias=True),
-            )
         function: Any = mhla_attention
-        options |= {"backend": backend}
+        options: dict[str, Any] = rotary | {"backend": backend}
         if backend == "torch.compile" and absent is None:
             function, options["backend"] = torch.compile(mhla_attention, dynamic=False), "eager"
-        attend = absent or partial(function, *inputs, mixing, of_kind.grid, of_kind.blocks, **options, **weights)
-        learned = () if kind == CONTENT else (mixing, *weights.values())
-        work: Work = "sparse" if kind == CONTENT else "both" if kind == GIVEN else "linear"
-        add(kind, backend, work, attend, learned)
+        attend = absent or partial(function, *inputs, mixing, of_kind.grid, of_kind.blocks, **options)
+        add(kind, backend, "linear", attend, (mixing,))
 
-    for kind in ("MHLA", CONTENT, GIVEN, PLAIN) if lists is not None else ("MHLA", PLAIN):
-        add_mhla(kind, "eager", None)
-        add_mhla(kind, "triton", no_triton)
+    def add_sparse(kind: str, backend: str, absent: str | None) -> None:
+        """Append sparse attention, with its own lists or with those that were drawn."""
+        config, heads = sparse_config(shape), torch.ones(shape.heads, device=device)
+        options: dict[str, Any] = {"density": config.density, "block_size": config.block_size}
+        options["key_block_size"] = config.key_block_size
+        if kind == GIVEN:
+            options = {"lists": lists, "pooled_bias": 0 * heads, "state_weight": heads}
+        attend = absent or partial(sparse_attention, *inputs, shape.grid, backend=backend, **rotary, **options)
+        add(kind, backend, "sparse", attend)
+
+    for backend, absent in (("eager", None), ("triton", no_triton)):
+        for kind in ("MHLA", PLAIN):
+            add_mhla(kind, backend, absent)
+        for kind in (SPARSE, GIVEN) if lists is not None else ():
+            add_sparse(kind, backend, absent)
     add_mhla("MHLA", "torch.compile", not_asked)
     if lists is not None:
         add(LISTED, "FlexAttention", "lists", no_flex or flex_over_lists(shape, inputs, lists))

@@ -21,7 +21,7 @@ from ..tiny import tiny_pipeline
 from .correctness import check_operation
 from .measure import Results, Row, measured_row, peak_bytes, refused_row, synchronize, with_progress
 from .models import models
-from .operation import CONTENT, fastest_backend
+from .operation import SPARSE, fastest_backend
 from .shapes import BLOCK_SIZE, Shape
 from .transformer import CLASSIFIERS, LINEAR_KINDS, PATCHES, patch_settings
 
@@ -71,7 +71,7 @@ def benchmark_pipeline(
         patches: of ``PATCHES``, presets, YAML files, or names, folders or Hub ids of saved patches; all kinds that the
             family takes if empty.
         results: gets a row per patch for the whole call and for each of its parts.
-        softmax_steps: first denoising steps in which patches are disabled, see :class:`mhla_diffusers.MHLAConfig`.
+        softmax_steps: first denoising steps in which patches are disabled, see :class:`mhla_diffusers.SparseConfig`.
         repetitions: calls of each.
 
     Raises:
@@ -84,9 +84,10 @@ def benchmark_pipeline(
     if repetitions < 1:
         raise ValueError(f"repetitions={repetitions} must be positive.")
     family, device = choice.of_family, results.device
-    config = family.default_config.replace(softmax_steps=softmax_steps)
+    family.default_config.replace(softmax_steps=softmax_steps)  # raises what is not allowed
+    blocks = family.mhla_blocks
     for name in patches:
-        if name == CONTENT and family.own_attention != "softmax":
+        if name == SPARSE and family.own_attention != "softmax":
             raise ValueError(
                 f"patch={name!r} is for softmax attention; that of {choice.family} is {family.own_attention}."
             )
@@ -97,8 +98,8 @@ def benchmark_pipeline(
     pipe = choice.load()
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
     size = BLOCK_SIZE if family.own_attention == "softmax" else None
-    shape = Shape(choice.family, config.blocks, config.blocks, *family.adapter_of(attn).heads(attn), size)
-    for sparse in (False, CONTENT in names):
+    shape = Shape(choice.family, blocks, blocks, *family.adapter_of(attn).heads(attn), size)
+    for sparse in (False, SPARSE in names):
         backend = fastest_backend(shape, device, results.dtype)
         check_operation(shape, device, results.dtype, backend, sparse=sparse)
 
@@ -170,7 +171,7 @@ def patched(pipe: Any, patch: str, choice: PipelineChoice, softmax_steps: int | 
     """Context in which the pipeline has a patch; afterwards it is as it was."""
     with ExitStack() as stack:
         if patch in PATCHES:
-            apply_mhla(pipe, **patch_settings(patch, choice.of_family.default_config.blocks))
+            apply_mhla(pipe, **patch_settings(patch, choice.of_family.mhla_blocks))
         elif patch != UNPATCHED and is_saved_patch(patch):
             load_result(pipe, adapted_patch_folder(patch) or patch)
         elif patch != UNPATCHED:

@@ -10,7 +10,7 @@ import torch
 from ..attention import BlockLists
 from ..attention.call import list_length
 from ..attention.layout import block_count, check_blocks
-from ..config import DEFAULT_DENSITY, MHLAConfig
+from ..config import MHLAConfig, SparseConfig
 from ..families import Model
 from .models import family_of_model, models
 
@@ -29,8 +29,8 @@ class Shape:
     heads: int
     head_dim: int
     block_size: int | None = None
-    """Tokens of the uniform blocks of the sparse branch; None where it is not measured."""
-    density: float = DEFAULT_DENSITY
+    """Tokens of a query block of sparse attention; None where it is not measured."""
+    density: float = SparseConfig.density
     """Part of all pairs of uniform blocks that is in the lists."""
     rope: bool = False
     """Whether MHLA is called with RoPE, as the model calls it."""
@@ -46,8 +46,8 @@ class Shape:
         return replace(self, blocks=(1,) * len(self.blocks))
 
 
-Work = Literal["softmax", "linear", "lists", "sparse", "both"]
-"""Softmax over all pairs, the linear branch, softmax over listed pairs alone, with pooled keys, or with both."""
+Work = Literal["softmax", "linear", "lists", "sparse"]
+"""Softmax over all pairs, MHLA, softmax over listed pairs alone, or sparse attention."""
 BLOCK_SIZE = 64
 """Tokens of a block, of the usual sizes."""
 TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rope=True)
@@ -56,17 +56,9 @@ TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rope=True)
 
 def flops_of(shape: Shape, work: Work, *, backward: bool = False) -> int:
     """Count an attention from its shape; the backward pass counts twice the forward."""
-    config = MHLAConfig(shape.blocks)
-    if shape.block_size is not None:
-        config = config.replace(sparse="content", density=shape.density, block_size=shape.block_size)
+    config = MHLAConfig(blocks=shape.blocks) if work == "linear" else sparse_config(shape)
     sizes = config.sizes_on(shape.grid, shape.heads, shape.head_dim)
-    forward = {
-        "softmax": sizes.softmax_flops,
-        "linear": sizes.linear_flops,
-        "lists": sizes.listed_flops,
-        "sparse": sizes.flops,
-        "both": sizes.flops + sizes.linear_flops,
-    }[work]
+    forward = {"softmax": sizes.softmax_flops, "lists": sizes.listed_flops}.get(work, sizes.flops)
     return 3 * forward if backward else forward
 
 
@@ -119,9 +111,10 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple
     return tuple(torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(3))
 
 
-def branch_weights(heads: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return λ of the linear branch and β of pooled keys, each (H,)."""
-    return {"linear_weight": torch.ones(heads, device=device), "pooled_bias": torch.zeros(heads, device=device)}
+def sparse_config(shape: Shape) -> SparseConfig:
+    """Return the settings with which sparse attention is measured; key blocks are 32 tokens at most, as by default."""
+    size = shape.block_size or BLOCK_SIZE
+    return SparseConfig(density=shape.density, block_size=size, key_block_size=min(32, size))
 
 
 def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,9 +125,9 @@ def random_rotary(shape: Shape, device: torch.device) -> tuple[torch.Tensor, tor
 
 def draw_lists(shape: Shape, device: torch.device) -> BlockLists:
     """Draw lists from a seed, every query block with as many key blocks and at least one."""
-    size = int(shape.block_size or 0)
-    blocks = block_count(shape.grid, size)
-    order = torch.rand(shape.heads, blocks, blocks, generator=torch.Generator().manual_seed(0))
-    chosen = order.topk(list_length(shape.density, blocks), dim=-1).indices
+    rule = sparse_config(shape).rule_on(shape.grid)
+    queries, keys = (block_count(shape.grid, size) for size in rule.sizes)
+    order = torch.rand(shape.heads, queries, keys, generator=torch.Generator().manual_seed(0))
+    chosen = order.topk(list_length(shape.density, keys), dim=-1).indices
     mask = torch.zeros(order.shape, dtype=torch.bool).scatter_(-1, chosen, value=True)
-    return BlockLists.from_mask(size, mask.to(device))
+    return BlockLists.from_mask(rule.block_size, mask.to(device), key_block_size=rule.key_block_size)

@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 
 from ..attention.layout import block_count
+from ..config import SparseConfig
 from ..families import Model, find_family, get_family, imported
 from ..families.models import squares
 from ..patching import apply_mhla
@@ -32,7 +33,7 @@ from .models import (
     small_size,
     token_grid,
 )
-from .operation import CONTENT, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, fastest_backend, why_no_softmax
+from .operation import PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE, fastest_backend, why_no_softmax
 from .shapes import shape_of
 
 FORWARD, TRAINING_STEP = "forward", "training step"
@@ -40,8 +41,8 @@ MHLA = "MHLA"
 HYBRID = "MHLA hybrid 2/3"
 """The model's own attention in every third layer."""
 LINEAR_KINDS = (PLAIN, MHLA, HYBRID)
-PATCHES = (*LINEAR_KINDS, CONTENT)
-"""Attentions that are a patch; the sparse branch is for models whose own attention is softmax."""
+PATCHES = (*LINEAR_KINDS, SPARSE)
+"""Attentions that are a patch; sparse attention is for models whose own attention is softmax."""
 COMPILED = " + torch.compile"
 """Ends the name of a variant whose repeated blocks are compiled."""
 WITHOUT = "without layers"
@@ -68,10 +69,9 @@ class Choice:
 
 def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
     """Return arguments of :func:`apply_mhla` for one of ``PATCHES``; plain linear attention has one block."""
-    if kind == CONTENT:
-        return {"blocks": blocks, "sparse": "content"}
-    layers = "2/3" if kind == HYBRID else "all"
-    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": layers, "sparse": "none"}
+    if kind == SPARSE:
+        return {"density": SparseConfig.density}
+    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": "2/3" if kind == HYBRID else "all"}
 
 
 def softmax_choices(
@@ -176,11 +176,11 @@ class Case:
             Choice(HYBRID, HYBRID, blocks=count, absent=cut),
         ]
         if softmax_is_own:
-            config = family.default_config.replace(**patch_settings(CONTENT, blocks))
-            size = config.rule_on(grid).key_block_size
+            rule = SparseConfig().rule_on(grid)
+            size = rule.key_block_size
             # of few blocks, one for every query block is more than the density that is asked for
-            note = f"{config.listed_on(grid):.1%} of the pairs of {block_count(grid, size)} blocks of {size} tokens"
-            patches.append(Choice(CONTENT, CONTENT, blocks=count, note=f"{note}, chosen at every call"))
+            note = f"{rule.listed_on(grid):.1%} of the pairs of {block_count(grid, size)} blocks of {size} keys"
+            patches.append(Choice(SPARSE, SPARSE, note=f"{note}, chosen at every call"))
         return [*own, *softmax, *patches, *([Choice(WITHOUT, WITHOUT)] if self.is_cut else [])]
 
     def flops(self, choice: Choice) -> int:
@@ -189,11 +189,11 @@ class Case:
         config = None
         if choice.kind in PATCHES:
             settings = patch_settings(choice.kind, self.model.blocks)
-            config = family_of_model(self.model).default_config.replace(**settings)
+            config = family_of_model(self.model).complete(settings)
         return sum(count_forward(self.model, self.size, config, layers=self.layers, change=change).values())
 
     def check(self, model: Any) -> None:
-        """Compare MHLA in the model, and the sparse branch where it is measured, with the reference on a small input.
+        """Compare MHLA in the model, and sparse attention where it is measured, with the reference on a small input.
 
         Raises:
             IncorrectAttentionError: it is wrong here.
@@ -280,9 +280,9 @@ class ClassifierCase(Case):
 
         settings = dict(self.model.settings)
         make = getattr(VLTConfig, settings.pop("preset"))
-        changes: dict[str, dict[str, Any]] = {PLAIN: {"blocks": [1, 1]}, CONTENT: {"sparse": "content"}}
+        changes = {PLAIN: {"blocks": [1, 1]}, SPARSE: {"density": SparseConfig.density}}
         own = make(**settings).mhla
-        mhla = [None if stage is None or kind == SOFTMAX else dict(stage) | changes.get(kind, {}) for stage in own]
+        mhla = [None if stage is None or kind == SOFTMAX else changes.get(kind, dict(stage)) for stage in own]
         return make(**(settings | {"mhla": mhla}))
 
     def build(self, device: torch.device | None = None, kind: str = MHLA) -> Any:
@@ -313,7 +313,7 @@ class ClassifierCase(Case):
             *softmax_choices(self.tokens, self.model.heads * self.size.batch, self.device, baseline=True),
             Choice(PLAIN, PLAIN, blocks=1, note="in the stages that have MHLA, softmax in the others"),
             Choice(MHLA, MHLA, blocks=blocks[0], note=others),
-            Choice(CONTENT, CONTENT, blocks=blocks[0], note="lists chosen at every call"),
+            Choice(SPARSE, SPARSE, note="lists chosen at every call"),
         ]
 
     def flops(self, choice: Choice) -> int:

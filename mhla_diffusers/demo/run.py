@@ -20,7 +20,7 @@ from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import draw_mixing_matrices
 from ..attention import initial_mixing
 from ..benchmark.measure import Budget, time_interleaved
-from ..config import adapted_patch_names
+from ..config import CausalConfig, MHLAConfig, adapted_patch_names
 from ..devices import free_threads, threads
 from ..families import arguments_of, predict
 from ..files import check_writable, write_json, write_text
@@ -39,7 +39,7 @@ LONGER = 4
 STREAM_HEADER = ("attention", "frames", "digits right", "first quarter", "second", "third", "fourth")
 _FEW = 3
 """Scenes that are generated as a longer clip, or shown of the clips in four steps."""
-_LIVE = ("linear", "exact")
+_LIVE = ("linear", "mhla")
 """Which variants are adapted live, by ``Variant.short``; SANA has MHLA instead."""
 _TRANSFER = 0.4
 """Updates of attention transfer before them, as a part of the updates, where the recipe has any."""
@@ -257,11 +257,11 @@ class Demo:
     def show_mixing(self) -> None:
         """Draw the first layer's mixing matrix of every variant that learns it, before and after."""
         for variant in self.variants:
-            if variant.patch is None or not variant.patch.mixing_learnable:
+            if not isinstance(variant.patch, MHLAConfig) or not variant.patch.mixing_learnable:
                 continue
             layer_name, layer = next(iter(mhla_layers(self.pipes[variant.name]).items()))
             before = initial_mixing(variant.patch.blocks, variant.patch.mixing_init)
-            matrices = {f"{layer_name}, before": before, f"{layer_name}, after": layer.mixing}
+            matrices = {f"{layer_name}, before": before, f"{layer_name}, after": layer.get_parameter("mixing")}
             file = self.output / f"mixing-{variant.name.replace(',', '').replace(' ', '-').replace('/', '-')}.png"
             heading = f"Mixing matrices of {variant.name}"
             self.sections[heading] = html_media(draw_mixing_matrices(matrices, file), heading)
@@ -310,7 +310,8 @@ def stream_longer(
 def stream_scenes(pipe: Any, tiny: TinyPipeline, scenes: Sequence[Scene], frames: int, seed: int) -> list[torch.Tensor]:
     """Generate clips (frames, 64, 64) of scenes, whole frame blocks one after the other, with a causal patch."""
     settings = tiny.call_settings
-    length = next(iter(require_layers(pipe.transformer).values())).config.block_length or 1
+    config = next(iter(require_layers(pipe.transformer).values())).config
+    length = config.block_length if isinstance(config, CausalConfig) else 1
     latents = stream_latents(
         pipe,
         [tiny.prompt(scene) for scene in scenes],

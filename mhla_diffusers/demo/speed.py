@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from ..attention import ContentRule, initial_mixing, mhla_attention
+from ..attention import initial_mixing, mhla_attention, sparse_attention
 from ..benchmark.measure import Budget, gather_conditions, time_interleaved
 from ..benchmark.models import models
-from ..config import DEFAULT_DENSITY
+from ..config import SparseConfig
 from ..files import written_aside
 from ..reporting import html_table, require_matplotlib, times
 
-SOFTMAX, SPARSE, MHLA = "softmax", "MHLA, block-sparse", "MHLA"
+SOFTMAX, SPARSE, MHLA = "softmax", "sparse attention", "MHLA"
 """As the demo's table names them."""
 _MARKS = {SOFTMAX: ("o", "#555555"), SPARSE: ("s", "#cc79a7"), MHLA: ("^", "#0072b2")}
 MODEL = "wan2.1-1.3b"
@@ -92,8 +92,8 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
     """Time the attentions at one N after the other, at each in turns, until the next N would exceed the budget.
 
     The first N is measured whatever the budget. On a CPU in float32, elsewhere in bfloat16; softmax by PyTorch's
-    choice of backend; all without RoPE. The sparse branch is that of an untrained patch: it sorts keys, chooses its
-    lists and fits β at every call.
+    choice of backend; all without RoPE. Sparse attention sorts keys, chooses its lists and fits its weights at
+    every call.
 
     Args:
         device: where.
@@ -114,11 +114,10 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
         query, key, value = (torch.randn(1, tokens, heads, model.head_dim, device=device).to(dtype) for _ in range(3))
         mixing = initial_mixing(blocks).to(device).repeat(heads, 1, 1)
         linear = partial(mhla_attention, query, key, value, mixing, grid, blocks)
-        rule = ContentRule(64, DEFAULT_DENSITY, fit_pooled_bias=True)
         softmax = torch.nn.functional.scaled_dot_product_attention
         runs = {
             SOFTMAX: partial(softmax, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
-            SPARSE: partial(linear, sparse=rule),
+            SPARSE: partial(sparse_attention, query, key, value, grid),
             MHLA: linear,
         }
         rows = time_interleaved(runs, device, _BUDGET)
@@ -147,8 +146,8 @@ def html_speed(here: Growth, picture: str) -> str:
         own += f" The machine was busy: repeated times spread by up to {here.spread:.0%}, so the crossings are coarse."
     remark = (
         f"One self-attention of {MODEL}, forward: as many of its heads of {models()[MODEL].head_dim} as are said, MHLA "
-        f"blocks {times(models()[MODEL].blocks)}, density {DEFAULT_DENSITY:.0%}, blocks chosen at every call. At small "
-        "N the states of all these blocks, made and mixed whatever N is, take most of MHLA's time. Crossings lie on "
+        f"blocks {times(models()[MODEL].blocks)}, density {SparseConfig.density:.1%}, blocks chosen at every call. At "
+        "small N the states of all these blocks, made and mixed whatever N is, take most of MHLA's time. Crossings lie on "
         "straight lines between the N measured, in logarithms."
     )
     rows = [

@@ -89,7 +89,9 @@ def stream_latents(
 
     texts = [list(prompts), [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
     streams = [VideoStream(transformer) for _ in texts]
-    configs = [config for layer in require_layers(transformer).values() if isinstance(config := layer.config, CausalConfig)]
+    configs = [
+        config for layer in require_layers(transformer).values() if isinstance(config := layer.config, CausalConfig)
+    ]
     if frame_blocks is not None:
         for causal in configs:
             frames = frame_blocks * causal.block_length

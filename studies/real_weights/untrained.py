@@ -23,14 +23,18 @@ from mhla_diffusers import SparseConfig, apply_mhla, describe, remove_mhla
 from mhla_diffusers.attention.call import list_length
 
 HERE = Path(__file__).parent
-DENSITIES = (0.01, 0.025, 0.05, 0.15, 0.25)
+DENSITIES = (0.025, 0.05, 0.1, 0.15, 0.25)
+_MEANS = {"far": "means"}
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "softmax": None,
     "plain linear": {"blocks": (1, 1)},
     "MHLA": {"blocks": (4, 4)},
     **{f"sparse {density:.1%}": {"density": density} for density in DENSITIES},
-    **{f"sparse {density:.1%}, means alone": {"density": density, "far": "means"} for density in DENSITIES[1:4]},
-    "sparse 5.0%, along the curve": {"density": 0.05, "order": "curve"},
+    **{f"sparse {density:.1%}, means alone": {"density": density, **_MEANS} for density in DENSITIES},
+    **{
+        f"sparse {density:.1%}, means alone, along the curve": {"density": density, "order": "curve", **_MEANS}
+        for density in DENSITIES
+    },
 }
 LARGEST = ("softmax", "plain linear", "MHLA", "sparse 2.5%", "sparse 5.0%", "sparse 15.0%", "sparse 5.0%, means alone")
 """Rows at the largest size, where second views are left out too, and rows that are timed."""

@@ -130,6 +130,7 @@ def test_loading_an_adapter_onto_a_patched_pipeline_is_warned_of(name, caplog):
     pipe = PIPELINES[name]()
     mhla.apply_mhla(pipe, **plain(name), backend="eager")
     count, first = len(mhla.mhla_layers(pipe)), next(iter(mhla.mhla_layers(pipe))).removeprefix("transformer.")
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="mhla_diffusers"):
         LOADERS[name](pipe)
         image(pipe, name)

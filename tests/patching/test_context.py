@@ -23,8 +23,13 @@ from .shared import assert_equal_up_to_order
 BLOCKS = {"wan": (2, 2, 2), "sana": (2, 2), "dit": (2, 2)}
 
 
+SPARSE = "sparse wan"
+
+
 def gridded(name):
-    """With blocks and random convolutions over the grid, so that a wrong grid shows everywhere."""
+    """With blocks and random convolutions over the grid, or lists, so that a wrong grid shows everywhere."""
+    if name == SPARSE:
+        return patched("wan", density=0.2, block_size=4)
     model, generator = patched(name, blocks=BLOCKS[name], convolution=3), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in mhla.mhla_layers(model).values():
@@ -34,7 +39,7 @@ def gridded(name):
 
 def two_inputs(name):
     """Inputs of one number of tokens and different grids: landscape and portrait; of two sizes for DiT, of squares."""
-    wide = inputs(name)
+    wide = inputs(name.removeprefix("sparse "))
     if name == "dit":
         return wide, inputs(name, ragged=True)
     latents = wide["hidden_states"][..., :4, :] if name == "sana" else wide["hidden_states"]
@@ -71,7 +76,7 @@ def pickled(model):
 
 
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy, pickled], ids=["one model", "copy", "pickle"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [*BLOCKS, SPARSE])
 def test_two_threads_run_one_transformer_or_its_copy_at_two_sizes(name, copied, interleave):
     """The second forward happens while the first is between two layers."""
     model = gridded(name)
@@ -94,7 +99,7 @@ def reentrant(block, *args):
 
 
 @pytest.mark.parametrize("function", [None, reentrant], ids=["without reentry", "with reentry"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [*BLOCKS, SPARSE])
 def test_two_forwards_of_two_sizes_before_one_backward_under_gradient_checkpointing(name, function):
     """The gradients without checkpointing; the backward pass runs in a thread of its own."""
     model = gridded(name)

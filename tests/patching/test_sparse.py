@@ -151,6 +151,17 @@ def test_where_nothing_is_left_out_it_is_softmax_attention(name, settings):
     torch.testing.assert_close(models.output(model, arguments), before, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_half_precision(name, dtype, tolerance):
+    """Some lists differ from those of float32, by blocks that matter alike."""
+    model, arguments, _ = patched(name)
+    expected = models.output(model, arguments)
+    halved = {key: x.to(dtype) if x.is_floating_point() else x for key, x in arguments.items()}
+    found = models.output(model.to(dtype), halved)
+    assert found.dtype == dtype and models.relative_change(found, expected) < tolerance
+
+
 def test_saved_loaded_and_opened_with_another_density(tmp_path):
     model, arguments, _ = patched("wan")
     expected = models.output(model, arguments)

@@ -21,15 +21,15 @@ def lora_layers(model):
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-@pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_patching_and_removing_under_lora(name, tmp_path):
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in ONE_PER_CLASS), ("wan", {"density": 0.2})])
+def test_patching_and_removing_under_lora(name, settings, tmp_path):
     """In either order, merged and unmerged; removal leaves the adapter in place, and its file holds nothing else."""
     only_lora = with_lora(FAMILIES[name].build(), *PROJECTIONS)
     before = output(only_lora, inputs(name))
-    mhla.apply_mhla(only_lora, blocks=FAMILIES[name].blocks)
-    both = with_lora(patched(name), *PROJECTIONS)
+    mhla.apply_mhla(only_lora, **settings or {"blocks": FAMILIES[name].blocks})
+    both = with_lora(patched(name, **settings), *PROJECTIONS)
     expected = output(both, inputs(name))
-    assert_changed(expected, output(patched(name), inputs(name)))
+    assert_changed(expected, output(patched(name, **settings), inputs(name)))
     assert torch.equal(output(only_lora, inputs(name)), expected)
     merged = copy.deepcopy(both)
     for change in ("merge", "unmerge"):
@@ -40,7 +40,7 @@ def test_patching_and_removing_under_lora(name, tmp_path):
         both.save_lora_adapter(tmp_path)
         (file,) = tmp_path.glob("*.safetensors")
         assert all("lora_" in key and "mhla" not in key for key in load_file(file))
-        other = patched(name)
+        other = patched(name, **settings)
         other.load_lora_adapter(tmp_path, prefix=None, weight_name=file.name)
         assert torch.equal(output(other, inputs(name)), expected)
     for model in (only_lora, both):

@@ -149,9 +149,10 @@ def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path) -> None:
 
 
 def test_bfloat16_keeps_frozen_weights_small_and_trains(tmp_path: Path, latents: Path, config_file: Path) -> None:
-    changed = [f"data={latents}", CLIP, "stages.1.trainable=lora", "precision=bfloat16", "ema_decay=0.9"]
-    changed += ["gradient_checkpointing=true", "patch={density: 0.5, block_size: 2}", "stages.0.trainable=attention"]
-    changed += [f"validation={{{PROMPTS}, inference_steps: 1}}", "stages.1.lora_rank=2"]
+    stage = "{steps: 4, learning_rate: 1.0e-3, trainable: lora, lora_rank: 2, objectives: {distillation: 1}}"
+    changed = [f"data={latents}", CLIP, "precision=bfloat16", "ema_decay=0.9", "gradient_checkpointing=true"]
+    changed += ["patch={density: 0.5, block_size: 2}", f"stages=[{stage}]"]
+    changed += [f"validation={{{PROMPTS}, inference_steps: 1}}"]
     config = TrainingConfig.from_yaml(config_file, changed)
     finish([start_process(finetune, config)], timeout=120)
     losses = [record["loss"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]

@@ -29,7 +29,7 @@ TILES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "prepare": {"": (*[(4, 64, 4, 1)] * 2, *[(4, 32, 4, 1)] * 2)},  # heads one after the other, channels at once
     # channels of a part of a state, channels at once
     "prepare_keys": {
-        "sm_80": (*[(32, 16, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2),
+        "sm_80": (*[(64, 8, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2),
         "": (*[(64, 16, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2),
     },
     "rows_gradient": {"": ((64, 32, 4, 1),) * 4},

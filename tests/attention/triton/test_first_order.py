@@ -130,6 +130,13 @@ def test_mixing_with_the_tiles_of_a_card(monkeypatch):
     check_mixing(mixing_problem(70, 66, groups=1, head_dim=64, dtype=torch.bfloat16))
 
 
+def test_mixing_of_32_blocks_at_once(monkeypatch):
+    """One word of the lists, not two."""
+    monkeypatch.setitem(tiles.TILES, "content_mixing", {"": ((16, 32, 4, 1),) * 4})
+    for size in (16, 128):
+        check_mixing(mixing_problem(70, size=size))
+
+
 def test_large_logits_of_mixing():
     query, *others = mixing_problem(70)
     check_mixing((100 * query, *others))
