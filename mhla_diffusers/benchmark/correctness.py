@@ -53,7 +53,8 @@ def check_operation(
 
     if sparse:
         lists = draw_lists(small, device)
-        weights: dict[str, Any] = {name: torch.full((small.heads,), 0.5, device=device) for name in ("pooled_bias", "state_weight")}
+        half = torch.full((small.heads,), 0.5, device=device)
+        weights: dict[str, Any] = {"pooled_bias": half, "state_weight": half}
     else:
         mixing = initial_mixing(small.blocks).to(device)
         tensors["mixing"] = mixing + 0.1 * torch.rand_like(mixing)

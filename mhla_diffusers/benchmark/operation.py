@@ -222,8 +222,13 @@ def operation_variants(
         options["key_block_size"] = config.key_block_size
         if kind == GIVEN:
             options = {"lists": lists, "pooled_bias": 0 * heads, "state_weight": heads}
-        attend = absent or partial(sparse_attention, *inputs, shape.grid, backend=backend, **rotary, **options)
-        add(kind, backend, "sparse", attend)
+        function: Any = sparse_attention
+        add(
+            kind,
+            backend,
+            "sparse",
+            absent or partial(function, *inputs, shape.grid, backend=backend, **rotary, **options),
+        )
 
     for backend, absent in (("eager", None), ("triton", no_triton)):
         for kind in ("MHLA", PLAIN):

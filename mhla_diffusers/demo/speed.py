@@ -147,8 +147,8 @@ def html_speed(here: Growth, picture: str) -> str:
     remark = (
         f"One self-attention of {MODEL}, forward: as many of its heads of {models()[MODEL].head_dim} as are said, MHLA "
         f"blocks {times(models()[MODEL].blocks)}, density {SparseConfig.density:.1%}, blocks chosen at every call. At "
-        "small N the states of all these blocks, made and mixed whatever N is, take most of MHLA's time. Crossings lie on "
-        "straight lines between the N measured, in logarithms."
+        "small N the states of all these blocks, made and mixed whatever N is, take most of MHLA's time. Crossings lie "
+        "on straight lines between the N measured, in logarithms."
     )
     rows = [
         (f"{row[0][0]:,}", *(f"{1000 * one:.3g}" if one < 1 else f"{1000 * one:,.0f}" for _, one in row))

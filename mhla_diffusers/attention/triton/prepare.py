@@ -19,7 +19,6 @@ import triton.language as tl
 
 from ..layout import Layout, layout_of
 from ..order import stretch_of
-from ..precision import product
 from .features import rotate_pairs, strides_of
 from .operators import allocate, operator, refuse_second_derivative
 from .tiles import power_of_two, precision_of, states_dtype, tile_of
@@ -172,6 +171,19 @@ def deciding_column(
 
 
 @triton.jit
+def weights_of(row_tokens, row, inside, key_mask):
+    """Tokens of rows and their weights by their sample's key mask; -1 and 0 of padding.
+
+    Rows that are not inside (None: all are) count as padding.
+    """
+    token = tl.load(row_tokens + row, mask=inside, other=None if inside is None else -1)
+    weight = (token >= 0).to(tl.float32)
+    if key_mask is not None:
+        weight = tl.load(key_mask + token, mask=token >= 0, other=0.0)
+    return token, weight
+
+
+@triton.jit
 def apart_from_mean(x, row, channel, share, HEAD_DIM: tl.constexpr):
     """Some channels of rows less their mean by shares (rows, 1), float32."""
     at = row[:, None] * HEAD_DIM + channel[None, :]
@@ -205,10 +217,7 @@ def store_state(
         total = tl.zeros((SIDE, SIDE), tl.float32)
         for block in range(0, blocks):
             row = block * BLOCK + rows
-            token = tl.load(row_tokens + row)
-            weight = (token >= 0).to(tl.float32)
-            if key_mask is not None:
-                weight = tl.load(key_mask + tl.maximum(token, 0), mask=token >= 0, other=0.0)
+            _, weight = weights_of(row_tokens, row, None, key_mask)
             weights = tl.sum(weight)
             share = (weight / tl.where(weights > 0, weights, 1.0))[:, None]
             k = apart_from_mean(key_rows, row, key_channel, share, HEAD_DIM)
@@ -333,10 +342,41 @@ def prepare_keys_kernel(
             )
 
 
+@triton.jit
+def through_state(
+    others,
+    states,
+    row,
+    channel,
+    share,
+    D: tl.constexpr,
+    OWN: tl.constexpr,
+    OTHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Product of the other rows of a block, less their mean by shares, with the gradient of their state.
+
+    Returns some channels, float32 (BLOCK, CHUNK). A step along a row's own channels is OWN elements of the gradient,
+    along the others' OTHER; CHUNK of those are multiplied at a time.
+    """
+    total = tl.zeros((BLOCK, CHUNK), tl.float32)
+    for first in range(0, D, CHUNK):
+        along = first + tl.arange(0, CHUNK)
+        apart = apart_from_mean(others, row, along, share[:, None], D).to(others.dtype.element_ty)
+        inside = (along < D)[:, None] & (channel < D)[None, :]
+        state = tl.load(states + along[:, None] * OTHER + channel[None, :] * OWN, mask=inside, other=0.0)
+        total = tl.dot(apart.to(state.dtype), state, total, input_precision=PRECISION)
+    return total
+
+
 @triton.jit(do_not_specialize=["table_group", "angle_tokens", "tokens", "heads", "blocks", "grid_blocks"])
 def rows_gradient_kernel(
     rows,
     pooled,
+    states,
+    others,
     angles,
     key_mask,
     row_tokens,
@@ -350,22 +390,37 @@ def rows_gradient_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    STRETCH: tl.constexpr,
+    OWN: tl.constexpr,
+    OTHER: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Gradient of one tensor (B, N, H, D) from those of a block of its rows and of their mean, if it has one.
+    """Gradient of one tensor (B, N, H, D) from those of a block of its rows, of their mean and of the mean state of
+    their stretch, if they have these.
 
-    The token of every row stands in a table (G, R), or (R,) with ``table_group`` 0.
+    The token of every row stands in a table (G, R), or (R,) with ``table_group`` 0. Of a state Σ w (k - k̄) (v - v̄)ᵀ
+    with Σ w = 1 a key gets w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄): what goes through the means cancels, since
+    deviations add up to 0. ``others`` are the values' rows where the tensor is the key, and the keys' where the value.
     """
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = batch * heads + head
     row = block * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(row_tokens + group * table_group + row)
+    row_tokens += group * table_group
+    if key_mask is not None:
+        key_mask += batch * tokens
+    token, weight = weights_of(row_tokens, row, None, key_mask)
     exists = token >= 0
     token = tl.maximum(token, 0).to(tl.int64)
-    weight = exists.to(tl.float32)
-    if key_mask is not None:
-        weight = tl.load(key_mask + batch * tokens + token, mask=exists, other=0.0)
     total = tl.sum(weight)
     share = weight / tl.where(total > 0, total, 1.0)
+    if states is not None:
+        PARTS: tl.constexpr = STRETCH // BLOCK
+        others += group * blocks * BLOCK * D
+        states += (group * tl.cdiv(grid_blocks, PARTS) + block // PARTS) * D * D
+        of_stretch = block // PARTS * STRETCH + tl.arange(0, STRETCH)
+        _, weights = weights_of(row_tokens, of_stretch, of_stretch < grid_blocks * BLOCK, key_mask)
+        with_weight = tl.sum((tl.sum(tl.reshape(weights, (PARTS, BLOCK)), 1) > 0).to(tl.int32))
+        of_state = share / tl.maximum(with_weight, 1)
     for first in range(0, D, CHUNK):
         channel = first + tl.arange(0, CHUNK)
         mask = exists[:, None] & (channel < D)[None, :]
@@ -375,6 +430,10 @@ def rows_gradient_kernel(
             pooled_at = (group * grid_blocks + block) * D + channel
             of_mean = tl.load(pooled + pooled_at, mask=channel < tl.where(block < grid_blocks, D, 0), other=0.0)
             turned += share[:, None] * of_mean.to(tl.float32)[None, :]
+        if states is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
+            if block < grid_blocks:
+                read = through_state(others, states, row, channel, share, D, OWN, OTHER, BLOCK, CHUNK, PRECISION)
+                turned += of_state[:, None] * read
         if angles is not None:
             at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
             cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
@@ -497,20 +556,21 @@ def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, 
     key_rows, value_rows, row_tokens, angles, key_mask, grid, block_size, key_block_size, extra, heads = arguments
     queries, keys = (layout_for(grid, size, extra, query.device) for size in (block_size, key_block_size))
     batch, head_dim, tokens = len(query) // heads, query.shape[-1], len(keys.rows)
-    if states is not None:
-        row_gradients = _of_states(states, key_rows, value_rows, row_tokens, key_mask, keys, heads)
-        key, value = (x + y for x, y in zip((key, value), row_gradients, strict=True))
     tile = tile_of("rows_gradient", query, most_n=power_of_two(head_dim))
     gradients = []
-    for rows, pooled, rotates, layout, table, mask in (
-        (query, pooled_query, angles, queries, queries.order, None),
-        (key, pooled_key, angles, keys, row_tokens, key_mask),
-        (value, pooled_value, None, keys, row_tokens, key_mask),
+    for rows, pooled, others, rotates, layout, table, mask in (
+        (query, pooled_query, None, angles, queries, queries.order, None),
+        (key, pooled_key, value_rows, angles, keys, row_tokens, key_mask),
+        (value, pooled_value, key_rows, None, keys, row_tokens, key_mask),
     ):
+        is_key = others is value_rows
+        has_states = states is not None and others is not None
         gradient = allocate((batch, tokens, heads, head_dim), rows.dtype, rows.device)
         rows_gradient_kernel[heads, layout.blocks, batch](
             rows=rows,
             pooled=pooled,
+            states=states if has_states else None,
+            others=others if has_states else None,
             angles=None if rotates is None else rotates.contiguous(),
             key_mask=None if mask is None else mask.contiguous(),
             row_tokens=table,
@@ -524,56 +584,15 @@ def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, 
             D=head_dim,
             BLOCK=layout.block_size,
             CHUNK=tile.n,
+            STRETCH=stretch_of(layout.block_size),
+            OWN=head_dim if is_key else 1,
+            OTHER=1 if is_key else head_dim,
+            PRECISION=precision_of(rows),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
         gradients.append(gradient)
     return tuple(gradients)
-
-
-def _of_states(
-    states: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    row_tokens: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    layout: Layout,
-    heads: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of rows of keys and values (G, R, D) from those of the mean states of stretches (G, stretches, D, D).
-
-    Of a state Σ w (k - k̄) (v - v̄)ᵀ with Σ w = 1 a key gets w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄): what goes
-    through the means cancels, as deviations add up to 0. Products of PyTorch, since gradients are taken in training
-    alone.
-    """
-    size, blocks, per_stretch = (
-        layout.block_size,
-        layout.grid_blocks,
-        stretch_of(layout.block_size) // layout.block_size,
-    )
-    rows, padding = blocks * size, -blocks % per_stretch
-    tokens = row_tokens[:, :rows]
-    weight = (tokens >= 0).float()
-    if key_mask is not None:
-        of_groups = key_mask.repeat_interleave(heads, dim=0)
-        weight = weight * of_groups.gather(1, tokens.clamp_min(0).long())
-    weight = torch.nn.functional.pad(weight.unflatten(1, (blocks, size)), (0, 0, 0, padding))
-    total = weight.sum(dim=-1, keepdim=True)
-    share = weight / total.clamp_min(torch.finfo(weight.dtype).tiny)
-    count = (total > 0).float().unflatten(1, (-1, per_stretch)).sum(dim=2, keepdim=True).clamp_min(1)
-    scale = (share.unflatten(1, (-1, per_stretch)) / count).flatten(2)[..., None]
-
-    def apart(x: torch.Tensor) -> torch.Tensor:
-        x = torch.nn.functional.pad(x[:, :rows].float(), (0, 0, 0, padding * size)).unflatten(1, (-1, size))
-        x = x - (share[..., None] * x).sum(dim=2, keepdim=True)
-        return x.unflatten(1, (-1, per_stretch)).flatten(2, 3)
-
-    found = scale * product(apart(value), states.float().mT), scale * product(apart(key), states.float())
-    behind = key.shape[1] - rows
-    of_key, of_value = (
-        torch.nn.functional.pad(x.flatten(1, 2)[:, :rows], (0, 0, 0, behind)).to(key.dtype) for x in found
-    )
-    return of_key, of_value
 
 
 @prepare.register_fake
