@@ -58,7 +58,7 @@ class Size:
     blocks: tuple[int, int, int] = (4, 4, 4)
     """MHLA blocks on the token grid."""
     block_sizes: tuple[int, int, int] = (16, 64, 128)
-    """Tokens of a block of the sparse branch; the second for adapted rows, the third for the one with larger blocks."""
+    """Tokens of a block of sparse attention; the second for adapted rows, the third for the one with larger blocks."""
     densities: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.25)
     """The second and third are adapted."""
     curriculum: tuple[tuple[int, int, int], ...] = ((1, 32, 2000), (4, 8, 900), (12, 4, 450))

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("family", choices=list(TINY))
     parser.add_argument("--scenes", type=int, default=100)
     parser.add_argument("--adapted", type=Path, help="output of tools/adapt_tiny.py; what ships if left out")
-    parser.add_argument("--only", nargs="+", help="such as exact hybrid, beside the control; all if left out")
+    parser.add_argument("--only", nargs="+", help="such as sparse hybrid, beside the control; all if left out")
     parser.add_argument("--output", type=Path, help="outputs/quality-<family> if left out")
     arguments = parser.parse_args()
     tiny = TINY[arguments.family]

@@ -27,7 +27,7 @@ from torch import nn
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.files import write_json
 from mhla_diffusers.patching import call_context
-from mhla_diffusers.patching.layer import MHLALayer
+from mhla_diffusers.patching.layer import PatchedLayer
 from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.training.optimizer import make_optimizer
 
@@ -107,13 +107,12 @@ def make_student(variant: str) -> nn.Module:
     """Return a patched model."""
     model = open_model()
     apply_mhla(model, **VARIANTS[variant])
-    # outside of training mode the linear branch stays out of an untrained sparse patch; DINOv2-S has no dropout
-    return model.train(variant != "sparse 5 %, no linear branch")
+    return model.train()
 
 
 def patched(every: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the attentions that MHLA runs in; the others of a hybrid have nothing to learn from their own teacher."""
-    return {name: x for name, x in every.items() if any(isinstance(part, MHLALayer) for part in x.modules())}
+    """Return the patched attentions; the others of a hybrid have nothing to learn from their own teacher."""
+    return {name: x for name, x in every.items() if any(isinstance(part, PatchedLayer) for part in x.modules())}
 
 
 def transfer_loss(teacher: nn.Module, student: nn.Module, pixels: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,12 @@ from mhla_diffusers.reporting import require_matplotlib
 
 HERE = Path(__file__).parent
 TOKENS = {518: "1,369", 1036: "5,476"}
-COLOURS = dict(zip(VARIANTS, ("#999999", "#1f77b4", "#17becf", "#2ca02c", "#d62728", "#ff7f0e"), strict=True))
-ENDINGS = ((", along the curve", "#999999", "along the curve"), ("", "#d62728", "by content"))
+COLOURS = dict(zip(VARIANTS, ("#999999", "#1f77b4", "#17becf", "#2ca02c", "#d62728"), strict=True))
+ENDINGS = (
+    (", means alone, along the curve", "#999999", "sparse, means alone, along the curve"),
+    (", means alone", "#1f77b4", "sparse, means alone"),
+    ("", "#d62728", "sparse"),
+)
 SMOOTHED = 10
 """Updates that a point of a loss is the mean of."""
 
@@ -30,7 +34,7 @@ def save(figure: Any, name: str) -> None:
 
 
 def draw_error_over_cost(plt: Any) -> None:
-    """Errors over the keys that a query attends to, for both orders of keys, at two sizes."""
+    """Errors over the keys that a query attends to, with states, means alone, and in another order, at two sizes."""
     figure, axes = plt.subplots(2, 2, figsize=(9, 5.6), sharey="row", sharex="col", layout="constrained")
     for column, (pixels, tokens) in enumerate(TOKENS.items()):
         rows = {row["self-attention"]: row for row in csv.DictReader((HERE / f"untrained-{pixels}.csv").open())}
@@ -38,12 +42,9 @@ def draw_error_over_cost(plt: Any) -> None:
             for ending, colour, label in ENDINGS:
                 chosen = [rows[f"sparse {density:.1%}{ending}"] for density in DENSITIES]
                 points = [(float(row["cost"]), float(row[measured])) for row in chosen]
-                axis.plot(*zip(*points, strict=True), "o-", color=colour, label=f"block-sparse, keys {label}")
-            without = rows["sparse 5.0%, means alone"]
-            point = float(without["cost"]), float(without[measured])
-            axis.plot(*point, "x", color="#d62728", label="5 %, without pooled keys")
+                axis.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
             for name, style in (("MHLA", "--"), ("plain linear", ":")):
-                axis.axhline(float(rows[name][measured]), color="#1f77b4", linestyle=style, label=name)
+                axis.axhline(float(rows[name][measured]), color="#2ca02c", linestyle=style, label=name)
             axis.set_yscale("log")
             axis.grid(alpha=0.3, which="both")
         axes[0, column].set_title(f"{pixels} pixels, {tokens} tokens")

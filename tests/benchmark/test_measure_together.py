@@ -14,7 +14,7 @@ SCRIPT = str(Path(__file__).parents[2] / "pipelines/measure_together.py")
 
 def run(monkeypatch, *more):
     size = ("--frames", "6", "--height", "64", "--width", "64", "--repetitions", "1")
-    arguments = ("a seven", "--model", str(pipeline_folder("wan")), "--weights", "tiny-wan-exact", *size, *more)
+    arguments = ("a seven", "--model", str(pipeline_folder("wan")), "--weights", "tiny-wan-sparse", *size, *more)
     monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
     runpy.run_path(SCRIPT, run_name="__main__")
 
@@ -29,7 +29,7 @@ def test_each_addition_with_and_without_the_patch(monkeypatch, capsys, tmp_path)
     _, *lines = capsys.readouterr().out.splitlines()
     rows = {name.strip(): values for name, *values in (line.rsplit(maxsplit=4) for line in lines)}
     additions = ("", " + firstblock=100", f" + {tmp_path}", " + 1 steps")
-    assert list(rows) == [patch + added for patch in ("unpatched", "tiny-wan-exact") for added in additions]
+    assert list(rows) == [patch + added for patch in ("unpatched", "tiny-wan-sparse") for added in additions]
     # a guided step is two forwards; this cache computes the first of each alone
     assert [values[1] for values in rows.values()] == ["6", "2", "6", "2"] * 2
     assert rows["unpatched"][2:] == ["100.0", "1.000"]

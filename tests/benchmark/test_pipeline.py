@@ -49,7 +49,7 @@ def test_a_patch_is_put_on_and_leaves_no_trace():
     """Also one that samples in few steps with a scheduler of its own."""
     pipe, choice = load_tiny("wan"), choose_pipeline("tiny-wan")
     scheduler, weights = pipe.scheduler, [weight.clone() for weight in pipe.transformer.parameters()]
-    for name in ("MHLA", "tiny-wan-exact", "tiny-wan-4-steps", "wan2.1-t2v-1.3b"):
+    for name in ("MHLA", "tiny-wan-sparse", "tiny-wan-4-steps", "wan2.1-t2v-1.3b"):
         with patched(pipe, name, choice, 0):
             assert is_patched(pipe)
         assert not is_patched(pipe) and pipe.scheduler is scheduler
@@ -87,7 +87,7 @@ def test_a_frame_by_hand():
         (["--size", 64], ValueError, "'height'"),
         (["--model", "."], OSError, r"model_index\.json"),
         (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),
-        (["--patch", "tiny-dit-exakt"], ValueError, "'tiny-dit-exakt'.*tiny-dit-exact"),
+        (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-exakt'.*tiny-dit-sparse"),
         (["--patch", "."], ValueError, r"'\.'"),
         (["--model", "tiny-sana", "--patch", CONTENT], ValueError, "sana is linear"),
         # of sizes that no machine has the memory for, torch raises a RuntimeError before any attention

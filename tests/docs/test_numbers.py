@@ -84,7 +84,7 @@ def test_what_a_patch_brings_at_most():
 
 
 def test_flops_of_the_sparse_branch():
-    shown = CliRunner().invoke(app, ["info", "--patch", "wan2.1-t2v-1.3b-exact"]).output
+    shown = CliRunner().invoke(app, ["info", "--patch", "wan2.1-t2v-1.3b-sparse"]).output
     page = (ROOT / "docs/sparse.md").read_text(encoding="utf-8")
     rows = [row for row in rows_of(page) if row[0].startswith("Wan2.1-")]
     assert len(rows) == 4
@@ -121,12 +121,13 @@ def test_a_size_is_told_in_pixels(page):
 
 
 REAL_WEIGHTS = ROOT / "studies/real_weights"
+DENSITIES = ("2.5", "5.0", "10.0", "15.0", "25.0")
 UNTRAINED = {
-    "block-sparse, 25 %": "sparse 25.0%",
-    "block-sparse, 15 %": "sparse 15.0%",
-    "block-sparse, 5 %, the default": "sparse 5.0%",
-    "the same, blocks along the curve": "sparse 5.0%, along the curve",
-    "the same, without pooled keys": "sparse 5.0%, no pooled keys",
+    "sparse, 15 %": "sparse 15.0%",
+    "sparse, 5 %": "sparse 5.0%",
+    "sparse, 2.5 %, the default": "sparse 2.5%",
+    "5 %, means alone": "sparse 5.0%, means alone",
+    "2.5 %, means alone": "sparse 2.5%, means alone",
 }
 
 
@@ -155,17 +156,11 @@ def test_errors_on_real_weights_are_those_of_the_study(page):
             assert float(number) == pytest.approx(expected, abs=0.51 * 10**-decimals), (name, column)
 
 
-def test_errors_and_times_over_the_length_are_those_of_the_study():
-    for label, cost, *errors, softmax, sparse, mhla in table_under(RESULTS, "tokens (pixels)"):
-        pixels = label.partition("(")[2].removesuffix(")").replace(",", "")
-        rows = untrained(pixels)
-        content, curve = rows["sparse 5.0%"], rows["sparse 5.0%, along the curve"]
-        expected = [
-            float(content["cost"]),
-            *(float(row[x]) for x in ("features", "attention") for row in (content, curve)),
-        ]
-        assert [float(x) for x in (cost, *errors)] == pytest.approx(expected, abs=0.00051)
-        with (REAL_WEIGHTS / f"times-{pixels}.csv").open() as file:
-            times = {row["self-attention"]: float(row["seconds"]) for row in csv.DictReader(file)}
-        for cell, name in ((softmax, "softmax"), (sparse, "sparse 5.0%"), (mhla, "MHLA")):
-            assert float(cell.removesuffix(" s")) == pytest.approx(times[name], rel=0.005)
+def test_errors_by_density_are_those_of_the_study():
+    rows = table_under(RESULTS, "tokens (pixels)")
+    assert len(rows) == 4
+    for label, what, *errors in rows:
+        measured = untrained(label.partition("(")[2].removesuffix(")").replace(",", ""))
+        ending = {"sparse": "", "means alone": ", means alone"}[what]
+        expected = [float(measured[f"sparse {density}%{ending}"]["features"]) for density in DENSITIES]
+        assert [float(x) for x in errors] == pytest.approx(expected, abs=0.00051), (label, what)

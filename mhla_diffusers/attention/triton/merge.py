@@ -120,6 +120,7 @@ def merge_backward_kernel(
     near_lse_gradient,
     far_gradient,
     far_lse_gradient,
+    read_gradient,
     tokens,
     heads,
     rows,
@@ -132,7 +133,7 @@ def merge_backward_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of BLOCK_M rows of one block of queries of one head, 0 of padding."""
+    """Gradients of BLOCK_M rows of one block of queries of one head, and of what they read, 0 of padding."""
     group = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block = tl.program_id(0) * BLOCK_M // QUERY_ROWS
@@ -160,7 +161,11 @@ def merge_backward_kernel(
     upstream = load_rows(output_gradient, upstream_at, token >= 0, HEAD_DIM, BLOCK_D).to(tl.float32)
     of_lse = share * (1 - share) * tl.sum(upstream * apart, 1)
     store_rows(near_gradient, at, None, share[:, None] * upstream, HEAD_DIM, BLOCK_D)
-    store_rows(far_gradient, at, None, (1 - share)[:, None] * upstream, HEAD_DIM, BLOCK_D)
+    of_far = (1 - share)[:, None] * upstream
+    store_rows(far_gradient, at, None, of_far, HEAD_DIM, BLOCK_D)
+    if mixed is not None:
+        of_read = tl.load(state_weight + group) * scale * of_far
+        store_rows(read_gradient, at, None, of_read, HEAD_DIM, BLOCK_D)
     tl.store(near_lse_gradient + at, of_lse)
     tl.store(far_lse_gradient + at, -of_lse)
 
@@ -214,16 +219,16 @@ def merge(*inputs: Any):
 @operator(f"(Tensor output_gradient, {_INPUTS}) -> Tensor[]")
 def merge_backward(output_gradient, *inputs: Any):
     """Gradients of both outputs, in their types, of their LSE, float32, and with mixed states of query and states."""
-    near, near_lse, far, far_lse, query, mixed, state_weight, scale, _, block_size, _ = inputs
+    near, near_lse, far, far_lse, query, mixed, *_, block_size, _ = inputs
     programs, shared = _arguments(*inputs)
     named = {"near": near, "near_lse": near_lse, "far": far, "far_lse": far_lse}
     gradients = {f"{name}_gradient": allocate(x.shape, x.dtype, x.device) for name, x in named.items()}
-    merge_backward_kernel[programs](output_gradient=output_gradient, **gradients, **shared)
+    read = None if mixed is None else allocate(query.shape, mixed.dtype, query.device)
+    merge_backward_kernel[programs](output_gradient=output_gradient, read_gradient=read, **gradients, **shared)
     found = list(gradients.values())
     if mixed is not None:
-        of_reading = (scale * state_weight)[:, None, None] * gradients["far_gradient"].float()
-        of_reading, q = (x.unflatten(1, (-1, block_size)).to(mixed.dtype) for x in (of_reading, query))
-        found += [product(of_reading, mixed.mT).flatten(1, 2).to(query.dtype), product(q.mT, of_reading)]
+        read, q = (x.unflatten(1, (-1, block_size)).to(mixed.dtype) for x in (read, query))
+        found += [product(read, mixed.mT).flatten(1, 2).to(query.dtype), product(q.mT, read)]
     return found
 
 
