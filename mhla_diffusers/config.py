@@ -23,6 +23,7 @@ from .attention.order import blocks_per_state
 from .attention.state import Beyond
 from .files import parse_yaml, read_text
 
+CarryType = Literal["int8", "bfloat16"]
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
 AUTOMATIC = "auto:"
@@ -46,6 +47,20 @@ class PatchConfig:
     """First denoising steps of a pipeline's call in which the patch is disabled and all layers use the original
     attention: a number of steps, or as a float a fraction of them, rounded up. 1 is one step, 1.0 is all steps.
     """
+    softmax_last: int | float = 0
+    """Last denoising steps in which it is, as ``softmax_steps``."""
+    refresh: int | float | None = None
+    """After how many denoising steps the original attention runs again, from the first steps on: a number, or as a
+    float a fraction of all steps. None for never.
+    """
+    carry: bool = True
+    """Whether what the patched attentions lose at a step of the original attention is added at the steps that follow
+    (:mod:`mhla_diffusers.patching.carry`).
+    """
+    carry_dtype: CarryType = "int8"
+    """How this is kept: "int8" with a scale per token, or "bfloat16"."""
+    carry_device: Literal["model", "cpu"] = "model"
+    """Where: on the device of the model, or in pinned memory of the machine, from where it is read ahead."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -56,11 +71,44 @@ class PatchConfig:
         for entry in fields(self):
             if entry.type is bool:
                 _check_type(entry.name, getattr(self, entry.name), bool, "True or False")
-        steps = self.softmax_steps
         words = "a number of denoising steps such as 3, or a fraction of them from 0.0 to 1.0"
-        _check_type("softmax_steps", steps, int | float, words)
-        fits = steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1
-        check(fits, f"softmax_steps={steps} must be {words}.")
+        for name in ("softmax_steps", "softmax_last"):
+            steps = getattr(self, name)
+            _check_type(name, steps, int | float, words)
+            fits = steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1
+            check(fits, f"{name}={steps} must be {words}.")
+        words = "a number of denoising steps such as 10, a fraction of them such as 0.2, or None for never"
+        _check_type("refresh", self.refresh, int | float | None, words)
+        fits = self.refresh is None or (self.refresh > 0 and (isinstance(self.refresh, int) or self.refresh <= 1))
+        check(fits, f"refresh={self.refresh} must be {words}.")
+        check_choice("carry_dtype", self.carry_dtype, get_args(CarryType))
+        check_choice("carry_device", self.carry_device, ("model", "cpu"))
+
+    @property
+    def has_dense_steps(self) -> bool:
+        """Whether all layers run the original attention in some denoising steps."""
+        return bool(self.softmax_steps or self.softmax_last or self.refresh)
+
+    @property
+    def dense_words(self) -> str:
+        """The settings that choose these steps, for errors and logs."""
+        chosen = {name: getattr(self, name) for name in ("softmax_steps", "softmax_last", "refresh")}
+        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value)
+
+    def is_dense(self, step: "Step") -> bool:
+        """Whether all layers run the original attention in a denoising step."""
+        first, last = (_count_of(steps, step.count) for steps in (self.softmax_steps, self.softmax_last))
+        if step.index < first or step.index >= step.count - last:
+            return True
+        if self.refresh is None:
+            return False
+        every = self.refresh if isinstance(self.refresh, int) else max(1, round(self.refresh * step.count))
+        return (step.index - max(first, 1) + 1) % every == 0
+
+    def shows(self, step: "Step") -> bool:
+        """Whether what the patched attentions lose in a dense step is kept for later ones, or to see how it fades."""
+        following = [Step(index, step.count) for index in range(step.index + 1, min(step.index + 3, step.count))]
+        return self.carry and self.is_dense(step) and not all(self.is_dense(one) for one in following)
 
     def sizes_on(
         self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
@@ -452,9 +500,10 @@ class Step:
     count: int
     """Number of all steps."""
 
-    def is_among_first(self, steps: int | float) -> bool:
-        """Whether it is one of the first ``steps``, a number or, as a float, a fraction of all, rounded up."""
-        return self.index < (steps if isinstance(steps, int) else math.ceil(steps * self.count - 1e-9))
+
+def _count_of(steps: int | float, count: int) -> int:
+    """Return a number of steps, given as such or as a fraction of all, rounded up."""
+    return steps if isinstance(steps, int) else math.ceil(steps * count - 1e-9)
 
 
 def _plain(value: Any) -> Any:

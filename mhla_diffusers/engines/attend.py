@@ -194,7 +194,7 @@ class EngineAttention:
     def _asked_for(self, query: torch.Tensor, layer: int | None, step: Step | None) -> str:
         """Return the setting by which an attention stays dense; empty if there is none."""
         settings = self.settings
-        if step is not None and step.is_among_first(settings.config.softmax_steps):
+        if step is not None and settings.config.is_dense(step):
             return "first steps"
         if layer in settings.softmax_layers:
             return f"layers {', '.join(map(str, settings.softmax_layers))}"

@@ -173,11 +173,8 @@ class TransformersFamily(Family):
                 f"A patch of {kind} needs the attentions, masks and caches of transformers {needed} or newer, and "
                 f"{installed} is installed: pip install --upgrade transformers."
             )
-        if config.softmax_steps:
-            return (
-                f"softmax_steps={config.softmax_steps!r} counts denoising steps, which {kind} does not have; leave it "
-                "at 0."
-            )
+        if config.has_dense_steps:
+            return f"{config.dense_words} counts denoising steps, which {kind} does not have; leave it out."
         return None
 
 

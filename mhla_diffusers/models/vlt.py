@@ -32,6 +32,8 @@ Grid = tuple[int, int]
 _FIXED = {
     "layers": ("all", "every stage has an entry of its own, and None is softmax attention"),
     "softmax_steps": (0, "a classifier has no denoising steps"),
+    "softmax_last": (0, "a classifier has no denoising steps"),
+    "refresh": (None, "a classifier has no denoising steps"),
 }
 """Settings of a patch that have no meaning here: name → required value, and why."""
 _ASKED = ("output_hidden_states", "output_attentions", "use_cache")

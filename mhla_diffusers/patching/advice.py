@@ -30,7 +30,8 @@ def advise(config: PatchConfig, grid: tuple[int, ...], heads: int, head_dim: int
     if isinstance(config, SparseConfig) and config.density < 1:
         rule, fitting = config.rule_on(grid), SparseConfig().rule_on(grid)
         sizes = {"block_size": fitting.block_size, "key_block_size": fitting.key_block_size}
-        changes = [sizes, {"density": SparseConfig.density}, {"far": "means"}]
+        usual = {"density": min(config.density, SparseConfig.density)}
+        changes = [sizes, usual, {"far": "means"}, sizes | usual, usual | {"far": "means"}]
         number = block_count(grid, rule.key_block_size)
         is_coarse = number < block_count(grid, fitting.key_block_size) and rule.listed_on(grid) < 1
         if is_coarse and cost(**sizes) < 1:

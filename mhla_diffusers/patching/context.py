@@ -33,6 +33,16 @@ class InStream(Protocol):
         """Return RoPE of the step's place in the video, from what the model hands to its attentions."""
 
 
+class Carried(Protocol):
+    """One forward of a denoising run, as its attentions see it (:mod:`mhla_diffusers.patching.carry`)."""
+
+    def show(self, dense: torch.Tensor, patched: torch.Tensor, place: int, part: int) -> None:
+        """Keep what an attention loses in a dense step."""
+
+    def add(self, output: torch.Tensor, place: int, part: int) -> torch.Tensor:
+        """Return the output of an attention with what a dense step before has shown."""
+
+
 class CallContext(NamedTuple):
     """What a thread's transformer is working on."""
 
@@ -49,6 +59,14 @@ class CallContext(NamedTuple):
     step_disabled: bool = False
     """Whether the patch is disabled in that step. Worked out outside of the transformer: a compiled one that compared
     numbers of steps would be compiled again for each."""
+    half: str | None = None
+    """Name that the pipeline gives to ``cache_context`` for the half of the guidance."""
+    shows: bool = False
+    """Whether patched attentions run besides what they ran before the patch, to show what they lose."""
+    step_shows: bool = False
+    """The same, as ``step_disabled``."""
+    carried: Carried | None = None
+    """The place of a forward in its denoising run, where dense steps show what the others carry."""
     in_every_step: bool = False
     """Whether patches run in every step, for forwards that are no part of a denoising loop."""
     off: tuple[object, ...] = ()

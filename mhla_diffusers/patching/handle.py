@@ -1,6 +1,7 @@
 """The handle of a patched transformer, and finding it from a pipeline or a model."""
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from ..attention.parallel.place import Parallel
 from ..config import PatchConfig, Step
 from ..families import Family, find_family, get_family, unwrapped
 from .advice import advise
+from .carry import CarriedForward, DenoisingRun
 from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter
 from .layer import PatchedLayer, attentions_of, layer_of, replaced_processor
 from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
@@ -75,6 +77,8 @@ class Patched:
         """How it samples, if it was distilled to a few steps."""
         self.replaced_scheduler: Any = None
         """The pipeline's own scheduler, while it has that of few steps."""
+        self.runs: dict[int, DenoisingRun] = {}
+        """What dense steps have shown, of every thread that samples."""
         self._parallel: Parallel | None = None
         """The processes between which tokens are split."""
         self._compared: Any = None
@@ -84,7 +88,7 @@ class Patched:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copied or pickled transformer makes again."""
-        return {name: value for name, value in vars(self).items() if name != "_meet_processes"}
+        return {name: value for name, value in vars(self).items() if name != "_meet_processes"} | {"runs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copied or pickled transformer."""
@@ -125,8 +129,10 @@ class Patched:
         """
         processor, trunk = self.running_processor(), self.family.trunk(self.transformer)
         self.family.prepare(self.transformer)
+        places = list(self.attentions)
         for name, layer in layers.items():
             attn = self.attentions[name]
+            layer.place = torch.tensor(places.index(name), device="cpu")
             layer.original_processor = attn.processor
             attn.mhla = layer
             if getattr(attn.processor, "_parallel_config", None) is not None:
@@ -217,6 +223,7 @@ class Patched:
                 attn.set_processor(self.original_processor(attn))
             if hasattr(attn, "mhla"):
                 del attn.mhla
+        self.runs.clear()
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
@@ -348,27 +355,40 @@ class Patched:
                     logger.warning(advice[topic])
             if self.few_steps is not None:
                 self.few_steps.warn_of_call(self.transformer, self.loop.pipe)
-        disabled = self.family.is_diffusion and self._is_disabled(outer, trunk, args, kwargs)
+        of_step: dict[str, Any] = {"disabled": False, "shows": False}
+        if self.family.is_diffusion and self._has_dense_steps(outer, trunk):
+            of_step = self._choose_attention(outer, trunk, args, kwargs, arguments)
+        elif not torch.compiler.is_compiling():
+            of_step["carried"] = None
         for module in self._checkpointing():
             CarryingCheckpoint.put_on(module)
-        enter(outer._replace(grid=grid, parallel=self._parallel, disabled=disabled, outer=outer))
+        enter(outer._replace(grid=grid, parallel=self._parallel, **of_step, outer=outer))
 
     def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """Take the context back after a forward, also one that failed, whose result is None."""
         context = current()
         if result is not None:
             self.latest_grid = context.grid
+        if not torch.compiler.is_compiling() and isinstance(context.carried, CarriedForward):
+            run = self.runs[threading.get_ident()]
+            if result is None:
+                run.clear()
+            elif context.carried.step.index == context.carried.step.count - 1:
+                context.carried.half.clear()
         enter(CallContext() if context.outer is None else context.outer)
 
     @contextmanager
     def cache_context(self, name: str, **fields: Any) -> Iterator[None]:
-        """Enter the transformer's own ``cache_context``, and note the denoising step that it is given."""
+        """Enter the transformer's own ``cache_context``, and note half and denoising step that it is given."""
         index, count, step = fields.get("step_index"), fields.get("num_inference_steps"), None
+        known: dict[str, Any] = {"half": name, "carried": None}
         if index is not None and count is not None:
             step = self.loop.step_by_index(int(index), int(count))
-        disabled = step is not None and step.is_among_first(self.config.softmax_steps)
+            known |= {"step_disabled": self.config.is_dense(step), "step_shows": self.config.shows(step)}
+            if self._has_dense_steps(current(), self.transformer):
+                known["carried"] = self._carried(step, name)
         own: Any = getattr(type(self.transformer), _CACHE_CONTEXT)
-        with call_context(step=step, step_disabled=disabled), own(self.transformer, name, **fields):
+        with call_context(step=step, **known), own(self.transformer, name, **fields):
             yield
 
     def step_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
@@ -376,28 +396,56 @@ class Patched:
         step = current().step
         return step if step is not None else self.loop.step_by_timestep(self.transformer, args, kwargs)
 
-    def _is_disabled(
-        self, context: CallContext, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether the patch is disabled in the denoising step of a forward; in training mode it never is."""
-        steps = self.config.softmax_steps
-        if not steps or transformer.training or context.in_every_step:
-            return False
-        if isinstance(steps, float) and steps == 1:  # whichever step it is
-            return True
+    def _has_dense_steps(self, context: CallContext, transformer: nn.Module) -> bool:
+        """Whether the denoising step of a forward decides what attends; in training mode it never does."""
+        is_off = self.processor is not None and any(one is self.processor for one in context.off)
+        return self.config.has_dense_steps and not (transformer.training or context.in_every_step or is_off)
+
+    def _choose_attention(
+        self,
+        context: CallContext,
+        transformer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return what the denoising step of a forward says of its attentions, as fields of the context."""
+        config, carried = self.config, context.carried
         if context.step is not None:
-            return context.step_disabled
-        step = self.loop.step_by_timestep(transformer, args, kwargs)
-        if step is None and "steps" not in self._warned:
-            self._warned.add("steps")
-            logger.warning(
-                "The denoising step of a forward of %s is unknown, so MHLA runs in it despite softmax_steps=%s. Give"
-                " the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
-                'transformer.cache_context("cond", step_index=…, num_inference_steps=…) around it.',
-                type(transformer).__name__,
-                steps,
-            )
-        return step is not None and step.is_among_first(steps)
+            disabled, shows = context.step_disabled, context.step_shows
+        elif isinstance(config.softmax_steps, float) and config.softmax_steps == 1:  # whichever step it is
+            disabled, shows, carried = True, False, None
+        else:
+            step = self.loop.step_by_timestep(transformer, args, kwargs)
+            disabled = shows = False
+            if step is not None:
+                # a graph of the whole transformer, which goes on behind the comparison of timesteps, carries nothing
+                disabled, shows = config.is_dense(step), config.shows(step) and not torch.compiler.is_compiling()
+            elif "steps" not in self._warned:
+                self._warned.add("steps")
+                logger.warning(
+                    "The denoising step of a forward of %s is unknown, so MHLA runs in it despite %s. Give"
+                    " the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
+                    'transformer.cache_context("cond", step_index=…, num_inference_steps=…) around it.',
+                    type(transformer).__name__,
+                    config.dense_words,
+                )
+            if not torch.compiler.is_compiling():
+                carried = None if step is None else self._carried(step, context.half)
+        if torch.compiler.is_compiling():
+            return {"disabled": disabled, "shows": shows}
+        if isinstance(carried, CarriedForward):
+            carried.half.check_conditions(arguments.get("encoder_hidden_states"), disabled)
+        return {"disabled": disabled, "shows": shows, "carried": carried}
+
+    def _carried(self, step: Step, name: str | None) -> CarriedForward | None:
+        """Return what the attentions of this thread's next forward carry; None if nothing is carried."""
+        config = self.config
+        if not config.carry:
+            return None
+        run = self.runs.setdefault(threading.get_ident(), DenoisingRun())
+        half = run.half(step, self.loop.timesteps, name)
+        return CarriedForward(half, step, config.carry_dtype, None if config.carry_device == "model" else "cpu")
 
     def _checkpointing(self) -> list[Any]:
         """Return the modules that hold a function for gradient checkpointing."""

@@ -93,6 +93,8 @@ class PatchedLayer(nn.Module):
         self.adapter = adapter if adapter is not None else AttentionAdapter()
         self.heads = heads
         self.head_dim = head_dim
+        self.place = torch.zeros((), dtype=torch.int64, device="cpu")
+        """Which of the transformer's attentions it is; a tensor, so that compiled ones share a graph."""
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
 

@@ -255,7 +255,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     What the layers that stay patched have learned is kept: mixing matrices are interpolated to other blocks, as
     :func:`load_mhla` does it, and what has learned nothing is as in a fresh layer of the new settings. A layer that is
     patched now starts fresh, and one that is no longer patched gets its original processor. A warning names what was
-    learned and is dropped. Another backend or number of ``softmax_steps`` keeps all parameters; with other blocks or
+    learned and is dropped. Another backend and other dense steps keep all parameters; with other blocks or
     parts layers have new ones, so make optimizers after it. Where something else has set processors, the patch runs
     again. If anything is refused the model is unchanged.
 
@@ -290,6 +290,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
             if isinstance(attn.processor, MHLAProcessor):  # a cross-attention, in diffusers' own form
                 attn.set_processor(processor)
         patched.processor = processor
+        patched.runs.clear()
         if patched.is_installed and not isinstance(model, nn.Module):
             patched.loop = DenoisingLoop(patched.family, model)
     return model
@@ -315,9 +316,9 @@ def _plan_change(
     before, old_config, old_processor = patched.layers, patched.config, patched.running_processor()
     config = old_config.replace(**settings)
     chosen = _chosen_attentions(patched, config)
-    if config.softmax_steps and not patched.is_installed:
+    if config.has_dense_steps and not patched.is_installed:
         raise ValueError(
-            f"softmax_steps={config.softmax_steps!r} needs a patch of apply_mhla(), which keeps the processors of "
+            f"{config.dense_words} needs a patch of apply_mhla(), which keeps the processors of "
             "before; diffusers' own set_attn_processor drops them."
         )
     if isinstance(config, LinearConfig) and config.mixing_init != getattr(old_config, "mixing_init", None):

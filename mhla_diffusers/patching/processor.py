@@ -12,7 +12,8 @@ from ..attention.layout import check_blocks
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
-from .context import current
+from . import carry
+from .context import CallContext, current
 from .layer import FLOAT32_PARAMETERS, MHLALayer, PatchedLayer, SparseLayer, layer_of, replaced_processor
 from .parallel import parallel_of
 
@@ -177,14 +178,30 @@ class MHLAProcessor:
         if layer is None or (layer.config is not self.config and layer.config != self.config):
             self._check_layer(layer)
         context, skips_scores = current(), _skips_scores(attn)
-        if (context.disabled or self.is_off) and not skips_scores:
-            original = replaced_processor(attn)
-            if original is None:  # diffusers' own form keeps none
-                family = family or family_of_attention(attn)
-                if family is None:
-                    raise _unknown_model(attn)
-                original = family.self_attention_processor(attn)
-            return adapter.run(with_backend_of(self, original), attn, arguments)
+        if skips_scores or not (context.disabled or self.is_off):
+            output = self._run_patched(attn, arguments, adapter, family, context)
+            carries = layer is not None and self.config.has_dense_steps and self.config.carry and not skips_scores
+            return carry.add(output, layer.place) if carries and layer is not None else output
+        original = replaced_processor(attn)
+        if original is None:  # diffusers' own form keeps none
+            family = family or family_of_attention(attn)
+            if family is None:
+                raise _unknown_model(attn)
+            original = family.self_attention_processor(attn)
+        dense = adapter.run(with_backend_of(self, original), attn, arguments)
+        if layer is None or not context.shows or self.is_off:
+            return dense
+        return carry.show(dense, self._run_patched(attn, arguments, adapter, family, context), layer.place)
+
+    def _run_patched(
+        self,
+        attn: Any,
+        arguments: Arguments,
+        adapter: AttentionAdapter,
+        family: Family | None,
+        context: CallContext,
+    ) -> Any:
+        """Run one self-attention as the patch says, and its output projection."""
         adapter.check_order(arguments, self.config)
         grid, parallel = self.grid or context.grid, context.parallel
         if grid is None:
@@ -197,9 +214,9 @@ class MHLAProcessor:
             )
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
         inputs, stream = adapter.read(attn, arguments, grid, tokens), context.stream
-        if layer is None:  # a refused first forward leaves no weights behind
+        if layer_of(attn) is None:  # a refused first forward leaves no weights behind
             attn.mhla = make_layer(attn, self.config, family)
-        if skips_scores:
+        if _skips_scores(attn):
             return adapter.project_output(attn, inputs.value, inputs)
         if stream is not None:
             rotary, state = stream.rotary(inputs.rotary, grid), stream.state_of(attn, grid)
@@ -267,9 +284,9 @@ class MHLAProcessor:
                 "processor on every layer; use mhla_diffusers.set_attn_processor(transformer, processor) or "
                 "apply_mhla()."
             )
-        if layer is None and self.config.softmax_steps:
+        if layer is None and self.config.has_dense_steps:
             raise ValueError(
-                f"softmax_steps={self.config.softmax_steps!r} cannot be honoured when diffusers' own "
+                f"{self.config.dense_words} cannot be honoured when diffusers' own "
                 "set_attn_processor drops the original processors; use apply_mhla(pipe, ...), which keeps them."
             )
         if layer is not None:

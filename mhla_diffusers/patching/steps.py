@@ -22,9 +22,9 @@ For a timestep in a lower type it is the rounding of that type.
 """
 
 _NOT_ONE_GRAPH = (
-    "softmax_steps chooses by the timestep's value, which one graph of the whole transformer cannot read, and this "
-    "pipeline does not state its step. Compile without fullgraph, or only the blocks, each with "
-    "block.compile(fullgraph=True), or patch with softmax_steps=0."
+    "softmax_steps, softmax_last and refresh choose by the timestep's value, which one graph of the whole transformer "
+    "cannot read, and this pipeline does not state its step. Compile without fullgraph, or only the blocks, each with "
+    "block.compile(fullgraph=True), or patch without them."
 )
 
 
@@ -56,6 +56,11 @@ class DenoisingLoop:
     @property
     def _scheduler(self) -> Any:
         return getattr(self.pipe, "scheduler", None)
+
+    @property
+    def timesteps(self) -> Any:
+        """The scheduler's, which every call of a pipeline makes anew; None without a scheduler."""
+        return getattr(self._scheduler, "timesteps", None)
 
     def step_by_index(self, index: int, count: int) -> Step:
         """Return the step that a pipeline states, which may count the scheduler's timesteps and not the steps."""

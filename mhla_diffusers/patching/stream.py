@@ -42,7 +42,7 @@ class VideoStream:
         model: transformer that is patched with ``causal="block"`` in all layers, or a pipeline with one transformer.
 
     Raises:
-        ValueError: no such model, a pipeline with two transformers, a patch that is not so, one with ``softmax_steps``,
+        ValueError: no such model, a pipeline with two transformers, a patch that is not so, one with dense steps,
             tokens that are split between processes, or a model whose family does not give RoPE of later frames.
     """
 
@@ -70,10 +70,10 @@ class VideoStream:
                     f"{layer.config.attention}; patch with causal='block' and a block_length, such as 1 or 3 "
                     "latent frames."
                 )
-            if layer is not None and layer.config.softmax_steps:
+            if layer is not None and layer.config.has_dense_steps:
                 raise ValueError(
-                    f"softmax_steps={layer.config.softmax_steps!r} makes steps attend as before the patch, which leave "
-                    "no state behind; a stream needs softmax_steps=0."
+                    f"{layer.config.dense_words} makes steps attend as before the patch, which leave "
+                    "no state behind; a stream needs a patch without them."
                 )
         unpatched = [name for name, layer in self._layers.items() if layer is None]
         if unpatched:

@@ -177,6 +177,6 @@ class DistributionMatching:
         """Context in which the patch attends as in a step: disabled in the first ``softmax_steps``."""
         layer = next(iter(mhla_layers(self.roles.student).values()), None)
         step = Step(index, len(self.settings.times))
-        if layer is None or not step.is_among_first(layer.config.softmax_steps):
+        if layer is None or not layer.config.is_dense(step):
             return nullcontext()
         return mhla_disabled(self.roles.student)

@@ -18,7 +18,7 @@ from mhla_diffusers.benchmark.models import (
     token_grid,
 )
 from mhla_diffusers.cli import app
-from mhla_diffusers.config import MHLAConfig
+from mhla_diffusers.config import MHLAConfig, SparseConfig
 from mhla_diffusers.patching import apply_mhla
 
 from .commands import bench
@@ -43,12 +43,11 @@ def test_layers_are_extrapolated_exactly(name):
     assert count_forward(model, size) == whole and all(whole[part] >= 0 for part in PARTS)
 
 
-@pytest.mark.parametrize("sparse", ["none", "content"])
-def test_counts_are_those_that_follow_from_sizes(sparse):
+@pytest.mark.parametrize("config", [MHLAConfig(blocks=(7, 3, 5)), SparseConfig()], ids=["MHLA", "sparse"])
+def test_counts_are_those_that_follow_from_sizes(config):
     """For Wan2.1-1.3B, the products of its layers, and costs of its attention as computed from sizes."""
     (model,) = find_models(["wan2.1-1.3b"])
     size = Size(480, 800, 81)  # which 7 x 3 x 5 blocks divide
-    config = MHLAConfig((7, 3, 5), sparse=sparse)
     plain, patched = count_forward(model, size), count_forward(model, size, config)
     tokens, width = 31_500, model.heads * model.head_dim
     sizes = config.sizes_on(token_grid(model, size), model.heads, model.head_dim)

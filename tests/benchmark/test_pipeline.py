@@ -5,7 +5,7 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark.operation import CONTENT
+from mhla_diffusers.benchmark.operation import SPARSE
 from mhla_diffusers.benchmark.pipeline import PARTS, UNPATCHED, WHOLE, choose_pipeline, frames_of, patched, similarities
 from mhla_diffusers.benchmark.transformer import LINEAR_KINDS
 from mhla_diffusers.patching import require_patched
@@ -26,7 +26,7 @@ from .commands import bench, measure, medians
 def test_a_call_and_its_parts(tmp_path, family, model, more):
     rows = measure(tmp_path, "pipeline", "--model", model, "--steps", 2, "--repetitions", 1, *more)
     whole = medians(rows, WHOLE)
-    assert tuple(whole) == (UNPATCHED, *LINEAR_KINDS, *(() if family == "sana" else (CONTENT,)))
+    assert tuple(whole) == (UNPATCHED, *LINEAR_KINDS, *(() if family == "sana" else (SPARSE,)))
     for variant, seconds in whole.items():
         parts = {row.stage: row.median for row in rows if row.variant == variant and row.stage != WHOLE}
         assert tuple(parts) == PARTS
@@ -57,7 +57,7 @@ def test_a_patch_is_put_on_and_leaves_no_trace():
 
 
 def test_a_patch_of_few_steps_takes_its_own_number(tmp_path):
-    pipe = mhla.apply_mhla(load_tiny("wan"), blocks=(3, 4, 4), sparse="none")
+    pipe = mhla.apply_mhla(load_tiny("wan"), blocks=(3, 4, 4))
     few_steps, patch = FewSteps((1.0, 0.5)), require_patched(pipe)["transformer"]
     patch.few_steps, patch.replaced_scheduler = few_steps, sample_in(pipe, few_steps)
     folder = mhla.save_mhla(pipe, tmp_path / "patch")
@@ -87,9 +87,9 @@ def test_a_frame_by_hand():
         (["--size", 64], ValueError, "'height'"),
         (["--model", "."], OSError, r"model_index\.json"),
         (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),
-        (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-exakt'.*tiny-dit-sparse"),
+        (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-sparze'.*tiny-dit-sparse"),
         (["--patch", "."], ValueError, r"'\.'"),
-        (["--model", "tiny-sana", "--patch", CONTENT], ValueError, "sana is linear"),
+        (["--model", "tiny-sana", "--patch", SPARSE], ValueError, "sana is linear"),
         # of sizes that no machine has the memory for, torch raises a RuntimeError before any attention
         (["--model", "tiny-sana", "--size", 2**24], ValueError, "sana.*memory"),
     ],

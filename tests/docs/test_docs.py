@@ -63,13 +63,13 @@ def write_prompts(folder):
 def write_patches(folder):
     for family, blocks in (("wan", (7, 3, 5)), ("sana", (4, 4)), ("dit", (4, 4))):
         name = "my-patch" if family == "wan" else f"my-{family}-patch"
-        save_mhla(apply_mhla(load_tiny(family), sparse="none", blocks=blocks), folder / name)
+        save_mhla(apply_mhla(load_tiny(family), blocks=blocks), folder / name)
     for name, family, blocks in (
         ("my-patch", "wan", [7, 3, 5]),
         ("my-dit-patch", "dit", [4, 4]),
         ("my-cogview3plus", "cogview3plus", [2, 2]),
     ):
-        content = {"family": family, "base_model": "tiny", "description": "my own", "mhla": {"blocks": blocks}}
+        content = {"family": family, "base_model": "tiny", "description": "my own", "patch": {"blocks": blocks}}
         (folder / f"{name}.yaml").write_text(json.dumps(content))
 
 

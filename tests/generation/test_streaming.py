@@ -113,7 +113,7 @@ def test_pixels_are_those_that_the_pipeline_makes() -> None:
     [
         (lambda: mhla.apply_mhla(wan22_pipeline(), **_CAUSAL), "second transformer"),
         (lambda: mhla.apply_mhla(wan_pipeline(wan_i2v()), **_CAUSAL), "takes 36 channels and predicts 16: .*picture"),
-        (lambda: mhla.apply_mhla(wan_pipeline(), blocks=(2, 2, 1), sparse="none"), "causal=None.*causal='block'"),
+        (lambda: mhla.apply_mhla(wan_pipeline(), blocks=(2, 2, 1)), "causal='block'"),
         (lambda: _pipe(beyond="error"), r"6 tokens, more than the 2 blocks of 2.*beyond='relative'"),
     ],
 )

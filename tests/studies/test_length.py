@@ -11,7 +11,7 @@ import torch
 
 from ..scripts import load_script, run_script
 
-ROWS = {"softmax", "MHLA", "sparse 10%", "sparse 10%, no linear branch"}
+ROWS = {"softmax", "MHLA", "sparse 10%"}
 
 
 @pytest.fixture

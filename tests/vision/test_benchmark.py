@@ -8,7 +8,7 @@ from mhla_diffusers import SparseConfig, mhla_layers
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
 from mhla_diffusers.benchmark.measure import table_of
 from mhla_diffusers.benchmark.models import Size, choose_sizes, models
-from mhla_diffusers.benchmark.operation import CONTENT, PLAIN
+from mhla_diffusers.benchmark.operation import SPARSE, PLAIN
 from mhla_diffusers.benchmark.transformer import (
     CLASSIFIERS,
     LINEAR_KINDS,
@@ -56,7 +56,7 @@ def test_the_table_of_classifiers_says_what_their_first_stage_is(name):
 def test_models_of_families_are_counted_without_weights(model):
     (size,) = choose_sizes(model, None, None, "cpu")
     case = Case(model, size, 1, CPU, torch.float32)
-    softmax, mhla, sparse = (case.flops(Choice(kind, kind)) for kind in ("softmax", MHLA, CONTENT))
+    softmax, mhla, sparse = (case.flops(Choice(kind, kind)) for kind in ("softmax", MHLA, SPARSE))
     assert 0 < mhla < softmax and sparse > 0
     other = {"deit-t-16": PooledViTConfig.deit_t, "deit-s-16": PooledViTConfig.deit_s}.get(model.name)
     if other is not None:
@@ -72,7 +72,7 @@ def test_every_attention_has_a_row_and_a_throughput(tmp_path):
             case = f"{name} {side}x{side}, batch 2"
             measured = {row.variant: row for row in rows if row.case == case and row.median}
             kinds = LINEAR_KINDS if name == "tiny-pooled-vit" else (PLAIN, MHLA)
-            assert {"softmax native", "softmax math", *kinds, CONTENT} <= set(measured)
+            assert {"softmax native", "softmax math", *kinds, SPARSE} <= set(measured)
             assert found[case, "softmax cudnn"].status == "absent"
             assert measured["softmax native"].baseline and not measured[MHLA].baseline
             assert (measured[MHLA].batch, measured[MHLA].stage) == (2, "forward")
@@ -92,7 +92,7 @@ def test_a_step_of_every_attention_with_checkpointing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PreTrainedModel, "activation_checkpointing_enable", watched)
     rows = measure(tmp_path, "transformer", "--train", *BOTH, "--checkpointing")
-    assert {"softmax native", PLAIN, "MHLA", CONTENT} <= set(medians(rows, TRAINING_STEP))
+    assert {"softmax native", PLAIN, "MHLA", SPARSE} <= set(medians(rows, TRAINING_STEP))
     assert set(asked) == {("PooledViTForImageClassification", True), ("VLTForImageClassification", True)}
 
 
@@ -100,14 +100,14 @@ def test_variants_of_vlt_differ_in_their_mhla_alone():
     case = ClassifierCase(CLASSIFIERS["tiny-vlt"], Size(64, 64, None), None, CPU, torch.bfloat16)
     model = case.build()
     weights = {name: parameter for name, parameter in model.named_parameters() if ".mhla." not in name}
-    blocks = {"softmax": [], PLAIN: [(1, 1)] * 2, "MHLA": [(2, 2)] * 2, CONTENT: [None] * 2}
+    blocks = {"softmax": [], PLAIN: [(1, 1)] * 2, "MHLA": [(2, 2)] * 2, SPARSE: [None] * 2}
     for kind, expected in blocks.items():
         variant = case.variant(model, Choice(kind, kind))
         own = dict(variant.named_parameters())
         assert all(own[name] is parameter for name, parameter in weights.items())
         configs = [layer.config for layer in mhla_layers(variant).values()]
         assert [getattr(one, "blocks", None) for one in configs] == expected
-        assert all(isinstance(one, SparseConfig) for one in configs) == (kind == CONTENT or not expected)
+        assert all(isinstance(one, SparseConfig) for one in configs) == (kind == SPARSE or not expected)
         assert {own[name].dtype for name in own if "mixing" in name} <= {torch.float32}
         assert {parameter.dtype for name, parameter in own.items() if "proj" in name} == {torch.bfloat16}
 

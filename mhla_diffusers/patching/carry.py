@@ -1,0 +1,324 @@
+"""Carry: what a patched attention loses at a dense step is added at the steps that follow.
+
+The inputs of a denoising loop change slowly, and so does the error of a patched attention. At a dense step s₀ every
+patched attention computes both outputs and keeps their difference R = dense - patched, (B, N, C). At a later step s it
+returns patched + f^(s - s₀) R. The fading f is measured per attention at the next dense step s₁: of the old difference
+the share a = <R₁, R₀> / <R₀, R₀> is left, so that f = a^(1 / (s₁ - s₀)). Where the old difference has not lasted,
+‖R₁ - a R₀‖ > 0.9 ‖R₁‖, nothing is added until the next dense step. Steps are counted, not forwards, so that a step
+cache may skip some.
+
+Differences are those of whole attentions, behind the output projection: at a dense step the model's own processor
+runs, with the backend that the user has set, bit for bit as before the patch, whatever it computes.
+
+Everything belongs to one denoising run in one thread (:class:`DenoisingRun`): a new call of a pipeline, other shapes,
+another order of steps, and a forward that fails begin afresh.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..config import CarryType, Step
+from .context import current
+
+FIRST_FADING = 0.95
+"""Fading per step before a second dense step has shown it (studies/fidelity)."""
+_LEAST_LEFT = 0.05
+_LASTS = 0.9
+"""Part of the norm of a new difference that the old one must explain away, else it is not added."""
+
+
+@dataclass
+class Difference:
+    """What one attention lost at a dense step, for one of the tensors that it returns.
+
+    Attributes:
+        values: (B, N, C) int8, or bfloat16.
+        scale: (B, N, 1) float32 of int8 values; None otherwise.
+        step: index of the dense step.
+        fading: per step, a float32 number on the device.
+        weight: 1, or 0 where the difference has not lasted, a float32 number on the device.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    step: int
+    fading: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def shown(
+        cls, dense: torch.Tensor, patched: torch.Tensor, step: int, before: "Difference | None", kept: CarryType
+    ) -> "Difference":
+        """Return the difference of a dense step.
+
+        Args:
+            dense: output of the attention as before the patch, (B, N, C).
+            patched: that of the patched one.
+            step: index of the step.
+            before: the difference of the dense step before this one.
+            kept: how it is kept.
+        """
+        new = dense.float() - patched.float()
+        fading, weight = new.new_tensor(FIRST_FADING), new.new_tensor(1.0)
+        if before is not None and before.fits(dense) and before.step < step:
+            old = before.expanded(dense.device)
+            norm, product, old_norm = new.square().sum(), (new * old).sum(), old.square().sum()
+            left = (product / old_norm.clamp_min(1e-30)).clamp(_LEAST_LEFT, 1)
+            unexplained = norm - 2 * left * product + left.square() * old_norm
+            fading = left ** (1 / (step - before.step))
+            weight = (unexplained <= _LASTS**2 * norm).float()
+        if kept == "bfloat16":
+            return cls(new.bfloat16(), None, step, fading, weight)
+        scale = new.abs().amax(-1, keepdim=True) / 127
+        values = (new / scale.clamp_min(1e-30)).round_().to(torch.int8)
+        return cls(values, scale, step, fading, weight)
+
+    def fits(self, output: torch.Tensor) -> bool:
+        """Whether it is of an output of this shape."""
+        return self.values.shape == output.shape
+
+    def expanded(self, device: torch.device) -> torch.Tensor:
+        """(B, N, C) float32."""
+        values = self.values.to(device, torch.float32)
+        return values if self.scale is None else values * self.scale.to(device)
+
+    def add_to(self, output: torch.Tensor, values: torch.Tensor, step: int) -> torch.Tensor:
+        """Return an output of a later step with the faded difference, computed in float32.
+
+        Args:
+            output: (B, N, C).
+            values: those of the difference, on the device of the output.
+            step: index of the step.
+        """
+        factor = self.weight * self.fading ** (step - self.step)
+        factor = factor if self.scale is None else factor * self.scale
+        return torch.addcmul(output.float(), values.float(), factor).to(output.dtype)
+
+
+Key = tuple[int, int]
+"""Place of an attention among those of a transformer, and of a tensor among those that it returns."""
+
+
+@dataclass
+class Half:
+    """The differences of one half of the guidance, of all attentions of a transformer.
+
+    A pipeline may call its transformer several times per step, such as with and without the caption.
+    """
+
+    differences: dict[Key, Difference] = field(default_factory=dict)
+    conditions: "weakref.ref[torch.Tensor] | None" = None
+    """The conditions of the dense step, such as the caption; a dead reference where a pipeline makes them anew."""
+    _ahead: dict[Key, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    """Values that are on their way to the device, with the event that ends it."""
+
+    def check_conditions(self, conditions: object, is_dense: bool) -> None:
+        """Forget everything if the differences are those of other conditions, as after the end of guidance."""
+        given = conditions if isinstance(conditions, torch.Tensor) else None
+        known = None if self.conditions is None else self.conditions()
+        if known is not None and known is not given:
+            self.clear()
+        if is_dense:
+            self.conditions = None if given is None else weakref.ref(given)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.differences.clear()
+        self._ahead.clear()
+        self.conditions = None
+
+    def values_on(self, device: torch.device, key: Key) -> torch.Tensor:
+        """Return the values of a difference on the device of its attention, and begin to read the next ones."""
+        values = self.differences[key].values
+        if values.device == device or device.type != "cuda":
+            return values.to(device)
+        copy, arrived = self._ahead.pop(key, None) or self._read(device, key)
+        keys = list(self.differences)
+        following = keys[(keys.index(key) + 1) % len(keys)]
+        if following != key:
+            self._ahead[following] = self._read(device, following)
+        torch.cuda.current_stream(device).wait_event(arrived)
+        copy.record_stream(torch.cuda.current_stream(device))
+        return copy
+
+    def _read(self, device: torch.device, key: Key) -> tuple[torch.Tensor, Any]:
+        stream = _copy_stream(device)
+        with torch.cuda.stream(stream):
+            copy = self.differences[key].values.to(device, non_blocking=True)
+            return copy, stream.record_event()
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _copy_stream(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+class DenoisingRun:
+    """One run of a denoising loop in one thread: what its dense steps have shown, and how far it is."""
+
+    def __init__(self) -> None:
+        self._halves: dict[tuple[str | None, int], Half] = {}
+        self._step: Step | None = None
+        self._timesteps: object = None
+        self._forwards: dict[str | None, int] = {}
+
+    def half(self, step: Step, timesteps: object, name: str | None) -> Half:
+        """Return the half that the next forward belongs to.
+
+        Args:
+            step: of the forward.
+            timesteps: the scheduler's, which every call of a pipeline makes anew.
+            name: that the pipeline gives its halves; by it and by their order within a step they are known.
+        """
+        latest = self._step
+        if latest is None or timesteps is not self._timesteps or step.count != latest.count or step.index < latest.index:
+            self.clear()
+        if self._step != step:
+            self._forwards.clear()
+        self._step, self._timesteps = step, timesteps
+        order = self._forwards.get(name, 0)
+        self._forwards[name] = order + 1
+        return self._halves.setdefault((name, order), Half())
+
+    def clear(self) -> None:
+        """Forget everything, as after a forward that failed."""
+        self._halves.clear()
+        self._forwards.clear()
+        self._step = self._timesteps = None
+
+
+@dataclass(frozen=True)
+class CarriedForward:
+    """One forward within a run, as its attentions see it.
+
+    Attributes:
+        half: of the guidance, that the forward belongs to.
+        step: of the forward.
+        kept: how differences are kept.
+        device: "cpu" to keep them there; None for the device of the attention.
+    """
+
+    half: Half
+    step: Step
+    kept: CarryType
+    device: str | None
+
+    def show(self, dense: torch.Tensor, patched: torch.Tensor, place: int, part: int) -> None:
+        """Keep the difference of an attention of a dense step.
+
+        Raises:
+            torch.OutOfMemoryError: with the ways to need less.
+        """
+        refuse_gradients(dense, patched)
+        key = place, part
+        before = self.half.differences.get(key)
+        try:
+            shown = Difference.shown(dense, patched, self.step.index, before, self.kept)
+            if self.device is not None and dense.is_cuda:
+                values = torch.empty_like(shown.values, device=self.device, pin_memory=True)
+                shown.values = values.copy_(shown.values)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                "The differences that dense steps show do not fit in the device's memory beside the model. "
+                "carry_device='cpu' keeps them in the machine's, carry=False keeps none, and describe(pipe, height=…, "
+                f"width=…) tells beforehand what they take. {error}"
+            ) from error
+        self.half.differences[key] = shown
+
+    def add(self, output: torch.Tensor, place: int, part: int) -> torch.Tensor:
+        """Return the output of an attention with what the latest dense step has shown, or as it is."""
+        difference = self.half.differences.get((place, part))
+        if difference is None or not difference.fits(output):
+            return output
+        refuse_gradients(output)
+        values = self.half.values_on(output.device, (place, part))
+        return difference.add_to(output, values, self.step.index)
+
+
+def refuse_gradients(*outputs: torch.Tensor) -> None:
+    """Raise if gradients are wanted of outputs.
+
+    Raises:
+        ValueError: naming the setting that allows them.
+    """
+    if torch.is_grad_enabled() and any(output.requires_grad for output in outputs):
+        raise ValueError(
+            "What a dense step showed is carried without gradients, and this forward needs them. Sample within "
+            "torch.no_grad(), or set carry=False, for example by change_mhla(pipe, carry=False)."
+        )
+
+
+# torch.compile calls these as they are: which step it is and what is kept stays out of its graphs
+
+
+@torch.library.custom_op("mhla_diffusers::carry_show", mutates_args=())
+def _show(dense: torch.Tensor, patched: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
+    if (carried := current().carried) is not None:
+        carried.show(dense, patched, int(place), part)
+    return dense.clone()
+
+
+@torch.library.custom_op("mhla_diffusers::carry_add", mutates_args=())
+def _add(output: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
+    carried = current().carried
+    added = output if carried is None else carried.add(output, int(place), part)
+    return output.clone() if added is output else added
+
+
+@_show.register_fake
+def _(dense: torch.Tensor, patched: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
+    return torch.empty_like(dense)
+
+
+@_add.register_fake
+def _(output: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
+    return torch.empty_like(output)
+
+
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def show(dense: Outputs, patched: Outputs, place: torch.Tensor) -> Outputs:
+    """Keep what an attention of this thread's forward loses, and return its dense output.
+
+    Args:
+        dense: (B, N, C) as before the patch; of joint attention one for each stream of tokens.
+        patched: the same of the patched attention.
+        place: of the attention, a number on the CPU: a tensor, so that attentions share a graph.
+    """
+    if isinstance(dense, tuple):
+        assert isinstance(patched, tuple)
+        return tuple(_shown(one, other, place, part) for part, (one, other) in enumerate(zip(dense, patched, strict=True)))
+    assert isinstance(patched, torch.Tensor)
+    return _shown(dense, patched, place, 0)
+
+
+def add(output: Outputs, place: torch.Tensor) -> Outputs:
+    """Return an attention's output with what the latest dense step of its run has shown; arguments as :func:`show`."""
+    if isinstance(output, tuple):
+        return tuple(_added(one, place, part) for part, one in enumerate(output))
+    return _added(output, place, 0)
+
+
+def _shown(dense: torch.Tensor, patched: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        shown: torch.Tensor = _show(dense, patched, place, part)
+        return shown
+    if (carried := current().carried) is not None:
+        carried.show(dense, patched, int(place), part)
+    return dense
+
+
+def _added(output: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        added: torch.Tensor = _add(output, place, part)
+        return added
+    carried = current().carried
+    return output if carried is None else carried.add(output, int(place), part)

@@ -1,0 +1,192 @@
+"""How close sparse attention stays to the unpatched pipeline, per cost: density, dense steps, carry and step caches.
+
+    python studies/carry/carry.py --family wan --steps 50 --scenes 20
+    python studies/carry/carry.py --family dit --steps 50 --scenes 100
+
+Every row generates the same scenes from the same noise with an untrained patch, batches of ten. PSNR and SSIM to the
+unpatched pipeline's frames (mean and standard error over scenes), digits recognised, and what ran: self-attention as
+keys that a query attends to over N, averaged over all steps, and the share of the forwards' blocks that a step cache
+has not left out. Rows go to <family>-<steps>.csv beside this file, one after the other: the same command goes on where
+it was stopped.
+"""
+
+import argparse
+import csv
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+
+from mhla_diffusers import apply_mhla
+from mhla_diffusers.attention.layout import block_count
+from mhla_diffusers.attention.call import list_length
+from mhla_diffusers.demo.judging import Yardstick
+from mhla_diffusers.generation.similarity import psnr, ssim
+from mhla_diffusers.patching import find_patched
+from mhla_diffusers.patching.processor import MHLAProcessor
+from mhla_diffusers.tiny import TINY, load_tiny
+
+HERE = Path(__file__).parent
+DENSITIES = (0.025, 0.05, 0.15, 0.25, 0.4)
+HEADER = ("density", "dense steps", "carried", "cache", "cost", "blocks", "psnr", "psnr error", "ssim", "digits", "seconds")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to sample."""
+
+    density: float | None = None
+    """None leaves the model as it is."""
+    dense: dict[str, Any] = field(default_factory=dict)
+    """``softmax_steps`` and so on."""
+    cache: str = ""
+    """Such as "First Block Cache .05"."""
+
+    @property
+    def name(self) -> tuple[str, str, str, str]:
+        """The first columns."""
+        dense = ", ".join(f"{key} {value}" for key, value in self.dense.items() if key != "carry")
+        carried = ("" if not dense else "yes") if self.dense.get("carry", True) else "no"
+        return "" if self.density is None else f"{self.density:g}", dense, carried, self.cache
+
+
+def rows_of(steps: int) -> list[Row]:
+    """What is tried, what decides first."""
+    often = {50: (10, 5, 3, 20), 30: (6, 4, 10), 20: (4, 3, 5, 10)}[steps]
+    first = {"softmax_steps": 2}
+    rows = [Row(density) for density in DENSITIES]
+    for density in DENSITIES[:3]:
+        for every in often:
+            rows += [Row(density, first | {"refresh": every})]
+            if every != often[-1] and density == 0.05:
+                rows += [Row(density, first | {"refresh": every, "carry": False})]
+    rows += [Row(0.05, {"softmax_steps": 0.1}), Row(0.05, {"softmax_steps": 0.1, "carry": False})]
+    caches = [f"First Block Cache {threshold:g}" for threshold in (0.02, 0.05, 0.1)]
+    caches += [f"TaylorSeer {interval}" for interval in (2, 3, 5)]
+    rows += [Row(cache=cache) for cache in caches]
+    for cache in (caches[1], caches[2], caches[3], caches[4]):
+        rows += [Row(0.05, cache=cache), Row(0.05, first | {"refresh": often[0]}, cache)]
+        rows += [Row(0.15, first | {"refresh": often[0]}, cache), Row(0.05, first | {"refresh": often[1]}, cache)]
+    return rows
+
+
+class Costs:
+    """Counts what the self-attentions of a transformer compute while it samples."""
+
+    def __init__(self, transformer: Any, density: float | None) -> None:
+        self.transformer, self.density, self.ran = transformer, density, 0.0
+        self.calls = self.forwards = 0
+        self.blocks = find_patched(transformer)["transformer"].attentions if density is not None else _blocks(transformer)
+        transformer.register_forward_pre_hook(self._count_forward)
+        for attn in self.blocks.values():
+            attn.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count_forward(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def _count(self, attn: Any, *_: Any) -> None:
+        from mhla_diffusers.patching.context import current
+
+        self.calls += 1
+        context, is_sparse = current(), isinstance(attn.processor, MHLAProcessor)
+        if not is_sparse or context.disabled:
+            self.ran += 1
+        if is_sparse and (context.shows or not context.disabled):
+            assert self.density is not None and context.grid is not None
+            self.ran += cost_of(find_patched(self.transformer)["transformer"].config, context.grid)
+
+    @property
+    def cost(self) -> float:
+        """Keys that a query attends to over N, per attention and forward, those that were left out included."""
+        return self.ran / (self.forwards * len(self.blocks))
+
+    @property
+    def share(self) -> float:
+        """Share of the attentions that ran."""
+        return self.calls / (self.forwards * len(self.blocks))
+
+
+def cost_of(config: Any, grid: tuple[int, ...]) -> float:
+    """Keys that a query attends to, listed and pooled, over N."""
+    rule = config.rule_on(grid)
+    blocks, tokens = block_count(grid, rule.key_block_size), math.prod(grid)
+    listed = list_length(rule.density, blocks)
+    return min(1.0, (listed * rule.key_block_size + (blocks - listed)) / tokens)
+
+
+def _blocks(transformer: Any) -> dict[str, Any]:
+    from mhla_diffusers.families import get_family
+
+    return get_family(transformer).self_attentions(transformer)
+
+
+def pipeline(family: str, steps: int, row: Row) -> tuple[Any, Costs]:
+    """A fresh pipeline of a row, and what counts what it does."""
+    pipe = load_tiny(family)
+    if row.density is not None:
+        apply_mhla(pipe, density=row.density, **row.dense)
+    kind, _, number = row.cache.rpartition(" ")
+    costs = Costs(pipe.transformer, row.density)
+    if kind == "First Block Cache":
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=float(number)))
+    elif kind == "TaylorSeer":
+        pipe.transformer.enable_cache(
+            TaylorSeerCacheConfig(cache_interval=int(number), disable_cache_before_step=3, taylor_factors_dtype=None)
+        )
+    elif kind == "MagCache":
+        pipe.transformer.enable_cache(MagCacheConfig(threshold=float(number), num_inference_steps=steps))
+    return pipe, costs
+
+
+def frames(pictures: list[torch.Tensor]) -> torch.Tensor:
+    """uint8 (scenes, F, 3, H, W)."""
+    stacked = torch.stack(pictures)
+    stacked = stacked.view(len(pictures), -1, 1, *stacked.shape[-2:]).expand(-1, -1, 3, -1, -1)
+    return (stacked * 255).round().to(torch.uint8)
+
+
+def main() -> None:
+    """Measure all rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=("wan", "dit"), default="wan")
+    parser.add_argument("--steps", type=int, choices=(20, 30, 50), default=50)
+    parser.add_argument("--scenes", type=int, default=20)
+    parser.add_argument("--only", type=int, help="as many rows as this alone")
+    arguments = parser.parse_args()
+    tiny, steps = TINY[arguments.family], arguments.steps
+    yardstick = Yardstick(tiny, tiny.random_scenes(arguments.scenes, seed=1), seed=1)
+    file = HERE / f"{arguments.family}-{steps}.csv"
+    done = {tuple(line[:4]) for line in csv.reader(file.open())} if file.is_file() else set()
+    unpatched: torch.Tensor | None = None
+    with file.open("a", newline="") as output:
+        table = csv.writer(output)
+        if not done:
+            table.writerow(HEADER)
+        for row in [Row(), *rows_of(steps)][: arguments.only]:
+            if unpatched is not None and row.name in done:
+                continue
+            pipe, costs = pipeline(arguments.family, steps, row)
+            start = time.perf_counter()
+            pictures = yardstick.generate(pipe, num_inference_steps=steps)
+            seconds = time.perf_counter() - start
+            shown = frames(pictures)
+            unpatched = shown if unpatched is None else unpatched
+            ratios = [float(psnr(one, other).mean()) for one, other in zip(shown, unpatched, strict=True)]
+            alike = fmean(float(ssim(one, other).mean()) for one, other in zip(shown, unpatched, strict=True))
+            numbers = costs.cost, costs.share, fmean(ratios), stdev(ratios) / len(ratios) ** 0.5, alike
+            cells = [*(f"{number:.3f}" for number in (*numbers, yardstick.accuracy(pictures))), f"{seconds:.1f}"]
+            if row.name not in done:
+                table.writerow([*row.name, *cells])
+                output.flush()
+            sys.stdout.write(f"{steps} | {' | '.join([*row.name, *cells])}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
