@@ -89,18 +89,17 @@ def stream_latents(
 
     texts = [list(prompts), [negative_prompt] * len(prompts)][: 2 if guidance != 1 else 1]
     streams = [VideoStream(transformer) for _ in texts]
-    configs = [
-        config for layer in require_layers(transformer).values() if isinstance(config := layer.config, CausalConfig)
-    ]
+    patches = [layer.config for layer in require_layers(transformer).values()]
+    causals = [patch for patch in patches if isinstance(patch, CausalConfig)]
     if frame_blocks is not None:
-        for causal in configs:
+        for causal in causals:
             frames = frame_blocks * causal.block_length
             causal.grid_from((frames,))  # raises if the patch ends earlier
             too_late = family.why_too_late(transformer, 0, frames)
             if too_late is not None:
                 raise ValueError(too_late)
     encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
-    frames = configs[0].block_length * int(config.patch_size[0])
+    frames = causals[0].block_length * int(config.patch_size[0])
     shape = len(prompts), family.channels(config), frames, height // stride, width // stride
     generators = generator if generator is None or isinstance(generator, torch.Generator) else list(generator)
     draw = partial(randn_tensor, shape, generator=generators, device=encoded[0].device, dtype=torch.float32)
