@@ -285,7 +285,7 @@ def test_prompts_whose_letters_are_the_same_stay_apart():
 def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_path):
     """At the same path; the name alone does not tell."""
     patch = tmp_path / "tiny.yaml"
-    head = "family: dit\nbase_model: tiny-dit\ndescription: all layers\nmhla:\n  blocks: [4, 4]\n"
+    head = "family: dit\nbase_model: tiny-dit\ndescription: all layers\npatch:\n  blocks: [4, 4]\n"
     patch.write_text(head)
     config = prompted(tmp_path / "patched", "3", patch=str(patch))
     assert mhla_layers(config.load()) and made(config) == [True]

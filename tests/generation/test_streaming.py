@@ -15,7 +15,6 @@ from ..pipelines import wan22_pipeline, wan_pipeline
 
 _CAUSAL: dict[str, Any] = {
     "blocks": (2, 2, 1),
-    "sparse": "own",
     "causal": "block",
     "block_length": 2,
     "beyond": "relative",
