@@ -470,8 +470,13 @@ def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[Patc
     return fitting[0]
 
 
-def check_settings(settings: Iterable[str], kind: type[PatchConfig]) -> None:
+def check_settings(settings: Iterable[str], kind: type[PatchConfig], instead: str | None = None) -> None:
     """Raise unless all names are fields of a kind of patch.
+
+    Args:
+        settings: names.
+        kind: of the patch.
+        instead: what to do about names of another attention, where it is not to patch with that one.
 
     Raises:
         ValueError: unknown names, or those of another attention, with the way to it.
@@ -482,7 +487,8 @@ def check_settings(settings: Iterable[str], kind: type[PatchConfig]) -> None:
         if name not in own and others:
             raise ValueError(
                 f"{name} is a setting of {_attentions(others)}, and this patch runs {kind.attention}, whose settings "
-                f"are {', '.join(own)}. For the other attention call remove_mhla() and apply_mhla(..., {name}=...)."
+                f"are {', '.join(own)}. "
+                + (instead or f"For the other attention call remove_mhla() and apply_mhla(..., {name}=...).")
             )
     check_names(settings, own, f"setting of {kind.attention}")
 

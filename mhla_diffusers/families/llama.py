@@ -8,8 +8,13 @@ Grouped queries share keys and values, which MHLA repeats. Default blocks are th
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import CausalConfig, PatchConfig
+from ..config import CausalConfig, PatchConfig, check_settings
 from .styles import TransformersAdapter, TransformersFamily
+
+_NEEDED = (
+    "causal='token' with blocks and block_length, the tokens in a block: for 2,048 tokens blocks=(32,), "
+    "block_length=64."
+)
 
 
 class LlamaFamily(TransformersFamily):
@@ -40,7 +45,12 @@ class LlamaFamily(TransformersFamily):
         return (int((ids if ids is not None else arguments["inputs_embeds"]).shape[1]),)
 
     def complete(self, settings: Mapping[str, Any]) -> PatchConfig:
-        """Return the settings of a causal patch, completed by the default."""
+        """Return the settings of a causal patch, completed by the default.
+
+        Raises:
+            ValueError: unknown fields, those of another attention, or values that are not allowed.
+        """
+        check_settings(settings, CausalConfig, f"The attention of a language model is causal, so it needs {_NEEDED}")
         return self.default_config.replace(**settings)
 
     def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
@@ -48,9 +58,8 @@ class LlamaFamily(TransformersFamily):
         kind = type(transformer).__name__
         if not isinstance(config, CausalConfig):
             return (
-                f"{kind} predicts the next token, and {config.attention} would let every token see it. Set "
-                "causal='token' with block_length, the tokens in a block: for 2,048 tokens blocks=(32,), "
-                "block_length=64."
+                f"{kind} predicts the next token, and {config.attention} would let every token see it. Its attention "
+                f"is causal, so it needs {_NEEDED}"
             )
         if config.causal == "block":
             return (

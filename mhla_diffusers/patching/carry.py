@@ -135,7 +135,7 @@ class Half:
         values = self.differences[key].values
         if values.device == device or device.type != "cuda":
             return values.to(device)
-        copy, arrived = self._ahead.pop(key, None) or self._read(device, key)
+        copy, arrived = self._ahead.pop(key) if key in self._ahead else self._read(device, key)
         keys = list(self.differences)
         following = keys[(keys.index(key) + 1) % len(keys)]
         if following != key:
@@ -169,17 +169,21 @@ class DenoisingRun:
         self._timesteps: object = None
         self._forwards: dict[str | None, int] = {}
 
-    def half(self, step: Step, timesteps: object, name: str | None) -> Half:
+    def half(self, step: Step, scheduler: Any, name: str | None) -> Half:
         """Return the half that the next forward belongs to.
 
         Args:
             step: of the forward.
-            timesteps: the scheduler's, which every call of a pipeline makes anew.
+            scheduler: of the pipeline that is known to call the transformer; None without one.
             name: that the pipeline gives its halves; by it and by their order within a step they are known.
         """
-        latest = self._step
-        if latest is None or timesteps is not self._timesteps or step.count != latest.count or step.index < latest.index:
+        latest, timesteps = self._step, getattr(scheduler, "timesteps", None)
+        if latest is None or step.count != latest.count or step.index < latest.index:
             self.clear()
+        elif step.index == latest.index:  # of a call that ended in this step, or of a solver that calls several times
+            calls_once = name is not None and getattr(scheduler, "order", 1) == 1
+            if name in self._forwards if calls_once else timesteps is not self._timesteps:
+                self.clear()
         if self._step != step:
             self._forwards.clear()
         self._step, self._timesteps = step, timesteps

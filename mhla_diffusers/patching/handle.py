@@ -444,7 +444,7 @@ class Patched:
         if not config.carry:
             return None
         run = self.runs.setdefault(threading.get_ident(), DenoisingRun())
-        half = run.half(step, self.loop.timesteps, name)
+        half = run.half(step, self.loop.scheduler, name)
         return CarriedForward(half, step, config.carry_dtype, None if config.carry_device == "model" else "cpu")
 
     def _checkpointing(self) -> list[Any]:

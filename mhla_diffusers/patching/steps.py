@@ -54,17 +54,13 @@ class DenoisingLoop:
         return None if self._pipe is None else self._pipe()
 
     @property
-    def _scheduler(self) -> Any:
+    def scheduler(self) -> Any:
+        """The pipeline's, whose timesteps every call makes anew; None if the pipeline is."""
         return getattr(self.pipe, "scheduler", None)
-
-    @property
-    def timesteps(self) -> Any:
-        """The scheduler's, which every call of a pipeline makes anew; None without a scheduler."""
-        return getattr(self._scheduler, "timesteps", None)
 
     def step_by_index(self, index: int, count: int) -> Step:
         """Return the step that a pipeline states, which may count the scheduler's timesteps and not the steps."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or len(timesteps) != count:
             return Step(index, count)
@@ -73,7 +69,7 @@ class DenoisingLoop:
     def step_by_timestep(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         """Return the step of a forward by its timestep, which waits for the device; None if it is unknown."""
         timestep = self.family.time_of(self.family.named_arguments(transformer, args, kwargs))
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         timesteps = getattr(scheduler, "timesteps", None)
         if timestep is None or timesteps is None or not len(timesteps):
             return None

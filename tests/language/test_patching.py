@@ -99,7 +99,7 @@ def test_padding_on_the_right_changes_no_token_before_it(layers):
         ({"softmax_steps": 2}, "softmax_steps=2 counts denoising steps"),
         ({"blocks": (4, 2)}, r"causal='token' .*such as blocks=\(4,\) for a text"),
         ({"own": "pwn"}, r"own='pwn' is unknown; allowed: 'softmax', 'linear'\.$"),
-        ({"density": 0.1}, "density is a setting of sparse attention, and this patch runs causal MHLA"),
+        ({"density": 0.1}, "density is a setting of sparse.*is causal, so it needs causal='token' with blocks and"),
         ({"calibration": lambda: None}, "LlamaForCausalLM is a language model"),
     ],
 )
@@ -111,6 +111,9 @@ def test_settings_that_a_language_model_has_no_place_for(settings, words):
     for whole, attention in ((mhla.SparseConfig(), "sparse attention"), (mhla.MHLAConfig(blocks=(6,)), "MHLA")):
         with pytest.raises(ValueError, match=f"predicts the next token, and {attention} would.*causal='token'"):
             mhla.apply_mhla(model, whole)
+    with pytest.raises(ValueError, match="density") as refused:
+        mhla.apply_mhla(model, density=0.1)
+    assert "apply_mhla" not in str(refused.value)  # with the very setting that was given
     assert_same_footprint(model, before)
 
 

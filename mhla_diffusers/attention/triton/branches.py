@@ -34,10 +34,9 @@ from ..precision import product
 from ..rope import rotary_table
 from .choose import choose
 from .first_order import content_mixing
-from .fit import fit
 from .listed import listed
 from .merge import merge
-from .pooled import pooled
+from .pooled import fit, pooled
 from .prepare import block_weights, prepare
 from .read import read_states
 from .states import block_states

@@ -1,4 +1,4 @@
-"""The mixing matrix that content gives MHLA's states.
+"""The mixing matrix that content gives MHLA's states, and what sampled queries read from the mixed states.
 
 States of stretches are made by :mod:`.prepare`, mixed by one product of PyTorch, and read by :mod:`.merge`.
 """
@@ -180,3 +180,65 @@ def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 
 content_mixing.register_autograd(_differentiate, setup_context=_save)
 content_mixing_backward.register_autograd(refuse_second_derivative)
+
+
+@triton.jit(do_not_specialize=["rows", "query_blocks", "count"])
+def sampled_correction_kernel(
+    query,
+    mixed,
+    sampled,
+    correction,
+    rows,
+    query_blocks,
+    count,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """What one sampled query of one group reads from the mixed states of its block."""
+    group = tl.program_id(1).to(tl.int64)
+    row = tl.load(sampled + tl.program_id(0)).to(tl.int64)
+    channel = tl.arange(0, BLOCK_D)
+    mixed += (group * query_blocks + row // QUERY_ROWS) * HEAD_DIM * HEAD_DIM
+    query += (group * rows + row) * HEAD_DIM
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, HEAD_DIM, ROWS):
+        own = first + tl.arange(0, ROWS)
+        q = tl.load(query + own, mask=own < HEAD_DIM, other=0.0).to(tl.float32)
+        state = load_rows(mixed, own, own < HEAD_DIM, HEAD_DIM, BLOCK_D).to(tl.float32)
+        total += tl.sum(q[:, None] * state, 0)
+    at = (group * count + tl.program_id(0)) * HEAD_DIM + channel
+    tl.store(correction + at, total * scale, mask=channel < HEAD_DIM)
+
+
+def sampled_correction(query: torch.Tensor, mixed: torch.Tensor, some: torch.Tensor, scale: float) -> torch.Tensor:
+    """The first-order term of some queries: float32 (G, samples, D).
+
+    Args:
+        query: (G, R, D), rows of query blocks.
+        mixed: (G, Tq, D, D), mixed states of these blocks.
+        some: int64 (samples,), rows.
+        scale: of the queries.
+    """
+    groups, rows, head_dim = query.shape
+    correction = allocate((groups, len(some), head_dim), torch.float32, query.device)
+    constants = constants_of(query)
+    sampled_correction_kernel[len(some), groups](
+        query=query,
+        mixed=mixed,
+        sampled=some,
+        correction=correction,
+        rows=rows,
+        query_blocks=mixed.shape[1],
+        count=len(some),
+        scale=scale,
+        HEAD_DIM=head_dim,
+        BLOCK_D=constants["BLOCK_D"],
+        QUERY_ROWS=rows // mixed.shape[1],
+        ROWS=min(32, constants["BLOCK_D"]),
+        num_warps=4,
+        num_stages=1,
+    )
+    return correction

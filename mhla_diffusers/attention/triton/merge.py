@@ -226,7 +226,7 @@ def merge_backward(output_gradient, *inputs: Any):
     read = None if mixed is None else allocate(query.shape, mixed.dtype, query.device)
     merge_backward_kernel[programs](output_gradient=output_gradient, read_gradient=read, **gradients, **shared)
     found = list(gradients.values())
-    if mixed is not None:
+    if read is not None:
         read, q = (x.unflatten(1, (-1, block_size)).to(mixed.dtype) for x in (read, query))
         found += [product(read, mixed.mT).flatten(1, 2).to(query.dtype), product(q.mT, read)]
     return found

@@ -8,13 +8,17 @@ of the queries, and the splits are added in a fixed order.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
+import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..sparse import best_weights, fitting_rows
+from .first_order import sampled_correction
 from .operators import allocate, operator
+from .prepare import GRID, layout_for
 from .softmax import EMPTY, LOG2E, load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows
 from .tiles import constants_of, processors_of, tile_of
 
@@ -256,3 +260,30 @@ def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, valu
 
 
 register_branch(pooled, pooled_backward)
+
+
+@operator(
+    "(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor near, Tensor near_lse, Tensor far, Tensor far_lse, "
+    f"Tensor? mixed, float scale, {GRID}) -> (Tensor, Tensor)"
+)
+def fit(query, key, value, bias, near, near_lse, far, far_lse, mixed, scale, grid, block_size, extra):
+    """β and γ with which sparse attention comes closest to softmax attention on some queries: float32 (G,) each.
+
+    The queries are those of :func:`mhla_diffusers.attention.sparse.fitting_rows`; ``near`` is what
+    :func:`.listed.listed` returns for the same query, key, value and bias, ``far`` what :func:`pooled` does, and
+    ``mixed`` (G, Tq, D, D) the mixed states of the query blocks, None without the first-order term, whose γ is 0 then.
+    """
+    layout, some = layout_for(grid, block_size, extra, query.device), fitting_rows(math.prod(grid), query.device)
+    if bias is None and len(layout.order) != len(layout.rows):  # padding is left out
+        bias = (layout.order >= 0).float().log()[None]
+    samples, mask = (1, None) if bias is None else (len(bias), bias[:, None, None].to(query.dtype))
+    q, k, v = (x.unflatten(0, (samples, -1)) for x in (query[:, some], key, value))
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    correction = None if mixed is None else sampled_correction(query, mixed, some, scale)
+    near, far = near[:, some].float(), far[:, some].float()
+    return best_weights(truth.flatten(0, 1).float(), near, near_lse[:, some], far, far_lse[:, some], correction)
+
+
+@fit.register_fake
+def _(query, *_: Any):
+    return tuple(query.new_empty(query.shape[:1], dtype=torch.float32) for _ in range(2))

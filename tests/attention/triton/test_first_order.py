@@ -14,7 +14,7 @@ from mhla_diffusers.attention.order import stretch_of
 from mhla_diffusers.attention.precision import EMPTY
 from mhla_diffusers.attention.triton import tiles
 from mhla_diffusers.attention.triton.branches import given_blocks
-from mhla_diffusers.attention.triton.first_order import content_mixing
+from mhla_diffusers.attention.triton.first_order import content_mixing, sampled_correction
 from mhla_diffusers.attention.triton.merge import merge
 from mhla_diffusers.attention.triton.tiles import states_dtype
 
@@ -258,3 +258,16 @@ def test_nan_of_a_state_stays_in_its_block():
     is_spoilt = found.isnan()
     assert is_spoilt[0, :, 0, 2].sum() == 16 and is_spoilt.sum() == 16
     assert torch.equal(found[~is_spoilt], expected[~is_spoilt])
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [5, 64, 72, 128])
+def test_what_sampled_queries_read(dtype, head_dim):
+    make = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 96, head_dim, generator=make).to(dtype)
+    mixed = torch.randn(2, 3, head_dim, head_dim, generator=make).to(states_dtype(dtype))
+    some = torch.tensor([0, 31, 32, 70, 95])
+    found = sampled_correction(query, mixed, some, 0.3)
+    expected = 0.3 * (query.double().unflatten(1, (3, 32)) @ mixed.double()).flatten(1, 2)[:, some]
+    # nothing is rounded to half precision
+    assert found.dtype == torch.float32 and relative_error(found, expected) < FLOAT32

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mhla_diffusers.attention import BlockLists, sparse_attention, with_lists
 from mhla_diffusers.attention.sparse import BIASES
-from mhla_diffusers.attention.triton import branches, choose, first_order, fit, listed, merge, pooled, prepare
+from mhla_diffusers.attention.triton import branches, choose, first_order, listed, merge, pooled, prepare
 from mhla_diffusers.attention.triton.backend import BLOCK_SIZES
 
 from ..problems import call_of, errors_against_reference, make_sparse_problem, relative_error
@@ -329,7 +329,7 @@ def operator_calls(mask, with_states=True):
         yield operator, (torch.randn_like(output), torch.randn_like(lse) if mask else None, output, lse, *detached)
     mixed, gamma = (random(4, 3, 16, 16), torch.rand(4, device=DEVICE)) if with_states else (None, None)
     of_fit = None if mixed is None else mixed.detach()
-    yield fit.fit, (*(x.detach() for x in (q, k, v)), bias, *outputs, of_fit, scale, *place)
+    yield pooled.fit, (*(x.detach() for x in (q, k, v)), bias, *outputs, of_fit, scale, *place)
     of_merge = *(x.requires_grad_() for x in outputs), q, mixed, gamma, scale, [5, 7], 16, 2
     yield merge.merge, of_merge
     upstream = random(2, 35, 2, 16).detach()
