@@ -2,8 +2,8 @@
 
 The inputs of a denoising loop change slowly, and so does the error of a patched attention. At a dense step s₀ every
 patched attention computes both outputs and keeps their difference R = dense - patched, (B, N, C). At a later step s it
-returns patched + f^(s - s₀) R. The fading f is measured per attention at the next dense step s₁: of the old difference
-the share a = <R₁, R₀> / <R₀, R₀> is left, so that f = a^(1 / (s₁ - s₀)). Where the old difference has not lasted,
+returns patched + f^(s - s₀) R. The fading f is measured per attention and sample at the next dense step s₁: of the old
+difference the share a = <R₁, R₀> / <R₀, R₀> is left, so that f = a^(1 / (s₁ - s₀)). Where the old difference has not lasted,
 ‖R₁ - a R₀‖ > 0.9 ‖R₁‖, nothing is added until the next dense step. Steps are counted, not forwards, so that a step
 cache may skip some.
 
@@ -25,6 +25,8 @@ from .context import current
 
 FIRST_FADING = 0.95
 """Fading per step before a second dense step has shown it (studies/fidelity)."""
+_MOST_AT_A_TIME = 2**24
+"""Numbers of a difference that are computed at a time, so that float32 takes little memory beside the model."""
 _LEAST_LEFT = 0.05
 _LASTS = 0.9
 """Part of the norm of a new difference that the old one must explain away, else it is not added."""
@@ -38,8 +40,8 @@ class Difference:
         values: (B, N, C) int8, or bfloat16.
         scale: (B, N, 1) float32 of int8 values; None otherwise.
         step: index of the dense step.
-        fading: per step, a float32 number on the device.
-        weight: 1, or 0 where the difference has not lasted, a float32 number on the device.
+        fading: per step, float32 (B, 1, 1) on the device.
+        weight: 1, or 0 of samples whose difference has not lasted, float32 (B, 1, 1) on the device.
     """
 
     values: torch.Tensor
@@ -52,7 +54,7 @@ class Difference:
     def shown(
         cls, dense: torch.Tensor, patched: torch.Tensor, step: int, before: "Difference | None", kept: CarryType
     ) -> "Difference":
-        """Return the difference of a dense step.
+        """Return the difference of a dense step, computed in float32, some tokens at a time.
 
         Args:
             dense: output of the attention as before the patch, (B, N, C).
@@ -61,32 +63,42 @@ class Difference:
             before: the difference of the dense step before this one.
             kept: how it is kept.
         """
-        new = dense.float() - patched.float()
-        fading, weight = new.new_tensor(FIRST_FADING), new.new_tensor(1.0)
-        if before is not None and before.fits(dense) and before.step < step:
-            old = before.expanded(dense.device)
-            norm, product, old_norm = new.square().sum(), (new * old).sum(), old.square().sum()
+        samples, tokens, channels = dense.shape
+        is_known = before is not None and before.fits(dense) and before.step < step
+        values = torch.empty_like(dense, dtype=getattr(torch, kept), memory_format=torch.contiguous_format)
+        scale = dense.new_empty((samples, tokens, 1), dtype=torch.float32) if kept == "int8" else None
+        sums = dense.new_zeros((3, samples, 1, 1), dtype=torch.float32)
+        some = max(1, _MOST_AT_A_TIME // (samples * channels))
+        for start in range(0, tokens, some):
+            at = slice(start, start + some)
+            new = dense[:, at].float() - patched[:, at].float()
+            if scale is None:
+                values[:, at] = new
+            else:
+                scale[:, at] = new.abs().amax(-1, keepdim=True) / 127
+                values[:, at] = (new / scale[:, at].clamp_min(1e-30)).round_()
+            if is_known and before is not None:
+                old = before.expanded(at, dense.device)
+                sums += torch.stack([(x * y).sum((1, 2), True) for x, y in ((new, new), (new, old), (old, old))])
+        fading, weight = torch.full_like(sums[0], FIRST_FADING), torch.ones_like(sums[0])
+        if is_known and before is not None:
+            norm, product, old_norm = sums
             left = (product / old_norm.clamp_min(1e-30)).clamp(_LEAST_LEFT, 1)
-            unexplained = norm - 2 * left * product + left.square() * old_norm
             fading = left ** (1 / (step - before.step))
-            weight = (unexplained <= _LASTS**2 * norm).float()
-        if kept == "bfloat16":
-            return cls(new.bfloat16(), None, step, fading, weight)
-        scale = new.abs().amax(-1, keepdim=True) / 127
-        values = (new / scale.clamp_min(1e-30)).round_().to(torch.int8)
+            weight = (norm - 2 * left * product + left.square() * old_norm <= _LASTS**2 * norm).float()
         return cls(values, scale, step, fading, weight)
 
     def fits(self, output: torch.Tensor) -> bool:
         """Whether it is of an output of this shape."""
         return self.values.shape == output.shape
 
-    def expanded(self, device: torch.device) -> torch.Tensor:
-        """(B, N, C) float32."""
-        values = self.values.to(device, torch.float32)
-        return values if self.scale is None else values * self.scale.to(device)
+    def expanded(self, at: slice, device: torch.device) -> torch.Tensor:
+        """(B, n, C) float32 of some tokens."""
+        values = self.values[:, at].to(device, torch.float32)
+        return values if self.scale is None else values * self.scale[:, at].to(device)
 
     def add_to(self, output: torch.Tensor, values: torch.Tensor, step: int) -> torch.Tensor:
-        """Return an output of a later step with the faded difference, computed in float32.
+        """Add the faded difference to an output of a later step, in place, and return it.
 
         Args:
             output: (B, N, C).
@@ -94,8 +106,7 @@ class Difference:
             step: index of the step.
         """
         factor = self.weight * self.fading ** (step - self.step)
-        factor = factor if self.scale is None else factor * self.scale
-        return torch.addcmul(output.float(), values.float(), factor).to(output.dtype)
+        return output.addcmul_(values, factor if self.scale is None else factor * self.scale)
 
 
 Key = tuple[int, int]
@@ -237,7 +248,7 @@ class CarriedForward:
         self.half.differences[key] = shown
 
     def add(self, output: torch.Tensor, place: int, part: int) -> torch.Tensor:
-        """Return the output of an attention with what the latest dense step has shown, or as it is."""
+        """Add what the latest dense step has shown to the output of an attention, in place, and return it."""
         difference = self.half.differences.get((place, part))
         if difference is None or not difference.fits(output):
             return output
@@ -271,9 +282,8 @@ def _show(dense: torch.Tensor, patched: torch.Tensor, place: torch.Tensor, part:
 
 @torch.library.custom_op("mhla_diffusers::carry_add", mutates_args=())
 def _add(output: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
-    carried = current().carried
-    added = output if carried is None else carried.add(output, int(place), part)
-    return output.clone() if added is output else added
+    carried, added = current().carried, output.clone()
+    return added if carried is None else carried.add(added, int(place), part)
 
 
 @_show.register_fake
@@ -299,13 +309,14 @@ def show(dense: Outputs, patched: Outputs, place: torch.Tensor) -> Outputs:
     """
     if isinstance(dense, tuple):
         assert isinstance(patched, tuple)
-        return tuple(_shown(one, other, place, part) for part, (one, other) in enumerate(zip(dense, patched, strict=True)))
+        pairs = enumerate(zip(dense, patched, strict=True))
+        return tuple(_shown(one, other, place, part) for part, (one, other) in pairs)
     assert isinstance(patched, torch.Tensor)
     return _shown(dense, patched, place, 0)
 
 
 def add(output: Outputs, place: torch.Tensor) -> Outputs:
-    """Return an attention's output with what the latest dense step of its run has shown; arguments as :func:`show`."""
+    """Return an attention's output, which may be changed, with what the latest dense step of its run has shown."""
     if isinstance(output, tuple):
         return tuple(_added(one, place, part) for part, one in enumerate(output))
     return _added(output, place, 0)

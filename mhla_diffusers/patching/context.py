@@ -40,7 +40,7 @@ class Carried(Protocol):
         """Keep what an attention loses in a dense step."""
 
     def add(self, output: torch.Tensor, place: int, part: int) -> torch.Tensor:
-        """Return the output of an attention with what a dense step before has shown."""
+        """Add what a dense step before has shown to the output of an attention, in place, and return it."""
 
 
 class CallContext(NamedTuple):

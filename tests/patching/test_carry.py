@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
 from mhla_diffusers.config import MHLAConfig, SparseConfig, Step
-from mhla_diffusers.patching import find_patched
+from mhla_diffusers.patching import carry, find_patched
 from mhla_diffusers.patching.carry import FIRST_FADING, Difference
 
 from ..attention.problems import relative_error
@@ -90,19 +90,23 @@ def test_which_steps_are_dense(case):
 
 @pytest.mark.parametrize("kept", ["int8", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_difference_fades_as_measured(kept, dtype):
+def test_a_difference_fades_as_measured(kept, dtype, monkeypatch):
     """Against float64: the second difference is half of the first plus something new, over four steps."""
     make = torch.Generator().manual_seed(0)
     base, first, other = (torch.randn(2, 30, 16, generator=make, dtype=torch.float64) for _ in range(3))
     second = 0.5 * first + 0.1 * other
+    monkeypatch.setattr(carry, "_MOST_AT_A_TIME", 2 * 16 * 7)  # the last tokens are fewer
     shown = Difference.shown((base + first).to(dtype), base.to(dtype), 3, None, kept)
-    assert float(shown.fading) == pytest.approx(FIRST_FADING) and float(shown.weight) == 1
+    assert shown.fading.flatten().tolist() == pytest.approx([FIRST_FADING] * 2) and shown.weight.min() == 1
     again = Difference.shown((base + second).to(dtype), base.to(dtype), 7, shown, kept)
-    left = float((first * second).sum() / first.square().sum())
+    left = (first * second).sum((1, 2), True) / first.square().sum((1, 2), True)  # of every sample
     # half precision rounds each output once, int8 each number to 1/254 of the largest of its token
     error = (0.01 if kept == "int8" else 0.004) + (0.004 if dtype == torch.bfloat16 else 0)
-    assert float(again.fading) == pytest.approx(left**0.25, rel=error)
+    assert (again.fading / left**0.25 - 1).abs().max() < error
     output = torch.randn(2, 30, 16, generator=make, dtype=torch.float64)
+    monkeypatch.setattr(carry, "_MOST_AT_A_TIME", 2**30)
+    at_once = Difference.shown((base + second).to(dtype), base.to(dtype), 7, shown, kept)
+    assert torch.equal(at_once.values, again.values) and torch.allclose(at_once.fading, again.fading, rtol=1e-6)
     found = again.add_to(output.to(dtype), again.values, 9)
     expected = output + left**0.5 * second
     assert found.dtype == dtype
@@ -121,7 +125,7 @@ def test_what_has_not_lasted_is_not_added(share):
     # |share| of the norm is explained: what is left is √(1 - share²), clearly below 1 from 0.44 on
     assert float(again.weight) == (1 if share > 0.5 else 0)
     output = torch.ones(1, 64, 64)
-    assert torch.equal(again.add_to(output, again.values, 6), output) == (share <= 0.5)
+    assert torch.equal(again.add_to(output.clone(), again.values, 6), output) == (share <= 0.5)
 
 
 @pytest.mark.parametrize("name", CALLS)

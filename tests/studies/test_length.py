@@ -49,13 +49,13 @@ def test_a_study_that_is_ended_goes_on(script, tmp_path, monkeypatch, capsys):
     rows = {
         (row["name"], row["adapted"]): row for row in map(json.loads, (f.read_text() for f in tmp_path.glob("rows/*")))
     }
-    assert len(rows) == 7
+    assert len(rows) == 5
     assert not [row["failed"] for row in rows.values() if "failed" in row]
     errors = {name: rows[name, False]["error"] for name in ROWS}
     assert errors["softmax"] == 0 < errors["sparse 10%"] < errors["MHLA"]
     with (tmp_path / "length.csv").open() as file:
         header, *table = csv.reader(file)
-    assert len(table) == 7 and all(len(line) == len(header) for line in table)
+    assert len(table) == 5 and all(len(line) == len(header) for line in table)
     assert (tmp_path / "length.png").stat().st_size > 1000
     # ended, it makes nothing again
     before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("rows/*.json")}
@@ -74,7 +74,7 @@ def test_a_row_that_cannot_be_made_says_why_and_the_others_follow(script, tmp_pa
     assert script.run(script.Study(script.TOY, torch.device("cpu"), tmp_path))
     failed = [json.loads(file.read_text())["failed"] for file in sorted(tmp_path.glob("rows/*"))]
     assert failed[:2] == ["ValueError: no softmax", "ValueError: no MHLA"]
-    assert len(failed) == 7
+    assert len(failed) == 5
 
 
 def test_rows_have_files_of_their_own(script):
