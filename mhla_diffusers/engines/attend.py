@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from ..attention import sparse_attention
 from ..attention.layout import Extra
 from ..config import SparseConfig, Step, check, check_names, load_patch
+from ..patching.carry import CarriedForward, Half
 
 _VARIABLES = {
     "MHLA_DENSITY": "density",
@@ -25,8 +26,13 @@ _VARIABLES = {
     "MHLA_BLOCK_SIZE": "block_size",
     "MHLA_KEY_BLOCK_SIZE": "key_block_size",
     "MHLA_SOFTMAX_STEPS": "softmax_steps",
+    "MHLA_SOFTMAX_LAST": "softmax_last",
+    "MHLA_REFRESH": "refresh",
+    "MHLA_CARRY_DTYPE": "carry_dtype",
+    "MHLA_CARRY_DEVICE": "carry_device",
 }
 """Environment variables and the settings of :class:`SparseConfig` that they stand for."""
+_DENSE_STEP = "dense steps"
 _OTHER_VARIABLES = ("MHLA_PATCH", "MHLA_SOFTMAX_LAYERS", "MHLA_MIN_TOKENS")
 
 
@@ -39,7 +45,7 @@ class EngineSettings:
     """
 
     config: SparseConfig = SparseConfig()
-    """Density, block sizes, order and ``softmax_steps``, the first steps in which attention stays dense."""
+    """Density, block sizes, order, the steps in which attention stays dense, and what these show the others."""
     softmax_layers: tuple[int, ...] = ()
     """Layers whose attention stays dense, from 0."""
     min_tokens: int = 4096
@@ -95,7 +101,7 @@ class EngineSettings:
 
 def _value(name: str, text: str) -> Any:
     """Return a variable's number, which is a count if it has no point, or a word."""
-    if name == "MHLA_ORDER":
+    if name in ("MHLA_ORDER", "MHLA_CARRY_DTYPE", "MHLA_CARRY_DEVICE"):
         return text
     try:
         return int(text) if text.strip().isdigit() else float(text)
@@ -108,7 +114,7 @@ class EngineAttention:
 
     One object for each patched model. Every reason is logged once for each shape of query, as a warning unless the
     settings ask for it, and every call of the model ends with a line such as "sparse in 1,160 of 1,200 attentions,
-    40 dense: first steps".
+    40 dense: dense steps".
 
     Args:
         settings: what to do.
@@ -126,6 +132,10 @@ class EngineAttention:
         """Attentions in the present step."""
         self._per_step = 0
         """Attentions in a whole step; 0 while none has ended."""
+        self._halves: dict[tuple[str, int], Half] = {}
+        """What dense steps of the present call have shown, by the half of the guidance and its order within a step."""
+        self._calls_in_step: Counter[tuple[str, int]] = Counter()
+        """How often each layer has attended in the present step."""
         self._end: weakref.finalize[Any, Any] | None = None
 
     def attend(
@@ -139,6 +149,8 @@ class EngineAttention:
         layer: int | None = None,
         step: Step | None = None,
         obstacle: str = "",
+        half: str = "",
+        dense: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Attend, or return None where the engine is to attend itself.
 
@@ -153,6 +165,9 @@ class EngineAttention:
             layer: number of the layer, from 0; None if it is unknown.
             step: the denoising step; None if it is unknown, which counts as none of the first.
             obstacle: why this attention cannot be sparse, such as a mask; empty for nothing.
+            half: of the guidance, where the engine tells it; else its order within a step does.
+            dense: makes (B, N, H, D) by the engine's own attention. With it and a layer, what sparse attention loses
+                at a dense step is added at the steps that follow (:mod:`mhla_diffusers.patching.carry`).
 
         Returns:
             (B, N, H, D) in the type of ``query``; None for dense attention, which is counted and logged.
@@ -162,6 +177,7 @@ class EngineAttention:
         """
         if step is not None and step.index < self._step:
             self.end_of_call()
+        carried = self._carried(step, layer, half) if dense is not None else None
         asked_for = self._asked_for(query, layer, step)
         reason = asked_for or obstacle or _obstacle(query, key, value, grid, extra)
         output = None
@@ -171,31 +187,60 @@ class EngineAttention:
                 self._logged.add((reason, tuple(query.shape)))
                 level = logging.INFO if asked_for else logging.WARNING
                 self.logger.log(level, "MHLA: dense attention for query %s: %s", tuple(query.shape), reason)
+            shows = reason == _DENSE_STEP and step is not None and self.settings.config.shows(step)
+            if shows and carried is not None and not (obstacle or _obstacle(query, key, value, grid, extra)):
+                assert dense is not None
+                output, sparse = dense(), self._attend_sparsely(query, key, value, grid, extra)
+                carried.show(output.flatten(2), sparse.flatten(2), layer or 0, 0)
         else:
-            assert grid is not None
-            config = self.settings.config
-            output = sparse_attention(
-                query,
-                key,
-                value,
-                tuple(grid),
-                density=config.density,
-                block_size=config.block_size,
-                key_block_size=config.key_block_size,
-                order=config.order,
-                far=config.far,
-                extra=extra,
-            )
+            output = self._attend_sparsely(query, key, value, grid, extra)
+            if carried is not None:
+                output = carried.add(output.flatten(2), layer or 0, 0).view(output.shape)
             self._sparse += 1
         if step is not None:
             self._count_in_step(step)
         return output
 
+    def _attend_sparsely(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        grid: Sequence[int] | None,
+        extra: Extra,
+    ) -> torch.Tensor:
+        assert grid is not None
+        config = self.settings.config
+        return sparse_attention(
+            query,
+            key,
+            value,
+            tuple(grid),
+            density=config.density,
+            block_size=config.block_size,
+            key_block_size=config.key_block_size,
+            order=config.order,
+            far=config.far,
+            extra=extra,
+        )
+
+    def _carried(self, step: Step | None, layer: int | None, half: str) -> CarriedForward | None:
+        """Return what a layer carries in a step; None if nothing."""
+        config = self.settings.config
+        if step is None or layer is None or not (config.carry and config.has_dense_steps):
+            return None
+        if step.index != self._step:
+            self._calls_in_step.clear()
+        order = self._calls_in_step[half, layer]
+        self._calls_in_step[half, layer] += 1
+        known = self._halves.setdefault((half, order), Half())
+        return CarriedForward(known, step, config.carry_dtype, None if config.carry_device == "model" else "cpu")
+
     def _asked_for(self, query: torch.Tensor, layer: int | None, step: Step | None) -> str:
         """Return the setting by which an attention stays dense; empty if there is none."""
         settings = self.settings
         if step is not None and settings.config.is_dense(step):
-            return "first steps"
+            return _DENSE_STEP
         if layer in settings.softmax_layers:
             return f"layers {', '.join(map(str, settings.softmax_layers))}"
         return f"fewer than {settings.min_tokens:,} tokens" if query.shape[1] < settings.min_tokens else ""
@@ -227,6 +272,8 @@ class EngineAttention:
             self.logger.info("MHLA: sparse in %s of %s attentions%s", f"{self._sparse:,}", f"{count:,}", reasons)
         self._sparse, self._step, self._in_step, self._per_step = 0, -1, 0, 0
         self._dense.clear()
+        self._halves.clear()
+        self._calls_in_step.clear()
 
 
 def _obstacle(

@@ -118,6 +118,16 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
             return x.transpose(1, 2) if skip_reshape else x.unflatten(2, (-1, head_dim))
 
         query, key, value = tokens_first(q), tokens_first(k), tokens_first(v)
+        keywords = {"mask": mask, "attn_precision": attn_precision, **kwargs}
+        keywords |= {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+
+        def attend_densely() -> torch.Tensor:
+            return previous(func, q, k, v, heads, **keywords) if previous else func(q, k, v, heads, **keywords)
+
+        def dense() -> torch.Tensor:
+            output = attend_densely()
+            return output.transpose(1, 2) if skip_output_reshape else output.unflatten(2, (-1, head_dim))
+
         output = None
         if _is_over_grid(query, key, mask, grid):
             output = patch.attention.attend(
@@ -129,12 +139,12 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
                 layer=_layer(call, options),
                 step=call.step,
                 obstacle=_obstacle(call, query, mask, kwargs.get("scale"), grid, extra),
+                half=",".join(map(str, options.get("cond_or_uncond", ()))),
+                dense=dense,
             )
             call.attended += 1
         if output is None:
-            keywords = {"mask": mask, "attn_precision": attn_precision, **kwargs}
-            keywords |= {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-            return previous(func, q, k, v, heads, **keywords) if previous else func(q, k, v, heads, **keywords)
+            return attend_densely()
         return output.transpose(1, 2) if skip_output_reshape else output.flatten(2)
 
     setattr(override, _PREVIOUS, previous)
@@ -265,13 +275,22 @@ def _step(options: Mapping[str, Any]) -> Step | None:
 
 
 def read_settings(
-    density: float, softmax_steps: float, softmax_layers: str, block_size: int, order: str, min_tokens: int
+    density: float,
+    softmax_steps: float,
+    softmax_last: float,
+    refresh: int,
+    softmax_layers: str,
+    block_size: int,
+    order: str,
+    min_tokens: int,
 ) -> EngineSettings:
     """Return the settings of a node's inputs.
 
     Args:
         density: fraction of all pairs of blocks that attend exactly.
         softmax_steps: share of the steps, from the first, that stay dense.
+        softmax_last: share of the steps, up to the last, that do.
+        refresh: after how many steps one does, from the first dense ones on; 0 for never.
         softmax_layers: layers that stay dense, such as "0,1".
         block_size: tokens per block; 0 fits it to the grid.
         order: which keys a block holds, "content" or "curve".
@@ -286,6 +305,7 @@ def read_settings(
         f"softmax_layers={softmax_layers!r} must be numbers of layers from 0, such as '0,1', or empty for none.",
     )
     config: dict[str, Any] = {"density": float(density), "softmax_steps": float(softmax_steps), "order": order}
+    config |= {"softmax_last": float(softmax_last), "refresh": refresh or None}
     return EngineSettings(SparseConfig(**config, block_size=block_size or None), tuple(map(int, layers)), min_tokens)
 
 
@@ -325,6 +345,22 @@ def make_node() -> Any:
                         step=0.05,
                         tooltip="Share of the sampler's steps, from the first, with dense attention: there the layout "
                         "of the picture forms. 0 for none.",
+                    ),
+                    io.Float.Input(
+                        "softmax_last",
+                        default=0.0,
+                        min=0.0,
+                        max=1.0,
+                        step=0.05,
+                        tooltip="Share of the sampler's steps, up to the last, with dense attention. 0 for none.",
+                    ),
+                    io.Int.Input(
+                        "refresh",
+                        default=0,
+                        min=0,
+                        max=100,
+                        tooltip="Dense attention in every so many steps, too. What sparse attention loses there is "
+                        "added at the steps that follow, fading. 5 to 10 of 20 to 50 steps; 0 for never.",
                     ),
                     io.String.Input(
                         "softmax_layers",

@@ -151,9 +151,14 @@ class SparseImplementation:
 
     @torch.compiler.disable  # compiled code would count once, when it is traced
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, obstacle: str = ""
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        obstacle: str = "",
+        dense: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
-        """Attend to (B, N, H, D) sparsely, or return None for dense attention."""
+        """Attend to (B, N, H, D) sparsely, or return None for dense attention, which ``dense`` is."""
         self.calls += 1
         if self.is_cross_attention:
             return None
@@ -166,14 +171,19 @@ class SparseImplementation:
             layer=self.layer,
             step=_step(self.attention),
             obstacle=obstacle or self.obstacle,
+            dense=dense,
         )
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: Any = None, **kwargs: Any
     ) -> Any:
         """Attend to (B, N, H, D); with ``return_softmax_lse`` densely, and return the log-sum-exp too."""
-        output = self.attend(query, key, value, obstacle=_RING if kwargs.get("return_softmax_lse") else "")
-        return self.dense.forward(query, key, value, attn_metadata, **kwargs) if output is None else output
+
+        def dense() -> Any:
+            return self.dense.forward(query, key, value, attn_metadata, **kwargs)
+
+        output = self.attend(query, key, value, _RING if kwargs.get("return_softmax_lse") else "", dense)
+        return dense() if output is None else output
 
     def forward_into(self, *args: Any) -> bool:
         """Return False: SGLang then calls :meth:`forward`."""

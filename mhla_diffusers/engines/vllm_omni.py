@@ -178,6 +178,7 @@ class MHLAImpl(AttentionImpl):
             layer=self.layer,
             step=step,
             obstacle=self.obstacle or unknown_step or _masked(metadata, tokens, used),
+            dense=lambda: self.dense.forward(query, key, value, metadata)[:, :used],
         )
         return None if output is None else functional.pad(output, (0, 0, 0, 0, 0, tokens - used))
 

@@ -1,13 +1,13 @@
 """How close sparse attention stays to the unpatched pipeline, per cost: density, dense steps, carry and step caches.
 
-    python studies/carry/carry.py --family wan --steps 50 --scenes 20
+    python studies/carry/carry.py --family wan --steps 50 --scenes 10
     python studies/carry/carry.py --family dit --steps 50 --scenes 100
 
 Every row generates the same scenes from the same noise with an untrained patch, batches of ten. PSNR and SSIM to the
 unpatched pipeline's frames (mean and standard error over scenes), digits recognised, and what ran: self-attention as
 keys that a query attends to over N, listed and pooled, averaged over all steps, and the share of the attentions that a
-step cache has not left out. Rows go to <family>-<steps>.csv beside this file, one after the other: the same command goes on where
-it was stopped.
+step cache has not left out. Rows go to <family>-<steps>.csv beside this file, one after the other: the same command
+goes on where it was stopped.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConf
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.demo.judging import Yardstick
+from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.similarity import psnr, ssim
 from mhla_diffusers.patching.context import current
 from mhla_diffusers.patching.processor import MHLAProcessor
@@ -31,8 +32,7 @@ from mhla_diffusers.tiny import TINY, load_tiny
 
 HERE = Path(__file__).parent
 POOLED = 1 / 32
-"""Pooled keys over N as at the sizes that sparse attention is for, whose key blocks have 32 tokens; here they have 4."""
-DENSITIES = (0.025, 0.05, 0.15, 0.25, 0.4)
+"""Pooled keys over N as at the sizes that sparse attention is for, whose key blocks have 32 tokens; here 4."""
 HEADER = (
     "density",
     "dense steps",
@@ -68,23 +68,22 @@ class Row:
 
 
 def rows_of(steps: int) -> list[Row]:
-    """What is tried, what decides first."""
-    often = {50: (10, 5, 3, 20), 30: (6, 4, 10), 20: (4, 3, 5, 10)}[steps]
-    first = {"softmax_steps": 2}
-    rows = [Row(density) for density in DENSITIES]
-    for density in DENSITIES[:3]:
-        for every in often:
-            rows += [Row(density, first | {"refresh": every})]
-            if every != often[-1] and density == 0.05:
-                rows += [Row(density, first | {"refresh": every, "carry": False})]
-    rows += [Row(0.05, {"softmax_steps": 0.1}), Row(0.05, {"softmax_steps": 0.1, "carry": False})]
-    caches = [f"First Block Cache {threshold:g}" for threshold in (0.02, 0.05, 0.1)]
-    caches += [f"TaylorSeer {interval}" for interval in (2, 3, 5)]
+    """What is tried, what decides most first."""
+    often = {50: (10, 5, 20), 30: (6, 4, 10), 20: (5, 4, 3, 10)}[steps]
+    first, cheap, dear = {"softmax_steps": 2}, dense_every(often[0]), dense_every(often[1])
+    rows = [Row(density, cheap) for density in (0.05, 0.025, 0.15)] + [Row(0.05, dear), Row(0.05)]
+    rows += [Row(0.05, cheap | {"carry": False}), Row(0.05, first | {"carry": False}), Row(0.05, first)]
+    rows += [Row(0.025, dear), Row(0.15, dear), Row(0.025), Row(0.15), Row(0.4)]
+    rows += [Row(0.05, dear | {"carry": False})] + [Row(0.05, dense_every(every)) for every in often[2:]]
+    caches = ["First Block Cache 0.05", "First Block Cache 0.1", "TaylorSeer 3", "TaylorSeer 5"]
     rows += [Row(cache=cache) for cache in caches]
-    for cache in (caches[1], caches[2], caches[3], caches[4]):
-        rows += [Row(0.05, cache=cache), Row(0.05, first | {"refresh": often[0]}, cache)]
-        rows += [Row(0.15, first | {"refresh": often[0]}, cache), Row(0.05, first | {"refresh": often[1]}, cache)]
-    return rows
+    rows += [Row(0.05, cheap, cache) for cache in caches] + [Row(0.15, cheap, cache) for cache in caches[:2]]
+    return [*rows, Row(0.05, cache=caches[0]), Row(0.25), Row(0.05, cheap | {"carry_dtype": "bfloat16"})]
+
+
+def dense_every(refresh: int) -> dict[str, Any]:
+    """Dense in the first two steps and every so many."""
+    return {"softmax_steps": 2, "refresh": refresh}
 
 
 class Costs:
@@ -93,9 +92,7 @@ class Costs:
     def __init__(self, transformer: Any, density: float | None) -> None:
         self.transformer, self.density, self.ran = transformer, density, 0.0
         self.calls = self.forwards = 0
-        self.blocks = (
-            find_patched(transformer)["transformer"].attentions if density is not None else _blocks(transformer)
-        )
+        self.blocks = get_family(transformer).self_attentions(transformer)
         transformer.register_forward_pre_hook(self._count_forward)
         for attn in self.blocks.values():
             attn.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -152,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=("wan", "dit"), default="wan")
     parser.add_argument("--steps", type=int, choices=(20, 30, 50), default=50)
-    parser.add_argument("--scenes", type=int, default=20)
+    parser.add_argument("--scenes", type=int, default=10)
     parser.add_argument("--only", type=int, help="as many rows as this alone")
     arguments = parser.parse_args()
     tiny, steps = TINY[arguments.family], arguments.steps

@@ -11,6 +11,7 @@ from torch.nn import functional
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import CausalConfig, MHLAConfig, SparseConfig, Step, load_patch
 from mhla_diffusers.engines.attend import EngineAttention, EngineSettings
+from mhla_diffusers.patching.carry import FIRST_FADING
 
 GRID, HEADS, HEAD_DIM = (4, 8, 8), 3, 16
 
@@ -61,9 +62,9 @@ def test_every_reason_for_dense_is_logged_once_per_shape_and_counted(caplog):
             assert (output is None) == (index == 0 or layer == 0)
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
-        "MHLA: dense attention for query (2, 256, 3, 16): first steps",
+        "MHLA: dense attention for query (2, 256, 3, 16): dense steps",
         "MHLA: dense attention for query (2, 256, 3, 16): layers 0",
-        "MHLA: sparse in 6 of 12 attentions, 3 dense: first steps, 3 dense: layers 0",
+        "MHLA: sparse in 6 of 12 attentions, 3 dense: dense steps, 3 dense: layers 0",
     ]
 
 
@@ -184,3 +185,33 @@ def test_settings_from_the_environment():
 def test_wrong_variables_are_refused(variables, words):
     with pytest.raises(ValueError, match=words):
         EngineSettings.from_environment(variables)
+
+
+def test_what_a_dense_step_shows_is_added_at_the_steps_that_follow():
+    """Per half and layer; a call that was stopped, another half and an engine without a dense attention get nothing."""
+    query, key, value = tensors()
+    exact, sparse = softmax(query, key, value), attention(density=0.1).attend(query, key, value, GRID)
+    engine = attention(density=0.1, softmax_steps=1)
+
+    def attend(index, half="0", layer=0, dense=lambda: exact.clone()):
+        return engine.attend(query, key, value, GRID, layer=layer, step=Step(index, 9), half=half, dense=dense)
+
+    assert torch.equal(attend(0), exact)
+    for index in (1, 4):
+        added = sparse + FIRST_FADING**index * (exact - sparse)
+        torch.testing.assert_close(attend(index), added, atol=2e-2, rtol=0)  # int8
+        assert (attend(index, half="1") - sparse).abs().max() == 0 == (attend(index, layer=1) - sparse).abs().max()
+    # the next call begins in the step in which the one before was stopped, and is not dense where nothing asks for it
+    assert torch.equal(attend(0, half="1"), exact)
+    assert torch.equal(attend(1), sparse) and not torch.equal(attend(1, half="1"), sparse)
+    assert attend(0, dense=None) is None
+    assert torch.equal(attend(1), sparse)
+
+
+def test_without_carry_a_dense_step_shows_nothing():
+    query, key, value = tensors()
+    engine = attention(density=0.1, softmax_steps=1, carry=False)
+    step = {"layer": 0, "dense": lambda: softmax(query, key, value)}
+    assert engine.attend(query, key, value, GRID, step=Step(0, 3), **step) is None
+    expected = attention(density=0.1).attend(query, key, value, GRID)
+    assert torch.equal(engine.attend(query, key, value, GRID, step=Step(1, 3), **step), expected)

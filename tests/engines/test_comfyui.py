@@ -18,7 +18,8 @@ GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 24, 7
 LATENT = torch.zeros(2, 4, 3, 15, 20)
 """Padded to whole patches of (1, 2, 2) it has the tokens of the grid."""
 FOLDER = Path(__file__).parents[2] / "pipelines" / "comfyui-mhla"
-DEFAULTS = {"density": 0.15, "softmax_steps": 0.0, "softmax_layers": "", "block_size": 0, "order": "content"}
+DEFAULTS = {"density": 0.15, "softmax_steps": 0.0, "softmax_last": 0.0, "refresh": 0, "softmax_layers": ""}
+DEFAULTS |= {"block_size": 0, "order": "content"}
 
 
 def settings(**changed):
@@ -271,7 +272,7 @@ def test_steps_are_read_from_sigmas_and_one_line_ends_a_sampling(caplog):
     )
     are_dense = [torch.equal(output, self_attention()({})) for output in outputs]
     assert are_dense == [True, True, False, False, False, False]
-    assert lines(caplog)[1:] == ["sparse in 4 of 6 attentions, 2 dense: first steps"]
+    assert lines(caplog)[1:] == ["sparse in 4 of 6 attentions, 2 dense: dense steps"]
 
 
 def test_layers_count_single_blocks_behind_double_ones():

@@ -165,7 +165,7 @@ def test_first_steps_and_named_layers_stay_dense(run, dense):
         for layer in range(2):
             name = f"step {step} layer {layer}"
             assert torch.equal(asked.outputs[0][name], dense[name]) == (step == 0 or layer == 1)
-    assert "INFO MHLA: sparse in 2 of 6 attentions, 2 dense: first steps, 2 dense: layers 1" in asked.lines()
+    assert "INFO MHLA: sparse in 2 of 6 attentions, 2 dense: dense steps, 2 dense: layers 1" in asked.lines()
     assert any("layer 'middle.attn1.impl' has no number" in line for line in asked.lines())
 
 

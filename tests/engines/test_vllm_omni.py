@@ -118,7 +118,7 @@ def test_dense_steps_and_layers_are_counted_over_a_call(settings, lines):
         for step in range(3):
             tiny.denoise(wan, step=step)
         assert len(lines()) == 2
-    assert lines()[2:] == ["MHLA: sparse in 2 of 6 attentions, 2 dense: first steps, 2 dense: layers 0"]
+    assert lines()[2:] == ["MHLA: sparse in 2 of 6 attentions, 2 dense: dense steps, 2 dense: layers 0"]
 
 
 def test_a_context_ends_with_its_call(settings, backend):
@@ -140,7 +140,7 @@ def test_a_share_of_the_steps_needs_their_number(settings, lines):
         wan = tiny.make_wan(config)
         for step in range(4):
             tiny.denoise(wan, step=step, total=4)
-        assert lines()[1:] == ["MHLA: sparse in 4 of 8 attentions, 4 dense: first steps"]
+        assert lines()[1:] == ["MHLA: sparse in 4 of 8 attentions, 4 dense: dense steps"]
 
 
 def test_first_steps_need_the_step(settings, lines):
@@ -250,7 +250,7 @@ def test_compiled_blocks_count_and_attend_as_before(settings, lines):
                 regionally_compile(wan, backend="aot_eager", dynamic=True)
             outputs.append([tiny.denoise(wan, step=step) for step in range(3)])
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=0)
-    assert lines().count("MHLA: sparse in 20 of 30 attentions, 10 dense: first steps") == 2
+    assert lines().count("MHLA: sparse in 20 of 30 attentions, 10 dense: dense steps") == 2
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["frames"]["cache_limit"] and counters["stats"]["unique_graphs"] < 20
 
