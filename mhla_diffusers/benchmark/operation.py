@@ -117,24 +117,25 @@ def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLi
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    device, block = inputs[0].device, lists.block_size
+    device, block, keys = inputs[0].device, lists.block_size, lists.key_block_size
     layout = layout_of(shape.grid, block, device=str(device))
     rows, back, is_token = layout.order.clamp_min(0), layout.rows, layout.order >= 0
     listed = lists.mask()
+    listed = torch.nn.functional.pad(listed, (0, len(is_token) // keys - listed.shape[-1]))  # blocks of padding alone
     count = listed.sum(dim=-1, dtype=torch.int32)
     order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    lengths = (len(is_token), len(is_token))
+    sizes: dict[str, Any] = {"BLOCK_SIZE": (block, keys), "seq_lengths": (len(is_token), len(is_token))}
 
     def holds_token(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return is_token[key]
 
     if len(is_token) == shape.tokens:  # all blocks are full; FlexAttention confuses tensors given twice
         nothing = torch.zeros_like(count), torch.zeros_like(order)
-        mask = BlockMask.from_kv_blocks(*nothing, count, order, BLOCK_SIZE=block, seq_lengths=lengths)
+        mask = BlockMask.from_kv_blocks(*nothing, count, order, **sizes)
     else:
-        mask = BlockMask.from_kv_blocks(count, order, BLOCK_SIZE=block, mask_mod=holds_token, seq_lengths=lengths)
+        mask = BlockMask.from_kv_blocks(count, order, mask_mod=holds_token, **sizes)
     # on GPUs its kernels need smaller tiles where blocks are small
-    small: Any = {"BLOCK_M": block, "BLOCK_N": block} if block <= 64 and device.type != "cpu" else None
+    small: Any = {"BLOCK_M": block, "BLOCK_N": keys} if block <= 64 and device.type != "cpu" else None
 
     @torch.compile(dynamic=False)
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

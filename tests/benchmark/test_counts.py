@@ -57,15 +57,19 @@ def test_counts_are_those_that_follow_from_sizes(config):
     assert plain["feed-forward"] == patched["feed-forward"] == model.layers * 2 * 2 * tokens * width * 8960
     half = count_forward(model, size, config.replace(layers=range(15)))
     assert half[ATTENTION] == (plain[ATTENTION] + patched[ATTENTION]) / 2
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    (model,) = find_models(["wan2.1-1.3b"])
     with pytest.raises(ValueError, match=r"\(64, 64, 64\)"):
-        count_forward(model, size, config.replace(blocks=(64, 64, 64)))
+        count_forward(model, Size(480, 800, 81), MHLAConfig(blocks=(64, 64, 64)))
 
 
 def test_sizes_are_what_a_patched_model_computes():
     """Counted operator by operator, of whole blocks; sums of normalisers are no products, and count in sizes alone."""
     (model,) = find_models(["tiny-wan"])
     size = small_size(model)
-    config = family_of_model(model).default_config.replace(blocks=model.blocks, sparse="none")
+    config = family_of_model(model).complete({"blocks": model.blocks})
     patched = count_forward(model, size, change=lambda transformer: apply_mhla(transformer, config))
     assert sum(patched.values()) == pytest.approx(sum(count_forward(model, size, config).values()), rel=0.02)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mhla_diffusers.attention import initial_mixing, mhla_attention
+from mhla_diffusers.attention import initial_mixing, mhla_attention, sparse_attention
+from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.benchmark import correctness
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operation, cut
-from mhla_diffusers.benchmark.operation import CONTENT, GIVEN, LISTED, flex_over_lists, softmax_attention
+from mhla_diffusers.benchmark.operation import GIVEN, LISTED, SPARSE, flex_over_lists, softmax_attention
 from mhla_diffusers.benchmark.shapes import (
     Shape,
-    branch_weights,
     choose_shapes,
     draw_lists,
     flops_of,
@@ -37,28 +37,34 @@ def test_costs_are_those_of_the_paper():
     assert (shape.tokens, shape.blocks) == (31_500, (7, 3, 5))
     assert mixed / plain == pytest.approx(1 + 105**2 / (2 * 31_500))
     assert flops_of(shape, "softmax") / plain == pytest.approx(31_500**2 / (31_500 * 129))
-    # the sparse branch adds its pairs and a pooled key for each of 493 uniform blocks, of which 25 are listed
-    listed, both = flops_of(shape, "lists"), flops_of(shape, "both")
-    assert listed == pytest.approx(flops_of(shape, "softmax") * 25 / 493)
-    assert both - mixed == pytest.approx(listed + 4 * shape.tokens * 493 * 128 * 12)
-    assert flops_of(shape, "both", backward=True) == 3 * both
+    # 25 of 985 blocks of keys are listed, each has a mean, and 493 blocks of queries mix the states of 124 stretches
+    listed, sparse = flops_of(shape, "lists"), flops_of(shape, "sparse")
+    assert listed == pytest.approx(flops_of(shape, "softmax") * 25 / 985)
+    means, states = 4 * shape.tokens * 985 * 128, (4 * shape.tokens + 2 * 493 * 124) * 128**2
+    assert sparse == pytest.approx(listed + 12 * (means + states))
+    assert flops_of(shape, "sparse", backward=True) == 3 * sparse
     assert shape_named("sana-1.6b-1024px").block_size is None, "SANA's own attention is linear"
 
 
 def test_flops_are_those_that_pytorch_counts():
-    shape = Shape("", (8, 12), (2, 2), 3, 16, block_size=8, density=0.25)
-    inputs, mixing = make_inputs(shape, CPU, torch.float32), initial_mixing(shape.blocks)
-    sparse = {"sparse": draw_lists(shape, CPU), **branch_weights(3, CPU)}
-    counted = []
-    for given in (sparse, {}, None):
+    shape = Shape("", (16, 16), (2, 2), 3, 16, block_size=32, density=0.25)
+    inputs, ones = make_inputs(shape, CPU, torch.float32), torch.ones(3)
+    lists = {"lists": draw_lists(shape, CPU), "pooled_bias": ones, "state_weight": ones}
+    calls = {
+        "sparse": lambda: sparse_attention(*inputs, shape.grid, **lists),
+        "linear": lambda: mhla_attention(*inputs, initial_mixing(shape.blocks), shape.grid, shape.blocks),
+        "softmax": lambda: softmax_attention("math", *inputs),
+    }
+    counted = {}
+    for work, call in calls.items():
         with FlopCounterMode(display=False) as counter:
-            if given is None:
-                softmax_attention("math", *inputs)
-            else:
-                mhla_attention(*inputs, mixing, shape.grid, shape.blocks, **given)
-        counted.append(counter.get_total_flops())
-    both, linear, softmax = (flops_of(shape, work) for work in ("both", "linear", "softmax"))
-    assert (counted[0] - counted[1], counted[2]) == (both - linear, softmax)
+            call()
+        counted[work] = counter.get_total_flops()
+    assert counted["softmax"] == flops_of(shape, "softmax")
+    # PyTorch counts products, and not the sums of keys for the normaliser
+    assert counted["linear"] == flops_of(shape, "linear") - 2 * shape.tokens * shape.heads * shape.head_dim
+    # and logits of means of blocks
+    assert counted["sparse"] == pytest.approx(flops_of(shape, "sparse"), rel=0.01)
 
 
 def test_lists_are_the_same_ones_every_time_and_of_one_length():
@@ -71,12 +77,17 @@ def test_lists_are_the_same_ones_every_time_and_of_one_length():
 
 
 @pytest.mark.slow
-def test_flex_attention_attends_to_the_same_blocks():
-    shape = Shape("", (7, 9), (2, 2), 2, 16, block_size=16, density=0.5)
+@pytest.mark.parametrize(("grid", "block_size"), [((7, 9), 16), ((9, 16), 64)], ids=["16", "64 queries, 32 keys"])
+def test_flex_attention_attends_to_the_same_blocks(grid, block_size):
+    shape = Shape("", grid, (2, 2), 2, 16, block_size=block_size, density=0.5)
     inputs, lists = make_inputs(shape, CPU, torch.float32), draw_lists(shape, CPU)
+    assert lists.key_block_size == min(32, block_size)
     with torch.no_grad():
         found = flex_over_lists(shape, inputs, lists)()
-    expected = mhla_attention(*inputs, initial_mixing(shape.blocks), shape.grid, shape.blocks, sparse=lists)
+    place = layout_of(grid, block_size, device="cpu").rows
+    listed = lists.mask()[:, :, place // block_size][..., place // lists.key_block_size]
+    query, key, value = (x.transpose(1, 2) for x in inputs)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=listed).transpose(1, 2)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.compiler.reset()
 
@@ -85,7 +96,7 @@ def test_every_variant_has_a_row(tmp_path):
     rows = measure(tmp_path, "op", "--shape", "tiny")
     for stage in ("forward", "forward+backward"):
         measured = set(medians(rows, stage))
-        assert {"MHLA eager", f"{CONTENT} eager", f"{GIVEN} eager", "plain linear eager", "softmax flash"} <= measured
+        assert {"MHLA eager", f"{SPARSE} eager", f"{GIVEN} eager", "plain linear eager", "softmax flash"} <= measured
     absent = {row.variant: row.reason for row in rows if row.status == "absent"}
     gpu_only = ("softmax cudnn", "softmax flash-attn", "softmax FlashAttention-3", "MHLA triton")
     assert all(absent[name] for name in gpu_only)
@@ -110,18 +121,17 @@ def test_what_compiles_is_timed_when_asked_for(tmp_path, monkeypatch):
     assert {"MHLA torch.compile", FLEX} <= set(medians(rows))
 
 
-@pytest.mark.parametrize(("wrong", "kind"), [("output", "MHLA"), ("query", "MHLA with the sparse branch")])
+@pytest.mark.parametrize(("wrong", "kind"), [("output", "MHLA"), ("query", "Sparse attention")])
 def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
     """The output, or the gradient of the query alone."""
-    right = correctness.mhla_attention
+    name = {"MHLA": "mhla_attention", "Sparse attention": "sparse_attention"}[kind]
+    right = getattr(correctness, name)
 
     def attend(query, *args, **options):
-        if (kind == "MHLA") == (options.get("sparse") is not None):
-            return right(query, *args, **options)
         twice = 2 * query - query.detach()  # the right value and a doubled gradient
         return right(twice, *args, **options) if wrong == "query" else 1.1 * right(query, *args, **options)
 
-    monkeypatch.setattr(correctness, "mhla_attention", attend)
+    monkeypatch.setattr(correctness, name, attend)
     with pytest.raises(IncorrectAttentionError, match=f"{kind} eager on cpu .* {wrong} "):
         measure(tmp_path, "op", "--shape", "tiny")
     assert not list(tmp_path.rglob("*.csv"))

@@ -8,7 +8,7 @@ from mhla_diffusers import SparseConfig, mhla_layers
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
 from mhla_diffusers.benchmark.measure import table_of
 from mhla_diffusers.benchmark.models import Size, choose_sizes, models
-from mhla_diffusers.benchmark.operation import SPARSE, PLAIN
+from mhla_diffusers.benchmark.operation import PLAIN, SPARSE
 from mhla_diffusers.benchmark.transformer import (
     CLASSIFIERS,
     LINEAR_KINDS,
@@ -115,7 +115,7 @@ def test_variants_of_vlt_differ_in_their_mhla_alone():
 def test_wrong_built_in_attention_is_not_timed(tmp_path, monkeypatch):
     right = layer.attend
     monkeypatch.setattr(layer, "attend", lambda call, backend: 1.1 * right(call, backend))
-    with pytest.raises(IncorrectAttentionError, match="MHLA layers"):
+    with pytest.raises(IncorrectAttentionError, match="patched layers"):
         measure(tmp_path, "transformer", "--model", "tiny-vlt")
     assert not list(tmp_path.rglob("*.csv"))
 
