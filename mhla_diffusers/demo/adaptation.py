@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config import MHLAConfig, PatchConfig, SparseConfig, is_automatic
+from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, is_automatic
 from ..families import NoisedBatch, Sample, trained_family
 from ..generation.pipelines import family_named
 from ..patching import apply_mhla, load_mhla, mhla_layers
@@ -80,10 +80,13 @@ def stages_of(variant: Variant, tiny: TinyPipeline) -> tuple[StageConfig, ...]:
     A control has nothing to learn from itself, so it is trained on with the loss that it was trained with; so is MHLA
     in place of linear attention, which is to become better than what it replaces.
     """
-    transfer = StageConfig(TRANSFER_STEPS, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=5e-3)
+    mixing = 5e-3 if isinstance(variant.patch, LinearConfig) else None
+    transfer = StageConfig(
+        TRANSFER_STEPS, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=mixing
+    )
     distillation = ObjectiveWeights(distillation=1.0)
     end_to_end = StageConfig(
-        END_TO_END_STEPS, 5e-4, "attention", distillation, mixing_learning_rate=5e-3, scheduler="cosine"
+        END_TO_END_STEPS, 5e-4, "attention", distillation, mixing_learning_rate=mixing, scheduler="cosine"
     )
     if variant.patch is None or family_named(tiny.family).own_attention != "softmax":
         return (replace(end_to_end, steps=TRANSFER_STEPS + END_TO_END_STEPS, learning_rate=2e-4, objectives=DIFFUSION),)

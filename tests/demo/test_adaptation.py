@@ -35,18 +35,6 @@ def test_curve_begins_with_the_patched_model_and_ends_with_the_adapted_one(adapt
     assert not pipe.transformer.training
 
 
-def test_weights_that_are_learned_are_fitted_before_the_first_update_and_only_then(adaptation, tmp_path, caplog):
-    caplog.set_level("INFO", "mhla_diffusers.training.validation")
-    sparse = {"mixing_per_head": True, "sparse": "content", "block_size": 2}
-    pipe = adaptation.patched(MHLA.replace(**sparse, fit_pooled_bias=False))
-    adaptation.adapt(pipe, (UPDATE,), tmp_path / "first")
-    assert "Fitting λ and β on 16 training samples" in caplog.text
-    caplog.clear()
-    adaptation.adapt(pipe, (UPDATE,), tmp_path / "second")
-    adaptation.adapt(adaptation.patched(MHLA.replace(**sparse)), (UPDATE,), tmp_path / "fitted in the call")
-    assert "Fitting" not in caplog.text
-
-
 def test_unpatched_pipeline_trains_on(adaptation, tmp_path):
     pipe = adaptation.patched(None)
     assert not is_patched(pipe)

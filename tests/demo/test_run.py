@@ -33,7 +33,7 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
         rows = run_demo(DemoConfig(tmp_path / name, "dit", updates=updates, speed_seconds=seconds, **SMALL))
         tables.append([{**vars(row), "seconds_per_step": None} for row in rows])
     assert tables[0] == tables[1]
-    names = ["softmax", "plain linear", "MHLA", "MHLA hybrid 2/3", "MHLA, block-sparse"]
+    names = ["softmax", "plain linear", "MHLA", "MHLA hybrid 2/3", "sparse, 5 %"]
     assert [row["name"] for row in tables[0]] == names
     files = {path.name for path in (tmp_path / "first").iterdir()}
     assert {"index.html", "results.json", "samples.png", "loss.png", "speed.png", "mixing-MHLA.png"} <= files
@@ -47,7 +47,7 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     results = json.loads((tmp_path / "first" / "results.json").read_text())
     assert len(results["rows"]) == 5
     # one of attention transfer comes before the two
-    assert {name: curve[-1][0] for name, curve in results["live"].items()} == {names[1]: 3, names[4]: 3}
+    assert {name: curve[-1][0] for name, curve in results["live"].items()} == {names[1]: 3, names[2]: 3}
     assert "Loading" not in capfd.readouterr().err
 
 
