@@ -1,4 +1,7 @@
-"""softmax_steps: in the first steps of a pipeline's call a patched model attends as before the patch."""
+"""softmax_steps: in the first steps of a pipeline's call a patched model attends as before the patch.
+
+Most of these tests see by the patched layers whether they rest, which they do with carry=False alone (test_carry.py).
+"""
 
 import copy
 import logging
@@ -80,7 +83,7 @@ def test_the_patch_rests_in_the_first_steps_of_every_pipeline(name):
     """DiT's DDIM counts no steps, SANA's solver does, Wan tells diffusers' cache context; of Wan 2.2 both models."""
     pipe = PIPELINES[name].build()
     before = pictures(name, pipe)
-    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks)
+    mhla.apply_mhla(pipe, blocks=PIPELINES[name].blocks, carry=False)
     found = {}
 
     def layers_that_run(steps):
@@ -104,7 +107,7 @@ def in_bfloat16(name):
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.bfloat16()
-    mhla.apply_mhla(pipe, blocks=case.blocks)
+    mhla.apply_mhla(pipe, blocks=case.blocks, carry=False)
     return pipe, case
 
 
@@ -131,9 +134,10 @@ def test_steps_that_bfloat16_rounds_to_one_timestep():
 
 @given(st.integers(1, 200), st.floats(0, 1))
 def test_a_fraction_is_rounded_up(count, fraction):
-    resting = sum(Step(index, count).is_among_first(fraction) for index in range(count))
+    steps = [Step(index, count) for index in range(count)]
+    resting = sum(map(mhla.SparseConfig(softmax_steps=fraction).is_dense, steps))
     assert fraction * count - 1e-6 <= resting < fraction * count + 1
-    assert Step(0, count).is_among_first(1) and not Step(1, count).is_among_first(1)
+    assert [step for step in steps if mhla.SparseConfig(softmax_steps=1).is_dense(step)] == steps[:1]
 
 
 @pytest.mark.parametrize("steps", [-1, 1.5, -0.1, True, "3", float("nan")])
@@ -195,7 +199,7 @@ def test_a_step_is_one_of_num_inference_steps(name, scheduler, expected, setting
     """Two of four rest, whatever number of forwards the scheduler's solver makes in a step."""
     pipe, blocks, call = pipeline_of(name)
     own = {} if "Flow" in scheduler else pipe.scheduler.config
-    mhla.apply_mhla(pipe, blocks=blocks, softmax_steps=2)
+    mhla.apply_mhla(pipe, blocks=blocks, softmax_steps=2, carry=False)
     pipe.scheduler = getattr(diffusers, scheduler).from_config(own, **settings)  # after patching
     for steps in (2, 2, 0.5):  # another call begins anew
         if steps == 0.5:
@@ -208,7 +212,7 @@ def test_a_call_that_begins_in_the_middle_of_the_schedule(strength, steps):
     """Its first step is the first that it comes to, in this call and the next."""
     components = {name: part for name, part in wan_pipeline().components.items() if name != "transformer_2"}
     pipe = quiet(WanVideoToVideoPipeline(**components))
-    mhla.apply_mhla(pipe, blocks=(3, 2, 1), softmax_steps=1)
+    mhla.apply_mhla(pipe, blocks=(3, 2, 1), softmax_steps=1, carry=False)
     embeddings = torch.zeros(1, 8, pipe.transformer.config.text_dim)  # its prompts need ftfy
     call = short("wan") | {"video": [Image.new("RGB", (48, 32))] * 9, "strength": strength, "prompt": None}
     call |= {"prompt_embeds": embeddings, "negative_prompt_embeds": embeddings}
@@ -222,17 +226,17 @@ def test_timesteps_that_are_scaled_on_their_way():
     """As SANA-Sprint's are."""
     pipe = sana_pipeline()
     pipe.transformer.register_to_config(timestep_scale=0.001)
-    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=1)
+    mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=1, carry=False)
     assert steps_with_mhla(pipe, run_of("sana", pipe)) == [0, 3, 3, 3]
 
 
 def test_a_transformer_alone(caplog):
     """Wan's pipeline tells the step to the transformer; of DiT nothing does, which is said once."""
     pipe = wan_pipeline()
-    mhla.apply_mhla(pipe.transformer, blocks=(3, 2, 1), softmax_steps=2)
+    mhla.apply_mhla(pipe.transformer, blocks=(3, 2, 1), softmax_steps=2, carry=False)
     assert steps_with_mhla(pipe, run_of("wan", pipe))[:3] == [0, 0, 8]
     pipe = PIPELINES["dit"].build()
-    mhla.apply_mhla(pipe.transformer, blocks=(4, 2), softmax_steps=2)
+    mhla.apply_mhla(pipe.transformer, blocks=(4, 2), softmax_steps=2, carry=False)
     with caplog.at_level(logging.WARNING, "mhla_diffusers"):
         assert all(steps_with_mhla(pipe, run_of("dit", pipe)))
     (warning,) = [record.message for record in caplog.records if "softmax_steps" in record.message]
@@ -284,7 +288,7 @@ def test_training_and_measuring_are_no_steps(caplog):
 def test_copies_belong_to_no_pipeline(caplog):
     """A copied or unpickled transformer may be called by any; Wan's tells the step to whatever it calls."""
     pipe = wan_pipeline()
-    mhla.apply_mhla(pipe, density=0.2, softmax_steps=2)
+    mhla.apply_mhla(pipe, density=0.2, softmax_steps=2, carry=False)
     for other in (copy.deepcopy(pipe.transformer), pickle.loads(pickle.dumps(pipe.transformer))):  # noqa: S301
         elsewhere = wan_pipeline(other)
         assert steps_with_mhla(elsewhere, run_of("wan", elsewhere))[:3] == [0, 0, 8]
@@ -315,7 +319,7 @@ def test_gradient_checkpointing_recomputes_what_ran():
     """Gradients of a step in which the patch rests, after another in which it runs."""
     gradients = []
     for checkpointing in (False, True):
-        model = patched("wan", softmax_steps=1)
+        model = patched("wan", softmax_steps=1, carry=False)
         if checkpointing:
             model.enable_gradient_checkpointing()
         latents = inputs("wan")["hidden_states"].requires_grad_(True)
@@ -339,7 +343,7 @@ def fresh_graphs():
 @pytest.mark.usefixtures("fresh_graphs")
 @pytest.mark.parametrize("whole", [True, False], ids=["whole transformer", "repeated blocks"])
 def test_compiled_it_takes_two_graphs_whatever_the_number_of_steps(whole):
-    model, counter = patched("wan", softmax_steps=2), CompileCounterWithBackend("eager")
+    model, counter = patched("wan", softmax_steps=2, carry=False), CompileCounterWithBackend("eager")
     del model.blocks[1:]
     arguments = inputs("wan")
     with mhla.mhla_disabled(model):
