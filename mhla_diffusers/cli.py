@@ -52,7 +52,7 @@ def info(
     ] = None,
     size: Annotated[str | None, typer.Option(help="Of the model: 720x1280, or 512; default: its first size.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    density: Annotated[float | None, typer.Option(help="Of the sparse branch, default 0.05; or give --patch.")] = None,
+    density: Annotated[float | None, typer.Option(help="Of sparse attention, default 0.025; or give --patch.")] = None,
 ) -> None:
     """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
     from .benchmark.info import configs_of, print_any_patch, print_info, print_model, report

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..generation.names import REFRESH, SOFTMAX_STEPS, parse_dense_steps
+
 if TYPE_CHECKING:
     import torch
 
@@ -117,9 +119,8 @@ def bench_pipeline(
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    softmax_steps: Annotated[
-        str, typer.Option(help="First steps in which patches are disabled: a number such as 3, or 20%.")
-    ] = "0",
+    softmax_steps: Annotated[str | None, typer.Option(help=SOFTMAX_STEPS)] = None,
+    refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
     repetitions: Annotated[int, typer.Option(help="Calls of each, after one to warm up.")] = 3,
     device: _Device = "auto",
     dtype: _DType = None,
@@ -127,7 +128,6 @@ def bench_pipeline(
 ) -> None:
     """A whole call of a pipeline and its parts, unpatched and with patches, with PSNR and SSIM of the samples."""
     from ..devices import FLOAT_TYPES
-    from ..generation.names import parse_steps
     from .measure import Results
     from .models import parse_size
     from .pipeline import benchmark_pipeline, choose_pipeline
@@ -145,7 +145,8 @@ def bench_pipeline(
     name = next(name for name, one in FLOAT_TYPES.items() if one == precision)
     choice = choose_pipeline(model, device=str(place), dtype=name, settings=settings)
     results = Results("pipeline", place, precision, output)
-    benchmark_pipeline(choice, patch or (), results, softmax_steps=parse_steps(softmax_steps), repetitions=repetitions)
+    dense_steps = parse_dense_steps(softmax_steps, refresh)
+    benchmark_pipeline(choice, patch or (), results, dense_steps=dense_steps, repetitions=repetitions)
     results.finish()
 
 

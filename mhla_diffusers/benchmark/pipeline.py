@@ -2,10 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -58,7 +59,7 @@ def benchmark_pipeline(
     patches: Sequence[str],
     results: Results,
     *,
-    softmax_steps: int | float = 0,
+    dense_steps: Mapping[str, Any] = MappingProxyType({}),
     repetitions: int = 3,
 ) -> None:
     """Check MHLA, then call the pipeline unpatched and with every patch in turns, after one call each to warm up.
@@ -71,7 +72,7 @@ def benchmark_pipeline(
         patches: of ``PATCHES``, presets, YAML files, or names, folders or Hub ids of saved patches; all kinds that the
             family takes if empty.
         results: gets a row per patch for the whole call and for each of its parts.
-        softmax_steps: first denoising steps in which patches are disabled, see :class:`mhla_diffusers.SparseConfig`.
+        dense_steps: settings of all patches that choose steps of the model's own attention, such as ``refresh``.
         repetitions: calls of each.
 
     Raises:
@@ -84,7 +85,7 @@ def benchmark_pipeline(
     if repetitions < 1:
         raise ValueError(f"repetitions={repetitions} must be positive.")
     family, device = choice.of_family, results.device
-    family.default_config.replace(softmax_steps=softmax_steps)  # raises what is not allowed
+    family.default_config.replace(**dense_steps)  # raises what is not allowed
     blocks = family.mhla_blocks
     for name in patches:
         if name == SPARSE and family.own_attention != "softmax":
@@ -114,7 +115,7 @@ def benchmark_pipeline(
     reference: torch.Tensor | None = None
     for name in with_progress(names, "warming up"):
         try:
-            with patched(pipe, name, choice, softmax_steps):
+            with patched(pipe, name, choice, dense_steps):
                 frames = frames_of(run())
                 peaks[name] = peak_bytes(run, device)
             reference = frames if name == UNPATCHED else reference
@@ -125,12 +126,12 @@ def benchmark_pipeline(
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
     samples: dict[str, torch.Tensor] = {}
     for name in with_progress([name for _ in range(repetitions) for name in peaks], "timing"):
-        with patched(pipe, name, choice, softmax_steps):
+        with patched(pipe, name, choice, dense_steps):
             times, sample = timed_call(pipe, run, device)
         seconds[name].append(times)
         samples[name] = frames_of(sample)
 
-    settings = {**choice.settings, **({"softmax_steps": softmax_steps} if softmax_steps else {})}
+    settings = {**choice.settings, **dense_steps}
     case = ", ".join([choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items())])
     rows = []
     for stage in (WHOLE, *PARTS):
@@ -167,7 +168,7 @@ def is_saved_patch(name: str) -> bool:
 
 
 @contextmanager
-def patched(pipe: Any, patch: str, choice: PipelineChoice, softmax_steps: int | float) -> Iterator[None]:
+def patched(pipe: Any, patch: str, choice: PipelineChoice, dense_steps: Mapping[str, Any]) -> Iterator[None]:
     """Context in which the pipeline has a patch; afterwards it is as it was."""
     with ExitStack() as stack:
         if patch in PATCHES:
@@ -178,8 +179,8 @@ def patched(pipe: Any, patch: str, choice: PipelineChoice, softmax_steps: int | 
             apply_mhla(pipe, patch)
         if patch != UNPATCHED:
             stack.callback(remove_mhla, pipe)
-            if softmax_steps:
-                change_mhla(pipe, softmax_steps=softmax_steps)
+            if dense_steps:
+                change_mhla(pipe, **dense_steps)
         yield
 
 

@@ -70,8 +70,20 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def parse_steps(text: str) -> int | float:
-    """Parse ``softmax_steps`` of a command: a number of steps such as 3, or a fraction such as 0.2 or 20%."""
+SOFTMAX_STEPS = "First steps of the model's own attention: 2, or 10% of them."
+REFRESH = "Steps after which it runs again, which carries on what the patch loses: 10, 20%, or none."
+
+
+def parse_dense_steps(softmax_steps: str | None, refresh: str | None) -> dict[str, Any]:
+    """Parse these settings of a patch as a command gives them; those that it does not give are left out."""
+    given = {"softmax_steps": softmax_steps, "refresh": refresh}
+    return {name: parse_steps(text) for name, text in given.items() if text is not None}
+
+
+def parse_steps(text: str) -> int | float | None:
+    """Parse a number of steps such as 3, a fraction such as 0.2 or 20%, or none."""
+    if text == "none":
+        return None
     try:
         if text.endswith("%"):
             return float(text.removesuffix("%")) / 100
@@ -117,7 +129,10 @@ def _types(annotation: Any) -> set[type]:
 
 def pipeline_options(
     model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the tiny pipeline.")] = None,
-    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, untrained.")] = None,
+    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, untrained; or default.")] = None,
+    density: Annotated[float | None, typer.Option(help="Of a sparse patch, such as 0.025.")] = None,
+    softmax_steps: Annotated[str | None, typer.Option(help=SOFTMAX_STEPS)] = None,
+    refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
     weights: Annotated[
         str | None, typer.Option(help="Result of mhla finetune, or folder or Hub id of a patch.")
     ] = None,
@@ -130,7 +145,9 @@ def pipeline_options(
 ) -> dict[str, Any]:
     """Return the options as arguments of :class:`PipelineChoice`, with ``settings`` parsed."""
     named = {"model": model, "patch": patch, "weights": weights, "device": device, "dtype": dtype}
-    return {**named, "settings": parse_settings(settings or ())}
+    changes: dict[str, Any] = {"density": density} if density is not None else {}
+    changes |= parse_dense_steps(softmax_steps, refresh)
+    return {**named, "patch_settings": changes, "settings": parse_settings(settings or ())}
 
 
 def video_options(frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None) -> dict[str, Any]:

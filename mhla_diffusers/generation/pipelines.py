@@ -14,7 +14,7 @@ from ..config import adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..families import TrainedFamily, families, find_family, get_family, supported_instead, trained_family
 from ..files import content_of, read_json
-from ..patching import CONFIG_NAME, apply_mhla, find_transformers, load_mhla
+from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
@@ -28,6 +28,8 @@ _MODULAR = (
 SCHEDULER_FILE = "scheduler_config.json"
 """Beside an unpatched transformer that was distilled to few steps."""
 
+DEFAULT = "default"
+"""Name of the patch that a family has of its own, as ``apply_mhla(pipe)`` takes it."""
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 
 
@@ -41,7 +43,10 @@ class PipelineChoice:
     model: str | None = None
     """Hub id or folder; None for the tiny pipeline that ships with the package."""
     patch: str | None = None
-    """Name or YAML file of a patch to apply, untrained."""
+    """Name or YAML file of a patch to apply, untrained; "default" for the family's own."""
+    patch_settings: dict[str, Any] = field(default_factory=dict)
+    """Settings that change those of the patch, such as density and refresh; alone they are of the family's own patch.
+    """
     weights: str | None = None
     """Result of ``mhla finetune``, or the folder or Hub id of a patch."""
     frames_per_second: int | None = None
@@ -89,19 +94,21 @@ class PipelineChoice:
 
         Content is None where it is not known: that of a Hub id.
         """
-        names = ("family", "model", "patch", "weights", "dtype", "settings")
+        names = ("family", "model", "patch", "patch_settings", "weights", "dtype", "settings")
         weights = self.weights and (adapted_patch_folder(self.weights) or Path(self.weights))
         return {
             **{name: getattr(self, name) for name in names},
             "model_content": None if self.model is None else content_of(Path(self.model)),
-            "patch_settings": None if self.patch is None else load_patch(self.patch).config.to_dict(),
+            "patch_content": None if self.patch in (None, DEFAULT) else load_patch(self.patch).config.to_dict(),
             "weights_content": None if not weights else content_of(Path(weights)),
         }
 
     def check(self) -> None:
         """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline."""
-        if self.patch is not None:
-            load_patch(self.patch)
+        if self.patch not in (None, DEFAULT):
+            load_patch(self.patch).config.replace(**self.patch_settings)
+        elif self.weights is None and self.patch_settings:
+            self.of_family.complete(self.patch_settings)
         if self.settings or self.model is not None:
             check_settings(self.pipeline_class(), self.settings)
 
@@ -131,10 +138,12 @@ class PipelineChoice:
             raise ValueError(f"{self.model} belongs to {', '.join(found)}, but family={self.family!r} was asked for.")
         for prompt in prompts:
             self.of_family.check_prompt(pipe, prompt)
-        if self.patch is not None:
-            apply_mhla(pipe, self.patch)
         if self.weights is not None:
             load_result(pipe, self.weights)
+            if self.patch_settings:
+                change_mhla(pipe, **self.patch_settings)
+        elif self.patch is not None or self.patch_settings:
+            apply_mhla(pipe, None if self.patch in (None, DEFAULT) else self.patch, **self.patch_settings)
         if (few_steps := few_steps_of(pipe)) is not None:
             few_steps.check_call(self.settings)
         return pipe

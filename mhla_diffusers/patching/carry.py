@@ -3,9 +3,9 @@
 The inputs of a denoising loop change slowly, and so does the error of a patched attention. At a dense step s₀ every
 patched attention computes both outputs and keeps their difference R = dense - patched, (B, N, C). At a later step s it
 returns patched + f^(s - s₀) R. The fading f is measured per attention and sample at the next dense step s₁: of the old
-difference the share a = <R₁, R₀> / <R₀, R₀> is left, so that f = a^(1 / (s₁ - s₀)). Where the old difference has not lasted,
-‖R₁ - a R₀‖ > 0.9 ‖R₁‖, nothing is added until the next dense step. Steps are counted, not forwards, so that a step
-cache may skip some.
+difference the share a = <R₁, R₀> / <R₀, R₀> is left, so that f = a^(1 / (s₁ - s₀)). Where the old difference has not
+lasted, ‖R₁ - a R₀‖ > 0.9 ‖R₁‖, nothing is added until the next dense step. Steps are counted, not forwards, so that a
+step cache may skip some.
 
 Differences are those of whole attentions, behind the output projection: at a dense step the model's own processor
 runs, with the backend that the user has set, bit for bit as before the patch, whatever it computes.
@@ -30,6 +30,11 @@ _MOST_AT_A_TIME = 2**24
 _LEAST_LEFT = 0.05
 _LASTS = 0.9
 """Part of the norm of a new difference that the old one must explain away, else it is not added."""
+
+
+def carried_bytes(tokens: int, channels: int, kept: CarryType) -> int:
+    """Return what the difference of one attention takes, of one sample and half of the guidance."""
+    return tokens * (channels + 4 if kept == "int8" else 2 * channels)
 
 
 @dataclass

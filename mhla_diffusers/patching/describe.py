@@ -14,6 +14,7 @@ from ..attention.layout import block_count, check_blocks, check_layout, fit_bloc
 from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
+from .carry import carried_bytes
 from .handle import Patched, find_patched, find_transformers
 from .layer import layer_of
 from .processor import MHLAProcessor
@@ -65,6 +66,19 @@ class LayerDescription:
         grid = self.config.grid_from(self.grid) if isinstance(self.config, CausalConfig) else self.grid
         return smallest_and_largest(grid, self.config.blocks_on(self.grid))
 
+    @property
+    def has_dense_steps(self) -> bool:
+        """Whether it runs the original attention in some denoising steps."""
+        return self.config is not None and self.config.has_dense_steps
+
+    @property
+    def carried_bytes(self) -> int:
+        """What a dense step shows of it, for one sample and half of the guidance; 0 without that, or a grid."""
+        config, sizes = self.config, self.sizes
+        if config is None or sizes is None or not (config.has_dense_steps and config.carry):
+            return 0
+        return carried_bytes(sizes.tokens + sizes.extra, sizes.heads * sizes.head_dim, config.carry_dtype)
+
     def summary(self) -> str:
         """Describe in one line which attention runs and how; empty for a layer that was kept."""
         config = self.config
@@ -115,9 +129,12 @@ class Description(list[LayerDescription]):
             if name in ("layer", "attention", "grid") or any(cell not in ("-", "0") for cell in cells)
         }
         lines.append(text_table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)]))
-        for steps in {layer.config.softmax_steps for layer in self if layer.config is not None} - {0}:
-            first = f"{steps:.0%} of the denoising steps" if isinstance(steps, float) else f"{steps} steps"
-            lines.append(f"as before the patch in the first {first}")
+        lines += dict.fromkeys(_dense_steps(layer.config) for layer in self if layer.has_dense_steps)
+        if carried := sum(layer.carried_bytes for layer in self):
+            lines.append(
+                f"what these show takes {scaled(carried, 1024, 'B')} per sample, {scaled(2 * carried, 1024, 'B')} with "
+                "both halves of the guidance"
+            )
         if self.few_steps is not None:
             lines.append(str(self.few_steps))
         grids, sizes = {layer.grid for layer in self}, [layer.sizes for layer in self if layer.sizes is not None]
@@ -140,6 +157,22 @@ class Description(list[LayerDescription]):
         end = f"; the patch does not run in {off} of them now" if off else ""
         lines.append(f"{replaced} of {len(self)} self-attentions replaced, {added:,} extra parameters{end}")
         return "\n".join(lines)
+
+
+def _dense_steps(config: PatchConfig | None) -> str:
+    """Say in which denoising steps the original attention runs, and what comes of it."""
+    assert config is not None
+
+    def words(steps: int | float) -> str:
+        return f"{steps:.0%} of the steps" if isinstance(steps, float) else "step" if steps == 1 else f"{steps} steps"
+
+    parts = [f"the first {words(config.softmax_steps)}"] if config.softmax_steps else []
+    parts += [f"the last {words(config.softmax_last)}"] if config.softmax_last else []
+    parts += [f"again after every {words(config.refresh)}"] if config.refresh else []
+    carries = "added at the steps that follow" if config.carry else "not carried"
+    where = " in the machine's memory" if config.carry and config.carry_device == "cpu" else ""
+    kept = f" ({config.carry_dtype}{where})" if config.carry else ""
+    return f"as before the patch in {', '.join(parts)}; what the patch loses there is {carries}{kept}"
 
 
 def describe(

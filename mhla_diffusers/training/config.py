@@ -99,7 +99,7 @@ class StageConfig:
     trainable: Trainable
     objectives: ObjectiveWeights | None = None
     mixing_learning_rate: float | None = None
-    """Learning rate of the mixing matrices, λ and β; None for ``learning_rate``."""
+    """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
     lora_rank: int | None = None
     """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
     lora_layers: LoraLayers = "attention"

@@ -14,7 +14,7 @@ from .config import OptimizerName, StageConfig
 from .distributed import gathered, placed_like
 
 _MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
-"""Ends of the names of mixing matrices, λ and β, which may have a learning rate of their own."""
+"""Ends of the names of mixing matrices and λ, which may have a learning rate of their own."""
 
 
 def optimizer_class(name: OptimizerName) -> type[Optimizer]:
@@ -50,7 +50,7 @@ def make_optimizer(
     Args:
         model: owner of the parameters.
         trained: parameters by name.
-        learning_rate: for all but mixing matrices, λ and β.
+        learning_rate: for all but mixing matrices and λ.
         mixing_learning_rate: for these; None for the same.
         weight_decay: for the others.
         matrices_alone: whether norms, biases and positional embeddings do not decay either.

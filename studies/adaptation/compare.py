@@ -110,7 +110,7 @@ def stages_of(
 
 
 def patched(adaptation: Adaptation, attention: str) -> Any:
-    """Return a fresh pipeline; automatic hybrids are chosen, and λ and β fitted, on a fixed batch."""
+    """Return a fresh pipeline; automatic hybrids are chosen on a fixed batch."""
     return adaptation.patched(
         ATTENTIONS[attention], lambda pipe: predict(pipe.transformer, first_samples(adaptation, pipe, 16))
     )
