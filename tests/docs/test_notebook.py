@@ -27,7 +27,7 @@ def test_notebook_tells_what_is_so(tmp_path, monkeypatch):
     assert moved["softmax"] == 0 and moved["linear"] > 0.05 > 0.02 > moved["sparse"] > 0
     adapted, adapted_sparse = map(float, shown["adapted"])
     assert moved["linear"] > 1.5 * adapted > 2 * adapted_sparse > 0
-    assert "6.2% of the pairs of 16 blocks" in str(shown["sparse-description"])
+    assert "6.2% of the pairs of 32 blocks" in str(shown["sparse-description"])
     assert "4 of 4 self-attentions replaced" in str(shown["patch"])
     assert shown["mixing"].argmax() == 5
     assert shown["save"] is True and shown["remove"] is True

@@ -83,15 +83,19 @@ def test_what_a_patch_brings_at_most():
     assert checked > 25
 
 
-def test_flops_of_the_sparse_branch():
-    shown = CliRunner().invoke(app, ["info", "--patch", "wan2.1-t2v-1.3b-sparse"]).output
+def test_flops_of_sparse_attention_and_mhla():
+    shown = {
+        kind: CliRunner().invoke(app, ["info", "--patch", f"wan2.1-t2v-1.3b{ending}"]).output.splitlines()
+        for kind, ending in (("sparse", "-sparse"), ("MHLA", ""))
+    }
     page = (ROOT / "docs/sparse.md").read_text(encoding="utf-8")
     rows = [row for row in rows_of(page) if row[0].startswith("Wan2.1-")]
     assert len(rows) == 4
-    for name, tokens, *numbers in rows:
+    for name, tokens, softmax, *numbers in rows:
         model, pixels = name.split(",")[0].lower(), name.split()[-1]
-        (line,) = [line for line in shown.splitlines() if line.startswith(f"{model}-") and f" {pixels} " in line]
-        assert line.split()[-4:] == [number.replace(" ", ",") for number in numbers]
+        for kind, number in zip(("MHLA", "sparse"), numbers, strict=True):
+            (line,) = [line for line in shown[kind] if line.startswith(f"{model}-") and f" {pixels} " in line]
+            assert line.split()[-2:] == [cell.replace(" ", ",") for cell in (softmax, number)], kind
         assert tokens.replace(" ", "") in ("31500", "75600")
 
 
