@@ -222,8 +222,8 @@ def test_every_attention_has_a_row(tmp_path, name, own, absent, layers):
     assert rows[f"softmax {absent}"].status == "absent" and rows[f"softmax {absent}"].reason
     assert "multiple of 3" in rows[HYBRID].reason
     assert 0 < rows[PLAIN].flops < rows["softmax native"].flops
-    if name == "wan":
-        assert rows[SPARSE].flops < rows["softmax native"].flops
+    if name == "wan":  # of few tokens the states cost more than softmax attention
+        assert rows[SPARSE].flops > rows[PLAIN].flops
     assert mhla.stage == FORWARD != rest.stage and rest.whole_seconds is None
     assert f"2 of {layers} layers" in mhla.reason
     assert mhla.whole_seconds == pytest.approx(rest.median + (mhla.median - rest.median) * layers / 2)
