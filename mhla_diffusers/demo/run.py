@@ -40,7 +40,7 @@ STREAM_HEADER = ("attention", "frames", "digits right", "first quarter", "second
 _FEW = 3
 """Scenes that are generated as a longer clip, or shown of the clips in four steps."""
 _LIVE = ("linear", "mhla")
-"""Which variants are adapted live, by ``Variant.short``; SANA has MHLA instead."""
+"""Which variants are adapted live, by ``Variant.short``; SANA has the second alone."""
 _TRANSFER = 0.4
 """Updates of attention transfer before them, as a part of the updates, where the recipe has any."""
 _HEADER = (
@@ -232,7 +232,7 @@ class Demo:
 
     def adapt_live(self, goal: float) -> None:
         """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as they go on."""
-        live = [variant for variant in self.variants if variant.short in _LIVE] or self.variants[-1:]
+        live = [variant for variant in self.variants if variant.short in _LIVE]
         updates, file = self.config.updates, self.output / "loss.png"
         names = " and ".join(variant.name for variant in live)
         typer.echo(f"Live: {names}, {updates} updates each; {file} is drawn again as they go on")

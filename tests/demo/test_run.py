@@ -39,7 +39,7 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     assert {"index.html", "results.json", "samples.png", "loss.png", "speed.png", "mixing-MHLA.png"} <= files
     page = (tmp_path / "first" / "index.html").read_text()
     assert "http" not in page
-    assert page.count("data:image/png;base64,") == 6
+    assert page.count("data:image/png;base64,") == 5
     assert page.index("Is it good?") < page.index("Is it fast?")
     measured = json.loads((tmp_path / "first" / "speed.json").read_text())
     assert [n for n, _ in measured["curves"]["MHLA"]] == [60, 120]

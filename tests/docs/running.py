@@ -51,7 +51,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     ("THUDM/CogView3-Plus-3B", "tiny-cogview3plus"),
     ("HuggingFaceTB/SmolLM2-135M", "tiny-llama"),
     ("google/vit-base-patch16-224", "tiny-vit"),
-    (r'load_mhla\(pipe, "path/or/hub-id"\)', 'load_mhla(pipe, "my-patch")'),
     (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
     # calls in Python
     (r'dtype=torch.bfloat16\).to\("cuda"\)', "dtype=torch.float32)"),
