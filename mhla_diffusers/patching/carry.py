@@ -181,7 +181,8 @@ class DenoisingRun:
 
     def __init__(self) -> None:
         self._halves: dict[tuple[str | None, int], Half] = {}
-        self._step: Step | None = None
+        self.step: Step | None = None
+        """Of the latest forward."""
         self._timesteps: object = None
         self._forwards: dict[str | None, int] = {}
 
@@ -193,16 +194,16 @@ class DenoisingRun:
             scheduler: of the pipeline that is known to call the transformer; None without one.
             name: that the pipeline gives its halves; by it and by their order within a step they are known.
         """
-        latest, timesteps = self._step, getattr(scheduler, "timesteps", None)
+        latest, timesteps = self.step, getattr(scheduler, "timesteps", None)
         if latest is None or step.count != latest.count or step.index < latest.index:
             self.clear()
         elif step.index == latest.index:  # of a call that ended in this step, or of a solver that calls several times
             calls_once = name is not None and getattr(scheduler, "order", 1) == 1
             if name in self._forwards if calls_once else timesteps is not self._timesteps:
                 self.clear()
-        if self._step != step:
+        if self.step != step:
             self._forwards.clear()
-        self._step, self._timesteps = step, timesteps
+        self.step, self._timesteps = step, timesteps
         order = self._forwards.get(name, 0)
         self._forwards[name] = order + 1
         return self._halves.setdefault((name, order), Half())
@@ -211,7 +212,7 @@ class DenoisingRun:
         """Forget everything, as after a forward that failed."""
         self._halves.clear()
         self._forwards.clear()
-        self._step = self._timesteps = None
+        self.step = self._timesteps = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .processor import (
     runs_mhla,
     with_backend_of,
 )
-from .steps import DenoisingLoop
+from .steps import DenoisingLoop, forget_skipping
 from .weights import base_weights, check_writable, has_lora, remove_lora
 
 if TYPE_CHECKING:
@@ -444,7 +444,9 @@ class Patched:
         if not config.carry:
             return None
         run = self.runs.setdefault(threading.get_ident(), DenoisingRun())
-        half = run.half(step, self.loop.scheduler, name)
+        is_new, half = run.step != step, run.half(step, self.loop.scheduler, name)
+        if is_new and config.shows(step):  # else a cache may skip what this step is to show
+            forget_skipping(self.transformer)
         return CarriedForward(half, step, config.carry_dtype, None if config.carry_device == "model" else "cpu")
 
     def _checkpointing(self) -> list[Any]:

@@ -143,6 +143,14 @@ def step_cache(transformer: nn.Module) -> tuple[str, str] | None:
     return None
 
 
+def forget_skipping(transformer: nn.Module) -> None:
+    """Let a step cache that decides by content run every block of the next forwards, as in the first step of a call."""
+    cache = step_cache(transformer)
+    reset: Any = getattr(transformer, "_reset_stateful_cache", None)
+    if reset is not None and cache is not None and cache[0] in CACHES_BY_CONTENT:
+        reset()
+
+
 def refuse_step_cache(transformer: nn.Module, what: str) -> None:
     """Raise if a step cache is enabled, under which some forwards do not run every attention.
 

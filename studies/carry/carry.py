@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.demo.judging import Yardstick
@@ -62,28 +62,28 @@ class Row:
     @property
     def name(self) -> tuple[str, str, str, str]:
         """The first columns."""
-        dense = ", ".join(f"{key} {value}" for key, value in self.dense.items() if key != "carry")
-        carried = ("" if not dense else "yes") if self.dense.get("carry", True) else "no"
+        dense = ", ".join(f"{key} {value}" for key, value in self.dense.items() if not key.startswith("carry"))
+        carried = ("" if not dense else self.dense.get("carry_dtype", "yes")) if self.dense.get("carry", True) else "no"
         return "" if self.density is None else f"{self.density:g}", dense, carried, self.cache
 
 
 def rows_of(steps: int) -> list[Row]:
     """What is tried, what decides most first."""
-    often = {50: (10, 5, 20), 30: (6, 4, 10), 20: (5, 4, 3, 10)}[steps]
-    first, cheap, dear = {"softmax_steps": 2}, dense_every(often[0]), dense_every(often[1])
+    cheap, dear, between = ({"refresh": steps // number} for number in (5, 10, 7))
+    dropped = {"carry": False}
+    caches = ["First Block Cache 0.05", "First Block Cache 0.1", "TaylorSeer 3"]
     rows = [Row(density, cheap) for density in (0.05, 0.025, 0.15)] + [Row(0.05, dear), Row(0.05)]
-    rows += [Row(0.05, cheap | {"carry": False}), Row(0.05, first | {"carry": False}), Row(0.05, first)]
-    rows += [Row(0.025, dear), Row(0.15, dear), Row(0.025), Row(0.15), Row(0.4)]
-    rows += [Row(0.05, dear | {"carry": False})] + [Row(0.05, dense_every(every)) for every in often[2:]]
-    caches = ["First Block Cache 0.05", "First Block Cache 0.1", "TaylorSeer 3", "TaylorSeer 5"]
-    rows += [Row(cache=cache) for cache in caches]
-    rows += [Row(0.05, cheap, cache) for cache in caches] + [Row(0.15, cheap, cache) for cache in caches[:2]]
-    return [*rows, Row(0.05, cache=caches[0]), Row(0.25), Row(0.05, cheap | {"carry_dtype": "bfloat16"})]
-
-
-def dense_every(refresh: int) -> dict[str, Any]:
-    """Dense in the first two steps and every so many."""
-    return {"softmax_steps": 2, "refresh": refresh}
+    rows += [Row(0.05, cheap | dropped), Row(0.05, dear | dropped), Row(0.15, dear), Row(0.025), Row(0.15), Row(0.4)]
+    rows += [Row(cache=cache) for cache in caches] + [Row(0.05, dear, cache) for cache in caches]
+    rows += [
+        Row(0.15, cheap, caches[0]),
+        Row(0.05, {}, caches[0]),
+        Row(0.15, {}, caches[0]),
+        Row(0.15, dear, caches[0]),
+    ]
+    rows += [Row(0.05, between), Row(0.025, dear), Row(0.05, {"softmax_steps": 2} | cheap), Row(0.25)]
+    rows += [Row(0.05, {"softmax_steps": steps // 5}), Row(0.05, {"softmax_steps": steps // 5} | dropped)]
+    return [*rows, Row(0.05, cheap | {"carry_dtype": "bfloat16"}), Row(0.15, cheap | dropped)]
 
 
 class Costs:
@@ -130,10 +130,8 @@ def pipeline(family: str, steps: int, row: Row) -> tuple[Any, Costs]:
         pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=float(number)))
     elif kind == "TaylorSeer":
         pipe.transformer.enable_cache(
-            TaylorSeerCacheConfig(cache_interval=int(number), disable_cache_before_step=3, taylor_factors_dtype=None)
+            TaylorSeerCacheConfig(cache_interval=int(number), cache_identifiers=[r".*blocks\.\d+\.attn1"])
         )
-    elif kind == "MagCache":
-        pipe.transformer.enable_cache(MagCacheConfig(threshold=float(number), num_inference_steps=steps))
     return pipe, costs
 
 
