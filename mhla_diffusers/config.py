@@ -31,6 +31,8 @@ AUTOMATIC = "auto:"
 MOST_BLOCKS = 8192
 """Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
 MOST_BLOCK_SIZE = 1024
+USUAL_REFRESH, FEWEST_REFRESHED = 0.2, 20
+"""What refresh="auto" is, and from how many steps on (studies/carry)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +51,9 @@ class PatchConfig:
     """
     softmax_last: int | float = 0
     """Last denoising steps in which it is, as ``softmax_steps``."""
-    refresh: int | float | None = None
+    refresh: int | float | Literal["auto"] | None = None
     """After how many denoising steps the original attention runs again, from the first steps on: a number, or as a
-    float a fraction of all steps. None for never.
+    float a fraction of all steps. None for never; "auto" for a fifth of the steps where there are at least 20.
     """
     carry: bool = True
     """Whether what the patched attentions lose at a step of the original attention is added at the steps that follow
@@ -77,32 +79,41 @@ class PatchConfig:
             _check_type(name, steps, int | float, words)
             fits = steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1
             check(fits, f"{name}={steps} must be {words}.")
-        words = "a number of denoising steps such as 10, a fraction of them such as 0.2, or None for never"
-        _check_type("refresh", self.refresh, int | float | None, words)
-        fits = self.refresh is None or (self.refresh > 0 and (isinstance(self.refresh, int) or self.refresh <= 1))
-        check(fits, f"refresh={self.refresh} must be {words}.")
+        words = 'a number of denoising steps such as 10, a fraction of them such as 0.2, "auto", or None for never'
+        refresh = None if self.refresh == "auto" else self.refresh
+        _check_type("refresh", refresh, int | float | None, words)
+        fits = refresh is None or (refresh > 0 and (isinstance(refresh, int) or refresh <= 1))
+        check(fits, f"refresh={refresh} must be {words}.")
         check_choice("carry_dtype", self.carry_dtype, get_args(CarryType))
         check_choice("carry_device", self.carry_device, ("model", "cpu"))
 
     @property
     def has_dense_steps(self) -> bool:
-        """Whether all layers run the original attention in some denoising steps."""
+        """Whether all layers run the original attention in some denoising steps, as far as these are known."""
         return bool(self.softmax_steps or self.softmax_last or self.refresh)
+
+    @property
+    def asks_for_dense_steps(self) -> bool:
+        """Whether they do by more than ``refresh="auto"``, so that it is a mistake where no steps are known."""
+        return bool(self.softmax_steps or self.softmax_last or self.refresh not in ("auto", None))
 
     @property
     def dense_words(self) -> str:
         """The settings that choose these steps, for errors and logs."""
         chosen = {name: getattr(self, name) for name in ("softmax_steps", "softmax_last", "refresh")}
-        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value)
+        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value and value != "auto")
 
     def is_dense(self, step: "Step") -> bool:
         """Whether all layers run the original attention in a denoising step."""
         first, last = (_count_of(steps, step.count) for steps in (self.softmax_steps, self.softmax_last))
         if step.index < first or step.index >= step.count - last:
             return True
-        if self.refresh is None:
+        refresh = self.refresh
+        if refresh == "auto":
+            refresh = USUAL_REFRESH if step.count >= FEWEST_REFRESHED else None
+        if refresh is None:
             return False
-        every = self.refresh if isinstance(self.refresh, int) else max(1, round(self.refresh * step.count))
+        every = refresh if isinstance(refresh, int) else max(1, round(refresh * step.count))
         return (step.index - max(first, 1) + 1) % every == 0
 
     def shows(self, step: "Step") -> bool:
@@ -157,6 +168,7 @@ class SparseConfig(PatchConfig):
     """
 
     attention: ClassVar[str] = "sparse attention"
+    refresh: int | float | Literal["auto"] | None = "auto"
     density: float = DEFAULT_DENSITY
     """Fraction of all pairs of uniform blocks in the lists. At 1 the attention is softmax attention."""
     block_size: int | None = None

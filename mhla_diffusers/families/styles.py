@@ -173,7 +173,7 @@ class TransformersFamily(Family):
                 f"A patch of {kind} needs the attentions, masks and caches of transformers {needed} or newer, and "
                 f"{installed} is installed: pip install --upgrade transformers."
             )
-        if config.has_dense_steps:
+        if config.asks_for_dense_steps:
             return f"{config.dense_words} counts denoising steps, which {kind} does not have; leave it out."
         return None
 

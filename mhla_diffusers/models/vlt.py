@@ -29,13 +29,6 @@ from ..patching.layer import FLOAT32_PARAMETERS, Convolution, Gate, MHLALayer, S
 Grid = tuple[int, int]
 """Rows and columns of tokens."""
 
-_FIXED = {
-    "layers": ("all", "every stage has an entry of its own, and None is softmax attention"),
-    "softmax_steps": (0, "a classifier has no denoising steps"),
-    "softmax_last": (0, "a classifier has no denoising steps"),
-    "refresh": (None, "a classifier has no denoising steps"),
-}
-"""Settings of a patch that have no meaning here: name → required value, and why."""
 _ASKED = ("output_hidden_states", "output_attentions", "use_cache")
 """Arguments that transformers passes to every model; after a ``Trainer`` it also passes ``use_cache``."""
 
@@ -125,9 +118,15 @@ class VLTConfig(PreTrainedConfig):
         )
         usual = {"convolution": self.convolution, "output_gate": self.output_gate, "clamp_blocks": True}
         settings = kind(**(usual | given if kind is MHLAConfig else given))
-        for name, (value, reason) in _FIXED.items():
-            found = getattr(settings, name)
-            check(found == value, f"mhla[{stage}] has {name}={found!r}; {reason}, so leave it out.")
+        check(
+            settings.layers == "all",
+            f"mhla[{stage}] has layers={settings.layers!r}; every stage has an entry of its own, and None is softmax "
+            "attention, so leave it out.",
+        )
+        check(
+            not settings.asks_for_dense_steps,
+            f"mhla[{stage}] has {settings.dense_words}; a classifier has no denoising steps, so leave it out.",
+        )
         if isinstance(settings, MHLAConfig):
             check(
                 len(settings.blocks) == 2,

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, check_blocks, check_layout, fit_blocks, smallest_and_largest
-from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
+from ..config import FEWEST_REFRESHED, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
 from .carry import carried_bytes
@@ -168,7 +168,10 @@ def _dense_steps(config: PatchConfig | None) -> str:
 
     parts = [f"the first {words(config.softmax_steps)}"] if config.softmax_steps else []
     parts += [f"the last {words(config.softmax_last)}"] if config.softmax_last else []
-    parts += [f"again after every {words(config.refresh)}"] if config.refresh else []
+    if config.refresh == "auto":
+        parts.append(f"every fifth of the steps, from {FEWEST_REFRESHED} steps on")
+    elif config.refresh:
+        parts.append(f"again after every {words(config.refresh)}")
     carries = "added at the steps that follow" if config.carry else "not carried"
     where = " in the machine's memory" if config.carry and config.carry_device == "cpu" else ""
     kept = f" ({config.carry_dtype}{where})" if config.carry else ""

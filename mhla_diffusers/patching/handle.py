@@ -385,7 +385,7 @@ class Patched:
         if index is not None and count is not None:
             step = self.loop.step_by_index(int(index), int(count))
             known |= {"step_disabled": self.config.is_dense(step), "step_shows": self.config.shows(step)}
-            if self._has_dense_steps(current(), self.transformer):
+            if self._has_dense_steps(current()._replace(step=step), self.transformer):
                 known["carried"] = self._carried(step, name)
         own: Any = getattr(type(self.transformer), _CACHE_CONTEXT)
         with call_context(step=step, **known), own(self.transformer, name, **fields):
@@ -398,8 +398,17 @@ class Patched:
 
     def _has_dense_steps(self, context: CallContext, transformer: nn.Module) -> bool:
         """Whether the denoising step of a forward decides what attends; in training mode it never does."""
+        config = self.config
+        if not config.asks_for_dense_steps and (torch.is_grad_enabled() or not self._knows_steps(context)):
+            return False
         is_off = self.processor is not None and any(one is self.processor for one in context.off)
-        return self.config.has_dense_steps and not (transformer.training or context.in_every_step or is_off)
+        return config.has_dense_steps and not (transformer.training or context.in_every_step or is_off)
+
+    def _knows_steps(self, context: CallContext) -> bool:
+        """Whether the denoising step of a forward is known, without breaking a graph."""
+        if context.step is not None:
+            return True
+        return self.loop.pipe is not None and not torch.compiler.is_compiling()
 
     def _choose_attention(
         self,
@@ -419,11 +428,18 @@ class Patched:
             step = self.loop.step_by_timestep(transformer, args, kwargs)
             disabled = shows = False
             if step is not None:
-                # a graph of the whole transformer, which goes on behind the comparison of timesteps, carries nothing
-                disabled, shows = config.is_dense(step), config.shows(step) and not torch.compiler.is_compiling()
-            elif "steps" not in self._warned:
-                self._warned.add("steps")
-                logger.warning(
+                disabled, shows = config.is_dense(step), config.shows(step)
+                if shows and torch.compiler.is_compiling():  # the graph goes on behind the comparison of timesteps
+                    shows = False
+                    self._warn_once(
+                        "carry",
+                        "The whole %s is compiled, and its pipeline does not state the denoising step, so nothing of "
+                        "what dense steps show is carried. Compile its blocks instead, each with block.compile().",
+                        type(transformer).__name__,
+                    )
+            elif config.asks_for_dense_steps:
+                self._warn_once(
+                    "steps",
                     "The denoising step of a forward of %s is unknown, so MHLA runs in it despite %s. Give"
                     " the pipeline that calls it to apply_mhla(), load_mhla() or change_mhla(), or enter "
                     'transformer.cache_context("cond", step_index=…, num_inference_steps=…) around it.',
@@ -437,6 +453,11 @@ class Patched:
         if isinstance(carried, CarriedForward):
             carried.half.check_conditions(arguments.get("encoder_hidden_states"), disabled)
         return {"disabled": disabled, "shows": shows, "carried": carried}
+
+    def _warn_once(self, topic: str, message: str, *arguments: object) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            logger.warning(message, *arguments)
 
     def _carried(self, step: Step, name: str | None) -> CarriedForward | None:
         """Return what the attentions of this thread's next forward carry; None if nothing is carried."""

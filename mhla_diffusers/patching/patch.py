@@ -316,7 +316,7 @@ def _plan_change(
     before, old_config, old_processor = patched.layers, patched.config, patched.running_processor()
     config = old_config.replace(**settings)
     chosen = _chosen_attentions(patched, config)
-    if config.has_dense_steps and not patched.is_installed:
+    if config.asks_for_dense_steps and not patched.is_installed:
         raise ValueError(
             f"{config.dense_words} needs a patch of apply_mhla(), which keeps the processors of "
             "before; diffusers' own set_attn_processor drops them."

@@ -180,8 +180,9 @@ class MHLAProcessor:
         context, skips_scores = current(), _skips_scores(attn)
         if skips_scores or not (context.disabled or self.is_off):
             output = self._run_patched(attn, arguments, adapter, family, context)
-            carries = layer is not None and self.config.has_dense_steps and self.config.carry and not skips_scores
-            return carry.add(output, layer.place) if carries and layer is not None else output
+            if layer is None or skips_scores or attn.training or not self._carries:
+                return output
+            return carry.add(output, layer.place)
         original = replaced_processor(attn)
         if original is None:  # diffusers' own form keeps none
             family = family or family_of_attention(attn)
@@ -192,6 +193,13 @@ class MHLAProcessor:
         if layer is None or not context.shows or self.is_off:
             return dense
         return carry.show(dense, self._run_patched(attn, arguments, adapter, family, context), layer.place)
+
+    @property
+    def _carries(self) -> bool:
+        """Whether a forward may add what a dense step has shown; gradients are wanted where no setting asks for it."""
+        config = self.config
+        is_asked_for = config.asks_for_dense_steps or not torch.is_grad_enabled()
+        return config.carry and config.has_dense_steps and is_asked_for
 
     def _run_patched(
         self,
@@ -284,7 +292,7 @@ class MHLAProcessor:
                 "processor on every layer; use mhla_diffusers.set_attn_processor(transformer, processor) or "
                 "apply_mhla()."
             )
-        if layer is None and self.config.has_dense_steps:
+        if layer is None and self.config.asks_for_dense_steps:
             raise ValueError(
                 f"{self.config.dense_words} cannot be honoured when diffusers' own "
                 "set_attn_processor drops the original processors; use apply_mhla(pipe, ...), which keeps them."

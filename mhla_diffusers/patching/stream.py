@@ -70,7 +70,7 @@ class VideoStream:
                     f"{layer.config.attention}; patch with causal='block' and a block_length, such as 1 or 3 "
                     "latent frames."
                 )
-            if layer is not None and layer.config.has_dense_steps:
+            if layer is not None and layer.config.asks_for_dense_steps:
                 raise ValueError(
                     f"{layer.config.dense_words} makes steps attend as before the patch, which leave "
                     "no state behind; a stream needs a patch without them."

@@ -393,3 +393,40 @@ def test_a_copy_carries_nothing_of_its_original():
 def test_settings_that_are_not_allowed(settings, offending):
     with warnings.catch_warnings(), pytest.raises(ValueError, match=offending):
         SparseConfig(**settings)
+
+
+def test_the_usual_refresh_needs_steps_enough():
+    """A fifth of 20 steps and more; every setting that asks for steps asks for no more than that."""
+    usual = SparseConfig()
+    assert not any(usual.is_dense(Step(index, 19)) for index in range(19))
+    for count in (20, 30, 50):
+        found = [index for index in range(count) if usual.is_dense(Step(index, count))]
+        assert found == list(range(0, count, count // 5))
+    assert usual.has_dense_steps and not usual.asks_for_dense_steps
+    assert not MHLAConfig(blocks=(2, 2)).has_dense_steps
+
+
+def test_the_usual_refresh_of_a_pipeline():
+    call = {"num_inference_steps": 20, "output_type": "latent"}
+    pipe = mhla.apply_mhla(make("wan"), **SPARSE)
+    found = sample(pipe, **call)
+    mhla.change_mhla(pipe, refresh=4)
+    assert torch.equal(sample(pipe, **call), found)
+    mhla.change_mhla(pipe, refresh=None)
+    assert not torch.equal(sample(pipe, **call), found)
+
+
+def test_the_usual_refresh_is_silent_where_no_steps_are_known(caplog):
+    """A transformer by itself, and gradients in a loop of one's own, which carrying refuses where it is asked for."""
+    pipe = mhla.apply_mhla(make("wan"), **SPARSE)
+    transformer = pipe.transformer
+    pipe.scheduler.set_timesteps(20)
+    latents = torch.randn(1, 16, 3, 4, 4, requires_grad=True)
+    conditions = torch.randn(1, 8, transformer.config.text_dim)
+    call = {"hidden_states": latents, "encoder_hidden_states": conditions, "timestep": pipe.scheduler.timesteps[:1]}
+    transformer(**call).sample.sum().backward()
+    assert latents.grad is not None
+    alone = mhla.apply_mhla(copy.deepcopy(mhla.remove_mhla(pipe).transformer), **SPARSE)
+    with torch.no_grad():
+        alone(**call)
+    assert not [record for record in caplog.records if "step" in record.getMessage()]
