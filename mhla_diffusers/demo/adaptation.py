@@ -70,7 +70,7 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
         Variant("plain linear", "linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
         Variant("MHLA", "mhla", mhla),
         Variant("MHLA hybrid 2/3", "hybrid", mhla.replace(layers="2/3")),
-        Variant("sparse, 5 %", "sparse", SparseConfig(density=0.05, block_size=tiny.block_size)),
+        Variant("sparse, 5 %", "sparse", SparseConfig(density=0.05, block_size=tiny.block_size, refresh=None)),
     ]
 
 

@@ -103,6 +103,8 @@ def _value(name: str, text: str) -> Any:
     """Return a variable's number, which is a count if it has no point, or a word."""
     if name in ("MHLA_ORDER", "MHLA_CARRY_DTYPE", "MHLA_CARRY_DEVICE"):
         return text
+    if name == "MHLA_REFRESH" and text in ("auto", "none"):
+        return None if text == "none" else text
     try:
         return int(text) if text.strip().isdigit() else float(text)
     except ValueError:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..attention.layout import Extra
-from ..config import SparseConfig, Step, check
+from ..config import USUAL_REFRESH, SparseConfig, Step, check
 from .attend import EngineAttention, EngineSettings
 
 Override = Callable[..., torch.Tensor]
@@ -278,7 +278,7 @@ def read_settings(
     density: float,
     softmax_steps: float,
     softmax_last: float,
-    refresh: int,
+    refresh: float,
     softmax_layers: str,
     block_size: int,
     order: str,
@@ -290,7 +290,7 @@ def read_settings(
         density: fraction of all pairs of blocks that attend exactly.
         softmax_steps: share of the steps, from the first, that stay dense.
         softmax_last: share of the steps, up to the last, that do.
-        refresh: after how many steps one does, from the first dense ones on; 0 for never.
+        refresh: after which share of the steps one does, from the first dense ones on; 0 for never.
         softmax_layers: layers that stay dense, such as "0,1".
         block_size: tokens per block; 0 fits it to the grid.
         order: which keys a block holds, "content" or "curve".
@@ -305,7 +305,7 @@ def read_settings(
         f"softmax_layers={softmax_layers!r} must be numbers of layers from 0, such as '0,1', or empty for none.",
     )
     config: dict[str, Any] = {"density": float(density), "softmax_steps": float(softmax_steps), "order": order}
-    config |= {"softmax_last": float(softmax_last), "refresh": refresh or None}
+    config |= {"softmax_last": float(softmax_last), "refresh": float(refresh) or None}
     return EngineSettings(SparseConfig(**config, block_size=block_size or None), tuple(map(int, layers)), min_tokens)
 
 
@@ -339,7 +339,7 @@ def make_node() -> Any:
                     ),
                     io.Float.Input(
                         "softmax_steps",
-                        default=0.2,
+                        default=0.0,
                         min=0.0,
                         max=1.0,
                         step=0.05,
@@ -354,13 +354,15 @@ def make_node() -> Any:
                         step=0.05,
                         tooltip="Share of the sampler's steps, up to the last, with dense attention. 0 for none.",
                     ),
-                    io.Int.Input(
+                    io.Float.Input(
                         "refresh",
-                        default=0,
-                        min=0,
-                        max=100,
-                        tooltip="Dense attention in every so many steps, too. What sparse attention loses there is "
-                        "added at the steps that follow, fading. 5 to 10 of 20 to 50 steps; 0 for never.",
+                        default=USUAL_REFRESH,
+                        min=0.0,
+                        max=1.0,
+                        step=0.05,
+                        tooltip="Dense attention again after every such share of the steps, from the first on. What "
+                        "sparse attention loses there is added at the steps that follow, fading. 0.1 is closer, 0 "
+                        "is never.",
                     ),
                     io.String.Input(
                         "softmax_layers",

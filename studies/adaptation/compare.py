@@ -29,7 +29,7 @@ from mhla_diffusers.training import ObjectiveWeights, StageConfig
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""
-_SPARSE = SparseConfig(density=0.05, block_size=4)
+_SPARSE = SparseConfig(density=0.05, block_size=4, refresh=None)
 ATTENTIONS: dict[str, PatchConfig | None] = {
     "softmax, trained on": None,
     "plain linear": MHLAConfig(blocks=(1, 1, 1), mixing_learnable=False, mixing_clip=False),

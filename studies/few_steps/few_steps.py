@@ -35,7 +35,7 @@ from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfi
 from mhla_diffusers.training.config import FewStepsConfig
 
 TINY_WAN = TINY["wan"]
-SPARSE = SparseConfig(density=0.05, block_size=TINY_WAN.block_size)
+SPARSE = SparseConfig(density=0.05, block_size=TINY_WAN.block_size, refresh=None)
 TIMES = (1.0, 0.9, 0.75, 0.5)
 """σ of four even steps, shifted by 3 as the pipeline's scheduler shifts them."""
 GUIDANCE: float = TINY_WAN.call_settings["guidance_scale"]

@@ -87,7 +87,7 @@ class Row:
             return change_mhla(load_mhla(load_tiny(tiny.family), f"tiny-{tiny.family}-{self.adapted}"), **self.settings)
         config: PatchConfig
         if "density" in self.settings:
-            config = SparseConfig(block_size=tiny.block_size, **self.settings)
+            config = SparseConfig(block_size=tiny.block_size, **({"refresh": None} | self.settings))
         else:
             config = MHLAConfig(blocks=tiny.blocks, mixing_per_head=True, **self.settings)
         return adaptation.patched(config)

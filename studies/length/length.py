@@ -121,7 +121,7 @@ def rows_of(size: Size) -> list[Row]:
     _, usual, large = size.block_sizes
 
     def sparse(density: float, block_size: int = usual) -> SparseConfig:
-        return SparseConfig(density=density, block_size=block_size)
+        return SparseConfig(density=density, block_size=block_size, refresh=None)
 
     first = [Row("softmax"), Row("plain linear", plain), Row("MHLA", mhla)]
     first += [Row(f"sparse {density:.0%}", sparse(density)) for density in size.densities]

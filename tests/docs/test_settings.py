@@ -12,8 +12,9 @@ from mhla_diffusers.training.config import FewStepsConfig
 
 from .snippets import ROOT
 
-PATCH = {field.name: field for kind in KINDS for field in fields(kind)}
-"""The settings of all attentions, each once, in the order of the code."""
+PATCH = {field.name: field for kind in reversed(KINDS) for field in fields(kind)}
+PATCH = {name: PATCH[name] for kind in KINDS for name in (field.name for field in fields(kind))}
+"""The settings of all attentions, each once, in the order of the code; sparse attention's default where two differ."""
 TABLES = [
     ("few-steps", "### Settings", {field.name: field for field in fields(FewStepsConfig)}, yaml.safe_load),
     ("patch", "## Settings", PATCH, ast.literal_eval),

@@ -1,0 +1,56 @@
+"""Draw psnr-over-cost.png from the tables beside this file.
+
+python studies/carry/plots.py
+"""
+
+import csv
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+HERE = Path(__file__).parent
+SHOWN = {
+    "density alone": (lambda row: not row["dense steps"] and not row["cache"], "C7", "s"),
+    "dense steps, dropped": (lambda row: row["carried"] == "no" and not row["cache"], "C1", "x"),
+    "dense steps, carried": (lambda row: row["carried"] == "yes" and not row["cache"], "C0", "o"),
+    "First Block Cache alone": (lambda row: row["cache"].startswith("First") and not row["density"], "C2", "^"),
+    "carried, with First Block Cache": (lambda row: row["cache"].startswith("First") and row["carried"], "C3", "D"),
+}
+
+
+def main() -> None:
+    """Draw a panel for each table."""
+    names = [name for name in ("wan-50", "wan-20", "dit-50") if (HERE / f"{name}.csv").is_file()]
+    figure, axes = pyplot.subplots(1, len(names), figsize=(4.6 * len(names), 3.6), squeeze=False, layout="constrained")
+    for axis, name in zip(axes[0], names, strict=True):
+        rows = list(csv.DictReader((HERE / f"{name}.csv").open()))
+        for label, (belongs, colour, marker) in SHOWN.items():
+            points = sorted((float(row["cost"]), float(row["psnr"]), row) for row in rows if belongs(row))
+            points = [point for point in points if point[1] < 90]
+            if not points:
+                continue
+            style = "-" if label == "density alone" else "none"
+            axis.plot(
+                *zip(*[point[:2] for point in points], strict=True),
+                linestyle=style,
+                color=colour,
+                marker=marker,
+                label=label,
+            )
+            if label == "dense steps, carried":
+                for cost, psnr, row in points:
+                    density = f"{float(row['density']):.1%}".replace(".0%", "%")
+                    axis.annotate(density, (cost, psnr), (3, 4), textcoords="offset points", fontsize=7, color=colour)
+        family, steps = name.split("-")
+        axis.set(xlabel="keys that a query attends to / N, mean over steps", title=f"tiny-{family}, {steps} steps")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("PSNR to the unpatched samples (dB)")
+    axes[0][0].legend(fontsize=7)
+    figure.savefig(HERE / "psnr-over-cost.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()
