@@ -58,7 +58,6 @@ def measure_images(
         ValueError: a batch size below 1, damaged images, features or statistics that are not finite, or a reference
             that was made with another extractor.
         OSError: statistics cannot be written beside the reference.
-        ImportError: torchmetrics is missing, which computes KID.
     """
     images = Images(samples)
     expected = reference_statistics(Path(reference), extractor, batch_size)

@@ -130,6 +130,31 @@ def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():
         bootstrap(lambda chosen: 0.0, 1, 100)
 
 
+@pytest.mark.parametrize("spread", [0.6, 0.8, 1.4])
+def test_the_interval_of_a_frechet_distance_covers_the_truth_although_few_samples_raise_it(spread):
+    channels, samples, runs = 16, 100, 12
+    target = torch.zeros(channels, dtype=torch.float64), torch.eye(channels, dtype=torch.float64)
+    covered = 0
+    for seed in range(runs):
+        one, other = torch.randn(2, samples, channels, generator=torch.Generator().manual_seed(seed))
+
+        def difference(chosen, one=one, other=spread * other):
+            return frechet_distance(other[chosen], target) - frechet_distance(one[chosen], target)
+
+        interval = bootstrap(difference, samples, 100, seed)
+        covered += interval.low <= channels * (spread - 1) ** 2 <= interval.high
+    assert covered >= runs - 1
+
+
+def test_the_distance_of_few_samples_per_channel_has_no_interval(folders):
+    def wider(images):
+        return torch.cat([blocks(images).pooled, torch.zeros(len(images), 9)], dim=1)
+
+    variants, remarks = compared(folders, extractor=Extractor(wider, "wider", ""), sample_scores={})
+    assert "fid" in variants[1].scores and "fid" not in variants[1].differences
+    assert "21 channels has no interval: that needs 32 samples, and every set holds 30" in remarks[-1]
+
+
 def test_sets_are_compared_with_the_first_sample_by_sample(tmp_path):
     sets = [
         write_set(tmp_path / name, value, size=9) for name, value in (("softmax", 100), ("near", 101), ("far", 110))
