@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..attention.parallel.collectives import summed
 from ..config import CarryType, Step
 from .context import current
 
@@ -57,7 +58,13 @@ class Difference:
 
     @classmethod
     def shown(
-        cls, dense: torch.Tensor, patched: torch.Tensor, step: int, before: "Difference | None", kept: CarryType
+        cls,
+        dense: torch.Tensor,
+        patched: torch.Tensor,
+        step: int,
+        before: "Difference | None",
+        kept: CarryType,
+        group: str | None = None,
     ) -> "Difference":
         """Return the difference of a dense step, computed in float32, some tokens at a time.
 
@@ -67,6 +74,7 @@ class Difference:
             step: index of the step.
             before: the difference of the dense step before this one.
             kept: how it is kept.
+            group: the processes over which the tokens are spread; None for one process.
         """
         samples, tokens, channels = dense.shape
         is_known = before is not None and before.fits(dense) and before.step < step
@@ -87,7 +95,7 @@ class Difference:
                 sums += torch.stack([(x * y).sum((1, 2), True) for x, y in ((new, new), (new, old), (old, old))])
         fading, weight = torch.full_like(sums[0], FIRST_FADING), torch.ones_like(sums[0])
         if is_known and before is not None:
-            norm, product, old_norm = sums
+            norm, product, old_norm = sums if group is None else summed(sums, group)
             left = (product / old_norm.clamp_min(1e-30)).clamp(_LEAST_LEFT, 1)
             fading = left ** (1 / (step - before.step))
             weight = (norm - 2 * left * product + left.square() * old_norm <= _LASTS**2 * norm).float()
@@ -241,7 +249,9 @@ class CarriedForward:
         key = place, part
         before = self.half.differences.get(key)
         try:
-            shown = Difference.shown(dense, patched, self.step.index, before, self.kept)
+            parallel = current().parallel
+            group = None if parallel is None else parallel.whole.name
+            shown = Difference.shown(dense, patched, self.step.index, before, self.kept, group)
             if self.device is not None and dense.is_cuda:
                 values = torch.empty_like(shown.values, device=self.device, pin_memory=True)
                 shown.values = values.copy_(shown.values)

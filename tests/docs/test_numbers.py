@@ -168,3 +168,19 @@ def test_errors_by_density_are_those_of_the_study():
         ending = {"sparse": "", "means alone": ", means alone"}[what]
         expected = [float(measured[f"sparse {density}%{ending}"]["features"]) for density in DENSITIES]
         assert [float(x) for x in errors] == pytest.approx(expected, abs=0.00051), (label, what)
+
+
+def test_dense_steps_and_what_they_show_are_those_of_the_study():
+    keys = "density", "dense steps", "carried", "cache"
+    with (ROOT / "studies/carry/wan-50.csv").open() as file:
+        measured = {tuple(row[key] for key in keys): row for row in csv.DictReader(file)}
+    rows = table_under((ROOT / "docs/fidelity.md").read_text(encoding="utf-8"), "density | dense steps")
+    assert len(rows) >= 12
+    for density, dense, cache, cost, psnr, digits in rows:
+        every, _, what = dense.removeprefix("every ").partition("th, ")
+        fraction = "" if density == "softmax" else f"{float(density.removesuffix(' %')) / 100:g}"
+        steps = f"refresh {every}" if what else ""
+        row = measured[fraction, steps, {"carried": "yes", "dropped": "no", "": ""}[what], cache]
+        assert float(cost) == pytest.approx(float(row["cost"]), abs=0.0051)
+        assert float(psnr.partition(" ")[0]) == pytest.approx(float(row["psnr"]), abs=0.051)
+        assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(row["digits"]), abs=0.51)
