@@ -1,18 +1,17 @@
-"""How good a patch is without any training, and with softmax in the first steps: the tiny pipelines on a CPU.
+"""How good a patch is without any training, all steps alike: the tiny pipelines on a CPU.
 
-python studies/fidelity/fidelity.py untrained             # all three pipelines
-python studies/fidelity/fidelity.py untrained --family dit --scenes 200
-python studies/fidelity/fidelity.py steps --family wan    # untrained and adapted, 0 to 30 % of the steps softmax
+python studies/fidelity/fidelity.py             # all three pipelines
+python studies/fidelity/fidelity.py --family dit --scenes 200
 
-Every row is patched again, or it is an adapted patch that ships. All rows see the same held-out samples and noise.
+All rows see the same held-out samples and noise.
 Held-out loss, digits recognised, Fréchet distance to real digits, and the distance of every picture to the unpatched
-pipeline's for the same noise, means with their standard error, go to <table>-<family>.csv and .md. Rows that are
+pipeline's for the same noise, means with their standard error, go to untrained-<family>.csv and .md. Rows that are
 finished are kept, so a command goes on where it was stopped.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from mhla_diffusers import MHLAConfig, SparseConfig, change_mhla, load_mhla
+from mhla_diffusers import MHLAConfig, SparseConfig
 from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import Yardstick
@@ -31,8 +30,6 @@ from mhla_diffusers.reporting import write_table
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 
 DENSITIES = (0.025, 0.05, 0.15, 0.25)
-STEPS = (0.0, 0.1, 0.2, 0.3)
-"""Parts of the denoising steps that keep softmax."""
 SCENES = {"wan": 32, "dit": 200, "sana": 200}
 """As many as one core generates in about a minute."""
 
@@ -76,15 +73,11 @@ class Row:
 
     name: str
     settings: dict[str, Any]
-    """Fields of :class:`SparseConfig`, or of :class:`MHLAConfig` besides blocks; of an adapted patch what changes."""
-    adapted: str | None = None
-    """What comes after ``tiny-<family>-`` in the name of an adapted patch that ships."""
+    """Fields of :class:`SparseConfig`, or of :class:`MHLAConfig` besides blocks."""
 
     def patched(self, adaptation: Adaptation) -> Any:
-        """A fresh pipeline, patched, or with an adapted patch."""
+        """A fresh pipeline, patched."""
         tiny = adaptation.tiny
-        if self.adapted is not None:
-            return change_mhla(load_mhla(load_tiny(tiny.family), f"tiny-{tiny.family}-{self.adapted}"), **self.settings)
         config: PatchConfig
         if "density" in self.settings:
             config = SparseConfig(block_size=tiny.block_size, **({"refresh": None} | self.settings))
@@ -104,29 +97,12 @@ def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
         yield Row("sparse, means alone", {"density": density, "far": "means"})
         if density == DENSITIES[1]:
             yield Row("sparse, blocks along the curve", {"density": density, "order": "curve"})
-        yield Row("sparse, softmax in the first 20 % of steps", {"density": density, "softmax_steps": 0.2})
 
 
-def rows_of_steps(tiny: TinyPipeline) -> Iterator[Row]:
-    """The rows of a pipeline whose own attention is softmax, untrained and adapted."""
-    for steps in STEPS:
-        yield Row("MHLA, untrained", {"softmax_steps": steps})
-        yield Row("sparse, untrained", {"density": DENSITIES[1], "softmax_steps": steps})
-        yield Row("MHLA, adapted", {"softmax_steps": steps}, adapted="mhla")
-        yield Row("sparse, adapted", {"softmax_steps": steps}, adapted="sparse")
-
-
-TABLES: dict[str, tuple[Callable[[TinyPipeline], Iterator[Row]], str, str]] = {
-    "untrained": (rows_of, "density", "density"),
-    "steps": (rows_of_steps, "softmax in the first", "softmax_steps"),
-}
-"""Table → its rows, and header and setting of the column in which rows of one name differ."""
-
-
-def percent(row: Row, setting: str) -> str:
-    """A setting of a row as tables have it; empty where it has no density."""
-    value = row.settings.get(setting, None if setting == "density" else 0)
-    return "" if value is None else f"{value:.0%}"
+def density_of(row: Row) -> str:
+    """The density of a row as tables have it; empty where it has none."""
+    value = row.settings.get("density")
+    return "" if value is None else f"{value:.1%}"
 
 
 def measure(tiny: TinyPipeline, rows: Iterable[Row], scenes: int, held_out: int, output: Path) -> Iterator[Fidelity]:
@@ -138,9 +114,7 @@ def measure(tiny: TinyPipeline, rows: Iterable[Row], scenes: int, held_out: int,
     for row in (None, *rows):
         name, pictures = "unpatched", folder / "unpatched.safetensors"
         if row is not None:
-            steps = percent(row, "softmax_steps")
-            is_known = steps == "0%" or steps in row.name
-            name = f"{row.name} {percent(row, 'density')} {'' if is_known else steps}".strip()
+            name = f"{row.name} {density_of(row)}".strip()
             name = name.translate({ord(","): None, ord(" "): "-", ord("%"): None})
         file = folder / f"{name}.json"
         if file.is_file() and (row is not None or pictures.is_file()):
@@ -164,26 +138,22 @@ def measure(tiny: TinyPipeline, rows: Iterable[Row], scenes: int, held_out: int,
 
 
 def main() -> None:
-    """Measure all rows of a table and write it."""
+    """Measure all rows and write their table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--family", nargs="+", choices=list(TINY), default=list(TINY))
     parser.add_argument("--scenes", type=int, help=f"left out: {SCENES}")
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("outputs/fidelity"))
     arguments = parser.parse_args()
-    rows_of_table, header, setting = TABLES[arguments.table]
-    if arguments.table == "steps" and "sana" in arguments.family:
-        parser.error("steps is for pipelines whose own attention is softmax: --family wan dit")
     for family in arguments.family:
-        rows, scenes = list(rows_of_table(TINY[family])), arguments.scenes or SCENES[family]
+        rows, scenes = list(rows_of(TINY[family])), arguments.scenes or SCENES[family]
         measured = measure(TINY[family], rows, scenes, arguments.held_out, arguments.output)
         lines = [(f"own {family_named(family).own_attention} attention", "", *next(measured).cells)]
         for row, found in zip(rows, measured, strict=True):
-            lines.append((row.name, percent(row, setting), *found.cells))
+            lines.append((row.name, density_of(row), *found.cells))
             sys.stdout.write(" | ".join(lines[-1]) + "\n")
-        name = f"{arguments.table}-{family}"
-        sys.stdout.write(write_table(["self-attention", header, *HEADER], lines, arguments.output, name))
+        name = f"untrained-{family}"
+        sys.stdout.write(write_table(["self-attention", "density", *HEADER], lines, arguments.output, name))
 
 
 if __name__ == "__main__":

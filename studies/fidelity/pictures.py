@@ -1,13 +1,10 @@
 """The pictures of docs/fidelity.md, one per step, from the tiny pipelines on a CPU.
 
 python studies/fidelity/pictures.py                   # all of them, into studies/fidelity; minutes on one core
-python studies/fidelity/pictures.py --only audit steps
-
-The one of the first steps is drawn from the table that fidelity.py steps has written.
+python studies/fidelity/pictures.py --only audit
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,9 +23,8 @@ from mhla_diffusers.reporting import require_matplotlib
 from mhla_diffusers.tiny import TINY, load_tiny
 
 FOLDER = Path("studies/fidelity")
-STEPS_TABLE = Path("studies/fidelity/steps-wan.csv")
 DENSITIES = (0.25, 0.15, 0.05, 0.025)
-_SPARSE = {"density": 0.05}
+_SPARSE = {"density": 0.025, "refresh": None}
 
 
 def adaptation_of(family: str) -> Adaptation:
@@ -69,43 +65,14 @@ def draw_audit_of_wan(plt: Any) -> Any:
     generate, pipe = scenes_of("wan", 2), load_tiny("wan")
     run = partial(generate, pipe)
     tiny = TINY["wan"]
-    settings = {"blocks": tiny.blocks, "mixing_per_head": True, "block_size": tiny.block_size, **_SPARSE}
-    found = audit(apply_mhla(pipe, **settings), run)
+    found = audit(apply_mhla(pipe, block_size=tiny.block_size, **_SPARSE), run)
     sys.stdout.write(f"{found}\n")
     return found
-
-
-def draw_steps(plt: Any) -> Any:
-    """From the table of fidelity.py: distance of the clips and digits recognised, by the part of steps kept."""
-    with STEPS_TABLE.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    columns = ("distance of the pictures ↓", "digits recognised ↑")
-    unpatched = next(row for row in rows if not row["softmax in the first"])
-    for axis, column in zip(axes, columns, strict=True):
-        for name in dict.fromkeys(row["self-attention"] for row in rows if row["softmax in the first"]):
-            own = [row for row in rows if row["self-attention"] == name]
-            x = [float(row["softmax in the first"].removesuffix("%")) for row in own]
-            mean, error = zip(*(_mean_and_error(row[column]) for row in own), strict=True)
-            axis.errorbar(x, mean, error, fmt="o-", label=name, markersize=4, capsize=2)
-        if column == columns[1]:
-            axis.axhline(_mean_and_error(unpatched[column])[0], color="0.5", linestyle=":", label="unpatched")
-        axis.set(xlabel="part of the steps that keep softmax, %", ylabel=column.rstrip(" ↓↑"))
-    axes[0].set_ylim(0, None)
-    handles, labels = axes[1].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3)
-    return figure
-
-
-def _mean_and_error(cell: str) -> tuple[float, float]:
-    mean, _, error = cell.removesuffix(" %").partition(" ± ")
-    return float(mean), float(error or 0)
 
 
 PICTURES: dict[str, Callable[[Any], Any]] = {
     "untrained": draw_untrained,
     "audit": draw_audit_of_wan,
-    "steps": draw_steps,
 }
 
 
