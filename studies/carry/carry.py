@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
+from diffusers import FirstBlockCacheConfig
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.demo.judging import Yardstick
@@ -71,7 +71,7 @@ def rows_of(steps: int) -> list[Row]:
     """What is tried, what decides most first."""
     cheap, dear, between = ({"refresh": steps // number} for number in (5, 10, 7))
     dropped = {"carry": False}
-    caches = ["First Block Cache 0.05", "First Block Cache 0.1", "TaylorSeer 3"]
+    caches = ["First Block Cache 0.05", "First Block Cache 0.1"]
     rows = [Row(density, cheap) for density in (0.05, 0.025, 0.15)] + [Row(0.05, dear), Row(0.05)]
     rows += [Row(0.05, cheap | dropped), Row(0.05, dear | dropped), Row(0.15, dear), Row(0.025), Row(0.15), Row(0.4)]
     rows += [Row(cache=cache) for cache in caches] + [Row(0.05, dear, cache) for cache in caches]
@@ -124,14 +124,10 @@ def pipeline(family: str, steps: int, row: Row) -> tuple[Any, Costs]:
     pipe = load_tiny(family)
     if row.density is not None:
         apply_mhla(pipe, density=row.density, **row.dense)
-    kind, _, number = row.cache.rpartition(" ")
     costs = Costs(pipe.transformer, row.density)
-    if kind == "First Block Cache":
-        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=float(number)))
-    elif kind == "TaylorSeer":
-        pipe.transformer.enable_cache(
-            TaylorSeerCacheConfig(cache_interval=int(number), cache_identifiers=[r".*blocks\.\d+\.attn1"])
-        )
+    if row.cache:
+        threshold = float(row.cache.removeprefix("First Block Cache "))
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold))
     return pipe, costs
 
 
