@@ -123,7 +123,7 @@ def pipeline(family: str, steps: int, row: Row) -> tuple[Any, Costs]:
     """A fresh pipeline of a row, and what counts what it does."""
     pipe = load_tiny(family)
     if row.density is not None:
-        apply_mhla(pipe, density=row.density, **row.dense)
+        apply_mhla(pipe, density=row.density, **({"refresh": None} | row.dense))
     costs = Costs(pipe.transformer, row.density)
     if row.cache:
         threshold = float(row.cache.removeprefix("First Block Cache "))
