@@ -430,3 +430,17 @@ def test_the_usual_refresh_is_silent_where_no_steps_are_known(caplog):
     with torch.no_grad():
         alone(**call)
     assert not [record for record in caplog.records if "step" in record.getMessage()]
+
+
+@pytest.mark.parametrize("carry", [True, False])
+def test_a_step_cache_runs_every_block_of_a_step_that_shows_something(carry):
+    """And of the first step alone where nothing is carried: its threshold is never reached."""
+    pipe = mhla.apply_mhla(make("wan"), **SPARSE, **DENSE, carry=carry)
+    *_, last = find_patched(pipe)["transformer"].attentions.values()
+    ran = []
+    pipe.transformer.register_forward_pre_hook(lambda *_: ran.append(False))
+    last.register_forward_hook(lambda *_: ran.__setitem__(-1, True))
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+    sample(pipe)
+    whole = (0, 3, 6) if carry else (0,)
+    assert ran == [index in whole for index in range(8) for _ in ("cond", "uncond")]
