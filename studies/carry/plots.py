@@ -23,7 +23,7 @@ SHOWN = {
 
 def main() -> None:
     """Draw a panel for each table."""
-    names = [name for name in ("wan-50", "wan-20", "dit-50") if (HERE / f"{name}.csv").is_file()]
+    names = sorted((file.stem for file in HERE.glob("*-*.csv")), reverse=True)
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.6 * len(names), 3.6), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         rows = list(csv.DictReader((HERE / f"{name}.csv").open()))
