@@ -289,6 +289,17 @@ def read_text(file: Path) -> str:
         raise ValueError(f"{file} is no UTF-8 text: {error}.") from error
 
 
+def read_lines(file: Path) -> list[str]:
+    """Read the lines of a text file that are not empty, without white space around them.
+
+    Raises:
+        OSError: no such file, or a folder.
+        ValueError: it is not UTF-8 text.
+    """
+    # not splitlines(), which also splits at characters that a sentence may contain, such as U+2028
+    return [line.strip() for line in read_text(file).split("\n") if line.strip()]
+
+
 def parse_yaml(text: str, source: str) -> Any:
     """Parse YAML.
 

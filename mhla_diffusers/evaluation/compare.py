@@ -51,8 +51,8 @@ def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples:
     """Return a function of the indices of ``count`` samples, int64 (count,), with its basic bootstrap interval.
 
     A resample differs from the samples as these do from the population. So the interval reaches from θ - (q97.5 - θ) to
-    θ + (θ - q2.5), with θ of the samples and quantiles q of the resamples. This takes the bias of few samples off, which
-    a percentile interval has twice: a Fréchet distance grows as samples get fewer.
+    θ + (θ - q2.5), with θ of the samples and quantiles q of the resamples. This takes off the bias of few samples,
+    which a percentile interval has twice: the fewer the samples, the larger their Fréchet distance.
 
     Raises:
         ValueError: fewer than 2 samples or resamples.

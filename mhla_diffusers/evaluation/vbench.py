@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import content_of, read_json, read_text, write_json
+from ..files import content_of, read_json, read_lines, write_json
 from ..generation.record import Sample
 
 FLICKERING = "temporal_flickering"
@@ -66,7 +66,7 @@ def read_augmented(file: str | Path, entries: list[dict[str, Any]]) -> dict[str,
 
     VBench's repository has such a file for Wan. For a prompt that occurs twice the first line counts.
     """
-    lines = [line.strip() for line in read_text(Path(file)).splitlines() if line.strip()]
+    lines = read_lines(Path(file))
     prompts = [entry["prompt_en"] for entry in entries]
     distinct = list(dict.fromkeys(prompts))
     if len(lines) not in (len(prompts), len(distinct)):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import parse_yaml, read_csv, read_json_lines, read_text
+from ..files import parse_yaml, read_csv, read_json_lines, read_lines
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -22,15 +22,16 @@ _GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Read one prompt per line; empty lines are skipped, a file without prompts is a ValueError."""
-    prompts = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
-    if not prompts:
-        raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
-    return prompts
+    """Read the prompts of a file as :func:`read_prompt_table` does; one with pictures is a ValueError."""
+    rows = read_prompt_table(path)
+    picture = next((picture for _, picture in rows if picture is not None), None)
+    if picture is not None:
+        raise ValueError(f"{path} gives pictures, such as {picture}, but only its prompts are used here; remove them.")
+    return tuple(prompt for prompt, _ in rows)
 
 
 def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
-    """Read prompts and pictures: the columns ``text`` and ``image`` of a .csv or .jsonl; of another file prompts alone.
+    """Read prompts and pictures: the columns ``text`` and ``image`` of a .csv or .jsonl; other files hold one a line.
 
     Paths of pictures are relative to the file's folder; the column may be absent.
 
@@ -39,7 +40,10 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
     """
     reader = {".csv": read_csv, ".jsonl": read_json_lines}.get(path.suffix.lower())
     if reader is None:
-        return tuple((prompt, None) for prompt in read_prompts(path))
+        lines = tuple((prompt, None) for prompt in read_lines(path))
+        if not lines:
+            raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
+        return lines
     rows: list[tuple[str, Path | None]] = []
     for number, row in enumerate(reader(path), start=1):
         columns = row if isinstance(row, dict) else {}

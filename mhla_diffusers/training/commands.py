@@ -87,7 +87,7 @@ def encode_command(
 
 def synthesize_command(
     model: _Model,
-    prompts: Annotated[Path, typer.Option(help="Text file, one prompt per line.")],
+    prompts: Annotated[Path, typer.Option(help="One prompt per line, or a .csv or .jsonl with a column text.")],
     output: _Output,
     frames: _Frames = None,
     sizes: _Sizes = None,

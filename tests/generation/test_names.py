@@ -75,6 +75,24 @@ def test_prompts_come_from_a_file(tmp_path):
         read_prompts(tmp_path)
 
 
+@pytest.mark.parametrize("read", [read_prompts, lambda path: tuple(text for text, _ in read_prompt_table(path))])
+def test_every_command_reads_prompts_alike(read, tmp_path):
+    """Columns of a table, and lines, which end where an editor ends them."""
+    for name, content in (
+        ("a.txt", "a\u2028seven\r\na\x0bfour\n"),
+        ("a.csv", "number,text\n1,a\u2028seven\n2,a\x0bfour\n"),
+        ("a.jsonl", '{"text": "a\u2028seven"}\n{"text": "a\\u000bfour"}\n'),
+    ):
+        (tmp_path / name).write_text(content, newline="")
+        assert read(tmp_path / name) == ("a\u2028seven", "a\x0bfour")
+
+
+def test_pictures_of_prompts_are_refused_where_nothing_takes_them(tmp_path):
+    (tmp_path / "a.csv").write_text("text,image\na seven,a.png\n")
+    with pytest.raises(ValueError, match=r"a\.csv gives pictures, such as .*a\.png, but only its prompts"):
+        read_prompts(tmp_path / "a.csv")
+
+
 def test_prompts_and_pictures_come_from_columns(tmp_path):
     rows, lines, text = (tmp_path / f"prompts.{kind}" for kind in ("csv", "jsonl", "txt"))
     rows.write_text("image,text\na.png,a seven\n,a four\n")
