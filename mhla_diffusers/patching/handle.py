@@ -367,15 +367,15 @@ class Patched:
     def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """Take the context back after a forward, also one that failed, whose result is None."""
         context = current()
+        enter(CallContext() if context.outer is None else context.outer)
         if result is not None:
             self.latest_grid = context.grid
-        if not torch.compiler.is_compiling() and isinstance(context.carried, CarriedForward):
-            run = self.runs[threading.get_ident()]
-            if result is None:
-                run.clear()
-            elif context.carried.step.index == context.carried.step.count - 1:
-                context.carried.half.clear()
-        enter(CallContext() if context.outer is None else context.outer)
+        if torch.compiler.is_compiling() or not isinstance(context.carried, CarriedForward):
+            return
+        if result is None and (run := self.runs.get(threading.get_ident())) is not None:
+            run.clear()
+        elif context.carried.step.index == context.carried.step.count - 1:
+            context.carried.half.clear()
 
     @contextmanager
     def cache_context(self, name: str, **fields: Any) -> Iterator[None]:
