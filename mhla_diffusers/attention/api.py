@@ -13,14 +13,16 @@ import torch
 
 from . import eager
 from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall
-from .causal import Causal, causal_attention
+from .causal import Causal, causal_attention, frame_block_ends, see_nothing
+from .derivatives import is_transformed
 from .extra import ROWS
 from .feature_maps import get_feature_map
-from .layout import Extra, Shape, block_count, check_layout, frame_block_starts
+from .layout import Extra, Shape, block_count, check_grid, check_layout, frame_block_starts
 from .parallel.collectives import summed
 from .parallel.place import Parallel
 from .parallel.ulysses import Segment
-from .rope import Rotary
+from .precision import without_autocast
+from .rope import Rotary, in_all_rows
 from .sparse import softmax_attention
 from .triton import backend as triton
 
@@ -89,12 +91,13 @@ def mhla_attention(
         grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
         blocks: block count per axis of the grid; the product is M.
         feature_map: a name registered with :func:`register_feature_map`.
-        rotary: (cos, sin), each (1 or B, N, 1, D), as diffusers' Wan computes them; None for no RoPE.
+        rotary: (cos, sin), each (1 or B, 1 or N, 1, D), as diffusers' Wan computes them; None for no RoPE.
         rope: "after": rotate φ(q) and φ(k), normaliser unrotated; "before": rotate q and k, then apply φ.
         normalize: divide by the normaliser. Without it the output grows with N and ``output_norm`` should fix it.
-        eps: floor that the relu and elu+1 feature maps add.
+        eps: floor that the relu and elu+1 feature maps add; softmax has one of its own, 1e-18.
         key_mask: (B, N), bool (True takes part) or weights in [0, 1] on φ(k); the range is checked on CPU only. A
-            sample whose keys are all masked gets 0, as from PyTorch's attention.
+            query gets 0, as from PyTorch's attention, where all keys that it sees, or that its row of the mixing matrix
+            gives weight to, are masked.
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
         output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
         linear_weight: λ, (H,): beside softmax over extra tokens, and over the own block with ``causal``, the weights of
@@ -190,7 +193,7 @@ def sparse_attention(
         pooled_bias: β, (H,), added to the logits of the means. None to fit it, and γ, within the call.
         state_weight: γ, (H,), weight of the first-order term; given exactly where ``pooled_bias`` is, except with
             ``far="means"``.
-        rotary: (cos, sin), each (1 or B, N, 1, D), as diffusers' Wan computes them; None for no RoPE.
+        rotary: (cos, sin), each (1 or B, 1 or N, 1, D), as diffusers' Wan computes them; None for no RoPE.
         key_mask: (B, N), bool (True takes part) or weights in [0, 1]; the range is checked on CPU only. A sample whose
             keys are all masked gets 0, as from PyTorch's attention.
         extra: tokens before and after those of the grid in the sequence, such as text; all queries attend to them, and
@@ -206,7 +209,7 @@ def sparse_attention(
         ValueError: shapes, types, devices, grid, block sizes or lists do not fit, or the backend asked for cannot run
             the call.
     """
-    grid, _ = check_layout(grid, (1,) * len(grid) if isinstance(grid, Sequence) else (1,))
+    grid = check_grid(grid)
     given = {"density": density, "block_size": block_size, "key_block_size": key_block_size, "order": order}
     if lists is not None and (both := [name for name, value in given.items() if value is not None]):
         raise ValueError(f"lists say what {', '.join(both)} would choose; give one of the two.")
@@ -237,28 +240,50 @@ def attend(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
     check_call(call)
     call = _check_place(call)
     if call.query.numel() == 0:
-        return torch.empty_like(call.query)
+        return empty_output(call)
+    call = replace(call, rotary=in_all_rows(call.rotary, call.query.shape[1]))
     module = backend_for(call, backend)
+    if isinstance(call, SparseCall) and call.lists_everything:  # PyTorch's attention, whose precision autocast may say
+        return _with_processes(call, module)
+    with without_autocast(call.query.device):
+        return _with_processes(call, module)
+
+
+def _with_processes(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
+    """Attend, with others that hold tokens of the sequence, if there are any."""
     if call.parallel is None or call.parallel.ulysses.size == 1:
-        return _attend(call, module)
+        return _attend(call, backend)
     segment = Segment(call)
-    return segment.of_tokens(call, _attend(segment.of_heads(call), module))
+    return segment.of_tokens(call, _attend(segment.of_heads(call), backend))
+
+
+def empty_output(call: MHLACall | SparseCall) -> torch.Tensor:
+    """The output of a call without a sample, head or channel: all that is learned gets a gradient, of zeros."""
+    output = call.query + call.key + call.value
+    if isinstance(call, MHLACall):
+        for learned in (call.mixing, call.output_norm, call.output_gate, call.linear_weight):
+            if learned is not None:
+                output = output + (0 * learned.sum()).to(output.dtype)
+    return output
 
 
 def _attend(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
     """Attend with a whole sequence, or a share of it that a process of a ring holds.
 
-    Samples whose mask leaves no key get 0, as from PyTorch's attention. They attend to all keys meanwhile: a quotient
-    of zeros would be NaN, and its gradients stay NaN when it is replaced.
+    Queries whose mask leaves no key get 0, as from PyTorch's attention. They attend to all keys meanwhile, causal ones
+    to those that they see: a quotient of zeros would be NaN, and its gradients stay NaN when it is replaced.
     """
+    if isinstance(call, MHLACall) and call.causal is not None:
+        output = causal_attention(call, backend)
+        if call.key_mask is None:
+            return output
+        return output.masked_fill(see_nothing(call.key_mask, frame_block_ends(call))[..., None, None], 0)
     has_none: torch.Tensor | None = None
     if call.key_mask is not None:
         has_none = summed((call.key_mask != 0).any(dim=1).float(), call.group)[:, None] == 0
         call = replace(call, key_mask=call.key_mask.masked_fill(has_none, 1))
     if isinstance(call, SparseCall):
         output = softmax_attention(call) if call.lists_everything else backend.sparse(call)
-    elif call.causal is not None:
-        output = causal_attention(call, backend)
     else:
         output = backend.beside_extra(call) if any(call.extra) else backend.linear(call)
     return output if has_none is None else output.masked_fill(has_none[..., None, None], 0)
@@ -323,9 +348,11 @@ def check_call(call: MHLACall | SparseCall) -> None:
         got = [type(x).__name__ for x in tables] if isinstance(tables, tuple | list) else type(tables).__name__
         raise ValueError(f"rotary must be two tensors, (cos, sin), or None for no RoPE, got {got}.")
     for table in tables:
-        if table.shape[0] not in (1, batch) or tuple(table.shape[1:]) != (tokens, 1, head_dim):
+        shape = tuple(table.shape)
+        if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, tokens) or shape[2:] != (1, head_dim):
             raise ValueError(
-                f"rotary tables must be (1 or {batch}, {tokens}, 1, {head_dim}), got {tuple(table.shape)}."
+                f"rotary tables must be (1 or {batch}, {tokens}, 1, {head_dim}), got {shape}; one row is allowed for "
+                "all tokens."
             )
     if call.rotary is not None and head_dim % 2:
         raise ValueError(f"RoPE rotates pairs of channels, and the head dim is {head_dim}; it must be even.")
@@ -489,5 +516,8 @@ def _check_place(call: MHLACall | SparseCall) -> MHLACall | SparseCall:
 
 
 def _is_free_to_read(x: torch.Tensor) -> bool:
-    """Whether reading values costs nothing: a device would have to be waited for, and a compiled graph would break."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether reading values costs nothing: a device would have to be waited for, and a compiled graph would break.
+
+    Under a transform of ``torch.func`` a tensor may stand for many, and has no values to read.
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()

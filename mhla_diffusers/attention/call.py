@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from .derivatives import is_transformed
 from .layout import Extra, Shape, block_count, blocks_of_range
 from .parallel.place import Parallel
 from .rope import Rotary
@@ -153,7 +154,7 @@ class BlockLists(UniformBlocks):
             raise ValueError(f"keys must be (S, H, T, n) for T blocks, got {tuple(keys.shape)}.")
         if self.key_blocks == 0:
             object.__setattr__(self, "key_blocks", self.blocks)
-        is_seen = keys.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_seen = keys.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
         if is_seen and keys.numel():
             if not -1 <= int(keys.min()) <= int(keys.max()) < self.key_blocks:
                 raise ValueError(f"keys must be from 0 to {self.key_blocks - 1}, the blocks of the grid, or -1.")
@@ -223,7 +224,7 @@ class BlockLists(UniformBlocks):
 
 def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:
     """Bool (..., T): which blocks are in lists (..., n), whose entries of -1 stand for none."""
-    mask = torch.zeros(*lists.shape[:-1], blocks + 1, dtype=torch.bool, device=lists.device)
+    mask = lists.new_zeros(*lists.shape[:-1], blocks + 1, dtype=torch.bool)
     # -1 is put behind the last block
     return mask.scatter_(-1, lists.where(lists >= 0, blocks), value=True)[..., :blocks]
 

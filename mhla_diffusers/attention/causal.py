@@ -14,6 +14,7 @@ The sequence begins with the grid and may end before it does.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -61,6 +62,27 @@ def with_causal_mixing(call: MHLACall) -> MHLACall:
     """A call whose mixing matrix holds what is seen alone, and whose masked keys still weigh something."""
     mixing = causal_mixing(least_mixing(call.mixing), call.blocks, own=True)
     return replace(call, key_mask=least_mask(call), mixing=mixing)
+
+
+def see_nothing(mask: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
+    """Which queries see masked keys alone, of a sequence from its begin: bool (B, N).
+
+    Args:
+        mask: of the keys, (B, N).
+        ends: of the frame blocks, of which a query sees its own whole; None where it sees no key behind itself.
+    """
+    unseen = (mask != 0).cumsum(dim=1) == 0
+    if ends is None:
+        return unseen
+    return torch.cat([unseen[:, end - 1 : end].expand(-1, end - start) for start, end in pairwise([0, *ends])], dim=1)
+
+
+def frame_block_ends(call: MHLACall) -> list[int] | None:
+    """Where the frame blocks of a sequence end, for :func:`see_nothing`."""
+    if call.causal == "token":
+        return None
+    count = call.query.shape[1]
+    return [end for end in frame_block_starts(call.grid, call.blocks)[1:] if end <= count]
 
 
 def least_mask(call: MHLACall) -> torch.Tensor | None:

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import torch
 
+from .blocks import in_order
 from .call import BlockLists, MHLACall
-from .layout import block_count, in_order
+from .layout import block_count
 from .linear import finish, read, states
 from .merge import least_mixing, under_common_sum
 from .precision import LEAST_MASK, sum_dtype, without_autocast

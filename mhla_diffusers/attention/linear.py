@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
+from .blocks import from_blocks, to_blocks
 from .call import MHLACall
 from .feature_maps import get_feature_map
-from .layout import from_blocks, to_blocks
 from .parallel.collectives import summed
 from .precision import OUTPUT_NORM_EPS, sum_dtype, without_autocast
 from .rope import apply_rotary, rotary_table
@@ -79,7 +79,8 @@ def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
             output = turned @ here[..., :head_dim, :]
             normaliser = [plain @ here[..., head_dim:, :].mT] if call.normalize else []
             for divisor in normaliser:
-                output = output.div_(divisor)
+                # a query that gives weight to masked keys alone gets 0, and gives no gradient
+                output = output.div_(divisor.masked_fill(divisor == 0, math.inf))
             found.append([x.permute(0, 2, 3, 1, 4).flatten(1, 2) for x in (output, *normaliser)])
         rows = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in map(list, zip(*found, strict=True)))
         place = call.grid, call.blocks, 0, call.first, call.tokens

@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from .precision import sum_dtype
+
 MixingInit = Literal["locality", "uniform", "identity"]
 
 MIXING_RANGE = (1e-6, 1.0 - 1e-6)
@@ -126,16 +128,20 @@ def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Seque
             f"Mixing matrix of shape {tuple(mixing.shape)} does not fit "
             f"blocks={tuple(blocks)}: expected (..., {count}, {count})."
         )
-    weights = torch.ones(1, 1, dtype=torch.float64, device=mixing.device)
-    for old, new in zip(blocks, new_blocks, strict=True):
-        weights = torch.kron(weights, _axis_interpolation(old, new, mixing.device))
-    return (weights @ mixing.double() @ weights.mT).to(mixing.dtype)
+    # axis by axis, and of rows and columns one after the other, so that a product of M x M matrices is not needed
+    axes, found = len(blocks), mixing.to(sum_dtype(mixing.dtype)).reshape(*mixing.shape[:-2], *blocks, *blocks)
+    for axis, (old, new) in enumerate(zip(blocks, new_blocks, strict=True)):
+        if old != new:
+            found = _interpolated(_interpolated(found, axis - 2 * axes, new), axis - axes, new)
+    count = math.prod(new_blocks)
+    return found.reshape(*mixing.shape[:-2], count, count).to(mixing.dtype)
 
 
-def _axis_interpolation(old: int, new: int, device: torch.device) -> torch.Tensor:
-    """Rows of linear interpolation weights from ``old`` to ``new`` block centres of one axis: (new, old)."""
-    position = ((torch.arange(new, dtype=torch.float64, device=device) + 0.5) * old / new - 0.5).clamp(0, old - 1)
-    lower = position.floor().long().clamp_max(max(old - 2, 0))
-    fraction = (position - lower)[:, None]
-    eye = torch.eye(old, dtype=torch.float64, device=device)
-    return (1 - fraction) * eye[lower] + fraction * eye[(lower + 1).clamp_max(old - 1)]
+def _interpolated(x: torch.Tensor, axis: int, new: int) -> torch.Tensor:
+    """Interpolate linearly between the block centres of an axis, given from behind, for ``new`` blocks on it."""
+    old = x.shape[axis]
+    place = ((torch.arange(new, dtype=torch.float64, device=x.device) + 0.5) * old / new - 0.5).clamp(0, old - 1)
+    lower = place.floor().long().clamp_max(max(old - 2, 0))
+    fraction = (place - lower).to(x.dtype).view(-1, *(1,) * (-axis - 1))
+    left, right = x.index_select(axis, lower), x.index_select(axis, (lower + 1).clamp_max(old - 1))
+    return torch.lerp(left, right, fraction)

@@ -33,11 +33,17 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class _Product(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(left, right)
+    def forward(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         with without_autocast(right.device):
             return torch.matmul(left.to(right.dtype), right)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,3 +51,13 @@ class _Product(torch.autograd.Function):
         with without_autocast(right.device):
             of_left = torch.matmul(upstream, right.mT)
             return of_left.to(left.dtype), torch.matmul(left.to(right.dtype).mT, upstream)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor | None:
+        left, right = ctx.saved_tensors
+        of_left, of_right = tangents
+        with without_autocast(right.device):
+            parts = [] if of_left is None else [torch.matmul(of_left.to(right.dtype), right)]
+            if of_right is not None:
+                parts.append(torch.matmul(left.to(right.dtype), of_right))
+            return sum(parts[1:], parts[0]) if parts else None

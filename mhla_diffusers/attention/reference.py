@@ -20,7 +20,8 @@ def reference_weights(call: MHLACall | SparseCall) -> torch.Tensor:
     """Form the effective attention matrix (paper, Eq. 5): float64 (B, H, N, N), row = query token.
 
     It belongs to the attention before output norm and gate; the value is not read, except where β and γ are left to the
-    call. A sample whose mask leaves no key has zeros.
+    call. A query has zeros where the mask leaves no key that it sees, or that its row of the mixing matrix gives
+    weight to.
     """
     query, key = (rotated(x.double(), call.rotary) for x in (call.query, call.key))
     mask = torch.ones(key.shape[:2], device=key.device) if call.key_mask is None else call.key_mask
@@ -32,11 +33,14 @@ def reference_weights(call: MHLACall | SparseCall) -> torch.Tensor:
         return _sparse(with_lists(call), scores, query, key, mask).masked_fill(has_none, 0)
     weights, normaliser = _linear(call, mask)
     if call.causal is not None:
-        weights, normaliser = _causal(call, weights, normaliser, scores, mask)
+        weights, normaliser, seen = _causal(call, weights, normaliser, scores, mask)
+        has_none = ~(seen & (mask != 0)[:, None, None]).any(dim=-1, keepdim=True)
     elif any(call.extra):
         weights, normaliser = _beside_extra(call, weights, normaliser, scores, mask)
     if call.normalize:
-        weights = weights / normaliser.sum(dim=-1, keepdim=True).masked_fill(has_none, 1)
+        total = normaliser.sum(dim=-1, keepdim=True)
+        has_none = has_none | (total == 0)
+        weights = weights / total.masked_fill(has_none, 1)
     return weights.masked_fill(has_none, 0)
 
 
@@ -60,8 +64,8 @@ def _linear(call: MHLACall, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def _causal(
     call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, and what they are divided by, of what a query sees (:mod:`mhla_diffusers.attention.causal`).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights, what they are divided by, and what a query sees (:mod:`mhla_diffusers.attention.causal`).
 
     Args:
         call: the call.
@@ -75,7 +79,7 @@ def _causal(
     place = torch.arange(len(frame_block), device=scores.device) if call.causal == "token" else frame_block
     seen = place[:, None] >= place
     if call.linear_weight is None:
-        return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0)
+        return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0), seen
     own = frame_block[:, None] == frame_block
     largest = torch.where(own & seen, scores, -math.inf).amax(dim=-1, keepdim=True)
     # the linear branch's factor stays finite; without earlier frame blocks there is none, and own scores may all be low
@@ -83,7 +87,7 @@ def _causal(
     softmax = (scores - largest).exp() * mask.clamp_min(LEAST_MASK)[:, None, None]
     earlier = (-largest.clamp_min(0)).exp() * call.linear_weight.double()[:, None, None]
     weights, normaliser = (torch.where(own, softmax, earlier * x) for x in (weights, normaliser))
-    return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0)
+    return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0), seen
 
 
 def _beside_extra(

@@ -10,8 +10,10 @@ _KEPT = "_mhla_table"
 def rotary_table(rotary: Rotary | None) -> torch.Tensor | None:
     """Join (cos, sin) of every channel pair at the places of the pair: one table (1 or B, N, 1, D).
 
-    All layers of a forward are handed the same two tensors, so the table is kept on the first of them until one of them
-    changes; not where that cannot be known (inference mode), nor while a graph is compiled or captured.
+    Where all layers of a forward are handed the same two tensors, as by Wan and SkyReels, one table serves them: it is
+    kept on the first of the two until PyTorch counts a change of either, which it does not of one through ``.data`` or
+    NumPy. Models that make new tensors for every layer have a table for each. None is kept where changes are not
+    counted (inference mode), nor while a graph is compiled or captured.
     """
     if rotary is None:
         return None
@@ -27,6 +29,14 @@ def rotary_table(rotary: Rotary | None) -> torch.Tensor | None:
         setattr(cos, _KEPT, kept)
     found: torch.Tensor = kept[2]
     return found
+
+
+def in_all_rows(rotary: Rotary | None, tokens: int) -> Rotary | None:
+    """Tables of one row for all N tokens, which broadcast, as tables of N rows."""
+    if rotary is None or tokens == 1 or (rotary[0].shape[1] != 1 and rotary[1].shape[1] != 1):
+        return rotary
+    cos, sin = (table.expand(-1, tokens, -1, -1) for table in rotary)
+    return cos, sin
 
 
 def rotary_of_complex(numbers: torch.Tensor) -> Rotary:
@@ -48,11 +58,20 @@ def apply_rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         table: from :func:`rotary_table`, broadcastable to (..., D).
     """
     x, table = x.unflatten(-1, (-1, 2)), table.unflatten(-1, (-1, 2))
-    if x.device.type == "cpu" and x.dtype == table.dtype and not torch.compiler.is_compiling():
+    is_plain = x.device.type == "cpu" and x.dtype == table.dtype and not torch.compiler.is_compiling()
+    if is_plain and _are_complex(x) and _are_complex(table):
         # one pass, a seventh of the time; compilers make one of the other form, and know no complex numbers
         return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(table)).flatten(-2)
     (even, odd), (cos, sin) = x.unbind(-1), table.unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+def _are_complex(pairs: torch.Tensor) -> bool:
+    """Whether PyTorch can view pairs (..., 2) as complex numbers, which begin at even places of the memory."""
+    if torch._C._functorch.is_batchedtensor(pairs):  # vmap's, which hides the stride of its own axis
+        return False
+    *strides, last = pairs.stride()
+    return last == 1 and pairs.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in strides)
 
 
 def rotated(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

@@ -29,13 +29,16 @@ Extra tokens are no blocks and have no states; they attend to everything with so
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from .blocks import in_blocks, in_order
 from .call import BlockLists, Call, ContentRule, SparseCall, UniformBlocks, list_length, mask_of_lists
-from .layout import block_count, in_blocks, in_order, layout_of
+from .derivatives import is_transformed
+from .layout import block_count, layout_of
 from .merge import under_common_sum
 from .order import blocks_per_state, content_order
 from .precision import EMPTY, product, sum_dtype, without_autocast
@@ -308,11 +311,14 @@ def _fitted(call: SparseCall, query: torch.Tensor, rows: Rows, bias: torch.Tenso
         parts: of all queries.
     """
     some = fitting_rows(math.prod(call.grid), query.device)
+    # constants in forward mode too, which no_grad does not switch off
+    query, rows, bias = query.detach(), Rows(*(x.detach() for x in rows)), bias.detach()
+    parts = _Parts(*(None if x is None else x.detach() for x in parts))  # type: ignore[arg-type]
     near, near_lse, far, far_lse = (x.flatten(2, 3)[:, :, some] for x in parts[:4])
     correction = None if parts.correction is None else parts.correction.flatten(2, 3)[:, :, some]
     mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
-    truth = torch.nn.functional.scaled_dot_product_attention(
-        query.flatten(2, 3)[:, :, some], rows.key.flatten(2, 3), rows.value.flatten(2, 3), attn_mask=mask, scale=1.0
+    truth = scaled_dot_product(
+        query.flatten(2, 3)[:, :, some], rows.key.flatten(2, 3), rows.value.flatten(2, 3), mask, scale=1.0
     )
     pooled_bias, state_weight = best_weights(truth, near, near_lse, far, far_lse, correction)
     return replace(call, pooled_bias=pooled_bias, state_weight=None if parts.correction is None else state_weight)
@@ -375,7 +381,56 @@ def attend_to_all(
     """Softmax attention of (B, Q, H, D) to all of (B, K, H, D), with weights of the keys (B, K)."""
     bias = None if mask is None else mask.to(query.dtype).log()[:, None, None]
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias).transpose(1, 2)
+    return scaled_dot_product(query, key, value, bias).transpose(1, 2)
+
+
+def scaled_dot_product(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention``, with every derivative that is asked for.
+
+    PyTorch's fused kernels have neither forward nor second derivatives, so these come from its plain operations.
+    """
+    if is_transformed():
+        return _unfused(query, key, value, bias, scale)
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    if not output.requires_grad or torch.compiler.is_compiling():
+        return output
+    found: torch.Tensor = _TwiceDifferentiable.apply(output, query, key, value, bias, scale)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _unfused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+
+
+class _TwiceDifferentiable(torch.autograd.Function):
+    """The output of a fused kernel, whose gradient is the kernel's unless that is to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        *tensors, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
+        return output.clone()  # a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return gradients[0], *(None,) * 5
+        # views, since one may come from another, which is no way for these gradients
+        inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
+        with without_autocast(inputs[0].device):
+            output = _unfused(inputs[0], inputs[1], inputs[2], inputs[3], ctx.scale)
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(output, wanted, gradients[0].to(output.dtype), create_graph=True))
+        return None, *(next(found) if x is not None and x.requires_grad else None for x in inputs), None
 
 
 def softmax_attention(call: SparseCall) -> torch.Tensor:
@@ -448,7 +503,7 @@ def _in_parts(
     found: list[tuple[torch.Tensor, ...]] = []
     for q, here, *keys in zip(*groups, strict=True):
         for part in zip(q.split(at_once, dim=1), here.split(at_once, dim=1), strict=True):
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not is_transformed():  # transforms know no checkpoints
                 results = checkpoint(attend, *part, *keys, use_reentrant=False, preserve_rng_state=False)
             else:
                 results = attend(*part, *keys)
@@ -492,7 +547,7 @@ def _softmax(
 
     On a CPU, without gradients, large blocks have the kernel of scaled_dot_product_attention, which keeps no logits.
     """
-    is_plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    is_plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed())
     if query.device.type == "cpu" and is_plain and query.shape[2] >= _KERNEL_ROWS:
         shape = query.shape[:2]
         by_block = [x.expand(*shape, -1, -1).flatten(0, 1)[:, None] for x in (query, key, value)]

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .api import backend_for, check_backend, check_call, check_causal
+from .api import backend_for, check_backend, check_call, check_causal, empty_output
 from .call import Backend, MHLACall
 from .causal import (
     Causal,
@@ -23,17 +23,18 @@ from .causal import (
     least_mask,
     own_softmax,
     part_of,
+    see_nothing,
     with_causal_mixing,
 )
 from .feature_maps import get_feature_map
 from .layout import check_layout, frame_block_starts
 from .merge import least_mixing
 from .precision import sum_dtype, without_autocast
-from .rope import Rotary, rotated
+from .rope import Rotary, in_all_rows, rotated
 
 Beyond = Literal["error", "relative"]
 
-_KEPT = ("_closed", "_earlier", "_open", "_keys", "_values", "_weights")
+_KEPT = ("_closed", "_earlier", "_open", "_keys", "_values", "_weights", "_unseen")
 
 
 class MHLAState:
@@ -100,6 +101,8 @@ class MHLAState:
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
+        # (B, 1): samples of whose keys all were masked so far; None for none
+        self._unseen: torch.Tensor | None = None
 
     def step(
         self,
@@ -159,20 +162,23 @@ class MHLAState:
         check_call(call)
         self._check(query)
         if query.numel() == 0:
-            return torch.empty_like(query)
+            return empty_output(call)
+        call = replace(call, rotary=in_all_rows(rotary, query.shape[1]))
         backend = backend_for(call, self.backend)
         with without_autocast(query.device):  # states and their mixtures stay as precise as they are kept
             if self._earlier is None and not torch.is_grad_enabled():
                 self._mix_earlier(self._row_of(call))  # before what is put back, as every denoising step needs it
             before = vars(self).copy()
             try:
+                hidden = self._hidden(key_mask, query.shape[1])
                 output = self._go_on(backend, call, keep)
+                self._unseen = None if hidden is None else hidden[:, -1:]
             except BaseException:  # an interrupted step too would leave half of itself behind
                 vars(self).update(before)
                 raise
         if not keep:
             vars(self).update(before)
-        return output
+        return output if hidden is None else output.masked_fill(hidden[..., None, None], 0)
 
     @property
     def nbytes(self) -> int:
@@ -195,7 +201,7 @@ class MHLAState:
 
     def _check(self, query: torch.Tensor) -> None:
         batch, count, heads, head_dim = query.shape
-        known = next(iter(self._tensors().values()), None)
+        known = next((tensor for tensor in self._tensors().values() if tensor.ndim > 2), None)
         if known is not None and (known.shape[0], known.shape[1], known.shape[-1]) != (batch, heads, head_dim):
             raise ValueError(
                 f"This state is of a batch of {known.shape[0]} with {known.shape[1]} heads of {known.shape[-1]}, but "
@@ -218,9 +224,23 @@ class MHLAState:
         end = self.length + count
         return end in self._starts if end <= self._starts[-1] else (end - self._starts[-1]) % self._starts[1] == 0
 
-    def _place(self) -> tuple[int, int, int]:
-        """Which frame block is open, how many tokens it has, and how many it will have."""
-        starts, length = self._starts, self.length
+    def _hidden(self, mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
+        """Which of the next ``count`` queries see masked keys alone, (B, n); None for none of them."""
+        if mask is None or (self.length and self._unseen is None):
+            return None
+        ends: list[int] | None = None
+        if self.causal == "block":
+            ends, place = [], self.length
+            while place < self.length + count:
+                _, offset, length = self._place(place)
+                place += length - offset
+                ends.append(place - self.length)
+        hidden = see_nothing(mask, ends)
+        return hidden if self._unseen is None else hidden & self._unseen
+
+    def _place(self, length: int | None = None) -> tuple[int, int, int]:
+        """Which frame block is open after so many tokens, how many it has, and how many it will have."""
+        starts, length = self._starts, self.length if length is None else length
         if length < starts[-1]:
             row = bisect_right(starts, length) - 1
             return row, length - starts[row], starts[row + 1] - starts[row]

@@ -1,16 +1,20 @@
 """What mhla_attention promises whatever the backend, and what it refuses."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from mhla_diffusers.attention import (
     MHLACall,
+    MHLAState,
     feature_map_names,
     initial_mixing,
     mhla_attention,
     reference_weights,
     register_feature_map,
+    sparse_attention,
 )
 from mhla_diffusers.attention import feature_maps as feature_maps_module
 
@@ -117,10 +121,128 @@ def test_blocks_of_any_kind_of_integer():
     assert torch.equal(mhla_attention(query, key, value, mixing, (12,), (np.int64(3),)), expected)
 
 
-@pytest.mark.parametrize("shape", [(0, 12, 2, 8), (2, 12, 0, 8)])
-def test_empty_tensors_give_empty_tensors(shape):
-    x = torch.empty(shape)
-    assert mhla_attention(x, x, x, torch.rand(3, 3), (12,), (3,)).shape == shape
+@pytest.mark.parametrize(
+    "grid",
+    [
+        (np.int64(3), np.int32(4)),
+        np.array([3, 4]),
+        torch.tensor([3, 4]),
+        tuple(torch.tensor([3, 4])),
+        torch.Size([3, 4]),
+    ],
+    ids=["NumPy's", "array", "tensor", "of tensors", "size"],
+)
+def test_a_grid_of_any_kind_of_integer(grid):
+    query, key, value, mixing = make_problem((3, 4), (1, 2)).tensors.values()
+    expected = mhla_attention(query, key, value, mixing, (3, 4), (1, 2))
+    assert torch.equal(mhla_attention(query, key, value, mixing, grid, (1, 2)), expected)
+    expected = sparse_attention(query, key, value, (3, 4))
+    assert torch.equal(sparse_attention(query, key, value, grid), expected)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [(3, 0), (3, -4), (3.0, 4), (np.float64(3), 4), (True, 12), ("3", 4), "34", (), (2, 1, 6, 1), None],
+    ids=repr,
+)
+def test_what_is_no_grid_is_named(grid):
+    query, key, value, _ = make_problem((3, 4), (1, 2)).tensors.values()
+    with pytest.raises(ValueError, match="grid="):
+        sparse_attention(query, key, value, grid)
+    with pytest.raises(ValueError, match="grid="):
+        mhla_attention(query, key, value, torch.ones(2, 2), grid, (1, 2))
+
+
+@pytest.mark.parametrize("shape", [(0, 12, 2, 8), (2, 12, 0, 8), (2, 12, 2, 0)])
+def test_empty_tensors_give_empty_tensors_and_gradients(shape):
+    x = torch.empty(shape, requires_grad=True)
+    learned = [torch.rand(3, 3, requires_grad=True), torch.ones(shape[3], requires_grad=True)]
+    output = mhla_attention(x, x, x, learned[0], (12,), (3,), output_norm=learned[1])
+    assert output.shape == shape
+    output.sum().backward()
+    assert x.grad.shape == shape
+    assert all(not weight.grad.any() for weight in learned)
+    sparse_attention(x, x, x, (12,)).sum().backward()
+    state = MHLAState(learned[0], (12,), (3,), causal="token")
+    assert state.step(x, x, x).requires_grad
+
+
+@pytest.mark.parametrize("causal", [None, "token"])
+def test_rotary_tables_of_one_row_are_those_of_all_tokens(causal):
+    problem = make_problem((12,), (3,), rotary=True, causal=causal)
+    one = tuple(table[:, 5:6] for table in problem.options["rotary"])
+    whole = tuple(table.expand(-1, 12, -1, -1).clone() for table in one)
+    torch.testing.assert_close(problem.attend(rotary=one), problem.attend(rotary=whole))
+    query, key, value, _ = problem.tensors.values()
+    sparse = (sparse_attention(query, key, value, (12,), rotary=rotary) for rotary in (one, whole))
+    torch.testing.assert_close(*sparse)
+
+
+def test_views_that_begin_at_odd_places_of_the_memory():
+    """Of which PyTorch makes no complex numbers."""
+    problem = make_problem((12,), (3,), rotary=True)
+    given = {name: problem.tensors[name] for name in ("query", "key", "value")}
+    shared, mixing = {"grid": (12,), "rotary": problem.options["rotary"]}, problem.tensors["mixing"]
+    attentions = [
+        partial(mhla_attention, mixing=mixing, blocks=(3,), rope="after"),
+        partial(mhla_attention, mixing=mixing, blocks=(3,), rope="before"),
+        partial(mhla_attention, mixing=mixing, blocks=(3,), causal="token"),
+        sparse_attention,
+    ]
+    for attend in attentions:
+        expected = attend(**given, **shared)
+        for begin, channels in ((1, 10), (0, 9), (1, 9)):
+            views = {name: torch.empty(2, 12, 2, channels)[..., begin : begin + 8] for name in given}
+            for name, view in views.items():
+                view.copy_(given[name])
+            torch.testing.assert_close(attend(**views, **shared), expected)
+
+
+AUTOCAST = {
+    "alone": lambda q, k, v: mhla_attention(q, k, v, torch.rand(3, 3), (12,), (3,)),
+    "beside text": lambda q, k, v: mhla_attention(q, k, v, torch.rand(3, 3), (9,), (3,), extra=(1, 2)),
+    "causal": lambda q, k, v: mhla_attention(
+        q, k, v, torch.rand(3, 3), (12,), (3,), causal="token", linear_weight=torch.ones(2)
+    ),
+    "sparse": lambda q, k, v: sparse_attention(q, k, v, (12,), block_size=2, density=0.3),
+    "sparse, text": lambda q, k, v: sparse_attention(q, k, v, (9,), block_size=2, density=0.3, extra=(1, 2)),
+    "all listed": lambda q, k, v: sparse_attention(q, k, v, (12,), density=1.0),
+    "all listed, text": lambda q, k, v: sparse_attention(q, k, v, (9,), density=1.0, extra=(1, 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", AUTOCAST)
+def test_autocast_keeps_the_type_of_the_query(kind, dtype):
+    tensors = torch.randn(3, 2, 12, 2, 8, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert AUTOCAST[kind](*tensors).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("weight", ["identity", "locality"])
+def test_a_query_that_gives_weight_to_masked_keys_alone_gets_nothing(weight, dtype):
+    """Its row of the mixing matrix has zeros for all other blocks; the other queries do not notice."""
+    problem = make_problem((12,), (3,), mask=True, norm=True)
+    problem.tensors["mixing"] = initial_mixing((3,), weight)
+    seen = 8 if weight == "identity" else 4
+    problem.options["key_mask"] = (torch.arange(12) < seen).expand(2, -1)
+    empty = slice(seen, 12)
+    found = problem.run(mhla_attention, dtype)
+    assert all(x.isfinite().all() for x in found.values())
+    assert not found["output"][:, empty].any() and found["output"][:, :seen].any(dim=-1).all()
+    assert not found["query"][:, empty].any() and not found["mixing"][2].any()
+    for name, error in errors_against_reference(problem, dtype, "eager").items():
+        assert error <= {torch.float64: 1e-12, torch.float32: 5e-6}[dtype], f"{name}: {error:.2e}"
+
+
+def test_softmax_features_of_large_inputs_are_no_nan():
+    problem = make_problem((12,), (3,), feature_map="softmax")
+    for name in ("query", "key"):
+        problem.tensors[name] *= 50
+    assert all(x.isfinite().all() for x in problem.run(mhla_attention).values())
+    for name, error in errors_against_reference(problem, torch.float32, "eager").items():
+        assert error <= 5e-5, f"{name}: {error:.2e}"
 
 
 @pytest.mark.parametrize("kind", MASKED)

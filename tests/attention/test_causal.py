@@ -281,3 +281,23 @@ def test_what_does_not_go(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"grid": (12,), "blocks": (4,), "causal": "token"} | change
     with pytest.raises(ValueError, match=message):
         mhla_attention(*torch.randn(3, 1, 12, 2, 8), torch.ones(4, 4), **arguments)
+
+
+@pytest.mark.parametrize("linear_branch", [False, True])
+@pytest.mark.parametrize(("grid", "blocks", "causal"), STREAMS)
+def test_queries_that_see_masked_keys_alone_get_nothing_however_the_sequence_is_cut(
+    grid: tuple[int, ...], blocks: tuple[int, ...], causal: str, linear_branch: bool
+) -> None:
+    """A sample without a key, and one whose first keys are masked, as padding on the left."""
+    problem = make_problem(grid, blocks, causal=causal, linear_branch=linear_branch)
+    count = math.prod(grid)
+    hidden = count if len(frame_block_starts(grid, blocks)) == 2 else frame_block_starts(grid, blocks)[1]
+    mask = torch.arange(count).expand(2, -1) >= torch.tensor([[count], [hidden - (causal == "token")]])
+    problem.options["key_mask"] = mask
+    assert_same(problem)
+    found = problem.run(mhla_attention, torch.float64)
+    assert all(x.isfinite().all() for x in found.values())
+    assert not found["output"][0].any() and not found["output"][1, : hidden - 1].any()
+    assert found["output"][1, hidden:].any(dim=-1).all()
+    for cuts in all_cuts(grid, blocks, causal, count):
+        assert (streamed(problem, cuts)[0] - found["output"]).abs().max() <= ROUNDING, cuts

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers.attention import clip_mixing_, initial_mixing, mhla_attention, resize_mixing
 
@@ -83,3 +84,23 @@ def test_resizing_refuses_what_does_not_fit():
         resize_mixing(torch.rand(4, 4), (2, 2), (2, 2, 2))
     with pytest.raises(ValueError, match=r"shape \(5, 5\) does not fit blocks=\(2, 2\)"):
         resize_mixing(torch.rand(5, 5), (2, 2), (3, 3))
+
+
+def test_resizing_is_the_product_with_the_interpolation_of_all_axes_and_costs_far_less():
+    """Rows of weights of every axis, their Kronecker product, and M x M products, in float64."""
+
+    def weights(old, new):
+        place = ((torch.arange(new).double() + 0.5) * old / new - 0.5).clamp(0, old - 1)
+        return (1 - (place[:, None] - torch.arange(old)).abs()).clamp_min(0)
+
+    for old, new in (((3, 4, 5), (3, 6, 2)), ((5,), (1,)), ((1, 4), (3, 4))):
+        whole = torch.ones(1, 1, dtype=torch.float64)
+        for sizes in zip(old, new, strict=True):
+            whole = torch.kron(whole, weights(*sizes))
+        mixing = torch.rand(2, whole.shape[1], whole.shape[1], generator=torch.Generator().manual_seed(0))
+        expected = whole @ mixing.double() @ whole.mT
+        torch.testing.assert_close(resize_mixing(mixing.double(), old, new), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(resize_mixing(mixing, old, new).double(), expected, rtol=1e-6, atol=1e-7)
+    with FlopCounterMode(display=False) as counter:
+        resize_mixing(torch.rand(12, 576, 576), (9, 8, 8), (7, 8, 8))
+    assert counter.get_total_flops() == 0

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import BlockLists, SparseCall, reference_attention, sparse_attention, with_lists
+from mhla_diffusers.attention.blocks import in_order
 from mhla_diffusers.attention.call import ContentRule
-from mhla_diffusers.attention.layout import in_order, layout_of
+from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.order import blocks_per_state, stretch_of
 from mhla_diffusers.attention.rope import rotated
 from mhla_diffusers.attention.sparse import (

@@ -20,25 +20,40 @@ _OPS = torch.ops._c10d_functional
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
+    def forward(x: torch.Tensor, group: str) -> torch.Tensor:
         return _arrived(_OPS.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+        ctx.group = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _arrived(_OPS.all_reduce(gradient.contiguous(), "sum", ctx.group)), None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        return _arrived(_OPS.all_reduce(tangent.contiguous(), "sum", ctx.group))
+
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+    def forward(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> torch.Tensor:
         return _arrived(_OPS.all_to_all_single(rows.contiguous(), list(received), list(sent), group))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.sent, ctx.received, ctx.group = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         lengths = list(ctx.sent), list(ctx.received)
         return _arrived(_OPS.all_to_all_single(gradient.contiguous(), *lengths, ctx.group)), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        lengths = list(ctx.received), list(ctx.sent)
+        return _arrived(_OPS.all_to_all_single(tangent.contiguous(), *lengths, ctx.group))
 
 
 def _arrived(x: torch.Tensor) -> torch.Tensor:

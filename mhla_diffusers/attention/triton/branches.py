@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..blocks import in_order
 from ..call import BlockLists, MHLACall, SparseCall, UniformBlocks
 from ..causal import Own, block_runs, joined
 from ..causal import own_block as own_block_of_features
 from ..extra import ROWS, empty_lists, linear_branch
-from ..layout import block_count, in_order
+from ..layout import block_count
 from ..linear import finish
 from ..merge import under_common_sum
 from ..parallel.collectives import summed
@@ -42,6 +43,7 @@ from .read import read_states
 from .states import block_states
 from .tiles import states_dtype
 
+_LARGE = 1e30
 _OWN_BLOCK_SIZES = 16, 64
 """Fewest and most rows of the blocks that a frame block is cut into."""
 
@@ -243,7 +245,12 @@ def _states(call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _read(
     call: MHLACall, states: torch.Tensor, sums: torch.Tensor | None, with_normaliser: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mixture = _mixed(call.mixing[..., call.own_blocks, :], states, sums)
+    mixed, mixed_sums = _mixed(call.mixing[..., call.own_blocks, :], states, sums)
+    if mixed_sums is not None and call.key_mask is not None:
+        # a block that gives weight to masked keys alone reads 0, divided by something large
+        is_empty = (mixed_sums == 0).all(dim=-1, keepdim=True)
+        mixed_sums = mixed_sums.masked_fill(is_empty, _LARGE)
+    mixture = mixed, mixed_sums
     tensors = _usable(call.on_grid(call.query)), *mixture, None, None, None, *_norm_and_gate(call), _angles(call)
     output, normaliser = read_states(*tensors, *_place(call), with_normaliser)
     return output, normaliser

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..derivatives import is_transformed
+
 
 def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as operator ``mhla_diffusers::<its name>``, run on the device of its first tensor."""
@@ -14,6 +16,11 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def on_device(*arguments: Any) -> Any:
+            if is_transformed():  # a custom operator would drop the tangents
+                raise NotImplementedError(
+                    "The Triton kernels of MHLA have no forward-mode derivative and know no transform of torch.func; "
+                    'use backend="eager" under torch.func.jvp, torch.autograd.forward_ad and their like.'
+                )
             device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 return function(*arguments)

@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -56,6 +58,31 @@ REFUSED = {
 def test_what_it_cannot_run_is_refused_with_the_reason(words, options):
     with pytest.raises(ValueError, match=words):
         run(**options)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "dual_level", "grad"])
+def test_derivatives_that_the_kernels_lack_are_refused(transform):
+    """A custom operator drops tangents without a word; so no operator runs then, and auto takes eager."""
+    x = torch.randn(1, 24, 1, 8, device=DEVICE)
+
+    def attend(x, backend="triton"):
+        return mhla_attention(x, x, x, **LAYOUT, backend=backend).sum()
+
+    def differentiate(function):
+        if transform == "jvp":
+            return torch.func.jvp(function, (x,), (x,))[1]
+        if transform == "grad":
+            return torch.func.grad(function)(x)
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
+
+    with pytest.raises(ValueError, match='forward-mode derivatives.* Use backend="eager"'):
+        differentiate(attend)
+    auto, eager = (differentiate(partial(attend, backend=backend)) for backend in ("auto", "eager"))
+    torch.testing.assert_close(auto, eager)
+    place = [4, 6], [2, 2], 0, 0, "relu", 1e-6, False, True
+    with pytest.raises(NotImplementedError, match='backend="eager" under torch.func.jvp'):
+        differentiate(lambda x: states.block_states(x, x, None, None, *place)[0].sum())
 
 
 @pytest.mark.parametrize(

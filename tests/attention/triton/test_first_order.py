@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import BlockLists, sparse
-from mhla_diffusers.attention.layout import in_order
+from mhla_diffusers.attention.blocks import in_order
 from mhla_diffusers.attention.merge import under_common_sum
 from mhla_diffusers.attention.order import stretch_of
 from mhla_diffusers.attention.precision import EMPTY

@@ -1,0 +1,190 @@
+"""Tokens taken into the order of the blocks of :mod:`.layout`, and back."""
+
+import math
+from bisect import bisect
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from .derivatives import is_transformed
+from .layout import (
+    Shape,
+    block_count,
+    block_lengths,
+    block_sizes,
+    blocks_of_range,
+    layout_of,
+    tokens_by_block,
+)
+
+
+@lru_cache(maxsize=128)
+def block_table(
+    grid: Shape, blocks: Shape, block_size: int, device: torch.device, first: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tables of a run of tokens block by block; kept, since copying them to a device at every call would wait for it.
+
+    Args:
+        grid: token grid.
+        blocks: MHLA blocks per axis, of which those of :func:`blocks_of_range` are in the table; () for uniform ones.
+        block_size: rows of a uniform block; 0 for MHLA blocks, which have as many as the longest here.
+        device: that holds the tables.
+        first: place of the first token; 0 for uniform blocks.
+        count: how many they are; in uniform blocks those beyond the grid are extra tokens.
+
+    Returns:
+        The token in every row, counted from the first, int64 (blocks, rows), any where there is none; the row of every
+        token, int64 (count,); and the rows without a token, int64.
+    """
+    # kept for calls that take gradients, and made on the CPU whatever the default device is
+    with torch.inference_mode(False), torch.device("cpu"):
+        if block_size:
+            order = layout_of(grid, block_size, count - math.prod(grid)).order.long().view(-1, block_size)
+            exists, tokens = order >= 0, order.clamp_min(0)
+        else:
+            run = blocks_of_range(grid, blocks, first, count)
+            members, starts = tokens_by_block(grid, blocks, first, count)
+            starts = starts[run.start : run.stop + 1]
+            sizes, starts = starts.diff()[:, None], starts[:-1, None]
+            within = torch.arange(int(sizes.max())).expand(len(sizes), -1)
+            exists = within < sizes
+            # shorter blocks are filled up with one of their own tokens, or any
+            tokens = members[(starts + within.minimum(sizes - 1).clamp_min(0)).clamp_max(count - 1)]
+        rows = torch.empty(count, dtype=torch.int64)
+        rows[tokens[exists]] = exists.flatten().nonzero().flatten()
+        return tokens.to(device), rows.to(device), (~exists).flatten().nonzero().flatten().to(device)
+
+
+def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
+    """Most tokens of a run that lie in one block, counted in Python, as shapes are known where no tensor is."""
+    ends = [list(accumulate(block_lengths(size, number))) for size, number in zip(grid, blocks, strict=True)]
+    sizes: dict[tuple[int, ...], int] = {}
+    for line in range(first // grid[-1], -(-(first + count) // grid[-1])):
+        rest, block = line, list[int]()
+        for size, axis_ends in zip(reversed(grid[:-1]), reversed(ends[:-1]), strict=True):
+            rest, place = divmod(rest, size)
+            block.append(bisect(axis_ends, place))
+        start, stop = max(first - line * grid[-1], 0), min(first + count - line * grid[-1], grid[-1])
+        for last, (begin, end) in enumerate(pairwise([0, *ends[-1]])):
+            inside = max(0, min(end, stop) - max(begin, start))
+            sizes[*block, last] = sizes.get((*block, last), 0) + inside
+    return max(sizes.values(), default=0)
+
+
+# torch.compile runs it while it traces a graph, and does not trace it
+vars(_longest)["_dynamo_marked_constant"] = True
+
+
+def block_rows(grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int) -> tuple[int, int]:
+    """How many blocks :func:`to_blocks` returns of a run of N = ``count`` tokens, and their length."""
+    if block_size:
+        of_grid = block_count(grid, block_size)
+        return of_grid + (count - math.prod(list(grid)) + block_size - 1) // block_size, block_size
+    grid, blocks = tuple(map(int, grid)), tuple(map(int, blocks))
+    own = blocks_of_range(grid, blocks, int(first), int(count))
+    if count == math.prod(grid):
+        return own.stop - own.start, max(block_sizes(grid, blocks))
+    return own.stop - own.start, _longest(grid, blocks, int(first), int(count))
+
+
+_PLACE = "SymInt[] grid, SymInt[] blocks, SymInt block_size, SymInt first"
+
+
+def to_blocks(
+    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, zeros: bool
+) -> torch.Tensor:
+    """Tokens in the order of their blocks.
+
+    Takes (B, N, ...), a run of the grid's tokens in raster order from ``first`` on; of uniform blocks all of them, with
+    extra tokens behind. Grid, blocks and block size are those of :func:`block_table`. Without ``zeros``, rows that a
+    block lacks are any token once more, and what uses them must give them no gradient.
+
+    Returns:
+        (B, b, L, ...): the b blocks of the table, L tokens long as the longest.
+    """
+    order = _in_blocks if is_transformed() else to_blocks_operator
+    found: torch.Tensor = order(x, grid, blocks, block_size, first, zeros)
+    return found
+
+
+def from_blocks(
+    rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int
+) -> torch.Tensor:
+    """The inverse of :func:`to_blocks`: (B, b, L, ...) to (B, N, ...) for N = ``count``."""
+    order = _out_of_blocks if is_transformed() else from_blocks_operator
+    found: torch.Tensor = order(rows, grid, blocks, block_size, first, count)
+    return found
+
+
+def _in_blocks(
+    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, zeros: bool
+) -> torch.Tensor:
+    tokens, _, padding = block_table(tuple(grid), tuple(blocks), block_size, x.device, first, x.shape[1])
+    rows = x.index_select(1, tokens.flatten())
+    if zeros and len(padding):
+        rows.index_fill_(1, padding, 0)
+    return rows.unflatten(1, tokens.shape)
+
+
+def _out_of_blocks(
+    rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int
+) -> torch.Tensor:
+    _, places, _ = block_table(tuple(grid), tuple(blocks), block_size, rows.device, first, count)
+    return rows.flatten(1, 2).index_select(1, places)
+
+
+# Operators, so that torch.compile does not trace what reads the tables. They have no forward derivative: a custom
+# operator cannot, so the functions above go around them.
+to_blocks_operator = torch.library.custom_op(
+    "mhla_diffusers::to_blocks", _in_blocks, mutates_args=(), schema=f"(Tensor x, {_PLACE}, bool zeros) -> Tensor"
+)
+from_blocks_operator = torch.library.custom_op(
+    "mhla_diffusers::from_blocks",
+    _out_of_blocks,
+    mutates_args=(),
+    schema=f"(Tensor rows, {_PLACE}, SymInt count) -> Tensor",
+)
+
+
+@to_blocks_operator.register_fake
+def _to_blocks_shape(
+    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, zeros: bool
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], *block_rows(grid, blocks, block_size, first, x.shape[1]), *x.shape[2:])
+
+
+@from_blocks_operator.register_fake
+def _from_blocks_shape(rows: torch.Tensor, *place: Any) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], place[-1], *rows.shape[3:])
+
+
+def _save_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    tensor, *place, _ = inputs
+    ctx.place, ctx.tokens = place, tensor.shape[1]
+
+
+def _to_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grid, blocks, block_size, first = ctx.place
+    return from_blocks(gradient.contiguous(), grid, blocks, block_size, first, ctx.tokens), *(None,) * 5
+
+
+def _from_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grid, blocks, block_size, first = ctx.place
+    return to_blocks(gradient.contiguous(), grid, blocks, block_size, first, True), *(None,) * 5
+
+
+to_blocks_operator.register_autograd(_to_blocks_gradient, setup_context=_save_place)
+from_blocks_operator.register_autograd(_from_blocks_gradient, setup_context=_save_place)
+
+
+def in_blocks(x: torch.Tensor, grid: Sequence[int], block_size: int) -> torch.Tensor:
+    """(B, N + n, H, C), n extra tokens last, in uniform blocks: (B, H, T + E, L, C), 0 in rows without a token."""
+    return to_blocks(x, grid, [], block_size, 0, True).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def in_order(x: torch.Tensor, grid: Sequence[int], block_size: int) -> torch.Tensor:
+    """The inverse of :func:`in_blocks` for blocks of the grid's tokens alone: (B, H, T, L, C) to (B, N, H, C)."""
+    return from_blocks(x.permute(0, 2, 3, 1, 4), grid, [], block_size, 0, math.prod(list(grid)))

@@ -1,0 +1,16 @@
+"""What differentiates a call besides a backward pass: forward mode, and the transforms of ``torch.func``.
+
+PyTorch gives custom operators no rule for them, and drops tangents there without a word. So while one is active,
+operators in PyTorch take the place of custom ones, and the kernels are not used.
+"""
+
+import torch
+from torch.autograd import forward_ad
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode derivatives are taken, or a transform such as ``torch.func.grad`` or ``vmap`` is active."""
+    if forward_ad._current_level >= 0:
+        return True
+    # torch.compile sees transforms through; it is not told of them
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

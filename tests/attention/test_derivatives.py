@@ -1,0 +1,137 @@
+"""Derivatives beyond a backward pass: forward mode, transforms of torch.func, second derivatives."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from mhla_diffusers.attention import BlockLists, sparse_attention
+
+from .problems import make_problem, make_sparse_problem, relative_error
+
+EVERYTHING = BlockLists.from_mask(4, torch.ones(2, 6, 6))
+SOME = BlockLists(4, torch.tensor([[0, 2], [1, -1], [-1, -1], [2, 5], [0, 1], [3, 4]]).expand(1, 2, -1, -1))
+ALL_OR_NOTHING = BlockLists.from_mask(4, (torch.arange(6) % 2).view(1, 6, 1).expand(2, 6, 6))
+KINDS = {
+    "linear": ((24,), (4,), {"rotary": True, "mask": True, "norm": True, "gate": True}),
+    "ragged": ((5, 7), (2, 3), {"rotary": True, "rope": "before", "feature_map": "softmax"}),
+    "not normalised": ((24,), (4,), {"normalize": False, "feature_map": "identity"}),
+    "beside text": ((4, 6), (2, 2), {"extra": (2, 3), "rotary": True, "mask": True, "linear_branch": True}),
+    "causal by token": ((13,), (4,), {"causal": "token", "rotary": True, "mask": True}),
+    "causal by token, softmax": ((13,), (4,), {"causal": "token", "linear_branch": True, "gate": True}),
+    "causal by block": ((4, 6), (2, 2), {"causal": "block", "linear_branch": True, "norm": True}),
+    "sparse": ((4, 6), None, {"lists": SOME, "rotary": True}),
+    "sparse, by content": ((4, 6), None, {"density": 0.3, "block_size": 4, "constants": False, "mask": True}),
+    "sparse, text": ((4, 6), None, {"lists": SOME, "extra": (2, 3), "rotary": True, "mask": True}),
+    "sparse, all or nothing": ((4, 6), None, {"lists": ALL_OR_NOTHING}),
+    "sparse, means": ((4, 6), None, {"lists": SOME, "far": "means"}),
+    "all listed": ((4, 6), None, {"lists": EVERYTHING, "rotary": True, "mask": True}),
+    "one block": ((2, 3), None, {"block_size": 8, "constants": False}),
+}
+"""Of calls, in float64: grid, MHLA's blocks or None for sparse attention, and options."""
+
+
+def problem_of(kind):
+    """Make the tensors."""
+    grid, blocks, options = KINDS[kind]
+    make = make_problem if blocks else lambda grid, _, **more: make_sparse_problem(grid, 4, **more)
+    problem = make(grid, blocks, **options)
+    problem.tensors = {name: x.double() for name, x in problem.tensors.items()}
+    return problem
+
+
+def pushed(problem, direction, how):
+    """The output's tangent for one of the inputs."""
+    if how == "jvp":
+        given = tuple(problem.tensors.values()), tuple(direction.values())
+        return torch.func.jvp(lambda *x: problem.attend(**dict(zip(direction, x, strict=True))), *given)[1]
+    with torch.set_grad_enabled(how != "dual_level, no_grad"), forward_ad.dual_level():
+        leaves = {name: x.clone().requires_grad_(how == "dual_level, leaves") for name, x in problem.tensors.items()}
+        duals = {name: forward_ad.make_dual(x, direction[name]) for name, x in leaves.items()}
+        return forward_ad.unpack_dual(problem.attend(**duals)).tangent
+
+
+@pytest.mark.parametrize("how", ["jvp", "dual_level", "dual_level, no_grad", "dual_level, leaves"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_mode_is_the_transpose_of_a_backward_pass(kind, how):
+    """u · J v is Jᵀ u · v, for v of all inputs together; lists, β and γ are constants in both."""
+    problem = problem_of(kind)
+    make = torch.Generator().manual_seed(1)
+    direction = {n: torch.randn(x.shape, generator=make, dtype=x.dtype) for n, x in problem.tensors.items()}
+    tangent = pushed(problem, direction, how)
+    assert tangent is not None
+    leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
+    output = problem.attend(**leaves)
+    upstream = torch.randn(output.shape, generator=make, dtype=output.dtype)
+    gradients = torch.autograd.grad(output, list(leaves.values()), upstream, allow_unused=True)
+    pulled = sum((g * v).sum() for g, v in zip(gradients, direction.values(), strict=True) if g is not None)
+    torch.testing.assert_close((upstream * tangent).sum(), pulled, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms(kind):
+    """Of a gradient, of one over samples, and forward over reverse."""
+    problem = problem_of(kind)
+    leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
+
+    def loss(tensors, mask=None):
+        masks = {} if mask is None else {"key_mask": mask}
+        return problem.attend(**tensors, **masks).square().sum()
+
+    expected = torch.autograd.grad(loss(leaves), list(leaves.values()), allow_unused=True, create_graph=True)
+    expected = [torch.zeros_like(x) if g is None else g for g, x in zip(expected, leaves.values(), strict=True)]
+    found = torch.func.grad(loss)(problem.tensors)
+    for value, name in zip(expected, found, strict=True):
+        assert relative_error(found[name], value.detach()) <= 1e-12, name
+
+    of_samples = {name: 0 if x.ndim == 4 else None for name, x in problem.tensors.items()}
+    one = {name: x[:, None] if of_samples[name] == 0 else x for name, x in problem.tensors.items()}
+    mask = problem.options.get("key_mask")
+    mask, mask_axis = (None, None) if mask is None else (mask[:, None], 0)
+    by_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(of_samples, mask_axis))(one, mask)
+    for value, name in zip(expected, found, strict=True):
+        own = by_sample[name][:, 0] if of_samples[name] == 0 else by_sample[name].sum(dim=0)
+        assert relative_error(own, value.detach()) <= 1e-12, name
+
+    direction = {name: x.flip(0) for name, x in problem.tensors.items()}
+    second = torch.func.jvp(torch.func.grad(loss), (problem.tensors,), (direction,))[1]
+    along = sum((g * v).sum() for g, v in zip(expected, direction.values(), strict=True))
+    again = torch.autograd.grad(along, list(leaves.values()), allow_unused=True)
+    for value, name in zip(again, second, strict=True):
+        assert second[name].isfinite().all(), name
+        if value is not None:
+            assert relative_error(second[name], value) <= 1e-9, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives(kind):
+    problem = problem_of(kind)
+    if kind == "sparse, by content":  # a small step changes γ, which is a constant
+        pytest.skip("has no finite differences")
+    names = list(problem.tensors)
+    leaves = [x.clone().requires_grad_() for x in problem.tensors.values()]
+    attend = lambda *x: problem.attend(**dict(zip(names, x, strict=True)))  # noqa: E731
+    assert torch.autograd.gradgradcheck(attend, leaves, fast_mode=True)
+
+
+def test_the_output_may_be_changed_in_place():
+    problem = problem_of("all listed")
+    leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
+    problem.options.pop("key_mask")
+    problem.attend(**leaves).mul_(2).sum().backward()
+    assert all(x.grad is not None for x in leaves.values())
+
+
+def test_second_derivatives_of_one_tensor_as_query_and_key():
+    x = problem_of("one block").tensors["query"].requires_grad_()
+    attend = lambda x: sparse_attention(x, x.sin(), x, (2, 3), density=1.0)  # noqa: E731
+    assert torch.autograd.gradgradcheck(attend, [x], fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["linear", "sparse"])
+def test_forward_mode_in_a_compiled_graph(kind):
+    """Right, or refused; never without its tangent."""
+    problem = problem_of(kind)
+    direction = {name: x.flip(0) for name, x in problem.tensors.items()}
+    expected = pushed(problem, direction, "jvp")
+    compiled = torch.compile(lambda given: pushed(problem, given, "jvp"), backend="aot_eager")
+    torch.testing.assert_close(compiled(direction), expected)
