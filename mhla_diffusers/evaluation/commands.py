@@ -202,7 +202,9 @@ def classes(
 @_SAMPLES
 def prompts(
     output: _SET,
-    file: Annotated[Path, typer.Argument(help="One prompt per line, or a .csv or .jsonl with a column text; for dit classes.")],
+    file: Annotated[
+        Path, typer.Argument(help="One prompt per line, or a .csv or .jsonl with a column text; for dit classes.")
+    ],
     options: dict[str, Any],
     per_prompt: Annotated[int, typer.Option(help="Samples of each.")] = 1,
     npz: _NPZ = None,

@@ -10,7 +10,7 @@ from typing import IO
 import torch
 
 from ..files import IMAGE_SUFFIXES, visible_files, written_aside
-from ..generation.pixels import quarter_turns, upright_rgb
+from ..generation.pixels import shown_pixels, shown_shape, upright_rgb
 from ..generation.record import SAMPLE_LIST
 from .samples import require_samples
 
@@ -125,10 +125,8 @@ def read_sample(file: Path) -> torch.Tensor:
         raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
     try:
         with av.open(str(file)) as container:
-            frames = [
-                torch.rot90(torch.from_numpy(frame.to_ndarray(format="rgb24")), quarter_turns(frame))
-                for frame in container.decode(video=0)
-            ]
+            stream = container.streams.video[0]
+            frames = [shown_pixels(x, *shown_shape(x, stream)) for x in container.decode(stream)]
     except (av.FFmpegError, OSError, IndexError, ValueError) as error:
         raise UnreadableImageError(f"{file} is no readable video: {error}. {advice}") from error
     if not frames:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy
+import torch
 from PIL import Image, ImageOps
 
 _BITS_16 = 257
@@ -21,6 +22,34 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     return turned.convert("RGB")
 
 
-def quarter_turns(frame: Any) -> int:
-    """Return by how many quarter turns, counter-clockwise, a frame of PyAV is shown: phones film on their side."""
-    return round(frame.rotation / 90) % 4
+def shown_shape(frame: Any, stream: Any) -> tuple[int, int]:
+    """Return height and width of a frame of PyAV as it is shown, with square pixels."""
+    height, width = frame.height, round(frame.width * float(stream.sample_aspect_ratio or 1))
+    return (width, height) if _orientation(frame)[0] else (height, width)
+
+
+def shown_pixels(frame: Any, height: int, width: int) -> torch.Tensor:
+    """Return a frame of PyAV turned and mirrored as it is shown, since phones film on their side.
+
+    Args:
+        frame: of a video.
+        height: of the result, to which it is scaled.
+        width: likewise.
+
+    Returns:
+        uint8 (height, width, 3).
+    """
+    transposed, columns, rows = _orientation(frame)
+    stored = (width, height)[::-1] if transposed else (width, height)
+    scaled = frame.reformat(width=stored[0], height=stored[1], format="rgb24", interpolation="BICUBIC")
+    pixels = torch.from_numpy(scaled.to_ndarray())
+    return (pixels.transpose(0, 1) if transposed else pixels).flip([0] * rows + [1] * columns)
+
+
+def _orientation(frame: Any) -> tuple[bool, bool, bool]:
+    """Return whether a frame is shown transposed, and then with its columns and its rows in reverse."""
+    matrix = next((data for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), None)
+    if matrix is None:
+        return False, False, False
+    a, b, _, c, d, *_ = numpy.frombuffer(matrix, dtype=numpy.int32).tolist()  # x' = a x + c y, y' = b x + d y
+    return (True, c < 0, b < 0) if abs(b) > abs(a) else (False, a < 0, d < 0)

@@ -38,6 +38,7 @@ def write_frames(path: Path, frames: "np.ndarray[Any, Any]", fps: int = 8) -> No
     """A video of frames, uint8 (F, H, W, 3)."""
     import av
 
+    path.parent.mkdir(exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=fps)
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
@@ -50,4 +51,5 @@ def write_frames(path: Path, frames: "np.ndarray[Any, Any]", fps: int = 8) -> No
 def write_image(path: Path, size: tuple[int, int] = (40, 40), level: int = 100) -> None:
     from PIL import Image
 
+    path.parent.mkdir(exist_ok=True)
     Image.fromarray(np.full((*size, 3), level, dtype=np.uint8)).save(path)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from mhla_diffusers.families import Clip, get_family
 from mhla_diffusers.generation.generate import SampleSet, generate
 from mhla_diffusers.generation.record import Sample
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, read_metrics, train
+from mhla_diffusers.training.latents.cache import CacheIndex, LatentCache
 from mhla_diffusers.training.latents.data import NoisedBatches
-from mhla_diffusers.training.latents.encode import synthesize
+from mhla_diffusers.training.latents.encode import encode_folder, synthesize
 
 from .models import one_stage, tiny_wan, wan_data
-from .pipelines import wan_pipeline
+from .pipelines import sana_pipeline, wan_pipeline, write_image
 from .processes import finish, start_process, start_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
@@ -157,6 +159,47 @@ def _train_on_data_that_waits(folder: Path) -> None:
 
     config = one_stage(folder / "run", steps=6, patch=PATCH)
     train(apply_mhla(tiny_wan(), PATCH), _Watched(wait), config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("from_files", [True, False])
+def test_encoding_keeps_what_it_has_made_and_resumes(tmp_path: Path, number: signal.Signals, from_files: bool) -> None:
+    """Where the process cannot notice its end, what is older than a minute."""
+    for place in range(4):
+        write_image(tmp_path / "images" / f"{place}.png")
+        (tmp_path / "images" / f"{place}.txt").write_text("a ball")
+    process = start_process(_encode_until_a_signal, tmp_path, number, from_files)
+    process.join(timeout=60)
+    assert process.exitcode == {signal.SIGINT: 1, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[number]
+    kept = CacheIndex.read(tmp_path / "cache").samples
+    assert len(kept) == 2
+    _encode_until_a_signal(tmp_path, None, from_files)
+    index = CacheIndex.read(tmp_path / "cache")
+    assert index.samples[:2] == kept and len(index.samples) == 4
+    assert len(LatentCache(tmp_path / "cache")[3]["latents"]) == 4
+
+
+def _encode_until_a_signal(folder: Path, number: signal.Signals | None, from_files: bool) -> None:
+    """Encode 4 samples; the signal comes at the third."""
+    pipe, model = sana_pipeline(), folder / "model"
+    if not model.is_dir():
+        pipe.save_pretrained(model)
+    encode_prompt, calls = pipe.encode_prompt, count()
+
+    def encode_and_send(*arguments: Any, **named: Any) -> Any:
+        if number is not None and next(calls) == 3:  # the first is the empty prompt
+            os.kill(os.getpid(), number)
+        return encode_prompt(*arguments, **named)
+
+    pipe.encode_prompt = encode_and_send
+    clip, output = Clip(1, 1.0, ((32, 32),)), folder / "cache"
+    with pytest.MonkeyPatch.context() as patched:
+        if number == signal.SIGKILL:
+            patched.setattr("mhla_diffusers.training.latents.cache._FLUSH_SECONDS", 0)
+        if from_files:
+            encode_folder(pipe, str(model), folder / "images", output, clip)
+        else:
+            synthesize(pipe, str(model), ["a", "b", "c", "d"], output, clip, steps=0)
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:

@@ -8,10 +8,15 @@
       shard-00000.safetensors     tensors "<key>/latents", "<key>/encoder_hidden_states", …
 """
 
+import signal
+import sys
+import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +30,8 @@ FORMAT_VERSION = 2
 BEGINS_WITH_PICTURE = "begins_with_picture"
 """Setting of a cache for image-to-video by a first frame without noise."""
 _EMPTY_NAME = "empty.safetensors"
+_FLUSH_SECONDS = 60.0
+"""Time after which samples are written; what a killed process loses at most, besides the sample that it is at."""
 
 
 @dataclass(frozen=True)
@@ -193,13 +200,17 @@ class LatentCache:
 class CacheWriter:
     """Adds samples to a cache. A shard counts once the index lists it, so a killed writer leaves a valid cache.
 
+
+    Samples are written once they fill a shard, after a minute, and at the end of a ``with`` of the writer, also where an
+    error ends it, Ctrl-C, or SIGTERM, which exits with 143.
+
     Args:
         folder: created, or continued.
         header: model and settings of the cache, see :class:`CacheIndex`.
         shard_bytes: size at which a shard is written.
 
     Raises:
-        ValueError: if the folder holds a cache with another header.
+        ValueError: if the folder holds samples made with another header.
     """
 
     def __init__(self, folder: str | Path, header: Mapping[str, Any], shard_bytes: int = 256 * 2**20) -> None:
@@ -207,7 +218,9 @@ class CacheWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.index = CacheIndex(self.folder, header)
         if (self.folder / INDEX_NAME).is_file():
-            self.index = CacheIndex.read(self.folder)
+            index = CacheIndex.read(self.folder)
+            if index.samples:  # an attempt that made none binds nobody
+                self.index = index
             there, here = ({**one, **one["settings"], "settings": None} for one in (self.index.header, header))
             for name in here | there:  # a setting may be in one of them alone
                 made, wanted = there.get(name), here.get(name)
@@ -215,9 +228,21 @@ class CacheWriter:
                     _is_same(name, made, wanted),
                     f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.",
                 )
-        self._shard_bytes = shard_bytes
+        self._shard_bytes, self._flushed = shard_bytes, time.monotonic()
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: list[CachedSample] = []
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # others cannot set it
+            self._handler = signal.signal(signal.SIGTERM, _exit)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.flush()
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, self._handler)
 
     def set_empty(self, sample: Sample) -> None:
         """Store the conditioning of the empty prompt, unless an earlier call did."""
@@ -245,7 +270,8 @@ class CacheWriter:
         shard = f"shard-{int(shards[-1][6:11]) + 1 if shards else 0:05d}.safetensors"
         self._entries.append(CachedSample(source, caption, shard, tuple(sample["latents"].shape), key))
         self.index.contents[source] = content
-        if sum(tensor.nbytes for tensor in self._tensors.values()) >= self._shard_bytes:
+        is_full = sum(tensor.nbytes for tensor in self._tensors.values()) >= self._shard_bytes
+        if is_full or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
@@ -254,11 +280,17 @@ class CacheWriter:
             name = self._entries[0].shard
             write_tensors(self._tensors, self.folder / name)
             self.index.hashes[name] = file_hash(self.folder / name)
-            self.index.samples += self._entries
-            self._tensors, self._entries = {}, []
+            # without a call in between, so that no signal comes there
+            self.index.samples, self._tensors, self._entries = [*self.index.samples, *self._entries], {}, []
         unused = self.index.hashes.keys() - {sample.shard for sample in self.index.samples} - {_EMPTY_NAME}
         for name in unused:
             del self.index.hashes[name]
         self.index.write()
+        self._flushed = time.monotonic()
         for name in unused:
             (self.folder / name).unlink(missing_ok=True)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """End the process as an exception does, so that what it holds is written."""
+    sys.exit(128 + number)

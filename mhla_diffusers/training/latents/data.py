@@ -154,7 +154,7 @@ class NoisedBatches:
             batch_sampler=indices(),
             collate_fn=partial(_read, self._data),
             num_workers=config.workers,
-            worker_init_fn=_ignore_interrupts,
+            worker_init_fn=ignore_interrupts,
         )
         for forward, batch in enumerate(loader, start=step * config.gradient_accumulation):
             if isinstance(batch, Exception):
@@ -204,8 +204,8 @@ class NoisedBatches:
         return latents, torch.randn(latents.shape, generator=generator).to(self.device), sample
 
 
-def _ignore_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C in workers, because the training loop needs them until it has stopped."""
+def ignore_interrupts(worker: int) -> None:
+    """Ignore Ctrl-C in workers, because the main process needs them until it has stopped."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,9 +18,15 @@ from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
+from .data import ignore_interrupts
 from .media import Media, UnreadableMediaError, contents_of, find_media, read_clip
 
 logger = logging.getLogger(__name__)
+
+_REMEDIES = {
+    "frames": "some are repeated: ask for fewer per second (fps), or leave these files out",
+    "pixels": "they are enlarged: ask for a smaller size, or leave these files out",
+}
 
 
 @torch.no_grad()
@@ -59,18 +66,28 @@ def encode_folder(
         media_left = [item for item in media if item.name in left]
         # a list is read in the workers by what would else make a batch of it
         read: Any = partial(_read, clip)
-        reading: DataLoader[Any] = DataLoader(media_left, batch_size=None, num_workers=workers, collate_fn=read)  # type: ignore[arg-type]
-        for item, pixels in _progress(reading, len(media), len(media) - len(media_left), "encode"):
-            if isinstance(pixels, str):
-                writer.skip(item.name, pixels, contents[item.name])
-                continue
-            # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
-            given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-            sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
-            sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
-            writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name])
-        writer.flush()
+        made_up: Counter[str] = Counter()
+        reading: DataLoader[Any] = DataLoader(
+            media_left,  # type: ignore[arg-type]
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=read,
+            worker_init_fn=ignore_interrupts,
+        )
+        with writer:
+            for item, pixels, lacks in _progress(reading, len(media), len(media) - len(media_left), "encode"):
+                made_up.update(lacks)
+                if isinstance(pixels, str):
+                    writer.skip(item.name, pixels, contents[item.name])
+                    continue
+                # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
+                given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
+                sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
+                sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
+                writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name])
     index = writer.index
+    for what, count in made_up.items():
+        logger.warning("%d of %d files have too few %s; %s.", count, len(media_left), what, _REMEDIES[what])
     for name, reason in index.skipped.items():
         logger.warning("Skipped %s: %s.", name, reason.rstrip("."))
     logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))
@@ -138,21 +155,21 @@ def synthesize(
         writer, missing = _writer(pipe, model, family, output, settings, sources)
         left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" in missing]
         pipe.set_progress_bar_config(disable=True)
-        for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
-            if steps:
-                generator = generator_for(seed, "synthesize", number)
-                latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
-                check(
-                    bool(latents.isfinite().all()),
-                    f"{model} makes latents that are not finite for {prompt!r}; use another precision, fewer or more "
-                    "steps, or another guidance.",
-                )
-            else:
-                shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
-                latents = torch.zeros(shape, dtype=torch.uint8)
-            sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
-            writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample))
-        writer.flush()
+        with writer:
+            for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
+                if steps:
+                    generator = generator_for(seed, "synthesize", number)
+                    latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+                    check(
+                        bool(latents.isfinite().all()),
+                        f"{model} makes latents that are not finite for {prompt!r}; use another precision, fewer or "
+                        "more steps, or another guidance.",
+                    )
+                else:
+                    shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+                    latents = torch.zeros(shape, dtype=torch.uint8)
+                sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
+                writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample))
     return writer.index
 
 
@@ -231,14 +248,15 @@ def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) ->
     return checked
 
 
-def _read(clip: Clip, item: Media) -> tuple[Media, torch.Tensor | str]:
-    """Read the pixels of a file, uint8 (3, F, H, W); or return why they cannot be."""
+def _read(clip: Clip, item: Media) -> tuple[Media, torch.Tensor | str, set[str]]:
+    """Read the pixels of a file, uint8 (3, F, H, W), or return why they cannot be; and what of them is made up."""
+    made_up: set[str] = set()
     if item.problem is not None:
-        return item, item.problem
+        return item, item.problem, made_up
     try:
-        return item, read_clip(item, clip)
+        return item, read_clip(item, clip, made_up), made_up
     except UnreadableMediaError as error:
-        return item, str(error)
+        return item, str(error), set()
 
 
 def _progress(items: Any, total: int, done: int, name: str) -> Any:

@@ -11,8 +11,11 @@ import logging
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 CAPTION_KEYS = ("text", "caption", "prompt", "label")
 """Metadata columns that may hold the caption."""
+_MADE_UP = 0.9
+"""Share of a clip's frames that its video must have; with fewer it repeats some."""
 _SUFFIXES = VIDEO_SUFFIXES + IMAGE_SUFFIXES
 
 
@@ -219,8 +224,14 @@ def _caption(members: dict[str, Media]) -> str:
     return str(next((names[key] for key in CAPTION_KEYS if names.get(key) is not None), "")).strip()
 
 
-def read_clip(media: Media, clip: Clip) -> torch.Tensor:
+def read_clip(media: Media, clip: Clip, made_up: set[str] | None = None) -> torch.Tensor:
     """Read the frames of a video, or an image, resized to cover the size and center-cropped.
+
+    Args:
+        media: which.
+        clip: frames, rate and size.
+        made_up: gets "frames" where the video has fewer per second, which are repeated, and "pixels" where it or the
+            image is smaller, and enlarged.
 
     Returns:
         uint8 (3, frames, height, width).
@@ -229,6 +240,7 @@ def read_clip(media: Media, clip: Clip) -> torch.Tensor:
         UnreadableMediaError: with the reason.
         ImportError: a video, but PyAV is missing.
     """
+    made_up = set() if made_up is None else made_up
     source: str | BytesIO = str(media.path)
     if media.offset is None:
         size = media.path.stat().st_size if media.path.is_file() else 0
@@ -240,7 +252,7 @@ def read_clip(media: Media, clip: Clip) -> torch.Tensor:
     if size == 0:
         raise UnreadableMediaError("the file is empty")
     if Path(media.name).suffix.lower() not in IMAGE_SUFFIXES:
-        return torch.stack(list(_read_frames(source, clip)), dim=1)
+        return torch.stack(list(_read_frames(source, clip, made_up)), dim=1)
     if clip.frames != 1:
         raise UnreadableMediaError(f"an image has no {clip.frames} frames")
     from PIL import Image, ImageOps, UnidentifiedImageError
@@ -251,6 +263,8 @@ def read_clip(media: Media, clip: Clip) -> torch.Tensor:
         with Image.open(source) as image:
             upright = upright_rgb(image)
             height, width = clip.size_for(upright.height, upright.width)
+            if height > upright.height or width > upright.width:
+                made_up.add("pixels")
             fitted = ImageOps.fit(upright, (width, height), method=Image.Resampling.BICUBIC)
     except (OSError, Image.DecompressionBombError, UnidentifiedImageError, ValueError, SyntaxError) as error:
         raise UnreadableMediaError(f"no readable image: {error}") from error
@@ -258,50 +272,73 @@ def read_clip(media: Media, clip: Clip) -> torch.Tensor:
     return pixels.view(height, width, 3).permute(2, 0, 1)[:, None]
 
 
-def _read_frames(source: str | BytesIO, clip: Clip) -> Iterator[torch.Tensor]:
-    """Yield (3, height, width) of the frames shown at 0, 1 / fps, 2 / fps, … seconds."""
+def _read_frames(source: str | BytesIO, clip: Clip, made_up: set[str]) -> Iterator[torch.Tensor]:
+    """Yield (3, height, width) of the frames nearest to 0, 1 / fps, 2 / fps, … seconds, which FFmpeg's filter finds."""
     try:
         import av
     except ImportError as error:
         raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
 
-    wanted = 0
+    given = found = 0
     last_time = 0.0
-    previous: Any = None
     try:
         with av.open(source, "r") as container:
-            start = None
-            for frame in container.decode(video=0):
-                start = frame.time if start is None else start
-                last_time = frame.time - start
-                while previous is not None and wanted < clip.frames and last_time > wanted / clip.fps + 1e-6:
-                    yield _fit_frame(previous, clip)
-                    wanted += 1
-                previous = frame
-                if wanted == clip.frames:
-                    return
-            if previous is not None and wanted < clip.frames and last_time >= wanted / clip.fps - 1e-6:
-                yield _fit_frame(previous, clip)
-                wanted += 1
+            stream = container.streams.video[0]
+            start, graph = None, None
+            for frame in chain(container.decode(stream), (None,)):
+                if frame is not None:
+                    start = frame.time if start is None else start
+                    last_time = frame.time - start
+                    given += 1
+                    graph = graph or _at_rate(frame, clip.fps)
+                if graph is None:
+                    break
+                graph.push(frame)
+                for kept in _pulled(graph):
+                    yield _fit_frame(kept, stream, clip, made_up)
+                    found += 1
+                    if found == clip.frames:
+                        if given < _MADE_UP * found:
+                            made_up.add("frames")
+                        return
     except (av.FFmpegError, OSError, IndexError, ValueError, TypeError) as error:
         raise UnreadableMediaError(f"no readable video: {error}") from error
-    if wanted < clip.frames:
-        needed = (clip.frames - 1) / clip.fps
-        raise UnreadableMediaError(
-            f"too short: {last_time:.2f} s of video, but {clip.frames} frames at {clip.fps:g} fps span {needed:.2f} s"
-        )
+    needed = (clip.frames - 1) / clip.fps
+    raise UnreadableMediaError(
+        f"too short: {last_time:.2f} s of video, but {clip.frames} frames at {clip.fps:g} fps span {needed:.2f} s"
+    )
 
 
-def _fit_frame(frame: Any, clip: Clip) -> torch.Tensor:
-    from ...generation.pixels import quarter_turns
+def _at_rate(frame: Any, fps: float) -> Any:
+    """Make a graph of FFmpeg's filters that takes frames like this one and gives those of another rate."""
+    import av
 
-    turns = quarter_turns(frame)
-    shown = (frame.height, frame.width) if turns % 2 == 0 else (frame.width, frame.height)
+    graph = av.filter.Graph()
+    size = {"width": frame.width, "height": frame.height, "format": frame.format}
+    first = graph.add_buffer(**size, time_base=frame.time_base)
+    # timestamps of whole milliseconds, as in MKV, fall beside the times asked for: its fps takes the nearest frame
+    rate = graph.add("fps", str(Fraction(fps).limit_denominator(1001)))
+    graph.link_nodes(first, graph.add("setpts", "PTS-STARTPTS"), rate, graph.add("buffersink")).configure()
+    return graph
+
+
+def _pulled(graph: Any) -> Iterator[Any]:
+    """Yield the frames that a graph has ready."""
+    import av
+
+    with suppress(av.BlockingIOError, av.EOFError):
+        while True:
+            yield graph.pull()
+
+
+def _fit_frame(frame: Any, stream: Any, clip: Clip, made_up: set[str]) -> torch.Tensor:
+    from ...generation.pixels import shown_pixels, shown_shape
+
+    shown = shown_shape(frame, stream)
     height, width = clip.size_for(*shown)
     scale = max(height / shown[0], width / shown[1])
+    if scale > 1:
+        made_up.add("pixels")
     rows, columns = max(height, round(shown[0] * scale)), max(width, round(shown[1] * scale))
-    stored = (columns, rows) if turns % 2 == 0 else (rows, columns)
-    scaled = frame.reformat(width=stored[0], height=stored[1], format="rgb24", interpolation="BICUBIC")
-    pixels = torch.rot90(torch.from_numpy(scaled.to_ndarray()), turns)
     top, left = (rows - height) // 2, (columns - width) // 2
-    return pixels[top : top + height, left : left + width].permute(2, 0, 1)
+    return shown_pixels(frame, rows, columns)[top : top + height, left : left + width].permute(2, 0, 1)

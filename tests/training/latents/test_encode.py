@@ -286,6 +286,15 @@ def test_killed_writer_leaves_a_good_cache_and_what_it_lacks_is_named(tmp_path: 
         LatentCache(tmp_path)
 
 
+def test_a_first_attempt_that_made_no_sample_binds_nobody(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    pipe, model = wan
+    with pytest.raises(ValueError, match="None of the 4 files"):
+        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(49, 8.0, ((32, 32),)))
+    index = encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    assert len(index.samples) == 3 and index.header["settings"]["frames"] == 5
+    assert len(LatentCache(tmp_path / "cache")) == 3
+
+
 def _flipped(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
