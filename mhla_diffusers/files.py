@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SMALL = 2**20
 """Bytes up to which a file is hashed to tell whether it has changed; of a larger one size and time count."""
@@ -371,13 +371,12 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: two columns of one name, or a row with more values than columns, as where a text with a comma is not
-            in quotation marks.
+        ValueError: two columns of one name, a quotation mark that nothing closes, a text over 131072 characters, or a
+            row with more values than columns, as where a text with a comma is not in quotation marks.
     """
-    rows = csv.DictReader(StringIO(read_text(file)))
-    check_unique(rows.fieldnames or (), f"{file}: the column")
+    rows = csv.DictReader(StringIO(read_text(file)), strict=True)
     found: list[dict[str, str | None]] = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(_rows(rows, file), start=1):
         columns = len(rows.fieldnames or ())
         if len(row) > columns:
             given = sum(len(value) if isinstance(value, list) else 1 for value in row.values())
@@ -387,6 +386,22 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
             )
         found.append(row)
     return found
+
+
+def _rows(rows: "csv.DictReader[str]", file: Path) -> Iterator[dict[str, str | None]]:
+    """Yield the rows; ValueError where they cannot be told apart, or columns have one name."""
+    begins = 1
+    try:
+        check_unique(rows.fieldnames or (), f"{file}: the column")
+        begins = rows.line_num + 1
+        for row in rows:
+            begins = rows.line_num + 1
+            yield row
+    except csv.Error as error:
+        raise ValueError(
+            f"{file} cannot be read from line {begins} on: {error}. Close every quotation mark that a text begins "
+            'with, and write one inside a text twice, "a ""b""".'
+        ) from error
 
 
 def read_json_lines(file: Path) -> list[Any]:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -32,6 +32,7 @@ CAPTION_KEYS = ("text", "caption", "prompt", "label")
 _MADE_UP = 0.9
 """Share of a clip's frames that its video must have; with fewer it repeats some."""
 _SUFFIXES = VIDEO_SUFFIXES + IMAGE_SUFFIXES
+_DOTS = "its name has a dot before that of its suffix, and members of a sample share their name up to the first dot"
 
 
 class UnreadableMediaError(ValueError):
@@ -78,7 +79,7 @@ def find_media(source: str | Path) -> list[Media]:
 
     In shards the members of a sample share their name up to its first dot: a video or image, and a .txt or a .json with
     one of the keys above. Samples without a caption and truncated shards do not raise, because nobody repairs a shard
-    by hand; they are returned with their problem.
+    by hand; they are returned with their problem, and so are videos and images whose names do not fit.
 
     Args:
         source: a folder of files, a folder of uncompressed tar shards, one shard, or a pattern such as
@@ -102,6 +103,12 @@ def find_media(source: str | Path) -> list[Media]:
         for name, path in files.items():
             text = path.with_suffix(".txt")
             captions[name] = read_text(text).strip() if text.is_file() else ""
+        alone = _captions_alone(folder, files)
+        if alone:
+            logger.warning(
+                "%d captions in %s have no video or image beside them (%s), such as %s.",
+                *(len(alone), folder, ", ".join(_SUFFIXES), alone[0]),
+            )
     elif unlisted := sorted(files.keys() - captions.keys()):
         logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), folder, unlisted[0])
     if not captions:
@@ -118,6 +125,13 @@ def find_media(source: str | Path) -> list[Media]:
         "metadata.jsonl or metadata.csv.",
     )
     return [Media(folder / name, name, caption) for name, caption in captions.items()]
+
+
+def _captions_alone(folder: Path, files: Mapping[str, Path]) -> list[str]:
+    """Name the .txt files that are no caption of one of the videos and images."""
+    captions = {path.with_suffix(".txt") for path in files.values()}
+    texts = {name: path for name, path in visible_files(folder).items() if path.suffix == ".txt"}
+    return [name for name, path in texts.items() if path not in captions]
 
 
 def _metadata(folder: Path) -> dict[str, str] | None:
@@ -177,6 +191,7 @@ def _find_shards(source: Path) -> dict[str, Path]:
 def _media_of_shard(name: str, path: Path) -> list[Media]:
     """List the samples of a shard; if it is damaged or truncated, the shard itself with its problem comes last."""
     samples: dict[str, dict[str, Media]] = {}
+    left_out: list[Media] = []
     problem: str | None = None
     try:
         with tarfile.open(path, "r:") as archive:
@@ -186,7 +201,14 @@ def _media_of_shard(name: str, path: Path) -> list[Media]:
                 if member.isreg() and not member.issparse() and key:
                     key = f"{folder}/{key}" if folder else key
                     where = Media(path, f"{name}/{key}.{extension.lower()}", "", None, member.offset_data, member.size)
-                    samples.setdefault(key, {})[extension.lower()] = where
+                    members = samples.setdefault(key, {})
+                    if extension.lower() in members:
+                        twice = f"{where.name}, at byte {where.offset}"
+                        left_out.append(replace(where, name=twice, problem="an earlier member has the same name"))
+                    elif "." in extension and extension.lower().endswith(_SUFFIXES):
+                        left_out.append(replace(where, problem=_DOTS))
+                    else:
+                        members[extension.lower()] = where
             end = Media(path, name, offset=archive.offset, size=tarfile.BLOCKSIZE)
         # tarfile accepts an archive that was truncated between two members; a complete one ends in zeros
         if end.member() != tarfile.NUL * tarfile.BLOCKSIZE:
@@ -205,6 +227,7 @@ def _media_of_shard(name: str, path: Path) -> list[Media]:
         except ValueError as error:
             lack = f"its caption cannot be read: {error}"
         listed.append(replace(found, caption=caption, problem=None if caption else lack))
+    listed += left_out
     if problem is None and not listed:
         problem = "it holds no videos or images"
     return listed if problem is None else [*listed, Media(path, name, "", problem)]

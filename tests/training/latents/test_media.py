@@ -263,6 +263,91 @@ def test_frames_of_a_phone_on_its_side_are_turned_as_they_are_shown(tmp_path: Pa
         assert read_sample(file).shape[-2:] == size
 
 
+_CONTAINERS = [("mp4", "mpeg4"), ("mkv", "mpeg4"), ("webm", "libvpx"), ("avi", "mpeg4")]
+
+
+@pytest.mark.parametrize(("kind", "codec"), _CONTAINERS)
+@pytest.mark.parametrize("rates", ["16:16", "24:24", "24000/1001:24", "30000/1001:30", "30:16", "25:16", "8:24"])
+@pytest.mark.parametrize("offset", [0, 0.37])
+def test_the_same_frames_as_with_ffmpeg(kind: str, codec: str, rates: str, offset: float, tmp_path: Path) -> None:
+    exe = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+    given, wanted = rates.split(":")
+    levels = "color=gray:s=32x32:d=1,geq=lum='16+8*N':cb=128:cr=128,format=yuv420p"
+    file = tmp_path / f"a.{kind}"
+    made = [exe, "-loglevel", "error", "-f", "lavfi", "-i", levels.replace(":d=1", f":r={given}:d=1"), "-c:v", codec]
+    made += ["-b:v", "2M", "-output_ts_offset", str(offset), str(file)]
+    subprocess.run(made, check=True)
+    start = ["-i", str(file), "-vf", f"setpts=PTS-STARTPTS,fps={wanted}", "-frames:v", "12"]
+    shown = [exe, "-loglevel", "error", *start, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    raw = subprocess.run(shown, check=True, capture_output=True).stdout
+    expected = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 32 * 32 * 3).float().mean(dim=1)
+    found = _read(file, Clip(12, float(wanted), ((32, 32),))).float().mean(dim=(0, 2, 3))
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=3)  # one frame is 9 levels
+
+
+def test_what_is_made_up_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, fps, size in (("slow", 4, (40, 48)), ("small", 8, (16, 48)), ("good", 8, (40, 48))):
+        write_video(tmp_path / "a" / f"{name}.mp4", fps=fps, size=size)
+        (tmp_path / "a" / f"{name}.txt").write_text("a ball")
+    pipe = wan_pipeline()
+    pipe.save_pretrained(tmp_path / "model")
+    encode_folder(pipe, str(tmp_path / "model"), tmp_path / "a", tmp_path / "cache", CLIP)
+    assert "1 of 3 files have too few frames; some are repeated" in caplog.text
+    assert "1 of 3 files have too few pixels; they are enlarged" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["hflip", "vflip"])
+def test_mirrored_frames_and_pixels_that_are_not_square_are_as_they_are_shown(flag: str, tmp_path: Path) -> None:
+    exe = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+    top_left = torch.zeros(8, 3, 32, 32, dtype=torch.uint8)
+    top_left[:, :, :16, :16] = 200
+    write_frames(tmp_path / "stored.mp4", top_left.permute(0, 2, 3, 1).numpy())
+    command = [exe, "-loglevel", "error", f"-display_{flag}", "-i", tmp_path / "stored.mp4", "-c", "copy"]
+    command += ["-aspect", "2:1", tmp_path / "shown.mp4"]
+    subprocess.run(list(map(str, command)), check=True)
+    for frame in (
+        _read(tmp_path / "shown.mp4", Clip(5, 8.0, ((32, 64), (64, 32), (32, 32))))[:, 0],
+        read_sample(tmp_path / "shown.mp4")[0],
+    ):
+        assert frame.shape == (3, 32, 64)
+        bright = frame[:, :16, 32:] if flag == "hflip" else frame[:, 16:, :32]
+        assert bright.float().mean() == pytest.approx(200, abs=8)
+        assert frame.float().mean() == pytest.approx(50, abs=8)
+
+
+def test_captioned_media_that_is_left_out_is_told(
+    tmp_path: Path, video: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for suffix in (".m4v", ".ts", ".MPG", ".wmv", ".flv", ".rm"):
+        (folder / f"a{suffix[1:]}{suffix}").write_bytes(video)
+        (folder / f"a{suffix[1:]}.txt").write_text("a ball")
+    assert set(_captions(folder)) == {"am4v.m4v", "ats.ts", "aMPG.MPG", "awmv.wmv", "aflv.flv"}
+    assert "1 captions in" in caplog.text and "such as arm.txt" in caplog.text
+    shard = _write_shard(tmp_path / "0.tar", {"a.mp4": video, "a.txt": b"red", "clip.0001.mp4": video})
+    with tarfile.open(shard, "a") as archive:
+        archive.addfile(tarfile.TarInfo("a.mp4"))
+    found = _captions(shard)
+    assert found.pop("0.tar/a.mp4") == "red"
+    assert [problem.split(" a dot")[0] for problem in found.values()] == [
+        "its name has",
+        "an earlier member has the same name",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows", ['a.png,"a cat\nb.png,a dog\n', 'a.png,"a cat\nb.png,"a dog"\n', "a.png," + "a" * 200_000]
+)
+def test_a_quotation_mark_that_nothing_closes_is_told(rows: str, tmp_path: Path) -> None:
+    """And a field that the reader does not take."""
+    for name in ("a.png", "b.png"):
+        write_image(tmp_path / name)
+    (tmp_path / "metadata.csv").write_text(f"file_name,text\n{rows}")
+    with pytest.raises(ValueError, match=r"metadata\.csv cannot be read from line 2 on"):
+        find_media(tmp_path)
+
+
 def test_grey_of_16_bits_keeps_its_level(tmp_path: Path) -> None:
     Image.fromarray(np.full((32, 32), 127 * 257, dtype=np.uint16)).save(tmp_path / "grey.png")
     assert _read(tmp_path / "grey.png", IMAGE).unique().tolist() == [127]
