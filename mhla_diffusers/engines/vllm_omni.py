@@ -9,6 +9,7 @@ import atexit
 import math
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from aenum import extend_enum
@@ -27,6 +28,8 @@ from .attend import EngineAttention, EngineSettings
 
 NAME = "MHLA"
 """Name by which users select the backend."""
+_ATTENTIONS: "WeakSet[MHLAImpl]" = WeakSet()
+"""Those of the models that this process has."""
 
 
 def register() -> None:
@@ -128,6 +131,8 @@ class MHLAImpl(AttentionImpl):
         self.attention = engine_attention()
         self.is_cross = role == "cross"
         self.layer = extract_layer_index(prefix) if any(part.isdigit() for part in prefix.split(".")) else None
+        self._layers_are_checked = False
+        _ATTENTIONS.add(self)
         self.obstacle = ""
         if causal:
             self.obstacle = "causal attention"
@@ -165,7 +170,7 @@ class MHLAImpl(AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor | None:
         """Attend to the tokens before the padding, or return None for dense attention."""
-        tokens = query.shape[1]
+        tokens, unknown_layer = query.shape[1], self._unknown_layer()
         grid, extra = _video(metadata)
         used = math.prod(grid) + sum(extra) if grid else tokens
         step, unknown_step = _step(self.attention)
@@ -177,10 +182,30 @@ class MHLAImpl(AttentionImpl):
             extra=extra,
             layer=self.layer,
             step=step,
-            obstacle=self.obstacle or unknown_step or _masked(metadata, tokens, used),
+            obstacle=self.obstacle or unknown_step or unknown_layer or _masked(metadata, tokens, used),
             dense=lambda: self.dense.forward(query, key, value, metadata)[:, :used],
         )
         return None if output is None else functional.pad(output, (0, 0, 0, 0, 0, tokens - used))
+
+    def _unknown_layer(self) -> str:
+        """Return why it is unknown whether this layer stays dense; empty if it is known.
+
+        Raises:
+            ValueError: at the first call, when all layers are there, a layer that is to stay dense is none of them.
+        """
+        dense = self.attention.settings.softmax_layers
+        if not dense:
+            return ""
+        given = f"MHLA_SOFTMAX_LAYERS={','.join(map(str, dense))}"
+        if not self._layers_are_checked:
+            known = {one.layer for one in _ATTENTIONS if one.layer is not None and not one.is_cross}
+            check(
+                not known or known.issuperset(dense),
+                f"{given} names layers that are not there; the numbers of this model's are "
+                f"{', '.join(map(str, sorted(known)))}.",
+            )
+            self._layers_are_checked = True
+        return f"the layer has no number, on which {given} depends" if self.layer is None else ""
 
 
 def _check_parallelism() -> None:

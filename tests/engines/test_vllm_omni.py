@@ -149,6 +149,22 @@ def test_first_steps_need_the_step(settings, lines):
     assert "the step is unknown, on which MHLA_SOFTMAX_STEPS=2 depends" in lines()[0]
 
 
+def test_dense_layers_need_the_number_of_a_layer(settings, lines, backend):
+    """As a refiner's attention, whose prefix has none."""
+    settings(MHLA_DENSITY="0.15", MHLA_SOFTMAX_LAYERS="1")
+    numbered, tensors = self_attention(backend)
+    attend, _ = self_attention(backend, prefix="refiner.attn1")
+    torch.testing.assert_close(attend(*tensors, layout(latent_grid=tiny.GRID)), softmax(*tensors), atol=0, rtol=0)
+    assert "the layer has no number, on which MHLA_SOFTMAX_LAYERS=1 depends" in lines()[0]
+    del numbered
+
+
+def test_dense_layers_that_are_not_there_are_named(settings):
+    settings(MHLA_SOFTMAX_LAYERS="0,7")
+    with pytest.raises(ValueError, match="MHLA_SOFTMAX_LAYERS=0,7 .*this model's are 0, 1"):
+        wan_output("MHLA")
+
+
 @pytest.mark.parametrize(
     ("metadata", "kwargs", "words"),
     [
