@@ -292,7 +292,7 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     patch.write_text(f"# a remark\n{head}")
     assert made(config) == [False]
     patch.write_text(head + "  mixing_init: uniform\n")
-    with pytest.raises(ValueError, match=r"patch_settings={.*'locality'}, now {.*'uniform'}"):
+    with pytest.raises(ValueError, match=r"patch_content={.*'locality'}, now {.*'uniform'}"):
         made(config)
     pipe = apply_mhla(load_tiny("dit"), str(patch))
     save_mhla(pipe, tmp_path / "weights")
