@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -310,8 +311,19 @@ def results_of(parts: Sequence[Part]) -> list[dict[str, Any]]:
             sys.stderr.write(f"{number} of {len(parts)}: {part.file.stem}\n")
             start(checkpoints, part.settings)
             write_json(part.run(checkpoints) | {"config": dict(part.settings)}, part.file)
-        shutil.rmtree(checkpoints, ignore_errors=True)
+        _remove(checkpoints)
     return [read_json(part.file) for part in parts]
+
+
+def _remove(folder: Path) -> None:
+    """Remove what a training wrote into its folder, and the folder if nothing else is in it."""
+    if not (folder / _STARTED).is_file():
+        return
+    for made in (*folder.glob("checkpoint-*"), folder / "result"):
+        shutil.rmtree(made, ignore_errors=True)
+    (folder / _STARTED).unlink()
+    with suppress(OSError):  # not empty
+        folder.rmdir()
 
 
 def file_name_of(name: str) -> str:

@@ -3,7 +3,6 @@
 import csv
 import gc
 import io
-import os
 import platform
 import re
 import shlex
@@ -19,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import psutil
 import torch
 
 from ..files import check_writable, read_csv, write_text
@@ -140,6 +140,7 @@ def time_interleaved(
             seconds = _seconds(run, device)  # of a first run, which compiles and loads
             if seconds < budget.seconds or device.type != "cpu":
                 seconds = _seconds(run, device)
+            peaks[name] = peak_bytes(run, device)
         except _REFUSALS as error:
             row = refused_row(name, error)
             rows[name] = replace(row, reason=_warnings_of(run) or row.reason) if row.status == "absent" else row
@@ -147,14 +148,19 @@ def time_interleaved(
                 torch.cuda.empty_cache()
         else:
             counts[name] = max(budget.least, min(budget.most, int(budget.seconds / max(seconds, 1e-9))))
-            peaks[name] = peak_bytes(run, device)
     # after the peaks, which it would add to
     cache = torch.empty(_CACHE_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     times: dict[str, list[float]] = {name: [] for name in counts}
     turns = [name for turn in range(max(counts.values(), default=0)) for name in counts if turn < counts[name]]
     for name in with_progress(turns, "timing"):
+        if name in rows:
+            continue
         cache.zero_()
-        times[name].append(_seconds(runs[name], device))
+        try:
+            times[name].append(_seconds(runs[name], device))
+        except _REFUSALS as error:  # memory may have gone to others since it was warmed up
+            rows[name] = refused_row(name, error)
+            del times[name]
     rows |= {name: measured_row(name, seconds, peaks[name]) for name, seconds in times.items()}
     return {name: rows[name] for name in variants}
 
@@ -205,7 +211,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)  # with the page cache, which the system gives up when asked
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

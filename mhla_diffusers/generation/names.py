@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import parse_yaml, read_csv, read_json_lines, read_lines
+from ..files import check_unique, parse_yaml, read_csv, read_json_lines, read_lines
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -71,6 +71,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         if not separator or not name:
             raise ValueError(f"Setting {text!r} must look like key=value, for example num_frames=81.")
         settings[name] = parse_yaml(value, f"Setting {text!r}")
+    check_unique([text.partition("=")[0] for text in texts], "The setting")
     return settings
 
 

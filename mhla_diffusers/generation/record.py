@@ -56,8 +56,8 @@ def read_sample_list(folder: Path) -> list[Sample] | None:
     listed: set[str] = set()
     for sample in samples:
         path = os.path.normpath(sample.file)
-        if path in listed or Path(path).is_absolute() or Path(path).parts[0] == "..":
-            problem = "twice" if path in listed else "outside the folder"
+        if path in listed or Path(path).is_absolute() or Path(path).parts[:1] in ((), ("..",)):
+            problem = "twice" if path in listed else "outside the folder" if Path(path).parts else "without a name"
             raise ValueError(f"{file} lists {sample.file!r} {problem}; every sample needs a file of its own inside it.")
         listed.add(path)
     return samples

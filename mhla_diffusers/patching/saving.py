@@ -96,8 +96,8 @@ def save_mhla(
     Args:
         model: patched pipeline or transformer; of a pipeline the transformers that are patched are saved.
         folder: is made if it is missing; a patch in it is replaced in one step, other files stay.
-        weights: "mhla": only MHLA's own tensors; "changed": also every other tensor that differs from ``base``;
-            "all": the whole transformer.
+        weights: "mhla": MHLA's own tensors, and weights of the model that :func:`load_mhla` replaced, which makes it
+            "changed"; "changed": also every other tensor that differs from ``base``; "all": the whole transformer.
         base: for "changed", the unpatched pipeline or transformer to compare with; None loads it from ``base_model``.
         base_model: Hub id or path of the base; None for the one that the model was loaded from. Of a path only the
             name of the folder is recorded.
@@ -161,8 +161,10 @@ def _collect(
             layer.heads,
             layer.head_dim,
             layer.config.to_dict(),
-            sorted(key for key in chosen if ".mhla." not in key) if weights == "changed" else [],
+            sorted(key for key in chosen if ".mhla." not in key) if weights != "all" else [],
         )
+    if weights == "mhla" and any(one.base_weights for one in records.values()):
+        weights = "changed"
     record = PatchRecord(
         FORMAT_VERSION,
         base_model_name(base_model),
@@ -178,12 +180,6 @@ def _collect(
 
 
 def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
-    if patched.replaced_weights != {}:
-        logger.warning(
-            "The patch of the %s came with weights of the model, which weights='mhla' does not save: loaded "
-            "elsewhere it draws something else. Save weights='changed' with base=the unpatched model.",
-            name,
-        )
     if patched.lora is not None and not has_lora(patched.transformer, patched.lora):
         logger.warning(
             "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused "
@@ -212,7 +208,17 @@ def _choose_tensors(
         for path, layer in patched.layers.items()
         for key, tensor in layer.state_dict().items()
     }
-    state = {key: places[0] for key, places in base_weights(transformer).items()} if weights != "mhla" else {}
+    replaced = patched.replaced_weights
+    if weights == "mhla" and replaced is None:
+        raise ValueError(
+            f"The patch of the {name} came with weights of the model, and load_mhla(..., keep_replaced=False) did not "
+            "note which. Save weights='changed' with base=the unpatched model."
+        )
+    state = {
+        key: places[0]
+        for key, places in base_weights(transformer).items()
+        if weights != "mhla" or key in (replaced or ())
+    }
     written = own if weights == "mhla" else transformer.state_dict()
     added = [key for key in written if any(mark in key for mark in _PEFT_MARKS)]
     if added:

@@ -1,6 +1,8 @@
 """Timing in turns, ratios, and the files of results."""
 
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from mhla_diffusers.benchmark.measure import (
     Results,
     Row,
     Variant,
+    free_bytes,
     gather_conditions,
     measured_row,
     read_rows,
@@ -52,6 +55,23 @@ def test_what_cannot_run_is_listed_with_its_reason():
     assert [(name, one.variant) for name, one in rows.items()] == [(name, name) for name in variants]
     assert [one.status for one in rows.values()] == ["absent", "out of memory", "absent", "measured"]
     assert (rows["gone"].reason, rows["refused"].reason) == ("not installed", "No available kernel.")
+
+
+def test_memory_that_runs_out_while_timing_takes_one_row_alone():
+    calls = count()
+
+    def later():
+        if next(calls) > 3:
+            torch.empty(2**58)
+
+    rows = time_interleaved({"later": later, "runs": lambda: None}, CPU, Budget(seconds=1e-9, least=9))
+    assert [one.status for one in rows.values()] == ["out of memory", "measured"]
+    assert rows["runs"].repetitions == 9
+
+
+def test_memory_that_holds_cached_files_counts_as_free(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(free=3, available=7))
+    assert free_bytes(CPU) == 7
 
 
 @pytest.mark.parametrize(("seconds", "repetitions"), [(1e-3, 2), (10.0, 4)])

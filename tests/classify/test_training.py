@@ -160,6 +160,21 @@ def test_training_lowers_the_loss_and_keeps_mixing_in_its_range(tmp_path, capsys
     assert "100 of 100 steps, loss " in written.err and not written.out
 
 
+def test_only_what_a_training_made_is_deleted(tmp_path):
+    folder = tmp_path / "mhla-seed-0"
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+
+    def run(place):
+        (place / "checkpoint-1").mkdir()
+        (place / "result").mkdir()
+        return {"loss": 1}
+
+    for _ in range(2):
+        classify.trainer.results_of([classify.trainer.Part(tmp_path / "mhla-seed-0.json", {}, run)])
+        assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
 def test_a_stopped_training_without_chance_goes_on_and_ends_where_it_would_have(tmp_path):
     """From a whole checkpoint of the same settings; the result has nothing of another one."""
     changes = {"steps": 4, "save_every": 1}

@@ -43,6 +43,7 @@ def test_classes_are_balanced_or_drawn_and_prompts_numbered():
         ([], ValueError, "lists no samples"),
         ([Sample("0000.png", "a"), Sample("./0000.png", "a")], ValueError, r"'\./0000.png' twice"),
         ([Sample("../0000.png", "a")], ValueError, r"'\.\./0000.png' outside"),
+        ([Sample("", "a")], ValueError, "'' without a name"),
     ],
 )
 def test_sets_that_are_not_whole_are_refused(tmp_path, listed, error, message):

@@ -12,10 +12,13 @@ from mhla_diffusers.tiny import call_settings
 def test_settings_are_typed():
     found = parse_settings(["height=480", "guidance_scale=2.5", "x=a"])
     assert found == {"height": 480, "guidance_scale": 2.5, "x": "a"}
-    for text, message in (("height", "'height' must look like"), ("x=[1", r"'x=\[1' is not valid YAML")):
+    for texts, message in (
+        (["height"], "'height' must look like"),
+        (["x=[1"], r"'x=\[1' is not valid YAML"),
+        (["x=2", "y=2", "x=3"], "The setting 'x' is given twice; keep one of them"),
+    ):
         with pytest.raises(ValueError, match=message):
-            parse_settings([text])
-    assert parse_settings(["x=2", "y=2", "x=3"]) == {"x": 3, "y": 2}
+            parse_settings(texts)
 
 
 def test_steps_are_a_number_or_a_part():

@@ -65,6 +65,21 @@ def test_changed_base_weights_round_trip(weights, tmp_path):
     assert torch.equal(models.output(other, arguments), models.output(model, arguments))
 
 
+@pytest.mark.parametrize("weights", ["changed", "all"])
+def test_what_was_loaded_with_weights_is_saved_with_them(weights, tmp_path):
+    model = plain_wan()
+    shake(model.blocks[1].attn1.to_q)
+    save_mhla(model, tmp_path / "first", weights=weights, base=models.wan() if weights == "changed" else None)
+    again = save_mhla(load_mhla(models.wan(), tmp_path / "first"), tmp_path / "again")
+    assert read_record(again).weights == "changed"
+    arguments = models.inputs("wan")
+    other = load_mhla(models.wan(), again)
+    assert torch.equal(models.output(other, arguments), models.output(model, arguments))
+    unkept = load_mhla(models.wan(), tmp_path / "first", keep_replaced=False)
+    with pytest.raises(ValueError, match="Save weights='changed' with base"):
+        save_mhla(unkept, tmp_path / "unkept")
+
+
 @pytest.mark.parametrize("patched", [["transformer", "transformer_2"], ["transformer"], ["transformer_2"]], ids=str)
 def test_both_or_one_of_two_transformers(patched, tmp_path):
     pipe = pipelines.wan22_pipeline()
