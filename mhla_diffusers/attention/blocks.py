@@ -16,6 +16,7 @@ from .layout import (
     block_lengths,
     block_sizes,
     blocks_of_range,
+    kept_tensors,
     layout_of,
     tokens_by_block,
 )
@@ -39,8 +40,7 @@ def block_table(
         The token in every row, counted from the first, int64 (blocks, rows), any where there is none; the row of every
         token, int64 (count,); and the rows without a token, int64.
     """
-    # kept for calls that take gradients, and made on the CPU whatever the default device is
-    with torch.inference_mode(False), torch.device("cpu"):
+    with kept_tensors():
         if block_size:
             order = layout_of(grid, block_size, count - math.prod(grid)).order.long().view(-1, block_size)
             exists, tokens = order >= 0, order.clamp_min(0)

@@ -8,9 +8,14 @@ import torch
 from torch.autograd import forward_ad
 
 
+def is_forward_mode() -> bool:
+    """Whether forward-mode derivatives are taken, by ``torch.func.jvp`` or ``torch.autograd.forward_ad``."""
+    return forward_ad._current_level >= 0
+
+
 def is_transformed() -> bool:
-    """Whether forward-mode derivatives are taken, or a transform such as ``torch.func.grad`` or ``vmap`` is active."""
-    if forward_ad._current_level >= 0:
+    """Whether they are, or a transform such as ``torch.func.grad`` or ``vmap`` is active."""
+    if is_forward_mode():
         return True
     # torch.compile sees transforms through; it is not told of them
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

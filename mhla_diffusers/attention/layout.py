@@ -13,7 +13,8 @@ the last one lacks are padding. Extra tokens (text) follow in blocks of their ow
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
@@ -21,6 +22,7 @@ from operator import index
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 Shape = tuple[int, ...]
 Extra = tuple[int, int]
@@ -193,12 +195,23 @@ class Layout:
         return len(self.valid)
 
 
+@contextmanager
+def kept_tensors() -> Iterator[None]:
+    """For tables that serve later calls too.
+
+    They take part in gradients, are made on the CPU whatever the default device is, and do not belong to a transform of
+    ``torch.func`` that happens to be active, beyond whose end they could not be read.
+    """
+    outside = nullcontext() if torch.compiler.is_compiling() else temporarily_clear_interpreter_stack()
+    with outside, torch.inference_mode(False), torch.device("cpu"):
+        yield
+
+
 @lru_cache(maxsize=64)
 def layout_of(grid: Shape, block_size: int, extra: int = 0, device: str = "cpu") -> Layout:
     """The tables for a token grid and extra tokens behind it, on a device."""
     count = math.prod(grid)
-    # kept for calls that take gradients, and made on the CPU whatever the default device is
-    with torch.inference_mode(False), torch.device("cpu"):
+    with kept_tensors():
         parts = hilbert_curve(grid), count + torch.arange(extra)
         order = torch.cat([torch.nn.functional.pad(part, (0, -len(part) % block_size), value=-1) for part in parts])
         exists = order >= 0
@@ -236,8 +249,8 @@ def hilbert_curve(grid: Shape) -> torch.Tensor:
             places.extend(range(start, start + step * abs(length), step))
         else:
             boxes.extend(reversed(_cut(start, a, b, c)))
-    with torch.inference_mode(False):
-        return torch.tensor(places, device="cpu")
+    with kept_tensors():
+        return torch.tensor(places)
 
 
 def _cut(start: int, a: _Edge, b: _Edge, c: _Edge) -> list[_Box]:

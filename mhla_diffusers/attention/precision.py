@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from .derivatives import is_forward_mode
+
 OUTPUT_NORM_EPS = 1e-6
 """Epsilon of the output RMSNorm; the value of the paper's Wan code."""
 LEAST_MIXING = 1e-12
@@ -28,7 +30,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """(..., m, k) @ (..., k, n) in the type of the right one, whatever autocast says where backward() is called."""
-    found: torch.Tensor = _Product.apply(left, right)  # type: ignore[no-untyped-call]
+    function = _ProductInForwardMode if is_forward_mode() else _Product
+    found: torch.Tensor = function.apply(left, right)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -51,6 +54,10 @@ class _Product(torch.autograd.Function):
         with without_autocast(right.device):
             of_left = torch.matmul(upstream, right.mT)
             return of_left.to(left.dtype), torch.matmul(left.to(right.dtype).mT, upstream)
+
+
+class _ProductInForwardMode(_Product):
+    """A class of its own, since torch.compile traces none with a ``jvp``."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor | None:

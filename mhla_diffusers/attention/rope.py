@@ -13,12 +13,13 @@ def rotary_table(rotary: Rotary | None) -> torch.Tensor | None:
     Where all layers of a forward are handed the same two tensors, as by Wan and SkyReels, one table serves them: it is
     kept on the first of the two until PyTorch counts a change of either, which it does not of one through ``.data`` or
     NumPy. Models that make new tensors for every layer have a table for each. None is kept where changes are not
-    counted (inference mode), nor while a graph is compiled or captured.
+    counted (inference mode), nor while a graph is compiled or captured or a transform of ``torch.func`` is active.
     """
     if rotary is None:
         return None
     cos, sin = rotary
-    is_traced = torch.compiler.is_compiling() or (cos.is_cuda and torch.cuda.is_current_stream_capturing())
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    is_traced = is_traced or (cos.is_cuda and torch.cuda.is_current_stream_capturing())
     if is_traced or cos.is_inference() or sin.is_inference() or cos.requires_grad or sin.requires_grad:
         return torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
     kept = getattr(cos, _KEPT, None)

@@ -5,6 +5,8 @@ import torch
 from torch.autograd import forward_ad
 
 from mhla_diffusers.attention import BlockLists, sparse_attention
+from mhla_diffusers.attention.blocks import block_table
+from mhla_diffusers.attention.layout import hilbert_curve, layout_of
 
 from .problems import make_problem, make_sparse_problem, relative_error
 
@@ -111,6 +113,27 @@ def test_second_derivatives(kind):
     leaves = [x.clone().requires_grad_() for x in problem.tensors.values()]
     attend = lambda *x: problem.attend(**dict(zip(names, x, strict=True)))  # noqa: E731
     assert torch.autograd.gradgradcheck(attend, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["linear", "sparse, by content"])
+def test_what_a_transform_was_the_first_to_need_serves_later_calls(kind):
+    """Tables of blocks and angles that are kept, as a first call in ``torch.func.grad`` makes them."""
+    problem = problem_of(kind)
+    expected = problem.attend()
+
+    def loss(tensors):
+        return problem.attend(**tensors).sum()
+
+    problem.options |= {"rotary": tuple(x.clone() for x in problem.options["rotary"])} if kind == "linear" else {}
+    grid, blocks, _ = KINDS[kind]
+    place = ((grid, blocks, 0) if blocks else (grid, (), 4), torch.device("cpu"), 0, 24)
+    for transform in (lambda: torch.func.grad(loss)(problem.tensors), lambda: pushed(problem, problem.tensors, "jvp")):
+        for table in (block_table, layout_of, hilbert_curve):
+            table.cache_clear()
+        transform()
+        kept = block_table(*place[0], *place[1:])
+        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in kept)
+        torch.testing.assert_close(problem.attend(), expected)
 
 
 def test_the_output_may_be_changed_in_place():

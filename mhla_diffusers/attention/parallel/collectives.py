@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..derivatives import is_forward_mode
 from ..layout import Shape
 from .place import Group, Parallel, Share
 
@@ -31,6 +32,10 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _arrived(_OPS.all_reduce(gradient.contiguous(), "sum", ctx.group)), None
 
+
+class _SumInForwardMode(_Sum):
+    """A class of its own, since torch.compile traces none with a ``jvp``."""
+
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
         return _arrived(_OPS.all_reduce(tangent.contiguous(), "sum", ctx.group))
@@ -49,6 +54,10 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         lengths = list(ctx.sent), list(ctx.received)
         return _arrived(_OPS.all_to_all_single(gradient.contiguous(), *lengths, ctx.group)), None, None, None
+
+
+class _ExchangeInForwardMode(_Exchange):
+    """Likewise."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -78,13 +87,15 @@ def summed(x: torch.Tensor, group: str | None) -> torch.Tensor:
     """Add a tensor up over processes; a group of None is this process alone."""
     if group is None:
         return x
-    found: torch.Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    function = _SumInForwardMode if is_forward_mode() else _Sum
+    found: torch.Tensor = function.apply(x, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: str | None) -> torch.Tensor:
     """Rows (Σ sent, ...) to whom they are due, and those received (Σ received, ...), each in the order of processes."""
-    found: torch.Tensor = _Exchange.apply(rows, tuple(sent), tuple(received), group)  # type: ignore[no-untyped-call]
+    function = _ExchangeInForwardMode if is_forward_mode() else _Exchange
+    found: torch.Tensor = function.apply(rows, tuple(sent), tuple(received), group)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -11,13 +11,20 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from mhla_diffusers.attention import BlockLists, MHLACall, mhla_attention, register_feature_map, sparse_attention
+from mhla_diffusers.attention import (
+    BlockLists,
+    MHLACall,
+    initial_mixing,
+    mhla_attention,
+    register_feature_map,
+    sparse_attention,
+)
 from mhla_diffusers.attention.feature_maps import _FEATURE_MAPS
 from mhla_diffusers.attention.rope import rotary_table
 from mhla_diffusers.attention.triton import read, states
 from mhla_diffusers.attention.triton.backend import why_not
 
-from ..problems import make_problem
+from ..problems import errors_against_reference, make_problem
 from ..shares import shares_of
 from .test_kernels import DEVICE, EVERYTHING, on_device
 
@@ -80,6 +87,8 @@ def test_derivatives_that_the_kernels_lack_are_refused(transform):
         differentiate(attend)
     auto, eager = (differentiate(partial(attend, backend=backend)) for backend in ("auto", "eager"))
     torch.testing.assert_close(auto, eager)
+    if transform == "grad":  # PyTorch itself refuses custom operators
+        return
     place = [4, 6], [2, 2], 0, 0, "relu", 1e-6, False, True
     with pytest.raises(NotImplementedError, match='backend="eager" under torch.func.jvp'):
         differentiate(lambda x: states.block_states(x, x, None, None, *place)[0].sum())
@@ -204,6 +213,20 @@ else:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True)
     assert done.stderr.count("The Triton kernels cannot be imported") == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary": True, "norm": True}], ids=str)
+def test_a_query_that_gives_weight_to_masked_keys_alone_gets_nothing(options):
+    """As in eager: its row of the mixing matrix has zeros for all other blocks."""
+    problem = make_problem((12,), (3,), head_dim=16, mask=True, **options)
+    problem.tensors["mixing"] = initial_mixing((3,))
+    problem.options["key_mask"] = (torch.arange(12) < 4).expand(2, -1)
+    problem = on_device(problem)
+    found = problem.run(mhla_attention, backend="triton")
+    assert all(x.isfinite().all() for x in found.values())
+    assert not found["output"][:, 4:].any() and found["output"][:, :4].any(dim=-1).all()
+    for name, error in errors_against_reference(problem, torch.float32, "triton").items():
+        assert error <= 5e-6, f"{name}: {error:.2e}"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
