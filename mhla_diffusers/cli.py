@@ -30,10 +30,22 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_wanted: set[str] = set()
+"""Options of the command that hold for what runs it."""
+
+
+def _want_traceback(wanted: bool) -> None:
+    if wanted:
+        _wanted.add("traceback")
+
+
 @app.callback()
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", callback=_want_traceback, help="Show where an error comes from.")
     ] = False,
 ) -> None:
     """Cheap attention at long sequences for diffusers pipelines."""
@@ -99,11 +111,25 @@ def _hide(part: str) -> Callable[[logging.LogRecord], bool]:
 
 
 def run() -> None:
-    """Entry point: user errors are printed without a traceback."""
+    """Entry point: user errors are printed with their causes, and without a traceback unless it is asked for."""
     for name, part in _NOT_FOR_USERS.items():
         logging.getLogger(name).addFilter(_hide(part))
+    _wanted.clear()
     try:
         app()
     except (ValueError, OSError, ImportError) as error:
-        typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
+        if "traceback" in _wanted:
+            raise
+        typer.secho(f"Error: {_with_causes(error)}", fg=typer.colors.RED, err=True)
+        typer.echo("mhla --traceback COMMAND … shows where it comes from.", err=True)
         raise SystemExit(1) from None
+
+
+def _with_causes(error: BaseException) -> str:
+    """Return the text of an error, and of those that caused it unless it tells them itself."""
+    texts, cause = [str(error)], error.__cause__
+    while cause is not None:
+        if str(cause) not in texts[-1]:
+            texts.append(f"Caused by {type(cause).__name__}: {cause}")
+        cause = cause.__cause__
+    return "\n".join(texts)

@@ -111,6 +111,25 @@ def test_user_errors_have_no_traceback(monkeypatch, capsys):
     assert "wan2.1-t2v-1.3b" in said and "Traceback" not in said
 
 
+def test_an_error_tells_its_causes_and_where_it_comes_from_if_asked(monkeypatch, capsys):
+    def fail(*arguments):
+        try:
+            raise RuntimeError("mismatched sizes")
+        except RuntimeError as cause:
+            raise ValueError("it fails with the settings") from cause
+
+    monkeypatch.setattr("mhla_diffusers.benchmark.info.report", fail)
+    monkeypatch.setattr(sys, "argv", ["mhla", "info", "--report"])
+    with pytest.raises(SystemExit):
+        run()
+    shown = capsys.readouterr().err
+    assert "Error: it fails with the settings\nCaused by RuntimeError: mismatched sizes" in shown
+    assert "mhla --traceback" in shown
+    monkeypatch.setattr(sys, "argv", ["mhla", "--traceback", "info", "--report"])
+    with pytest.raises(ValueError, match="it fails"):
+        run()
+
+
 def test_modules_of_the_current_folder_are_found(tmp_path):
     (tmp_path / "mine.py").write_text("raise ValueError('mine was found')")
     for file in ("a.png", "b.png"):
