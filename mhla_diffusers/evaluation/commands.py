@@ -1,5 +1,6 @@
 """``mhla eval``."""
 
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,14 +49,18 @@ def fid(
     from .fid import measure_images
 
     chosen = load_extractor(extractor, weights, device)
-    scores = measure_images(samples, reference, chosen, batch_size=batch_size)
-    _report({"extractor": chosen.name, **scores}, output)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        scores = measure_images(samples, reference, chosen, batch_size=batch_size)
+    remarks = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    _report({"extractor": chosen.name, **scores} | ({"remarks": remarks} if remarks else {}), output)
 
 
 def _report(result: dict[str, Any], output: Path | None) -> None:
     """Print a result line by line, and write it if asked for."""
     for name, value in result.items():
-        typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+        for one in value if isinstance(value, list) else [value]:
+            typer.echo(f"{name}: {one:.4f}" if isinstance(one, float) else f"{name}: {one}")
     if output is not None:
         write_json(result, output)
 
@@ -137,7 +142,7 @@ def compare_variants(
     from .clip import ClipScorer
     from .compare import SampleScore, compare_sets, read_variants
     from .extractors import load_callable, load_extractor
-    from .report import score_table, write_report
+    from .report import difference_table, score_table, write_report
 
     read_variants(sets)  # before a model is asked of the Hub
     scores: dict[str, SampleScore] = {}
@@ -157,7 +162,8 @@ def compare_variants(
         sample_scores=scores,
         similarities=similarities,
     )
-    typer.echo(text_table(*score_table(variants)))
+    for header, rows in filter(lambda table: table[1], (score_table(variants), difference_table(variants))):
+        typer.echo(text_table(header, rows))
     for remark in (*missing, *remarks):
         typer.echo(remark)
     report = write_report(variants, output, remarks=remarks, reference=reference, shown=shown)

@@ -27,7 +27,7 @@ SCORE_FILES = ("scores.json", "vbench.json", "geneval.json")
 A list has the same items in the same order in every set, for example the loss of every held-out sample. Its mean is the
 score, and differences between sets are paired.
 """
-_NO_SCORES = ("extractor", "model")
+_NO_SCORES = ("extractor", "model", "remarks")
 """What mhla eval writes beside scores."""
 _FRECHET_RESAMPLES = 200
 _FRECHET_CHANNELS = 256

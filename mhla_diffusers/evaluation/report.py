@@ -75,7 +75,9 @@ def write_report(
     """
     base = variants[0]
     facts = {
-        **{name: base.choices.get(name) for name in ("family", "model", "seed", "settings")},
+        "family": base.choices.get("family"),
+        "model": base.choices.get("model") or "the tiny pipeline",
+        **{name: base.choices.get(name) for name in ("seed", "settings")},
         "samples": len(base.samples),
         "reference": reference.name if reference is not None else "none",
         "torch": torch.__version__,

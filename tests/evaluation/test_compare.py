@@ -76,6 +76,16 @@ def test_scores_and_paired_differences(folders):
         assert text.startswith(f"{name} images. ") and "about 60" in text
 
 
+def test_the_command_prints_the_intervals_and_the_report_names_the_model(tmp_path):
+    losses = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    sets = [
+        write_set(tmp_path / name, 128, held_out_loss=(losses + more).tolist()) for name, more in (("a", 0), ("b", 1))
+    ]
+    shown = mhla("eval", "compare", *sets, "--no-similarity", "--output", tmp_path / "report").output
+    assert "95 % interval" in shown and "+1 to +1" in shown
+    assert "model: the tiny pipeline," in (tmp_path / "report" / "report.html").read_text()
+
+
 def test_lists_of_scores_are_paired(tmp_path):
     losses = torch.rand(50, generator=torch.Generator().manual_seed(0))
     first = write_set(tmp_path / "a", 128, held_out_loss=losses.tolist())

@@ -45,6 +45,17 @@ def test_scores_of_two_folders(folders):
     assert pooled == pytest.approx({k: scores[k] for k in scores if k not in ("sfid", "inception_score")})
 
 
+def test_the_file_of_scores_says_that_the_sets_are_small(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "mhla_diffusers.evaluation.extractors.load_extractor", lambda *given: Extractor(blocks, "blocks", "")
+    )
+    write_pictures(tmp_path / "few", 20)
+    ended = mhla("eval", "fid", tmp_path / "few", folders[1], "--output", tmp_path / "fid.json")
+    assert "remarks: " in ended.output
+    remarks = json.loads((tmp_path / "fid.json").read_text())["remarks"]
+    assert remarks[0].startswith(f"{tmp_path / 'few'} holds 20 images.")
+
+
 def test_reference_statistics_lie_beside_the_data_and_are_used(folders):
     before = measure(*folders)
     file = statistics_file(folders[1], "blocks")
