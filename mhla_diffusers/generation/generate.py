@@ -210,7 +210,7 @@ def _record(config: SampleSet) -> None:
 
 
 def read_picture(file: Path) -> Any:
-    """Read a picture as RGB, turned as it was taken, as ``mhla encode`` and diffusers' own ``load_image`` read it."""
+    """Read a picture as RGB as ``mhla encode`` does: turned as it was taken, and laid on white where transparent."""
     from PIL import Image
 
     from .pixels import upright_rgb

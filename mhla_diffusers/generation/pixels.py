@@ -11,7 +11,7 @@ _BITS_16 = 257
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """Return a picture as RGB of 8 bits, turned as its EXIF data says.
+    """Return a picture as RGB of 8 bits, turned as its EXIF data says; what is transparent is laid on white.
 
     PIL's own conversion cuts 16-bit grey off at 255, so that nearly all of it becomes white.
     """
@@ -19,6 +19,9 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     if turned.mode.startswith("I"):
         scaled = numpy.asarray(turned).astype(numpy.float64) / _BITS_16
         turned = Image.fromarray(scaled.round().clip(0, 255).astype(numpy.uint8))
+    if turned.has_transparency_data:
+        opaque = turned.convert("RGBA")
+        turned = Image.alpha_composite(Image.new("RGBA", opaque.size, "white"), opaque)
     return turned.convert("RGB")
 
 

@@ -352,3 +352,9 @@ def test_grey_of_16_bits_keeps_its_level(tmp_path: Path) -> None:
     Image.fromarray(np.full((32, 32), 127 * 257, dtype=np.uint16)).save(tmp_path / "grey.png")
     assert _read(tmp_path / "grey.png", IMAGE).unique().tolist() == [127]
     assert read_sample(tmp_path / "grey.png").unique().tolist() == [127]
+
+
+def test_what_is_transparent_is_laid_on_white(tmp_path: Path) -> None:
+    Image.new("RGBA", (32, 32), (200, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert _read(tmp_path / "clear.png", IMAGE).unique().tolist() == [255]
+    assert read_sample(tmp_path / "clear.png").unique().tolist() == [255]
