@@ -180,16 +180,6 @@ def test_quantised_parameters_are_refused_by_their_class(tmp_path):
     assert not mhla.mhla_layers(model)
 
 
-def test_saving_without_the_weights_that_a_patch_brought_warns(tmp_path, caplog):
-    folder, _ = saved("wan", tmp_path / "adapted")
-    model = mhla.load_mhla(FAMILIES["wan"].build(), folder)
-    mhla.save_mhla(model, tmp_path / "again")
-    assert "came with weights of the model" in caplog.text
-    caplog.clear()
-    mhla.save_mhla(model, tmp_path / "whole", weights="changed", base=FAMILIES["wan"].build())
-    assert not caplog.text
-
-
 def test_saving_under_a_lora_that_is_no_part_of_the_patch_warns(tmp_path, caplog):
     model = mhla.apply_mhla(FAMILIES["wan"].build())
     mhla.save_mhla(model, tmp_path)
