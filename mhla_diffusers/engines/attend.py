@@ -235,8 +235,7 @@ class EngineAttention:
             self._calls_in_step.clear()
         order = self._calls_in_step[half, layer]
         self._calls_in_step[half, layer] += 1
-        known = self._halves.setdefault((half, order), Half())
-        return CarriedForward(known, step, config.carry_dtype, None if config.carry_device == "model" else "cpu")
+        return CarriedForward(self._halves.setdefault((half, order), Half()), step, config)
 
     def _asked_for(self, query: torch.Tensor, layer: int | None, step: Step | None) -> str:
         """Return the setting by which an attention stays dense; empty if there is none."""

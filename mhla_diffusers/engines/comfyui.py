@@ -313,6 +313,9 @@ def make_node() -> Any:
     """Return the node's class, which needs ComfyUI."""
     from comfy_api.latest import io
 
+    def share_of_steps(name: str, default: float, tooltip: str) -> Any:
+        return io.Float.Input(name, default=default, min=0.0, max=1.0, step=0.05, tooltip=tooltip)
+
     class MHLASparseAttention(io.ComfyNode):
         """Makes the self-attention of a model sparse."""
 
@@ -337,30 +340,21 @@ def make_node() -> Any:
                         tooltip="Share of all pairs of token blocks that attend exactly; the others take part through "
                         "their means and states. Less is faster, more is closer. 1 is dense attention.",
                     ),
-                    io.Float.Input(
+                    share_of_steps(
                         "softmax_steps",
-                        default=0.0,
-                        min=0.0,
-                        max=1.0,
-                        step=0.05,
-                        tooltip="Share of the sampler's steps, from the first, with dense attention: there the layout "
+                        0.0,
+                        "Share of the sampler's steps, from the first, with dense attention: there the layout "
                         "of the picture forms. 0 for none.",
                     ),
-                    io.Float.Input(
+                    share_of_steps(
                         "softmax_last",
-                        default=0.0,
-                        min=0.0,
-                        max=1.0,
-                        step=0.05,
-                        tooltip="Share of the sampler's steps, up to the last, with dense attention. 0 for none.",
+                        0.0,
+                        "Share of the sampler's steps, up to the last, with dense attention. 0 for none.",
                     ),
-                    io.Float.Input(
+                    share_of_steps(
                         "refresh",
-                        default=USUAL_REFRESH,
-                        min=0.0,
-                        max=1.0,
-                        step=0.05,
-                        tooltip="Dense attention again after every such share of the steps, from the first on. What "
+                        USUAL_REFRESH,
+                        "Dense attention again after every such share of the steps, from the first on. What "
                         "sparse attention loses there is added at the steps that follow, fading. 0.1 is closer, 0 "
                         "is never.",
                     ),

@@ -82,6 +82,11 @@ class PipelineChoice:
         return family_named(self.family)
 
     @property
+    def named_patch(self) -> str | None:
+        """Name or YAML file of the patch; None for the family's own, and without one."""
+        return None if self.patch == DEFAULT else self.patch
+
+    @property
     def video_rate(self) -> int:
         """Frames per second of written videos."""
         if self.frames_per_second is not None:
@@ -99,14 +104,14 @@ class PipelineChoice:
         return {
             **{name: getattr(self, name) for name in names},
             "model_content": None if self.model is None else content_of(Path(self.model)),
-            "patch_content": None if self.patch in (None, DEFAULT) else load_patch(self.patch).config.to_dict(),
+            "patch_content": None if self.named_patch is None else load_patch(self.named_patch).config.to_dict(),
             "weights_content": None if not weights else content_of(Path(weights)),
         }
 
     def check(self) -> None:
         """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline."""
-        if self.patch not in (None, DEFAULT):
-            load_patch(self.patch).config.replace(**self.patch_settings)
+        if self.named_patch is not None:
+            load_patch(self.named_patch).config.replace(**self.patch_settings)
         elif self.weights is None and self.patch_settings:
             self.of_family.complete(self.patch_settings)
         if self.settings or self.model is not None:
@@ -143,7 +148,7 @@ class PipelineChoice:
             if self.patch_settings:
                 change_mhla(pipe, **self.patch_settings)
         elif self.patch is not None or self.patch_settings:
-            apply_mhla(pipe, None if self.patch in (None, DEFAULT) else self.patch, **self.patch_settings)
+            apply_mhla(pipe, self.named_patch, **self.patch_settings)
         if (few_steps := few_steps_of(pipe)) is not None:
             few_steps.check_call(self.settings)
         return pipe

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..attention.parallel.collectives import summed
-from ..config import CarryType, Step
+from ..config import CarryType, PatchConfig, Step
 from .context import current
 
 FIRST_FADING = 0.95
@@ -123,7 +123,7 @@ class Difference:
 
 
 Key = tuple[int, int]
-"""Place of an attention among those of a transformer, and of a tensor among those that it returns."""
+"""Number of a layer, and which of the tensors that its attention returns."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Half:
 
     differences: dict[Key, Difference] = field(default_factory=dict)
     conditions: "weakref.ref[torch.Tensor] | None" = None
-    """The conditions of the dense step, such as the caption; a dead reference where a pipeline makes them anew."""
+    """Conditions of the dense step, such as the caption. The reference dies if the pipeline makes new ones per step."""
     _ahead: dict[Key, tuple[torch.Tensor, Any]] = field(default_factory=dict)
     """Values that are on their way to the device, with the event that ends it."""
 
@@ -147,6 +147,11 @@ class Half:
             self.clear()
         if is_dense:
             self.conditions = None if given is None else weakref.ref(given)
+
+    def keep(self, key: Key, difference: Difference) -> None:
+        """Keep a difference in place of the earlier one, which may be on its way to the device."""
+        self.differences[key] = difference
+        self._ahead.pop(key, None)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -190,7 +195,7 @@ class DenoisingRun:
     def __init__(self) -> None:
         self._halves: dict[tuple[str | None, int], Half] = {}
         self.step: Step | None = None
-        """Of the latest forward."""
+        """Step of the latest forward."""
         self._timesteps: object = None
         self._forwards: dict[str | None, int] = {}
 
@@ -230,30 +235,27 @@ class CarriedForward:
     Attributes:
         half: of the guidance, that the forward belongs to.
         step: of the forward.
-        kept: how differences are kept.
-        device: "cpu" to keep them there; None for the device of the attention.
+        config: of the patch, which says how differences are kept and where.
     """
 
     half: Half
     step: Step
-    kept: CarryType
-    device: str | None
+    config: PatchConfig
 
-    def show(self, dense: torch.Tensor, patched: torch.Tensor, place: int, part: int) -> None:
+    def show(self, dense: torch.Tensor, patched: torch.Tensor, number: int, part: int) -> None:
         """Keep the difference of an attention of a dense step.
 
         Raises:
             torch.OutOfMemoryError: with the ways to need less.
         """
         refuse_gradients(dense, patched)
-        key = place, part
-        before = self.half.differences.get(key)
+        before = self.half.differences.get((number, part))
         try:
             parallel = current().parallel
             group = None if parallel is None else parallel.whole.name
-            shown = Difference.shown(dense, patched, self.step.index, before, self.kept, group)
-            if self.device is not None and dense.is_cuda:
-                values = torch.empty_like(shown.values, device=self.device, pin_memory=True)
+            shown = Difference.shown(dense, patched, self.step.index, before, self.config.carry_dtype, group)
+            if self.config.carry_device == "cpu" and dense.is_cuda:
+                values = torch.empty_like(shown.values, device="cpu", pin_memory=True)
                 shown.values = values.copy_(shown.values)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
@@ -261,15 +263,15 @@ class CarriedForward:
                 "carry_device='cpu' keeps them in the machine's, carry=False keeps none, and describe(pipe, height=…, "
                 f"width=…) tells beforehand what they take. {error}"
             ) from error
-        self.half.differences[key] = shown
+        self.half.keep((number, part), shown)
 
-    def add(self, output: torch.Tensor, place: int, part: int) -> torch.Tensor:
+    def add(self, output: torch.Tensor, number: int, part: int) -> torch.Tensor:
         """Add what the latest dense step has shown to the output of an attention, in place, and return it."""
-        difference = self.half.differences.get((place, part))
+        difference = self.half.differences.get((number, part))
         if difference is None or not difference.fits(output):
             return output
         refuse_gradients(output)
-        values = self.half.values_on(output.device, (place, part))
+        values = self.half.values_on(output.device, (number, part))
         return difference.add_to(output, values, self.step.index)
 
 
@@ -290,66 +292,61 @@ def refuse_gradients(*outputs: torch.Tensor) -> None:
 
 
 @torch.library.custom_op("mhla_diffusers::carry_show", mutates_args=())
-def _show(dense: torch.Tensor, patched: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
-    if (carried := current().carried) is not None:
-        carried.show(dense, patched, int(place), part)
-    return dense.clone()
+def _show_operator(dense: torch.Tensor, patched: torch.Tensor, number: torch.Tensor, part: int) -> torch.Tensor:
+    return _show(dense.clone(), patched, number, part)
 
 
 @torch.library.custom_op("mhla_diffusers::carry_add", mutates_args=())
-def _add(output: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
-    carried, added = current().carried, output.clone()
-    return added if carried is None else carried.add(added, int(place), part)
+def _add_operator(output: torch.Tensor, number: torch.Tensor, part: int) -> torch.Tensor:
+    return _add(output.clone(), number, part)
 
 
-@_show.register_fake
-def _(dense: torch.Tensor, patched: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
+@_show_operator.register_fake
+def _(dense: torch.Tensor, patched: torch.Tensor, number: torch.Tensor, part: int) -> torch.Tensor:
     return torch.empty_like(dense)
 
 
-@_add.register_fake
-def _(output: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
+@_add_operator.register_fake
+def _(output: torch.Tensor, number: torch.Tensor, part: int) -> torch.Tensor:
     return torch.empty_like(output)
+
+
+def _show(dense: torch.Tensor, patched: torch.Tensor, number: torch.Tensor, part: int) -> torch.Tensor:
+    if (carried := current().carried) is not None:
+        carried.show(dense, patched, int(number), part)
+    return dense
+
+
+def _add(output: torch.Tensor, number: torch.Tensor, part: int) -> torch.Tensor:
+    carried = current().carried
+    return output if carried is None else carried.add(output, int(number), part)
 
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-def show(dense: Outputs, patched: Outputs, place: torch.Tensor) -> Outputs:
+def show(dense: Outputs, patched: Outputs, number: torch.Tensor) -> Outputs:
     """Keep what an attention of this thread's forward loses, and return its dense output.
 
     Args:
-        dense: (B, N, C) as before the patch; of joint attention one for each stream of tokens.
+        dense: (B, N, C) as before the patch; joint attention has one for each stream of tokens.
         patched: the same of the patched attention.
-        place: of the attention, a number on the CPU: a tensor, so that attentions share a graph.
+        number: of the layer, on the CPU.
     """
+    one_show = _show_operator if torch.compiler.is_compiling() else _show
     if isinstance(dense, tuple):
         assert isinstance(patched, tuple)
         pairs = enumerate(zip(dense, patched, strict=True))
-        return tuple(_shown(one, other, place, part) for part, (one, other) in pairs)
+        return tuple(one_show(one, other, number, part) for part, (one, other) in pairs)
     assert isinstance(patched, torch.Tensor)
-    return _shown(dense, patched, place, 0)
+    shown: torch.Tensor = one_show(dense, patched, number, 0)
+    return shown
 
 
-def add(output: Outputs, place: torch.Tensor) -> Outputs:
+def add(output: Outputs, number: torch.Tensor) -> Outputs:
     """Return an attention's output, which may be changed, with what the latest dense step of its run has shown."""
+    one_add = _add_operator if torch.compiler.is_compiling() else _add
     if isinstance(output, tuple):
-        return tuple(_added(one, place, part) for part, one in enumerate(output))
-    return _added(output, place, 0)
-
-
-def _shown(dense: torch.Tensor, patched: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        shown: torch.Tensor = _show(dense, patched, place, part)
-        return shown
-    if (carried := current().carried) is not None:
-        carried.show(dense, patched, int(place), part)
-    return dense
-
-
-def _added(output: torch.Tensor, place: torch.Tensor, part: int) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        added: torch.Tensor = _add(output, place, part)
-        return added
-    carried = current().carried
-    return output if carried is None else carried.add(output, int(place), part)
+        return tuple(one_add(one, number, part) for part, one in enumerate(output))
+    added: torch.Tensor = one_add(output, number, 0)
+    return added

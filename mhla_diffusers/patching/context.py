@@ -36,10 +36,10 @@ class InStream(Protocol):
 class Carried(Protocol):
     """One forward of a denoising run, as its attentions see it (:mod:`mhla_diffusers.patching.carry`)."""
 
-    def show(self, dense: torch.Tensor, patched: torch.Tensor, place: int, part: int) -> None:
+    def show(self, dense: torch.Tensor, patched: torch.Tensor, number: int, part: int) -> None:
         """Keep what an attention loses in a dense step."""
 
-    def add(self, output: torch.Tensor, place: int, part: int) -> torch.Tensor:
+    def add(self, output: torch.Tensor, number: int, part: int) -> torch.Tensor:
         """Add what a dense step before has shown to the output of an attention, in place, and return it."""
 
 

@@ -129,10 +129,8 @@ class Patched:
         """
         processor, trunk = self.running_processor(), self.family.trunk(self.transformer)
         self.family.prepare(self.transformer)
-        places = list(self.attentions)
         for name, layer in layers.items():
             attn = self.attentions[name]
-            layer.place = torch.tensor(places.index(name), device="cpu")
             layer.original_processor = attn.processor
             attn.mhla = layer
             if getattr(attn.processor, "_parallel_config", None) is not None:
@@ -401,7 +399,7 @@ class Patched:
         config = self.config
         if not config.asks_for_dense_steps and (torch.is_grad_enabled() or not self._knows_steps(context)):
             return False
-        is_off = self.processor is not None and any(one is self.processor for one in context.off)
+        is_off = self.processor is not None and self.processor.is_off
         return config.has_dense_steps and not (transformer.training or context.in_every_step or is_off)
 
     def _knows_steps(self, context: CallContext) -> bool:
@@ -468,7 +466,7 @@ class Patched:
         is_new, half = run.step != step, run.half(step, self.loop.scheduler, name)
         if is_new and config.shows(step):  # else a cache may skip what this step is to show
             forget_skipping(self.transformer)
-        return CarriedForward(half, step, config.carry_dtype, None if config.carry_device == "model" else "cpu")
+        return CarriedForward(half, step, config)
 
     def _checkpointing(self) -> list[Any]:
         """Return the modules that hold a function for gradient checkpointing."""

@@ -1,6 +1,7 @@
 """The submodule ``attn.mhla`` of one patched attention: what attends, and of MHLA what is learned."""
 
 import math
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..families.adapters import AttentionAdapter, AttentionInputs
 FLOAT32_PARAMETERS = ("mixing", "linear_log_weight")
 """Parameters of a layer that stay in float32 whatever the attention computes in."""
 
+_numbers = count()
 _UNIT_GATE = 1.2784645427610738
 """The number whose SiLU is 1, so that a fresh gate changes nothing."""
 _CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -93,8 +95,8 @@ class PatchedLayer(nn.Module):
         self.adapter = adapter if adapter is not None else AttentionAdapter()
         self.heads = heads
         self.head_dim = head_dim
-        self.place = torch.zeros((), dtype=torch.int64, device="cpu")
-        """Which of the transformer's attentions it is; a tensor, so that compiled ones share a graph."""
+        self.number = torch.tensor(next(_numbers), device="cpu")
+        """Tells it from other layers; a tensor, so that compiled attentions share a graph."""
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
 

@@ -13,7 +13,7 @@ from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
 from . import carry
-from .context import CallContext, current
+from .context import current
 from .layer import FLOAT32_PARAMETERS, MHLALayer, PatchedLayer, SparseLayer, layer_of, replaced_processor
 from .parallel import parallel_of
 
@@ -179,10 +179,10 @@ class MHLAProcessor:
             self._check_layer(layer)
         context, skips_scores = current(), _skips_scores(attn)
         if skips_scores or not (context.disabled or self.is_off):
-            output = self._run_patched(attn, arguments, adapter, family, context)
+            output = self._run_patched(attn, arguments, adapter, family, skips_scores)
             if layer is None or skips_scores or attn.training or not self._carries:
                 return output
-            return carry.add(output, layer.place)
+            return carry.add(output, layer.number)
         original = replaced_processor(attn)
         if original is None:  # diffusers' own form keeps none
             family = family or family_of_attention(attn)
@@ -192,7 +192,7 @@ class MHLAProcessor:
         dense = adapter.run(with_backend_of(self, original), attn, arguments)
         if layer is None or not context.shows or self.is_off:
             return dense
-        return carry.show(dense, self._run_patched(attn, arguments, adapter, family, context), layer.place)
+        return carry.show(dense, self._run_patched(attn, arguments, adapter, family, skips_scores=False), layer.number)
 
     @property
     def _carries(self) -> bool:
@@ -207,10 +207,11 @@ class MHLAProcessor:
         arguments: Arguments,
         adapter: AttentionAdapter,
         family: Family | None,
-        context: CallContext,
+        skips_scores: bool,
     ) -> Any:
-        """Run one self-attention as the patch says, and its output projection."""
+        """Run one self-attention as the patch says, or without scores, and its output projection."""
         adapter.check_order(arguments, self.config)
+        context = current()
         grid, parallel = self.grid or context.grid, context.parallel
         if grid is None:
             grid = _grid_of_rotary(attn, adapter, arguments)
@@ -224,7 +225,7 @@ class MHLAProcessor:
         inputs, stream = adapter.read(attn, arguments, grid, tokens), context.stream
         if layer_of(attn) is None:  # a refused first forward leaves no weights behind
             attn.mhla = make_layer(attn, self.config, family)
-        if _skips_scores(attn):
+        if skips_scores:
             return adapter.project_output(attn, inputs.value, inputs)
         if stream is not None:
             rotary, state = stream.rotary(inputs.rotary, grid), stream.state_of(attn, grid)

@@ -55,7 +55,7 @@ class DenoisingLoop:
 
     @property
     def scheduler(self) -> Any:
-        """The pipeline's, whose timesteps every call makes anew; None if the pipeline is."""
+        """Scheduler of the pipeline; None without a pipeline. Every call gives it new timesteps."""
         return getattr(self.pipe, "scheduler", None)
 
     def step_by_index(self, index: int, count: int) -> Step:

@@ -22,7 +22,7 @@ from ..models import bytes_alive
 from ..pipelines import dit_pipeline, wan22_pipeline, wan_pipeline
 
 DENSE = {"softmax_steps": 1, "refresh": 3}
-"""Of eight steps those of index 0, 3 and 6."""
+"""Dense steps 0, 3 and 6 of eight."""
 SPARSE = {"density": 0.1, "block_size": 4, "far": "means"}
 CALLS = {
     "wan": {"height": 32, "width": 32, "num_frames": 9, "guidance_scale": 3.0, "num_inference_steps": 8},
@@ -46,7 +46,7 @@ class Recorder:
     """What every self-attention returned in every forward of a run, and which forwards were dense."""
 
     def __init__(self, pipe):
-        self.outputs, self.forwards = [], 0
+        self.outputs = []
         transformer = pipe.transformer
         self.hooks = [transformer.register_forward_pre_hook(lambda *_: self.outputs.append([]))]
         for attn in find_patched(transformer)["transformer"].attentions.values():
@@ -130,7 +130,7 @@ def test_what_has_not_lasted_is_not_added(share):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_dense_steps_are_the_unpatched_models_and_the_others_carry(name):
-    """Of the same inputs, bit for bit: until the second step nothing but dense attention has run."""
+    """Bit for bit on equal inputs: before the second step only dense attention has run."""
     pipe = make(name)
     recorded = []
     mhla.apply_mhla(pipe, **SPARSE)
@@ -309,7 +309,7 @@ def test_guidance_that_ends_half_way_takes_nothing_of_the_other_half():
     mixed = run(lambda index: [without, with_caption] if index < 2 else [with_caption])
     mhla.change_mhla(pipe, carry=False)
     dropped = run(lambda index: [with_caption])
-    # until guidance ends each half carries its own; then nothing, until the next dense step shows it anew
+    # each half carries its own difference while guidance lasts, then none until the next dense step
     assert all(torch.equal(mixed[index], alone[index]) for index in (0, 1))
     assert torch.equal(mixed[2], dropped[2]) and not torch.equal(mixed[2], alone[2])
 
@@ -444,3 +444,23 @@ def test_a_step_cache_runs_every_block_of_a_step_that_shows_something(carry):
     sample(pipe)
     whole = (0, 3, 6) if carry else (0,)
     assert ran == [index in whole for index in range(8) for _ in ("cond", "uncond")]
+
+
+def test_layers_that_are_changed_carry_their_own_differences():
+    """As in a fresh patch: new layers, of other blocks, do not share what one of them shows."""
+    call = {"output_type": "latent"}
+    expected = sample(mhla.apply_mhla(make("wan"), blocks=(1, 2, 2), **DENSE), **call)
+    pipe = mhla.apply_mhla(make("wan"), blocks=(1, 1, 2), **DENSE)
+    mhla.change_mhla(pipe, blocks=(1, 2, 2))
+    for layer in mhla.mhla_layers(pipe).values():
+        fresh = mhla.MHLAConfig(blocks=(1, 2, 2))
+        layer.mixing.data.copy_(mhla.attention.initial_mixing(fresh.blocks, fresh.mixing_init))
+    assert torch.equal(sample(pipe, **call), expected)
+
+
+def test_values_that_are_read_ahead_are_not_those_of_an_earlier_dense_step():
+    half = carry.Half()
+    forward = carry.CarriedForward(half, Step(0, 9), SparseConfig())
+    half._ahead[0, 0] = torch.zeros(1), None
+    forward.show(torch.ones(1, 4, 4), torch.zeros(1, 4, 4), 0, 0)
+    assert not half._ahead and (0, 0) in half.differences
