@@ -30,7 +30,7 @@ def block_table(
 
     Args:
         grid: token grid.
-        blocks: MHLA blocks per axis, of which those of :func:`blocks_of_range` are in the table; () for uniform ones.
+        blocks: MHLA blocks per axis; () for uniform ones. The table has those of :func:`blocks_of_range`.
         block_size: rows of a uniform block; 0 for MHLA blocks, which have as many as the longest here.
         device: that holds the tables.
         first: place of the first token; 0 for uniform blocks.

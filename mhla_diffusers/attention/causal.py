@@ -69,7 +69,7 @@ def see_nothing(mask: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
 
     Args:
         mask: of the keys, (B, N).
-        ends: of the frame blocks, of which a query sees its own whole; None where it sees no key behind itself.
+        ends: ends of the frame blocks, if a query sees its whole own block; None if it sees no later key.
     """
     unseen = (mask != 0).cumsum(dim=1) == 0
     if ends is None:

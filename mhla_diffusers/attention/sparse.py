@@ -424,7 +424,7 @@ class _TwiceDifferentiable(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return gradients[0], *(None,) * 5
-        # views, since one may come from another, which is no way for these gradients
+        # views: one input may be computed from another, and these gradients must not flow that way
         inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
         with without_autocast(inputs[0].device):
             output = _unfused(inputs[0], inputs[1], inputs[2], inputs[3], ctx.scale)

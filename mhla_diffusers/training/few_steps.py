@@ -174,7 +174,7 @@ class DistributionMatching:
         return NoisedBatch(batch.latents, batch.noise, time, whole, self.process.timestep(time), batch.conditioning)
 
     def _attention_at(self, index: int) -> AbstractContextManager[None]:
-        """Context in which the patch attends as in a step: disabled in the first ``softmax_steps``."""
+        """Context in which the patch attends as in a step: disabled in a dense one."""
         layer = next(iter(mhla_layers(self.roles.student).values()), None)
         step = Step(index, len(self.settings.times))
         if layer is None or not layer.config.is_dense(step):

@@ -179,7 +179,7 @@ def test_rotary_tables_of_one_row_are_those_of_all_tokens(causal):
 
 
 def test_views_that_begin_at_odd_places_of_the_memory():
-    """Of which PyTorch makes no complex numbers."""
+    """PyTorch cannot view them as complex numbers."""
     problem = make_problem((12,), (3,), rotary=True)
     given = {name: problem.tensors[name] for name in ("query", "key", "value")}
     shared, mixing = {"grid": (12,), "rotary": problem.options["rotary"]}, problem.tensors["mixing"]

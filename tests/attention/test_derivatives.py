@@ -29,7 +29,7 @@ KINDS = {
     "all listed": ((4, 6), None, {"lists": EVERYTHING, "rotary": True, "mask": True}),
     "one block": ((2, 3), None, {"block_size": 8, "constants": False}),
 }
-"""Of calls, in float64: grid, MHLA's blocks or None for sparse attention, and options."""
+"""Kind of call, in float64 → grid, MHLA's blocks or None for sparse attention, and options."""
 
 
 def problem_of(kind):
@@ -71,7 +71,7 @@ def test_forward_mode_is_the_transpose_of_a_backward_pass(kind, how):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_transforms(kind):
-    """Of a gradient, of one over samples, and forward over reverse."""
+    """A gradient, a gradient per sample, and forward over reverse."""
     problem = problem_of(kind)
     leaves = {name: x.clone().requires_grad_() for name, x in problem.tensors.items()}
 

@@ -38,7 +38,7 @@ def test_quantised_weights_over_two_processes(two: Processes, name: str, setting
 
 
 def error_of_carried_steps(degrees: tuple[int, int]) -> float:
-    """Of steps that follow dense ones, the second of which measures how the differences of all tokens fade."""
+    """Error of the steps that follow dense ones; the second dense step measures fading over all tokens."""
     model, arguments = case("wan")
     mhla.apply_mhla(model, **SPARSE, softmax_steps=2, refresh=3)
     latents = arguments.pop("hidden_states")

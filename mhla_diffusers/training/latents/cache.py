@@ -200,7 +200,6 @@ class LatentCache:
 class CacheWriter:
     """Adds samples to a cache. A shard counts once the index lists it, so a killed writer leaves a valid cache.
 
-
     Samples are written once they fill a shard, after a minute, and at the end of a ``with`` of the writer, also if an
     error ends it, Ctrl-C, or SIGTERM, which exits with 143.
 

@@ -253,8 +253,7 @@ def read_clip(media: Media, clip: Clip, made_up: set[str] | None = None) -> torc
     Args:
         media: which.
         clip: frames, rate and size.
-        made_up: gets "frames" where the video has fewer per second, which are repeated, and "pixels" where it or the
-            image is smaller, and enlarged.
+        made_up: gets "frames" if frames were repeated to reach the rate, and "pixels" if the picture was enlarged.
 
     Returns:
         uint8 (3, frames, height, width).
