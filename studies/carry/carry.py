@@ -11,16 +11,20 @@ goes on where it was stopped.
 """
 
 import argparse
+import ast
+import contextlib
 import csv
+import io
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from diffusers import FirstBlockCacheConfig
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.demo.judging import Yardstick
@@ -57,7 +61,7 @@ class Row:
     dense: dict[str, Any] = field(default_factory=dict)
     """``softmax_steps`` and so on."""
     cache: str = ""
-    """Such as "First Block Cache .05"."""
+    """Such as "First Block Cache 0.05": a name of ``CACHES`` and its number."""
 
     @property
     def name(self) -> tuple[str, str, str, str]:
@@ -81,9 +85,31 @@ def rows_of(steps: int) -> list[Row]:
         Row(0.15, {}, caches[0]),
         Row(0.15, dear, caches[0]),
     ]
+    others = ["TaylorSeer 2", "TaylorSeer 3", "MagCache 0.02", "MagCache 0.06"]
+    rows += [Row(cache=cache) for cache in others] + [Row(0.15, cheap, cache) for cache in others]
     rows += [Row(0.05, between), Row(0.025, dear), Row(0.05, {"softmax_steps": 2} | cheap), Row(0.25)]
     rows += [Row(0.05, {"softmax_steps": steps // 5}), Row(0.05, {"softmax_steps": steps // 5} | dropped)]
     return [*rows, Row(0.05, cheap | {"carry_dtype": "bfloat16"}), Row(0.15, cheap | dropped)]
+
+
+def mag_cache(threshold: float, family: str, steps: int, yardstick: Yardstick) -> MagCacheConfig:
+    """MagCache with the ratios that its calibration prints for this model and number of steps."""
+    calibrated, printed = load_tiny(family), io.StringIO()
+    calibrated.transformer.enable_cache(MagCacheConfig(num_inference_steps=steps, calibrate=True))
+    with contextlib.redirect_stdout(printed):
+        yardstick.generate(calibrated, num_inference_steps=steps)
+    ratios = next(line for line in printed.getvalue().splitlines() if line.startswith("[1.0"))
+    return MagCacheConfig(threshold, num_inference_steps=steps, mag_ratios=ast.literal_eval(ratios))
+
+
+def step_cache(name: str, family: str, steps: int, yardstick: Yardstick) -> Any:
+    """Diffusers' configuration of a row's cache. TaylorSeer's own patterns match no module of Wan, so its lite form."""
+    kind, number = name.rsplit(" ", 1)
+    if kind == "MagCache":
+        return mag_cache(float(number), family, steps, yardstick)
+    if kind == "TaylorSeer":
+        return TaylorSeerCacheConfig(int(number), taylor_factors_dtype=torch.float32, use_lite_mode=True)
+    return FirstBlockCacheConfig(float(number))
 
 
 class Costs:
@@ -91,22 +117,20 @@ class Costs:
 
     def __init__(self, transformer: Any, density: float | None) -> None:
         self.transformer, self.density, self.ran = transformer, density, 0.0
-        self.calls = self.forwards = 0
+        self.calls, self.forwards = 0.0, 0
         self.blocks = get_family(transformer).self_attentions(transformer)
         transformer.register_forward_pre_hook(self._count_forward)
-        for attn in self.blocks.values():
-            attn.register_forward_pre_hook(self._count, with_kwargs=True)
+        for attn in self.blocks.values():  # at the projection: a step cache puts itself around the attention's forward
+            attn.to_q.register_forward_pre_hook(partial(self._count, attn))
 
     def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
 
     def _count(self, attn: Any, *_: Any) -> None:
-        self.calls += 1
         context, is_sparse = current(), isinstance(attn.processor, MHLAProcessor)
-        if not is_sparse or context.disabled:
-            self.ran += 1
-        if is_sparse and (context.shows or not context.disabled):
-            self.ran += (self.density or 0) + POOLED
+        sparse, shows = (self.density or 0) + POOLED, is_sparse and context.shows
+        self.calls += 1 / 2 if shows else 1  # projected twice: for the model's own attention, and for the patch's
+        self.ran += (1 + sparse) / 2 if shows else sparse if is_sparse and not context.disabled else 1
 
     @property
     def cost(self) -> float:
@@ -119,15 +143,14 @@ class Costs:
         return self.calls / (self.forwards * len(self.blocks))
 
 
-def pipeline(family: str, steps: int, row: Row) -> tuple[Any, Costs]:
+def pipeline(family: str, steps: int, row: Row, yardstick: Yardstick) -> tuple[Any, Costs]:
     """A fresh pipeline of a row, and what counts what it does."""
     pipe = load_tiny(family)
     if row.density is not None:
         apply_mhla(pipe, density=row.density, **({"refresh": None} | row.dense))
     costs = Costs(pipe.transformer, row.density)
     if row.cache:
-        threshold = float(row.cache.removeprefix("First Block Cache "))
-        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold))
+        pipe.transformer.enable_cache(step_cache(row.cache, family, steps, yardstick))
     return pipe, costs
 
 
@@ -160,7 +183,7 @@ def main() -> None:
                 continue
             if unpatched is not None and row.name in done:
                 continue
-            pipe, costs = pipeline(arguments.family, steps, row)
+            pipe, costs = pipeline(arguments.family, steps, row, yardstick)
             start = time.perf_counter()
             pictures = yardstick.generate(pipe, num_inference_steps=steps)
             seconds = time.perf_counter() - start
