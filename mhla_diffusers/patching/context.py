@@ -71,6 +71,8 @@ class CallContext(NamedTuple):
     """Whether patches run in every step, for forwards that are no part of a denoising loop."""
     off: tuple[object, ...] = ()
     """Processors whose attentions run what they ran before the patch: of models within ``mhla_disabled``."""
+    of: object = None
+    """Handle of the transformer whose forward runs; None outside of one."""
     outer: Optional["CallContext"] = None
     """Context in which the forward began, such as that of a student that asks a patched teacher."""
 

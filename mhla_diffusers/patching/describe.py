@@ -17,7 +17,7 @@ from ..reporting import from_to, scaled, text_table, times
 from .carry import carried_bytes
 from .handle import Patched, find_patched, find_transformers
 from .layer import layer_of
-from .processor import MHLAProcessor
+from .processor import MHLAProcessor, runs_mhla
 
 if TYPE_CHECKING:
     from .few_step_scheduler import FewSteps
@@ -106,6 +106,8 @@ class Description(list[LayerDescription]):
 
     few_steps: "FewSteps | None" = None
     """How the model samples, if its patch was distilled to a few steps."""
+    inactive_lora: str | None = None
+    """Why the patch's LoRA does not run now; None if it does, or there is none."""
 
     def __str__(self) -> str:
         # what all layers have in common stands outside of the table, so that this fits a terminal
@@ -137,6 +139,8 @@ class Description(list[LayerDescription]):
             )
         if self.few_steps is not None:
             lines.append(str(self.few_steps))
+        if self.inactive_lora is not None:
+            lines.append(self.inactive_lora)
         grids, sizes = {layer.grid for layer in self}, [layer.sizes for layer in self if layer.sizes is not None]
         grid = next(iter(grids), None)
         if len(grids) == 1 and grid is not None and len(sizes) == len(self):
@@ -215,6 +219,7 @@ def describe(
         prefix = f"{component}." if len(transformers) > 1 else ""
         patched = handles[component] if component in handles else Patched(transformer, None)
         layers.few_steps = layers.few_steps or patched.few_steps
+        layers.inactive_lora = layers.inactive_lora or patched.inactive_lora()
         for name, attn in patched.attentions.items():
             layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))
     return layers
@@ -225,7 +230,7 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
     processor: Any = getattr(attn, "processor", None)
     if isinstance(processor, MHLAProcessor) and processor.is_off:
         processor = patched.original_processor(attn)
-    running, kind = isinstance(processor, MHLAProcessor), type(processor if processor is not None else attn).__name__
+    running, kind = runs_mhla(attn), type(processor if processor is not None else attn).__name__
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
     config: PatchConfig | None = layer.config if layer is not None else processor.config if running else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())

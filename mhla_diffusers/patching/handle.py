@@ -23,12 +23,13 @@ from .processor import (
     MHLAProcessor,
     PerturbedMHLAProcessor,
     default_cross_attention_processor,
+    has_mhla_processor,
     holds_weights,
     runs_mhla,
     with_backend_of,
 )
 from .steps import DenoisingLoop, forget_skipping
-from .weights import base_weights, check_writable, has_lora, remove_lora
+from .weights import base_weights, check_writable, has_lora, remove_lora, runs_lora
 
 if TYPE_CHECKING:
     from .few_step_scheduler import FewSteps
@@ -131,7 +132,7 @@ class Patched:
         self.family.prepare(self.transformer)
         for name, layer in layers.items():
             attn = self.attentions[name]
-            layer.original_processor = attn.processor
+            layer.original_processor = processor.enter(attn)
             attn.mhla = layer
             if getattr(attn.processor, "_parallel_config", None) is not None:
                 processor._parallel_config = attn.processor._parallel_config
@@ -218,7 +219,10 @@ class Patched:
         self.replaced_weights = {}
         for attn in attentions_of(self.transformer).values():
             if isinstance(attn.processor, MHLAProcessor) or hasattr(attn, "mhla"):
-                attn.set_processor(self.original_processor(attn))
+                original = self.original_processor(attn)
+                if self.processor is not None:
+                    self.processor.leave(attn, original)
+                attn.set_processor(original)
             if hasattr(attn, "mhla"):
                 del attn.mhla
         self.runs.clear()
@@ -256,7 +260,7 @@ class Patched:
         It gets the backend that ``set_attention_backend`` has set meanwhile. One with weights that was set since the
         patch, as loading an IP-Adapter does, stays.
         """
-        if holds_weights(attn.processor):
+        if holds_weights(attn.processor) or self._is_unfused(attn):
             return attn.processor
         original = replaced_processor(attn)
         if original is None and any(attn is own for own in self.attentions.values()):
@@ -264,6 +268,15 @@ class Patched:
         elif original is None:
             original = default_cross_attention_processor(attn, self.family)
         return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original
+
+    def _is_unfused(self, attn: Any) -> bool:
+        """Whether diffusers has brought back what ran before the projections were fused, and they were so when patched.
+
+        Bringing back empties the dict in which it keeps those processors.
+        """
+        is_unfused = getattr(self.transformer, "original_attn_processors", None) == {}
+        is_own = isinstance(attn.processor, MHLAProcessor) or _is_fused(attn.processor)
+        return is_unfused and _is_fused(replaced_processor(attn)) and not is_own
 
     def running_attentions(self) -> dict[str, Any]:
         """Return every self-attention that runs MHLA now, in this thread, by name."""
@@ -273,6 +286,7 @@ class Patched:
     def disabled(self) -> Iterator[None]:
         """Let the transformer attend as before the patch within the context, in this thread, with the same weights."""
         processors = {id(attn.processor): attn.processor for attn in attentions_of(self.transformer).values()}
+        processors[id(self.processor)] = self.processor  # where guidance has put others
         switched = [one for one in processors.values() if isinstance(one, MHLAProcessor)]
         enter(current()._replace(off=(*current().off, *switched)))
         try:
@@ -293,16 +307,19 @@ class Patched:
         """
         foreign = {}
         for name, attn in self.attentions.items():
-            processor = attn.processor
-            if layer_of(attn) is None:
+            processor, layer = attn.processor, layer_of(attn)
+            if layer is None:
                 continue
             if isinstance(processor, MHLAProcessor):
                 if processor.is_blank:
                     attn.processor = self.processor
-            elif getattr(attn, "fused_projections", False) and type(processor).__name__.startswith("Fused"):
+            elif getattr(attn, "fused_projections", False) and _is_fused(processor):
                 attn.processor = self.processor
+            elif self._is_unfused(attn):
+                layer.original_processor, attn.processor = processor, self.processor
             elif (parts := self.family.perturbed_processors.get(type(processor).__name__)) is not None:
-                attn.processor = PerturbedMHLAProcessor(self.running_processor(), parts)
+                if not self.running_processor().is_off:
+                    attn.processor = PerturbedMHLAProcessor(self.running_processor(), parts)
             else:
                 foreign[name] = type(processor).__name__
         if torch.compiler.is_compiling():
@@ -326,7 +343,9 @@ class Patched:
     def _begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the processors and set the context of the call, before a forward."""
         outer = current()
-        enter(CallContext(off=outer.off, outer=outer))  # for _end, which takes it back after a refusal too
+        if outer.of is self and outer.outer is not None:  # Ctrl-C ended its forward before, which PyTorch does not tell
+            outer = outer.outer
+        enter(CallContext(off=outer.off, of=self, outer=outer))  # for _end, which takes it back after a refusal too
         arguments = self.family.named_arguments(trunk, args, kwargs)
         if self.family.is_diffusion:
             self._check_processors()
@@ -353,6 +372,7 @@ class Patched:
                     logger.warning(advice[topic])
             if self.few_steps is not None:
                 self.few_steps.warn_of_call(self.transformer, self.loop.pipe)
+            self._warn_of_lora()
         of_step: dict[str, Any] = {"disabled": False, "shows": False}
         if self.family.is_diffusion and self._has_dense_steps(outer, trunk):
             of_step = self._choose_attention(outer, trunk, args, kwargs, arguments)
@@ -360,12 +380,14 @@ class Patched:
             of_step["carried"] = None
         for module in self._checkpointing():
             CarryingCheckpoint.put_on(module)
-        enter(outer._replace(grid=grid, parallel=self._parallel, **of_step, outer=outer))
+        enter(outer._replace(grid=grid, parallel=self._parallel, **of_step, of=self, outer=outer))
 
     def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """Take the context back after a forward, also one that failed, whose result is None."""
         context = current()
-        enter(CallContext() if context.outer is None else context.outer)
+        if context.of is not self or context.outer is None:  # another hook has refused the forward before it began
+            return
+        enter(context.outer)
         if result is not None:
             self.latest_grid = context.grid
         if torch.compiler.is_compiling() or not isinstance(context.carried, CarriedForward):
@@ -452,6 +474,28 @@ class Patched:
             carried.half.check_conditions(arguments.get("encoder_hidden_states"), disabled)
         return {"disabled": disabled, "shows": shows, "carried": carried}
 
+    def inactive_lora(self) -> str | None:
+        """Return why the patch's LoRA does not run, and what to do; None if it does, or there is none."""
+        if self.lora is None or runs_lora(self.transformer, self.lora):
+            return None
+        if not has_lora(self.transformer, self.lora):
+            return (
+                f"The patch's LoRA {self.lora!r} was unloaded, and the patch was made with it. Call remove_mhla() and "
+                "load_mhla() again, and unload other adapters with delete_adapters()."
+            )
+        return (
+            f"The patch's LoRA {self.lora!r} is not active, and the patch was made with it. Name it beside others: "
+            f"transformer.set_adapters([{self.lora!r}, ...])."
+        )
+
+    def _warn_of_lora(self) -> None:
+        """Warn once if the patch's LoRA does not run beside its patch, as loading another one leaves it inactive."""
+        is_off = self.processor is not None and self.processor.is_off
+        if self.lora is None or is_off or "lora" in self._warned:
+            return
+        if (why := self.inactive_lora()) is not None:
+            self._warn_once("lora", "%s", why)
+
     def _warn_once(self, topic: str, message: str, *arguments: object) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
@@ -499,6 +543,11 @@ class Patched:
 
         self._meet_processes = meet
         vars(meet)["_dynamo_marked_constant"] = True  # runs while torch.compile traces a graph, and not in it
+
+
+def _is_fused(processor: Any) -> bool:
+    """Whether it is one of diffusers' that run projections fused into one."""
+    return type(processor).__name__.startswith("Fused")
 
 
 def _restore_limit() -> None:
@@ -592,7 +641,7 @@ def find_patched(model: Any) -> dict[str, Patched]:
         held = vars(get_family(transformer).trunk(transformer)).get(_ATTRIBUTE)
         if held is None:  # diffusers' own form leaves no handle
             attentions = attentions_of(transformer).values()
-            processor = next((attn.processor for attn in attentions if isinstance(attn.processor, MHLAProcessor)), None)
+            processor = next((attn.processor for attn in attentions if has_mhla_processor(attn)), None)
             if processor is not None or any(hasattr(attn, "mhla") for attn in attentions):
                 held = Patched(transformer, processor)
         if held is not None:

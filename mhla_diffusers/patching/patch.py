@@ -274,9 +274,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     require_layers(model)
     handles = [patched for patched in find_patched(model).values() if patched.layers]
     plans = [_plan_change(patched, backend, settings) for patched in handles]
-    for patched, (processor, layers, loss) in zip(handles, plans, strict=True):
-        if loss is not None:
-            warnings.warn(loss, stacklevel=2)
+    for patched, (processor, layers, _) in zip(handles, plans, strict=True):
         for name, attn in patched.attentions.items():
             if name in layers:
                 layers[name].config = processor.config
@@ -293,6 +291,8 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
         patched.runs.clear()
         if patched.is_installed and not isinstance(model, nn.Module):
             patched.loop = DenoisingLoop(patched.family, model)
+    for loss in (loss for *_, loss in plans if loss is not None):  # when all is done: a warning may be an error
+        warnings.warn(loss, stacklevel=2)
     return model
 
 
@@ -326,6 +326,9 @@ def _plan_change(
             f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
             "remove_mhla() and apply_mhla() to begin again."
         )
+    processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
+    if "_attention_backend" in vars(old_processor):  # set since it was patched, and not the class's None
+        processor._attention_backend = old_processor._attention_backend
     keeps_parameters = share_parameters(old_config, config)
     tensors = {f"{name}.mhla.{key}": x for name, layer in before.items() for key, x in layer.state_dict().items()}
     fitting = resized(tensors, old_config, config)
@@ -337,7 +340,7 @@ def _plan_change(
             layers[name] = old
         else:
             layers[name] = make_layer(attn, config, family)
-            layers[name].original_processor = attn.processor if old is None else old.original_processor
+            layers[name].original_processor = processor.enter(attn) if old is None else old.original_processor
         if old is None:
             continue
         fresh = make_layer(attn, old_config, family).state_dict()
@@ -349,9 +352,6 @@ def _plan_change(
             _carry_over(name, old, layers[name], {key: x for key, x in own.items() if key in names or x.is_meta})
         dropped |= names - set(layers[name].state_dict())
     loss = f"What the patch has learned of {', '.join(sorted(dropped))} is dropped." if dropped else None
-    processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
-    if "_attention_backend" in vars(old_processor):  # set since it was patched, and not the class's None
-        processor._attention_backend = old_processor._attention_backend
     return processor, layers, loss
 
 

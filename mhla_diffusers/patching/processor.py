@@ -1,8 +1,10 @@
 """The attention processor: what a patched attention does instead of softmax attention."""
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -85,6 +87,8 @@ class MHLAProcessor:
         self._config = config if config is not None or is_blank else PatchConfig.from_dict(settings)
         self.grid = None if grid is None else check_blocks(grid, "grid")
         self.backend = backend
+        self._left: WeakKeyDictionary[Any, tuple[Any, AttentionAdapter]] = WeakKeyDictionary()
+        """Attentions whose patch was removed, with the processor of before, should this one be set again."""
         blocks = getattr(self._config, "blocks", None)
         if self.grid is not None and blocks is not None and len(self.grid) != len(blocks):
             raise ValueError(f"grid={self.grid} and blocks={blocks} must have the same number of axes.")
@@ -92,6 +96,24 @@ class MHLAProcessor:
         from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 
         AttentionProcessorRegistry.register(type(self), AttentionProcessorMetadata(skip_processor_output_fn=_skip))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to attentions that are not copied."""
+        return vars(self) | {"_left": WeakKeyDictionary()}
+
+    def enter(self, attn: Any) -> Any:
+        """Begin to belong to a patch of an attention; return the processor that the attention had before."""
+        before = attn.processor
+        if isinstance(before, MHLAProcessor) and attn in before._left:
+            before, _ = before._left[attn]
+        self._left.pop(attn, None)
+        return before
+
+    def leave(self, attn: Any, original: Any) -> None:
+        """Belong to no patch of an attention any more, and run its original processor if it is set again."""
+        layer = layer_of(attn)
+        if layer is not None:
+            self._left[attn] = original, layer.adapter
 
     @property
     def is_blank(self) -> bool:
@@ -155,8 +177,9 @@ class MHLAProcessor:
             ValueError: the token grid is unknown or does not fit, or the mask is no key-padding mask.
         """
         layer = layer_of(attn)
-        family = family_of_attention(attn) if layer is None else None
-        adapter = layer.adapter if layer is not None else adapter_of(attn, family)
+        original, adapter = self._left.get(attn, (None, None)) if layer is None else (None, layer.adapter)
+        family = family_of_attention(attn) if adapter is None else None
+        adapter = adapter_of(attn, family) if adapter is None else adapter
         by_name = {
             "image_rotary_emb": image_rotary_emb,
             "freqs_cis": freqs_cis,
@@ -164,6 +187,13 @@ class MHLAProcessor:
             "perturbation_mask": perturbation_mask,
         }
         arguments = adapter.arguments((hidden_states, encoder_hidden_states, attention_mask, rotary_emb), by_name)
+        if original is not None:
+            warnings.warn(
+                "A MHLAProcessor was set again whose patch was removed, so the attentions run what they ran before the "
+                "patch. Set those processors, or patch again with apply_mhla() or a new MHLAProcessor(...).",
+                stacklevel=2,
+            )
+            return adapter.run(original, attn, arguments)
         if "encoder_hidden_states" in arguments and not adapter.has_extra:  # cross-attention
             if layer is None and family is None and getattr(attn, "is_cross_attention", True) is False:
                 raise _unknown_model(attn)
@@ -213,6 +243,16 @@ class MHLAProcessor:
         adapter.check_order(arguments, self.config)
         context = current()
         grid, parallel = self.grid or context.grid, context.parallel
+        layer = layer_of(attn)
+        is_alone = context.of is None and layer is not None and layer.original_processor is not None
+        if is_alone and self.config.has_dense_steps and not torch.compiler.is_compiling():
+            warnings.warn(
+                "This attention runs outside of its transformer's call, as in a wrapper of transformer.forward(): the "
+                "denoising step is unknown, and "
+                f"{self.config.dense_words or 'refresh=' + repr(self.config.refresh)} has no effect. "
+                "Call the transformer itself: transformer(...).",
+                stacklevel=2,
+            )
         if grid is None:
             grid = _grid_of_rotary(attn, adapter, arguments)
         if context.grid is None and parallel_of(self._parallel_config) is not None:
@@ -223,7 +263,7 @@ class MHLAProcessor:
             )
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
         inputs, stream = adapter.read(attn, arguments, grid, tokens), context.stream
-        if layer_of(attn) is None:  # a refused first forward leaves no weights behind
+        if layer is None:  # a refused first forward leaves no weights behind
             attn.mhla = make_layer(attn, self.config, family)
         if skips_scores:
             return adapter.project_output(attn, inputs.value, inputs)
@@ -307,8 +347,13 @@ class MHLAProcessor:
 
 def runs_mhla(attn: Any) -> bool:
     """Whether an attention runs MHLA now, in this thread."""
+    return has_mhla_processor(attn) and not attn.processor.is_off
+
+
+def has_mhla_processor(attn: Any) -> bool:
+    """Whether an attention has the processor of a patch, and not of one that was removed."""
     processor = getattr(attn, "processor", None)
-    return isinstance(processor, MHLAProcessor) and not processor.is_off
+    return isinstance(processor, MHLAProcessor) and (layer_of(attn) is not None or attn not in processor._left)
 
 
 class PerturbedMHLAProcessor(MHLAProcessor):

@@ -123,6 +123,15 @@ def has_lora(transformer: nn.Module, name: str) -> bool:
     return name in getattr(transformer, "peft_config", {})
 
 
+def runs_lora(transformer: nn.Module, name: str) -> bool:
+    """Whether a LoRA takes part in a forward: active, or fused with the weights. Its first layer tells."""
+    for module in transformer.modules():
+        layer: Any = module
+        if name in getattr(layer, "lora_A", {}):
+            return name in layer.merged_adapters or (not layer.disable_adapters and name in layer.active_adapters)
+    return False
+
+
 def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
     """Return the weights of a LoRA by their names in files, such as ``blocks.0.attn1.to_q.lora_A.weight``."""
     return {
@@ -133,11 +142,23 @@ def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 
 def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a transformer the LoRA of a patch, beside others that it has.
+    """Give a transformer the LoRA of a patch, beside others that it has, which stay active or not.
 
     Raises:
         ValueError: it has an adapter of that name.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    before = {
+        name: part.active_adapters for name, part in transformer.named_modules() if isinstance(part, BaseTunerLayer)
+    }
+    _load_lora(transformer, tensors)
+    for name, part in transformer.named_modules():
+        if isinstance(part, BaseTunerLayer):  # PEFT activates the new one alone
+            part._active_adapter = [*before.get(name, []), LORA]
+
+
+def _load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     if has_lora(transformer, LORA):
         raise ValueError(
             f"The patch has a LoRA, which is loaded as the adapter {LORA!r}, but the model has another adapter of that "

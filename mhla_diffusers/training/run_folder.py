@@ -165,6 +165,9 @@ class RunFolder:
         A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
         trained them, the model's, or its LoRA, and how it samples after few steps. An unpatched transformer is saved
         whole, for ``from_pretrained``, after few steps with the configuration of its scheduler.
+
+        Raises:
+            ValueError: a patch in diffusers' own form.
         """
         few_steps = None if config.few_steps is None else config.few_steps.sampling
         weights: Weights = "changed" if config.model is not None else "all"
@@ -178,6 +181,11 @@ class RunFolder:
                     FewStepScheduler(list(few_steps.times), few_steps.guidance).save_pretrained(aside)
                 return
             (patched,) = find_patched(transformer).values()
+            if not patched.is_installed:
+                raise ValueError(
+                    "The transformer was patched with diffusers' own set_attn_processor, which keeps no record of a "
+                    "LoRA; patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
+                )
             patched.few_steps = few_steps
             has_lora = any(lora_of(name) == STUDENT for name, _ in transformer.named_parameters())
             patched.lora = STUDENT if has_lora else None

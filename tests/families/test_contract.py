@@ -94,6 +94,55 @@ def test_apply_changes_and_remove_restores_bit_for_bit(name: str) -> None:
     assert torch.equal(output(mhla.apply_mhla(model, **plain(name)), arguments), found)
 
 
+def halve_projections(model: Any) -> None:
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if any(f".{part}." in name for part in ("to_q", "to_k", "to_v")):
+                weight.mul_(0.5)
+
+
+# whose fusing sets processors, which unfusing takes back
+@pytest.mark.parametrize("name", ["sd3", "cogvideox", "pixart", "hunyuan_dit", "auraflow"])
+@pytest.mark.parametrize("order", ["fused before", "fused while patched"])
+def test_unfused_projections_are_those_of_the_model_again(name: str, order: str) -> None:
+    """Whatever was fused when: in the end the model is as one that was never patched or fused."""
+    case = case_of(name)
+    model, reference, arguments = case.transformer(), case.transformer(), case.inputs()
+    if order == "fused before":
+        model.fuse_qkv_projections()
+        mhla.apply_mhla(model, **plain(name))
+        model.unfuse_qkv_projections()
+        assert_changed(output(model, arguments), output(reference, arguments))  # the patch goes on
+        mhla.remove_mhla(model)
+    else:
+        mhla.apply_mhla(model, **plain(name))
+        model.fuse_qkv_projections()
+        mhla.remove_mhla(model)
+        model.unfuse_qkv_projections()
+    for one in (model, reference):
+        halve_projections(one)
+    assert not mhla.is_patched(model)
+    assert torch.equal(output(model, arguments), output(reference, arguments))
+
+
+@pytest.mark.parametrize("name", ["chronoedit", "flux", "sana", "sd3", "skyreels_v2", "wan", "wan_animate"])
+def test_processors_saved_while_patched_run_the_original_attention_after_removal(name: str) -> None:
+    """Also patched again with them in place, and the second patch goes without a trace."""
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    before, originals = output(model, arguments), dict(model.attn_processors)
+    first = output(mhla.apply_mhla(model, **plain(name)), arguments)
+    saved = dict(model.attn_processors)
+    mhla.remove_mhla(model)
+    model.set_attn_processor(dict(saved))
+    with pytest.warns(UserWarning, match="patch was removed"):
+        assert torch.equal(output(model, arguments), before)
+    assert not mhla.is_patched(model)
+    assert torch.equal(output(mhla.apply_mhla(model, **plain(name)), arguments), first)
+    mhla.remove_mhla(model)
+    assert model.attn_processors == originals
+
+
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_the_default_of_softmax_attention_is_sparse_and_goes_without_a_trace(name: str) -> None:
     case = case_of(name)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mhla_diffusers as mhla
 from mhla_diffusers.config import Step
-from mhla_diffusers.patching.context import call_context, current
+from mhla_diffusers.patching.context import CallContext, call_context, current
 
 from ..models import FAMILIES, inputs, output, patched
 from .shared import assert_equal_up_to_order
@@ -286,3 +286,43 @@ def test_a_forward_within_another_leaves_its_grid_alone(name):
     assert torch.equal(output(student, wide), expected)
     assert torch.equal(found[0], asked)
     assert current().grid is None
+
+
+def refuse(*_):
+    raise RuntimeError("refused before the patch's own hook")
+
+
+def test_what_fails_before_the_forward_begins_leaves_the_context_alone():
+    model = FAMILIES["dit"].build()
+    expected = output(model, inputs("dit"))
+    hook = model.register_forward_pre_hook(refuse)  # before the patch's
+    mhla.apply_mhla(model, blocks=FAMILIES["dit"].blocks)
+    with mhla.mhla_disabled(model):
+        with pytest.raises(RuntimeError, match="refused"):
+            output(model, inputs("dit"))
+        hook.remove()
+        assert torch.equal(output(model, inputs("dit")), expected)
+
+
+def test_ctrl_c_within_a_forward_leaves_the_next_one_alone():
+    """PyTorch runs its hooks after exceptions, and not after KeyboardInterrupt."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model = patched("dit")
+    expected = output(model, inputs("dit"))
+    hook = model.transformer_blocks[1].register_forward_pre_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            output(model, inputs("dit"))
+    hook.remove()
+    assert torch.equal(output(model, inputs("dit")), expected)
+    assert current() == CallContext()
+
+
+def test_a_forward_that_is_not_called_tells_that_dense_steps_have_no_effect():
+    model = FAMILIES["wan"].build()
+    mhla.apply_mhla(model, density=0.5, softmax_steps=2)
+    with pytest.warns(UserWarning, match="softmax_steps=2 has no effect"), torch.no_grad():
+        model.forward(**inputs("wan"))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import mhla_diffusers as mhla
 from mhla_diffusers.patching import MHLALayer, register_mixing_clip
+from mhla_diffusers.patching.handle import find_patched
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import wan_pipeline
@@ -158,3 +159,58 @@ def test_fused_query_key_and_value(name):
         model.unfuse_qkv_projections()
         assert not any(hasattr(attn, "to_qkv") for attn in replaced)
         assert torch.equal(output(model, inputs(name)), expected)
+
+
+def saved_with_lora(folder):
+    """A sparse patch with a LoRA of its own, as one of few steps has."""
+    model = with_lora(patched("wan", density=0.2), "to_q", "to_k")
+    find_patched(model)["transformer"].lora = "default"
+    return mhla.save_mhla(model, folder)
+
+
+def style():
+    """A LoRA of a user, by its names in files."""
+    model = with_lora(FAMILIES["wan"].build(), "to_v", "to_k", "to_out.0")
+    return get_peft_model_state_dict(model, adapter_name="default")
+
+
+@pytest.mark.parametrize("first", ["style", "patch"])
+def test_the_lora_of_a_patch_and_that_of_a_user_run_together(first, tmp_path, caplog):
+    folder, pipe = saved_with_lora(tmp_path), wan_pipeline()
+    weights = {f"transformer.{key}": value for key, value in style().items()}
+    if first == "style":
+        pipe.load_lora_weights(weights, adapter_name="style")
+        mhla.load_mhla(pipe, folder)
+    else:
+        mhla.load_mhla(pipe, folder)
+        pipe.load_lora_weights(weights, adapter_name="style")  # which leaves it active alone
+        alone = output(pipe.transformer, inputs("wan"))
+        output(pipe.transformer, inputs("wan"))
+        assert sum("'mhla' is not active" in line for line in caplog.messages) == 1
+        assert "'mhla' is not active" in str(mhla.describe(pipe))
+        pipe.set_adapters(["mhla", "style"])
+        assert_changed(output(pipe.transformer, inputs("wan")), alone)
+    caplog.clear()
+    assert "not active" not in str(mhla.describe(pipe))
+    both = output(pipe.transformer, inputs("wan"))
+    reference = mhla.load_mhla(wan_pipeline(), folder)
+    reference.load_lora_weights(weights, adapter_name="style")
+    reference.set_adapters(["style", "mhla"])
+    assert_equal_up_to_order(both, output(reference.transformer, inputs("wan")))
+    assert not caplog.messages
+    mhla.remove_mhla(pipe)
+    unpatched = wan_pipeline()
+    unpatched.load_lora_weights(weights, adapter_name="style")
+    assert_equal_up_to_order(output(pipe.transformer, inputs("wan")), output(unpatched.transformer, inputs("wan")))
+
+
+@pytest.mark.parametrize(("change", "words"), [("disable_lora", "not active"), ("unload_lora_weights", "was unloaded")])
+def test_a_forward_without_the_lora_of_its_patch_is_told_once(change, words, tmp_path, caplog):
+    pipe = mhla.load_mhla(wan_pipeline(), saved_with_lora(tmp_path))
+    getattr(pipe, change)()
+    with mhla.mhla_disabled(pipe):
+        output(pipe.transformer, inputs("wan"))
+    assert not caplog.messages
+    for _ in range(2):
+        output(pipe.transformer, inputs("wan"))
+    assert sum(words in line for line in caplog.messages) == 1

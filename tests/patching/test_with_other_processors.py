@@ -116,3 +116,11 @@ def test_attention_backend_reaches_kept_layers_and_cross_attention(form):
     _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
     assert softmax_kernels(model, arguments) == {"flash": 0, "math": softmax}
     assert_equal_up_to_order(output(model, arguments), expected)
+
+
+def test_perturbed_guidance_runs_the_original_attention_where_the_patch_is_off():
+    call = PIPELINES["sana"].call | {"pag_scale": 3.0}
+    expected = pag_pipeline(FAMILIES["sana"].build())(**call).images
+    pipe = pag_pipeline(patched("sana"))
+    with mhla.mhla_disabled(pipe):
+        assert torch.equal(pipe(**call).images, expected)
