@@ -15,7 +15,8 @@ from ..config import FEWEST_REFRESHED, CausalConfig, LinearConfig, MHLAConfig, P
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
 from .carry import carried_bytes
-from .handle import Patched, find_patched, find_transformers
+from .finding import find_patched, find_transformers
+from .handle import Patched
 from .layer import layer_of
 from .processor import MHLAProcessor, runs_mhla
 
@@ -231,7 +232,7 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
     if isinstance(processor, MHLAProcessor) and processor.is_off:
         processor = patched.original_processor(attn)
     running, kind = runs_mhla(attn), type(processor if processor is not None else attn).__name__
-    grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
+    grid = wanted or getattr(processor, "grid", None) or patched.forwards.latest_grid
     config: PatchConfig | None = layer.config if layer is not None else processor.config if running else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
     if wanted is not None and isinstance(config, CausalConfig):

@@ -25,7 +25,8 @@ from ..config import (
 )
 from ..families import get_family
 from ..files import check_hash, read_json
-from .handle import Patched, find_transformers, is_patched
+from .finding import find_transformers, is_patched
+from .handle import Patched
 from .layer import PatchedLayer
 from .patch import plan_patch, remove_mhla
 from .processor import MHLAProcessor

@@ -24,8 +24,7 @@ from ..config import (
 )
 from ..families import get_family
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
-from .handle import (
-    Patched,
+from .finding import (
     find_patched,
     find_transformers,
     is_patched,
@@ -33,6 +32,7 @@ from .handle import (
     refuse_wrapped,
     require_layers,
 )
+from .handle import Patched
 from .layer import MHLALayer, PatchedLayer, attentions_of, share_parameters
 from .processor import MHLAProcessor, holds_weights, make_layer
 from .steps import DenoisingLoop
@@ -288,9 +288,9 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
             if isinstance(attn.processor, MHLAProcessor):  # a cross-attention, in diffusers' own form
                 attn.set_processor(processor)
         patched.processor = processor
-        patched.runs.clear()
+        patched.forwards.runs.clear()
         if patched.is_installed and not isinstance(model, nn.Module):
-            patched.loop = DenoisingLoop(patched.family, model)
+            patched.forwards.loop = DenoisingLoop(patched.family, model)
     for loss in (loss for *_, loss in plans if loss is not None):  # when all is done: a warning may be an error
         warnings.warn(loss, stacklevel=2)
     return model

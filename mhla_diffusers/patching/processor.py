@@ -403,6 +403,11 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         return torch.cat([attended, adapter.project_output(attn, alone.value, alone)])
 
 
+def is_fused(processor: Any) -> bool:
+    """Whether it is one of diffusers' that run projections fused into one."""
+    return type(processor).__name__.startswith("Fused")
+
+
 def holds_weights(processor: Any) -> bool:
     """Whether a processor has weights, as an IP-Adapter's, which lets an attention look at a picture besides."""
     return isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None

@@ -21,7 +21,13 @@ from torch import nn
 
 from ..files import file_hash, write_json, write_tensors
 from .describe import describe
-from .handle import Patched, find_transformers, mhla_layers, require_layers, require_patched
+from .finding import (
+    find_transformers,
+    mhla_layers,
+    require_layers,
+    require_patched,
+)
+from .handle import Patched
 from .weights import base_weights, has_lora, is_plain, lora_weights, refuse_weights_on_disk
 
 logger = logging.getLogger(__name__)
