@@ -188,7 +188,7 @@ def test_every_call_begins_afresh(name, config):
 
 
 def runs_of(pipe):
-    return [run for patched in find_patched(pipe).values() for run in patched.runs.values()]
+    return [run for patched in find_patched(pipe).values() for run in patched.forwards.runs.values()]
 
 
 def test_a_patch_disabled_within_a_loop_takes_nothing_and_leaves_everything():

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import handle
+from mhla_diffusers.patching import recompiling
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import EVERYTHING, ONE_PER_CLASS, assert_equal_up_to_order
@@ -55,8 +55,8 @@ def test_the_whole_transformer_compiles_to_one_graph_per_resolution(name, counte
 @pytest.mark.slow
 def test_more_resolutions_than_pytorch_allows_graphs(counter, monkeypatch):
     """PyTorch's limit is raised, 8 as it comes and 2 here, and back after removal."""
-    monkeypatch.setattr(handle, "_owners", WeakSet())
-    monkeypatch.setattr(handle, "_limits_before", [])
+    monkeypatch.setattr(recompiling, "_owners", WeakSet())
+    monkeypatch.setattr(recompiling, "_limits_before", [])
     model, other = FAMILIES["sana"].build(), FAMILIES["sana"].build()
     del model.transformer_blocks[1:]
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -124,8 +124,8 @@ def test_export_gives_a_program_for_one_resolution(name):
 
 
 def test_a_copy_of_a_patched_model_and_one_that_is_gone_count_too(monkeypatch):
-    monkeypatch.setattr(handle, "_owners", WeakSet())
-    monkeypatch.setattr(handle, "_limits_before", [])
+    monkeypatch.setattr(recompiling, "_owners", WeakSet())
+    monkeypatch.setattr(recompiling, "_limits_before", [])
     with torch._dynamo.config.patch(recompile_limit=2):
         model = mhla.apply_mhla(FAMILIES["sana"].build(), blocks=(1, 1))
         copied = copy.deepcopy(model)
