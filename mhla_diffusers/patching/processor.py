@@ -194,16 +194,13 @@ class MHLAProcessor:
                 stacklevel=2,
             )
             return adapter.run(original, attn, arguments)
-        if "encoder_hidden_states" in arguments and not adapter.has_extra:  # cross-attention
+        if "encoder_hidden_states" in arguments and not adapter.has_extra:
             if layer is None and family is None and getattr(attn, "is_cross_attention", True) is False:
                 raise _unknown_model(attn)
-            processor = default_cross_attention_processor(attn)
-            processor._attention_backend = self._attention_backend
-            processor._parallel_config = self._parallel_config
             rotated = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
             if key_rotary_emb is not None:
                 rotated = {"query_rotary_emb": rotary_emb, "key_rotary_emb": key_rotary_emb}
-            return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **rotated)
+            return self._cross_processor(attn)(attn, hidden_states, encoder_hidden_states, attention_mask, **rotated)
         # identity first: under torch.compile(dynamic=True) numbers inside an equality would become symbols
         if layer is None or (layer.config is not self.config and layer.config != self.config):
             self._check_layer(layer)
@@ -213,16 +210,27 @@ class MHLAProcessor:
             if layer is None or skips_scores or attn.training or not self._carries:
                 return output
             return carry.add(output, layer.number)
+        dense = adapter.run(self._own_processor(attn, family), attn, arguments)
+        if layer is None or not context.shows or self.is_off:
+            return dense
+        return carry.show(dense, self._run_patched(attn, arguments, adapter, family, skips_scores=False), layer.number)
+
+    def _cross_processor(self, attn: Any) -> Any:
+        """Return what runs a cross-attention, which has this processor in diffusers' own form."""
+        processor = default_cross_attention_processor(attn)
+        processor._attention_backend = self._attention_backend
+        processor._parallel_config = self._parallel_config
+        return processor
+
+    def _own_processor(self, attn: Any, family: Family | None) -> Any:
+        """Return what ran a self-attention before the patch; diffusers' own form keeps none, and its family says it."""
         original = replaced_processor(attn)
-        if original is None:  # diffusers' own form keeps none
+        if original is None:
             family = family or family_of_attention(attn)
             if family is None:
                 raise _unknown_model(attn)
             original = family.self_attention_processor(attn)
-        dense = adapter.run(with_backend_of(self, original), attn, arguments)
-        if layer is None or not context.shows or self.is_off:
-            return dense
-        return carry.show(dense, self._run_patched(attn, arguments, adapter, family, skips_scores=False), layer.number)
+        return with_backend_of(self, original)
 
     @property
     def _carries(self) -> bool:
