@@ -99,7 +99,11 @@ class MHLAProcessor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to attentions that are not copied."""
-        return vars(self) | {"_left": WeakKeyDictionary()}
+        return {name: value for name, value in vars(self).items() if name != "_left"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copied or pickled processor."""
+        vars(self).update(state, _left=WeakKeyDictionary())
 
     def enter(self, attn: Any) -> Any:
         """Begin to belong to a patch of an attention; return the processor that the attention had before."""
