@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..attention import sparse_attention
-from ..attention.layout import Extra
+from ..attention.layout import Extra, check_grid
 from ..config import SparseConfig, Step, check, check_names, load_patch
 from ..patching.carry import CarriedForward, Half
 
@@ -175,8 +175,9 @@ class EngineAttention:
             (B, N, H, D) in the type of ``query``; None for dense attention, which is counted and logged.
 
         Raises:
-            ValueError: an axis of the grid has no tokens.
+            ValueError: the grid is not 1 to 3 positive integers.
         """
+        grid = None if grid is None else check_grid(grid)
         if step is not None and step.index < self._step:
             self.end_of_call()
         carried = self._carried(step, layer, half) if dense is not None else None
@@ -217,7 +218,7 @@ class EngineAttention:
             query,
             key,
             value,
-            tuple(grid),
+            grid,
             density=config.density,
             block_size=config.block_size,
             key_block_size=config.key_block_size,

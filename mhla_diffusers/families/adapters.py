@@ -430,8 +430,9 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
     mask = attention_mask.reshape(batch, tokens)
     if mask.dtype == torch.bool:
         return mask
-    # as in softmax, only differences between the keys of a sample count
-    return (mask.float() - mask.float().amax(dim=-1, keepdim=True)).exp()
+    # as in softmax, only differences between the keys of a sample count; of one that is -inf throughout, none does
+    mask = mask.float()
+    return (mask - mask.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(mask.dtype).min)).exp()
 
 
 def _count(arguments: Arguments) -> int:

@@ -105,9 +105,11 @@ def test_wrong_settings_are_refused_by_name(settings, words):
 
 
 @pytest.mark.parametrize("grid", [(0, 8), (-4, -64)])
-def test_a_grid_without_tokens_is_refused_by_name(grid):
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("min_tokens", [0, 1000])
+def test_a_grid_without_tokens_is_refused_by_name(grid, fits, min_tokens):
     with pytest.raises(ValueError, match=re.escape(f"grid={grid}")) as error:
-        attention().attend(*tensors(), grid, extra=(256 - math.prod(grid), 0))
+        attention(min_tokens).attend(*tensors(), grid, extra=(256 - math.prod(grid) if fits else 0, 0))
     assert "clamp_blocks" not in str(error.value)
 
 
