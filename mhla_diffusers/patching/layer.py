@@ -160,9 +160,10 @@ class SparseLayer(PatchedLayer):
 class MHLALayer(PatchedLayer):
     """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
 
-    Each begins so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is 1
-    (:func:`calibrate_output_norm` fits it), the gate is 1, the convolution 0. λ is 1 beside the own block of causal
-    attention and 1 / √D beside extra tokens.
+    In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix, but
+    for two parts: an output norm, of weight 1, norms all the same (:func:`calibrate_output_norm` fits it), and softmax
+    over the own block of causal attention or over extra tokens shares the denominator with MHLA, of weight λ: 1 beside
+    the own block, 1 / √D beside extra tokens.
 
     Args:
         config: settings.
