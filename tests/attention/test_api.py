@@ -167,6 +167,17 @@ def test_empty_tensors_give_empty_tensors_and_gradients(shape):
     assert state.step(x, x, x).requires_grad
 
 
+@pytest.mark.parametrize("how", ["in place", ".data", "NumPy"])
+def test_rotary_tables_that_were_rewritten_are_read_again(how):
+    problem = make_problem((12,), (3,), rotary=True)
+    tables = problem.options["rotary"]
+    before = problem.attend()
+    for table in tables:
+        {"in place": table, ".data": table.data, "NumPy": torch.from_numpy(table.numpy())}[how].copy_(table.flip(1))
+    expected = problem.attend(rotary=tuple(table.clone() for table in tables))
+    assert torch.equal(problem.attend(), expected) and not torch.equal(before, expected)
+
+
 @pytest.mark.parametrize("causal", [None, "token"])
 def test_rotary_tables_of_one_row_are_those_of_all_tokens(causal):
     problem = make_problem((12,), (3,), rotary=True, causal=causal)
