@@ -19,8 +19,8 @@ from ..config import PatchConfig
 
 Arguments = Mapping[str, Any]
 """Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
-rotary_emb (RoPE as the model passes it, under any name), encoder_hidden_states_mask and perturbation_mask. Those that
-are None are left out."""
+rotary_emb (RoPE as the model passes it, under any name), encoder_hidden_states_mask and perturbation_mask; and tables,
+what :meth:`AttentionAdapter.tables` made of RoPE for another layer. Those that are None are left out."""
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
@@ -132,13 +132,12 @@ class AttentionAdapter:
         Raises:
             ValueError: a mask that is no key-padding mask, or another number of tokens than the grid has.
         """
-        extra, rotary = self.extra(arguments, tokens), self.rotary(attn, arguments)
+        extra = self.extra(arguments, tokens)
+        rotary = arguments["tables"] if "tables" in arguments else self.tables(attn, arguments)
         query, key, value = self.project(attn, arguments)
         if rotary is not None and self.pairs_halves:
-            channels = rotary[0].shape[-1]
-            query, key, cos, sin = (_paired(x, channels) for x in (query, key, *rotary))
-            still = query.shape[-1] - channels  # channels that the tables lack are not rotated
-            rotary = functional.pad(cos, (0, still), value=1.0), functional.pad(sin, (0, still))
+            channels = arguments["rotary_emb"][0].shape[-1]
+            query, key = _paired(query, channels), _paired(key, channels)
         elif rotary is not None and self.rope_by_head:
             if self.rotates_halves(attn):
                 query, key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (query, key))
@@ -182,6 +181,15 @@ class AttentionAdapter:
             found: Rotary | None = rotary
             return found
         return rotary[0][None, :, None], rotary[1][None, :, None]
+
+    def tables(self, attn: Any, arguments: Arguments) -> Rotary | None:
+        """Return what :meth:`rotary` returns for the order of channels that :meth:`read` puts query and key in."""
+        rotary = self.rotary(attn, arguments)
+        if rotary is None or not self.pairs_halves:
+            return rotary
+        cos, sin = (_paired(table, table.shape[-1]) for table in rotary)
+        still = self.heads(attn)[1] - cos.shape[-1]  # channels that the tables lack are not rotated
+        return functional.pad(cos, (0, still), value=1.0), functional.pad(sin, (0, still))
 
     def check_order(self, arguments: Arguments, config: PatchConfig | None) -> None:
         """Raise unless a patch sees the same later frames as the model; by default it must see all."""
@@ -430,8 +438,9 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
     mask = attention_mask.reshape(batch, tokens)
     if mask.dtype == torch.bool:
         return mask
-    # as in softmax, only differences between the keys of a sample count
-    return (mask.float() - mask.float().amax(dim=-1, keepdim=True)).exp()
+    # as in softmax, only differences between the keys of a sample count; of one that is -inf throughout, none does
+    mask = mask.float()
+    return (mask - mask.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(mask.dtype).min)).exp()
 
 
 def _count(arguments: Arguments) -> int:

@@ -1,4 +1,7 @@
-"""What patching needs to know of a family of models. Nothing outside this folder asks for a family's name.
+"""What patching needs to know of a family of models.
+
+Outside of this folder a family's name is compared with that of a patch file or a command alone; nothing else depends on
+it.
 
 A family has no state: class attributes are its facts, and methods cover what facts cannot.
 """

@@ -158,7 +158,8 @@ class Forwards:
             of_step["carried"] = None
         for module in self._checkpointing():
             CarryingCheckpoint.put_on(module)
-        enter(outer._replace(grid=grid, parallel=self._parallel, **of_step, of=patched, outer=outer))
+        tables: dict[Any, Any] | None = None if torch.compiler.is_compiling() else {}
+        enter(outer._replace(grid=grid, tables=tables, parallel=self._parallel, **of_step, of=patched, outer=outer))
 
     def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """Take the context back after a forward, also one that failed, whose result is None."""

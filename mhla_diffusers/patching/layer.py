@@ -43,8 +43,14 @@ class Gate(nn.Module):
 
     def __init__(self, hidden_size: int, inner_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(inner_size, hidden_size))
-        self.bias = nn.Parameter(torch.full((inner_size,), _UNIT_GATE))
+        self.weight = nn.Parameter(torch.empty(inner_size, hidden_size))
+        self.bias = nn.Parameter(torch.empty(inner_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make it fresh."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, _UNIT_GATE)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, N, hidden size) to (B, N, H * D)."""
@@ -62,8 +68,14 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int, size: int, axes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(channels, 1, *(size,) * axes))
-        self.bias = nn.Parameter(torch.zeros(channels))
+        self.weight = nn.Parameter(torch.empty(channels, 1, *(size,) * axes))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make it fresh."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
     def forward(self, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None = None) -> torch.Tensor:
         """(B, N, H * D) of the tokens of the grid, or of those of this process, before and after."""
@@ -160,9 +172,10 @@ class SparseLayer(PatchedLayer):
 class MHLALayer(PatchedLayer):
     """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
 
-    Each begins so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is 1
-    (:func:`calibrate_output_norm` fits it), the gate is 1, the convolution 0. λ is 1 beside the own block of causal
-    attention and 1 / √D beside extra tokens.
+    In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix, but
+    for two parts: an output norm, of weight 1, norms all the same (:func:`calibrate_output_norm` fits it), and softmax
+    over the own block of causal attention or over extra tokens shares the denominator with MHLA, of weight λ: 1 beside
+    the own block, 1 / √D beside extra tokens.
 
     Args:
         config: settings.
@@ -178,22 +191,30 @@ class MHLALayer(PatchedLayer):
         self, config: LinearConfig, heads: int, head_dim: int, hidden_size: int, adapter: AttentionAdapter | None = None
     ) -> None:
         super().__init__(config, heads, head_dim, adapter)
-        mixing = initial_mixing(config.blocks, config.mixing_init)
-        if config.mixing_per_head:
-            mixing = mixing.repeat(heads, 1, 1)
+        count = math.prod(config.blocks)
+        mixing = torch.empty(*(heads,) * config.mixing_per_head, count, count)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
         self.linear_log_weight: nn.Parameter | None = None
         """Log of λ, (H,); of layers that attend to the own block or to extra tokens with softmax."""
         if self.adapter.has_extra or (isinstance(config, CausalConfig) and config.own == "softmax"):
-            # a token of the grid weighs about as much as an extra one: where channels are normed, φ(q) · φ(k) is of the
-            # order of D times a number near 1/6, and exp(q · k / √D) near 1.6
-            first = -0.5 * math.log(head_dim) if self.adapter.has_extra else 0.0
-            self.linear_log_weight = nn.Parameter(torch.full((heads,), first, dtype=torch.float32))
-        self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
+            self.linear_log_weight = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.output_norm = nn.Parameter(torch.empty(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, heads * head_dim) if config.output_gate else None
         self.convolution: Convolution | None = None
         if isinstance(config, MHLAConfig) and config.convolution is not None:
             self.convolution = Convolution(heads * head_dim, config.convolution, len(config.blocks))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Make mixing matrix, λ and norm those of a fresh layer, as they have to be after ``to_empty()``."""
+        self.mixing.copy_(initial_mixing(self.config.blocks, self.config.mixing_init))
+        if self.linear_log_weight is not None:
+            # a token of the grid weighs about as much as an extra one: where channels are normed, φ(q) · φ(k) is of the
+            # order of D times a number near 1/6, and exp(q · k / √D) near 1.6
+            self.linear_log_weight.fill_(-0.5 * math.log(self.head_dim) if self.adapter.has_extra else 0.0)
+        if self.output_norm is not None:
+            self.output_norm.fill_(1)
 
     def forward(
         self,

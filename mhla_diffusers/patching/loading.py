@@ -355,6 +355,7 @@ def _check_tensors(
         ValueError: naming what is missing, unexpected or of another shape, or weights that cannot be replaced.
     """
     own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
+    check_writable(patched.transformer, set(tensors) - set(own), "load the patch")  # first: others have other shapes
     base = {}
     if record.weights != "mhla":
         base = {key: places[0] for key, places in base_weights(patched.transformer).items()}
@@ -368,4 +369,3 @@ def _check_tensors(
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"The patch does not fit the model: {'; '.join(problems[:8])}{more}.")
-    check_writable(patched.transformer, set(tensors) - set(own), "load the patch")

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..attention import MHLAState, check_backend
 from ..attention.layout import check_blocks
+from ..attention.rope import SteadyRotary, steady
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
@@ -274,7 +275,7 @@ class MHLAProcessor:
                 "mhla_diffusers.apply_mhla(pipe, ...)."
             )
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
-        inputs, stream = adapter.read(attn, arguments, grid, tokens), context.stream
+        inputs, stream = adapter.read(attn, _with_tables(adapter, attn, arguments), grid, tokens), context.stream
         if layer is None:  # a refused first forward leaves no weights behind
             attn.mhla = make_layer(attn, self.config, family)
         if skips_scores:
@@ -492,8 +493,8 @@ def make_layer(attn: Any, config: PatchConfig, family: Family | None) -> Patched
         dtype = casting.compute_dtype
     else:
         dtype = weight.dtype if weight is not None else getattr(projection, "compute_dtype", None) or torch.float32
-    # an attention that first runs under inference_mode must still get weights that can be trained
-    with torch.inference_mode(False):
+    # whatever mode or default device an attention is patched in, its weights are real ones that can be trained
+    with torch.inference_mode(False), torch.device("cpu"):
         layer: PatchedLayer
         if isinstance(config, SparseConfig):
             layer = SparseLayer(config, heads, head_dim, adapter)
@@ -571,6 +572,22 @@ def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: 
     tokens = math.prod(current().grid or _grid_of_rotary(attn, adapter, arguments))
     before, x = adapter.extra(arguments, tokens)[0], adapter.ordered(arguments, x)
     return x[:, before : before + tokens] if x.shape[1] > tokens else x
+
+
+def _with_tables(adapter: AttentionAdapter, attn: Any, arguments: Arguments) -> Arguments:
+    """Add the tables of RoPE, which layers of a forward that get the same tensors from the model share."""
+    given, known = arguments.get("rotary_emb"), current().tables
+    if given is None or known is None or torch.compiler.is_compiling():
+        return arguments
+    tensors = tuple(given) if isinstance(given, tuple | list) else (given,)
+    count = sum(arguments[name].shape[1] for name in ("hidden_states", "encoder_hidden_states") if name in arguments)
+    place = id(adapter), count, *map(id, tensors)
+    if place not in known:
+        tables = steady(adapter.tables(attn, arguments))
+        if not isinstance(tables, SteadyRotary):
+            return {**arguments, "tables": tables}
+        known[place] = tables, tensors  # which keeps their ids theirs
+    return {**arguments, "tables": known[place][0]}
 
 
 def _grid_of_rotary(attn: Any, adapter: AttentionAdapter, arguments: Arguments) -> tuple[int, ...]:

@@ -41,8 +41,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'^echo "(from mhla_diffusers.*)" > .*', r'python -c "\1"'),
     (
         r"^(?:DIFFUSION_ATTENTION_BACKEND=MHLA )?MHLA_DENSITY=(\S+) MHLA_REFRESH=(\S+) (?:vllm|sglang) .*",
-        "python -c \"from mhla_diffusers.engines.attend import EngineSettings; "
-        r"EngineSettings.from_environment(dict(MHLA_DENSITY='\1', MHLA_REFRESH='\2'))" + '"',
+        "python -c \"from mhla_diffusers.engines.environment import settings_from_environment; "
+        r"settings_from_environment(dict(MHLA_DENSITY='\1', MHLA_REFRESH='\2'))" + '"',
     ),
     # models of the Hub
     ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", TINY_WAN),
