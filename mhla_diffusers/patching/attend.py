@@ -87,6 +87,8 @@ class EngineAttention:
         self._calls_in_step: Counter[tuple[str, int]] = Counter()
         """How often each layer has attended in the present step."""
         self._end: weakref.finalize[Any, Any] | None = None
+        self.latest = ""
+        """:meth:`summary` of the latest call of the model that has ended."""
 
     def attend(
         self,
@@ -133,11 +135,7 @@ class EngineAttention:
         reason = asked_for or obstacle or _obstacle(query, key, value, grid, extra)
         output = None
         if reason:
-            self._dense[reason] += 1
-            if (reason, tuple(query.shape)) not in self._logged:
-                self._logged.add((reason, tuple(query.shape)))
-                level = logging.INFO if asked_for else logging.WARNING
-                self.logger.log(level, "MHLA: dense attention for query %s: %s", tuple(query.shape), reason)
+            self.stay_dense(reason, query.shape, logging.INFO if asked_for else logging.WARNING)
             shows = reason == _DENSE_STEP and step is not None and self.settings.config.shows(step)
             if shows and carried is not None and not (obstacle or _obstacle(query, key, value, grid, extra)):
                 assert dense is not None
@@ -151,6 +149,13 @@ class EngineAttention:
         if step is not None:
             self._count_in_step(step)
         return output
+
+    def stay_dense(self, reason: str, shape: Sequence[int], level: int) -> None:
+        """Count an attention that stays dense, and log its reason once for each shape of query."""
+        self._dense[reason] += 1
+        if (reason, tuple(shape)) not in self._logged:
+            self._logged.add((reason, tuple(shape)))
+            self.logger.log(level, "MHLA: dense attention for query %s: %s", tuple(shape), reason)
 
     def _attend_sparsely(
         self,
@@ -214,12 +219,17 @@ class EngineAttention:
                 self._end()
             self._end = weakref.finalize(owner, self.end_of_call)
 
+    def summary(self) -> str:
+        """Return how many attentions of the present call were sparse, and why the others were not; empty for none."""
+        count = self._sparse + self._dense.total()
+        reasons = "".join(f", {number:,} dense: {reason}" for reason, number in self._dense.most_common())
+        return f"sparse in {self._sparse:,} of {count:,} attentions{reasons}" if count else ""
+
     def end_of_call(self) -> None:
         """Log how many attentions were sparse since the last call of the model, and why the others were not."""
-        count = self._sparse + self._dense.total()
-        if count:
-            reasons = "".join(f", {number:,} dense: {reason}" for reason, number in self._dense.most_common())
-            self.logger.info("MHLA: sparse in %s of %s attentions%s", f"{self._sparse:,}", f"{count:,}", reasons)
+        if summary := self.summary():
+            self.logger.info("MHLA: %s", summary)
+            self.latest = summary
         self._sparse, self._step, self._in_step, self._per_step = 0, -1, 0, 0
         self._dense.clear()
         self._halves.clear()

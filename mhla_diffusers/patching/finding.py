@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..families import find_family, get_family, unwrapped
+from .any_model import any_disabled, any_patches
 from .handle import ATTRIBUTE, Patched
 from .layer import PatchedLayer, attentions_of, layer_of
 from .processor import has_mhla_processor
@@ -115,7 +116,7 @@ def require_patched(model: Any) -> dict[str, Patched]:
 
 def is_patched(model: Any) -> bool:
     """Whether any attention of a pipeline or transformer runs MHLA or holds its weights."""
-    return bool(find_patched(model))
+    return bool(find_patched(model) or any_patches(model))
 
 
 def mhla_layers(model: Any) -> dict[str, PatchedLayer]:
@@ -164,6 +165,10 @@ def mhla_disabled(model: Any) -> Iterator[None]:
         ValueError: if the model is not patched.
     """
     with ExitStack() as stack:
+        if any_patches(model):
+            stack.enter_context(any_disabled(model))
+            yield
+            return
         for patched in require_patched(model).values():
             stack.enter_context(patched.disabled())
         yield

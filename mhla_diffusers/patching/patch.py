@@ -18,11 +18,13 @@ from ..config import (
     LinearConfig,
     Patch,
     PatchConfig,
+    SparseConfig,
     is_automatic,
     load_patch,
     parse_layers,
 )
 from ..families import get_family
+from .any_model import Extras, Grid, any_patches, apply_to_any, remove_from_any
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
 from .finding import (
     find_patched,
@@ -52,6 +54,8 @@ def apply_mhla(
     *,
     backend: str = "auto",
     calibration: Callable[[], object] | None = None,
+    grid: Grid | None = None,
+    extra: Extras = (0, 0),
     **settings: Any,
 ) -> Model:
     """Replace the self-attention of a pipeline or transformer, in place.
@@ -69,6 +73,10 @@ def apply_mhla(
         calibration: with ``layers="auto:2/3"``, runs the model on typical inputs, for example
             ``lambda: pipe("a cat", num_inference_steps=4)``. Those layers are replaced whose replacement alone moves
             the output least, which costs one run of each call per layer; their list is recorded in the configuration.
+        grid: for a model without a family, whose calls of PyTorch's ``scaled_dot_product_attention`` sparse attention
+            then takes: the token grid, such as (21, 30, 52), or a function of the forward's arguments that returns it.
+        extra: with ``grid``, the tokens before and after those of the grid in one sequence, such as text, or such a
+            function.
         **settings: fields of :class:`MHLAConfig`, :class:`SparseConfig` or :class:`CausalConfig` that replace those of
             ``patch``.
 
@@ -79,6 +87,14 @@ def apply_mhla(
         ValueError: unsupported model, already patched, a patch for another family, settings that do not fit, or a
             calibration without layers to choose.
     """
+    if grid is not None:
+        if not isinstance(patch, SparseConfig | None) or backend != "auto" or calibration is not None:
+            raise ValueError(
+                f"A model without a family (grid={grid!r}) runs sparse attention alone: give fields of SparseConfig, "
+                "and neither backend nor calibration."
+            )
+        apply_to_any(model, (patch or SparseConfig()).replace(**settings), grid, extra)
+        return model
     transformers = find_transformers(model)
     if not isinstance(patch, PatchConfig | str | Path | None):
         raise ValueError(
@@ -239,6 +255,9 @@ def remove_mhla(model: Model) -> Model:
             unchanged then.
     """
     handles = find_patched(model).values()
+    if not handles and any_patches(model):
+        remove_from_any(model)
+        return model
     if not handles:
         refuse_wrapped(model)
         raise ValueError("The model is not patched with MHLA; there is nothing to remove.")

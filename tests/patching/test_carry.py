@@ -376,7 +376,7 @@ def test_a_copy_carries_nothing_of_its_original():
     stopped = {"callback_on_step_end": lambda pipe, index, *_: setattr(pipe, "_interrupt", index == 3) or {}}
     sample(pipe, **stopped)
     assert runs_of(pipe)
-    assert not any(patched.runs for patched in find_patched(copy.deepcopy(pipe.transformer)).values())
+    assert not any(patched.forwards.runs for patched in find_patched(copy.deepcopy(pipe.transformer)).values())
 
 
 @pytest.mark.parametrize(
