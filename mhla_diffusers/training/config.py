@@ -178,7 +178,7 @@ class ValidationConfig:
     timesteps: int = 4
     """Timesteps per sample, at equally spaced quantiles of the training distribution."""
     prompts: tuple[str, ...] = ()
-    """Prompts (classes for DiT) to generate from at every validation; keeps the rest of the pipeline in memory."""
+    """Prompts (classes for DiT) to generate from at every validation; the rest of the pipeline stays on the device."""
     inference_steps: int = 20
     """Sampler steps for ``prompts``."""
 
