@@ -19,7 +19,7 @@ from mhla_diffusers.training.finetune import dry_run, finetune
 
 
 def main() -> int:
-    """Run and exit with 143 after SIGTERM or Ctrl-C; under torchrun and accelerate launch the exit code is theirs."""
+    """Run and exit with 143 after SIGTERM, 130 after Ctrl-C; under torchrun and accelerate launch the exit code is theirs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file, see finetune/configs")
     parser.add_argument("--resume", help='"latest", or the path of a checkpoint')
@@ -36,7 +36,7 @@ def main() -> int:
         result = finetune(config, resume=arguments.resume)
     except (ValueError, OSError, ImportError, TrainingDivergedError) as error:
         parser.exit(1, f"Error: {error}\n")
-    return 0 if result.finished else 143
+    return result.exit_code
 
 
 if __name__ == "__main__":

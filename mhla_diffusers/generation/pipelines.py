@@ -75,6 +75,11 @@ class PipelineChoice:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.frames_per_second is not None and self.frames_per_second < 1:
             raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
+        if self.frames_per_second is not None and not self.of_family.makes_videos:
+            raise ValueError(
+                f"frames_per_second={self.frames_per_second} is for videos, but {self.family!r} makes images; leave it "
+                "out."
+            )
 
     @property
     def of_family(self) -> TrainedFamily:

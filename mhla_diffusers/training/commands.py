@@ -50,7 +50,7 @@ def finetune_command(
     except TrainingDivergedError as error:
         raise ValueError(error) from error
     if not result.finished:
-        raise typer.Exit(143)
+        raise typer.Exit(result.exit_code)
     typer.echo(f"Wrote {result.result}")
 
 

@@ -47,6 +47,8 @@ class TrainingResult:
     """False if SIGTERM or Ctrl-C stopped it; its last checkpoint is then at ``step``."""
     result: Path | None
     """Folder with the trained weights; None while unfinished."""
+    exit_code: int = 0
+    """Of a command: 130 after Ctrl-C, and 143 after SIGTERM or where another process got the signal."""
 
 
 def train(
@@ -111,7 +113,8 @@ def train_checked(
                         run.save(must_succeed=must_stop or run.step == end)
                     if must_stop and run.step < config.total_steps:
                         logger.warning("Stopped by a signal after step %d; resume with --resume latest.", run.step)
-                        return TrainingResult(run.step, finished=False, result=None)
+                        code = 128 + (signals[0] if signals else signal.SIGTERM)
+                        return TrainingResult(run.step, finished=False, result=None, exit_code=code)
                 if is_last:
                     result = run.export()
     return TrainingResult(run.step, finished=True, result=result)
@@ -207,7 +210,9 @@ class _Run:
             self._folder.path.mkdir(parents=True, exist_ok=True)
             self._folder.go_back_to(self.step)
         self._accelerator.wait_for_everyone()
-        self._accelerator.init_trackers("mhla")
+        # TensorBoard keeps the points after the checkpoint that is resumed from, unless it is told
+        first_new = self.step + 1 if self.step else 0
+        self._accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
         shown: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": not self._is_first}
         self._progress = tqdm(total=self.config.total_steps, initial=self.step, **shown)
         try:

@@ -233,6 +233,7 @@ def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
         ({"patch": "a", "weights": "b"}, "either patch"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"frames_per_second": 0}, "frames_per_second=0"),
+        ({"frames_per_second": 8}, "frames_per_second=8 is for videos, but 'dit' makes images"),
         ({"device": "tpu9"}, "device='tpu9'.*cpu"),
     ],
 )

@@ -1,4 +1,5 @@
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,13 +149,28 @@ def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch
         assert not (tmp_path / "run").exists()
     train(tiny_wan(), wan_data(), config)
     (events,) = tmp_path.rglob("events.out.tfevents*")
-    shown = EventAccumulator(str(events))
+    shown = EventAccumulator(str(events.parent))
     shown.Reload()
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     for name in ("loss", "learning_rate", "gradient_norm", "validation_loss"):
         written = {record["step"]: record[name] for record in records if name in record}
         assert {event.step: event.value for event in shown.Scalars(name)} == pytest.approx(written)
     assert all(event.value > 0 for event in shown.Scalars("tokens_per_second"))
+
+
+def test_tensorboard_shows_the_points_of_a_resumed_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    validation = ValidationConfig(samples=2, every=2, timesteps=1)
+    config = one_stage(tmp_path, steps=6, tracker="tensorboard", validation=validation, checkpoint_every=2)
+    train(tiny_wan(), wan_data(), config)
+    time.sleep(1)  # the names of the files have their second
+    train(tiny_wan(), wan_data(), config, resume=str(tmp_path / "checkpoints" / "step-00000004"))
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in shown.Scalars("validation_loss")] == [0, 2, 4, 6]
 
 
 @pytest.fixture(scope="module")
