@@ -22,6 +22,7 @@ from ..config import load_patch
 from ..devices import is_first_process, launched_on_cpus, launched_processes
 from ..families import NoisedBatch, trained_family
 from ..files import content_of, folder_for_results
+from ..patching import mhla_layers
 from .checks import check_fits, check_start
 from .config import TrainingConfig
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
@@ -270,6 +271,11 @@ class _Run:
         self._loaded = {}
         try:
             yield
+        except ValueError as error:  # as the operator raises it for a λ that has become 0 or infinite
+            logs = [getattr(layer, "linear_log_weight", None) for layer in mhla_layers(self._transformer).values()]
+            if all(bool(log.exp().log().isfinite().all()) for log in logs if log is not None):
+                raise
+            raise self._diverged(f"λ after step {self.step} is 0 or not finite") from error
         finally:  # free the optimizer and unwrap, so that another stage can begin
             accelerator.free_memory(self._prepared)
             if not self._sharded:

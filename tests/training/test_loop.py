@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla
+from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig, apply_mhla
 from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import BatchOrder
 
@@ -45,6 +45,14 @@ def test_a_run_that_diverged_ends_with_an_error_and_without_a_result(tmp_path: P
     _diverges(tmp_path / "c", "after step 1 .* no good checkpoint", checkpoint_every=1)
     endless = poisoned_wan_data(*range(16), value=float("inf"))
     _diverges(tmp_path / "d", "4 updates in a row, up to step 4", endless, steps=50, max_skipped=3)
+
+
+def test_a_weight_of_the_linear_branch_that_leaves_its_range_is_told_as_divergence(tmp_path: Path) -> None:
+    """It is the exponential of what is trained, and the operator takes neither 0 nor infinity."""
+    causal = CausalConfig(blocks=(2, 1, 1), block_length=1, causal="block")
+    config = one_stage(tmp_path, steps=6, patch=causal, trainable="mhla", learning_rate=1e9)
+    with pytest.raises(TrainingDivergedError, match="has diverged"):
+        train(apply_mhla(tiny_wan(), causal), wan_data(), config)
 
 
 def test_weights_that_no_loss_depends_on_are_looked_at_too(tmp_path: Path) -> None:
