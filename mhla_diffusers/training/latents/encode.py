@@ -49,7 +49,7 @@ def encode_folder(
     Raises:
         FileNotFoundError: nothing to encode.
         ValueError: missing captions, or captions that are no class of a DiT; sizes that the model cannot take; a cache
-            made with other settings; or no readable file.
+            made with other settings; latents that are not finite; or no readable file.
         OSError: the folder cannot be written, or another run has it.
     """
     family = trained_family(pipe.transformer)
@@ -82,7 +82,9 @@ def encode_folder(
                     continue
                 # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
                 given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-                sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
+                latents = family.encode_pixels(pipe, given)[0]
+                _check_finite(latents, model, item.name, "use another precision, or leave the file out")
+                sample = {"latents": latents, **family.encode_picture(pipe, given)}
                 sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
                 writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name])
     index = writer.index
@@ -160,11 +162,8 @@ def synthesize(
                 if steps:
                     generator = generator_for(seed, "synthesize", number)
                     latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
-                    check(
-                        bool(latents.isfinite().all()),
-                        f"{model} makes latents that are not finite for {prompt!r}; use another precision, fewer or "
-                        "more steps, or another guidance.",
-                    )
+                    remedy = "use another precision, fewer or more steps, or another guidance"
+                    _check_finite(latents, model, prompt, remedy)
                 else:
                     shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
                     latents = torch.zeros(shape, dtype=torch.uint8)
@@ -257,6 +256,10 @@ def _read(clip: Clip, item: Media) -> tuple[Media, torch.Tensor | str, set[str]]
         return item, read_clip(item, clip, made_up), made_up
     except UnreadableMediaError as error:
         return item, str(error), set()
+
+
+def _check_finite(latents: torch.Tensor, model: str, of: str, remedy: str) -> None:
+    check(bool(latents.isfinite().all()), f"{model} makes latents that are not finite for {of!r}; {remedy}.")
 
 
 def _progress(items: Any, total: int, done: int, name: str) -> Any:
