@@ -129,6 +129,10 @@ def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         aside.replace(folder)
+    except OSError as error:
+        if error.errno is None:  # of a file in it
+            raise OSError(str(error).replace(str(aside), str(folder))) from error
+        raise cannot_write(folder, error.strerror) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
