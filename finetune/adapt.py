@@ -14,9 +14,6 @@ import argparse
 import logging
 import sys
 
-from mhla_diffusers.training import TrainingConfig, TrainingDivergedError
-from mhla_diffusers.training.finetune import dry_run, finetune
-
 
 def main() -> int:
     """Run and exit with 143 after SIGTERM, 130 after Ctrl-C; under torchrun and accelerate launch the exit code is theirs."""
@@ -25,8 +22,15 @@ def main() -> int:
     parser.add_argument("--resume", help='"latest", or the path of a checkpoint')
     parser.add_argument("--dry-run", action="store_true", help="show parameters, memory and FLOPs, and stop")
     parser.add_argument("--processes", type=int, help="of a dry run: how many FSDP2 spreads the weights over")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
+
+    from mhla_diffusers.reporting import set_quiet
+    from mhla_diffusers.training import TrainingConfig, TrainingDivergedError
+    from mhla_diffusers.training.finetune import dry_run, finetune
+
+    set_quiet(arguments.quiet)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         config = TrainingConfig.from_yaml(arguments.config, arguments.overrides)

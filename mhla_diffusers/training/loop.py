@@ -23,6 +23,7 @@ from ..devices import is_first_process, launched_on_cpus, launched_processes
 from ..families import NoisedBatch, trained_family
 from ..files import content_of, folder_for_results
 from ..patching import mhla_layers
+from ..reporting import progress
 from .checks import check_fits, check_start
 from .config import TrainingConfig
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
@@ -205,8 +206,6 @@ class _Run:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which metrics and progress are recorded."""
-        from tqdm.auto import tqdm
-
         if self._is_first:
             self._folder.path.mkdir(parents=True, exist_ok=True)
             self._folder.go_back_to(self.step)
@@ -214,8 +213,8 @@ class _Run:
         # TensorBoard keeps the points after the checkpoint that is resumed from, unless it is told
         first_new = self.step + 1 if self.step else 0
         self._accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
-        shown: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": not self._is_first}
-        self._progress = tqdm(total=self.config.total_steps, initial=self.step, **shown)
+        shown: dict[str, Any] = {"unit": "step", "disable": not self._is_first}
+        self._progress = progress(total=self.config.total_steps, initial=self.step, **shown)
         try:
             with self._progress:
                 yield
@@ -353,8 +352,9 @@ class _Run:
         if self._is_first:
             self._folder.add_metrics({"step": self.step, "stage": self._stage, **values, "skipped": skipped})
             accelerator.log({**values, "tokens_per_second": speed}, step=self.step)
+            shown = {"loss": f"{values['loss']:.4g}", "lr": f"{rate:.3g}", "tokens_per_s": f"{speed:.3g}"}
+            self._progress.set_postfix(shown, refresh=False)
             self._progress.update(self.step - self._progress.n)
-            self._progress.set_postfix(loss=f"{values['loss']:.4g}", lr=f"{rate:.3g}", tokens_per_s=f"{speed:.3g}")
         return bool(stop_votes > 0)
 
     def validate(self) -> None:

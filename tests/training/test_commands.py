@@ -3,6 +3,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -354,3 +355,11 @@ def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: P
     transformer = make().transformer
     NamedRun(TrainingConfig.from_dict({**settings, "validation": validation})).sampler()(transformer, tmp_path / "made")
     assert [path.stem for path in (tmp_path / "made").iterdir()] == ["00"]
+
+
+def test_help_of_the_script_does_not_wait_for_torch() -> None:
+    script = ROOT / "finetune" / "adapt.py"
+    code = f"import runpy, sys\nsys.argv[1:] = ['--help']\ntry:\n    runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    code += "except SystemExit:\n    print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "--quiet" in shown and shown.endswith("False\n")

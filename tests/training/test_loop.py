@@ -166,6 +166,11 @@ def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch
     assert all(event.value > 0 for event in shown.Scalars("tokens_per_second"))
 
 
+def test_progress_without_a_terminal_is_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=2))
+    assert capsys.readouterr().err == "", "of what takes no half minute"
+
+
 def test_tensorboard_shows_the_points_of_a_resumed_run_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

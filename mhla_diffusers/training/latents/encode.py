@@ -17,6 +17,7 @@ from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
+from ...reporting import progress
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
 from .data import ignore_interrupts
 from .media import Media, UnreadableMediaError, contents_of, find_media, read_clip
@@ -75,7 +76,8 @@ def encode_folder(
             worker_init_fn=ignore_interrupts,
         )
         with writer:
-            for item, pixels, lacks in _progress(reading, len(media), len(media) - len(media_left), "encode"):
+            shown = {"total": len(media), "initial": len(media) - len(media_left), "desc": "encode"}
+            for item, pixels, lacks in progress(reading, **shown):
                 made_up.update(lacks)
                 if isinstance(pixels, str):
                     writer.skip(item.name, pixels, contents[item.name])
@@ -158,7 +160,8 @@ def synthesize(
         left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" in missing]
         pipe.set_progress_bar_config(disable=True)
         with writer:
-            for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
+            shown = {"total": len(prompts), "initial": len(prompts) - len(left), "desc": "synthesize"}
+            for number, prompt in progress(left, **shown):
                 if steps:
                     generator = generator_for(seed, "synthesize", number)
                     latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
@@ -260,12 +263,6 @@ def _read(clip: Clip, item: Media) -> tuple[Media, torch.Tensor | str, set[str]]
 
 def _check_finite(latents: torch.Tensor, model: str, of: str, remedy: str) -> None:
     check(bool(latents.isfinite().all()), f"{model} makes latents that are not finite for {of!r}; {remedy}.")
-
-
-def _progress(items: Any, total: int, done: int, name: str) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(items, total=total, initial=done, desc=name, dynamic_ncols=True)
 
 
 def _on_cpu(sample: Sample) -> dict[str, torch.Tensor]:
