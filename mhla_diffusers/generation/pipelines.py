@@ -167,9 +167,8 @@ class PipelineChoice:
         settings = {**defaults, **few_step_arguments(pipe, self.of_family), **self.settings, **arguments}
         try:
             return self.of_family.call(pipe, prompts, generators, **settings)
-        except RuntimeError as error:
-            # mismatched sizes; lack of memory and failing devices have their own classes
-            if not self.settings or type(error) is not RuntimeError:
+        except (TypeError, ValueError) as error:
+            if not self.settings:
                 raise
             raise ValueError(f"{type(pipe).__name__} fails with the settings {self.settings}: {error}") from error
 

@@ -322,7 +322,7 @@ class TrainingConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """Read what :meth:`to_dict` returns; numbers may be text, since YAML reads ``1e-4`` so."""
+        """Read what :meth:`to_dict` returns; a float may be text, since YAML reads ``1e-4`` so."""
         return from_mapping(cls, settings)
 
     @classmethod
