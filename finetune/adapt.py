@@ -16,7 +16,7 @@ import sys
 
 
 def main() -> int:
-    """Run and exit with 143 after SIGTERM, 130 after Ctrl-C; under torchrun and accelerate launch the exit code is theirs."""
+    """Run; exit with 143 after SIGTERM, 130 after Ctrl-C; torchrun and accelerate launch have codes of their own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file, see finetune/configs")
     parser.add_argument("--resume", help='"latest", or the path of a checkpoint')

@@ -359,7 +359,8 @@ def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: P
 
 def test_help_of_the_script_does_not_wait_for_torch() -> None:
     script = ROOT / "finetune" / "adapt.py"
-    code = f"import runpy, sys\nsys.argv[1:] = ['--help']\ntry:\n    runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    code = "import runpy, sys\nsys.argv[1:] = ['--help']\ntry:\n"
+    code += f"    runpy.run_path({str(script)!r}, run_name='__main__')\n"
     code += "except SystemExit:\n    print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "--quiet" in shown and shown.endswith("False\n")

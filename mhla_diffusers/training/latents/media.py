@@ -22,7 +22,16 @@ import torch
 
 from ...config import check
 from ...families import Clip
-from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, content_of, parse_json, read_csv, read_json_lines, read_text, visible_files
+from ...files import (
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    content_of,
+    parse_json,
+    read_csv,
+    read_json_lines,
+    read_text,
+    visible_files,
+)
 
 logger = logging.getLogger(__name__)
 

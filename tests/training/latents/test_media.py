@@ -225,7 +225,7 @@ def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, ca
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n{"f\n'}, ".", ValueError, "Line 2 of .*jsonl"),
         ({"metadata.jsonl": b"\n"}, ".", ValueError, "metadata.jsonl is empty"),
         ({"metadata.jsonl": b'{"file_name": "", "text": "x"}\n'}, ".", ValueError, "Row 1 of .*file_name=''"),
-        ({"metadata.csv": b'text,file_name\nx\n'}, ".", ValueError, "Row 1 of .*file_name=None"),
+        ({"metadata.csv": b"text,file_name\nx\n"}, ".", ValueError, "Row 1 of .*file_name=None"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x\\ud800"}\n'}, ".", ValueError, "Line 1 .*ud800"),
         ({"metadata.csv": b"file_name,text\na.png,a, b\n"}, ".", ValueError, "Row 1 of .*3 values for 2 columns"),
         ({"metadata.csv": b"file_name,text,text\na.png,a,b\n"}, ".", ValueError, "metadata.csv.*'text' is given twice"),
