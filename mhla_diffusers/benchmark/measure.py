@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from ..files import check_writable, read_csv, write_text
-from ..reporting import require_matplotlib
+from ..reporting import progress, require_matplotlib
 
 _CACHE_BYTES = 2**28
 """More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
@@ -180,10 +180,8 @@ def refused_row(name: str, error: BaseException) -> Row:
 
 
 def with_progress(items: Collection[Item], what: str) -> Iterable[Item]:
-    """Return the items, with a bar in a terminal that goes away at the end."""
-    from tqdm.auto import tqdm
-
-    return tqdm(items, desc=what, leave=False, disable=None)
+    """Return the items, with progress that goes away from a terminal at the end."""
+    return progress(items, desc=what, leave=False)
 
 
 def synchronize(device: torch.device) -> None:

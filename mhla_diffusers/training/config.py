@@ -178,7 +178,7 @@ class ValidationConfig:
     timesteps: int = 4
     """Timesteps per sample, at equally spaced quantiles of the training distribution."""
     prompts: tuple[str, ...] = ()
-    """Prompts (classes for DiT) to generate from at every validation; keeps the rest of the pipeline in memory."""
+    """Prompts (classes for DiT) to generate from at every validation; the rest of the pipeline stays on the device."""
     inference_steps: int = 20
     """Sampler steps for ``prompts``."""
 
@@ -322,7 +322,7 @@ class TrainingConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """Read what :meth:`to_dict` returns; numbers may be text, since YAML reads ``1e-4`` so."""
+        """Read what :meth:`to_dict` returns; a float may be text, since YAML reads ``1e-4`` so."""
         return from_mapping(cls, settings)
 
     @classmethod

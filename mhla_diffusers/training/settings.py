@@ -66,7 +66,7 @@ def _place(where: Any, name: str, override: str) -> Any:
 
 
 def from_mapping(cls: type[Settings], settings: Any, path: str = "") -> Settings:
-    """Make a dataclass from nested mappings. Numbers may be text, since YAML reads ``1e-4`` so.
+    """Make a dataclass from nested mappings. A float may be text, since YAML reads ``1e-4`` so.
 
     Args:
         cls: the dataclass; nested ones are built by their ``from_dict`` if they have one.

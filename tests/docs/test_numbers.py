@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
+from mhla_diffusers.families import families
 from mhla_diffusers.training import TrainingConfig
 
 from .snippets import PAGES, ROOT, snippets
@@ -184,3 +185,8 @@ def test_dense_steps_and_what_they_show_are_those_of_the_study():
         assert float(cost) == pytest.approx(float(row["cost"]), abs=0.0051)
         assert float(psnr.partition(" ")[0]) == pytest.approx(float(row["psnr"]), abs=0.051)
         assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(row["digits"]), abs=0.51)
+
+
+def test_families_of_diffusers_are_counted():
+    said = re.search(r"self-attention of \[(\d+) model families\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert int(said[1]) == sum(family.library == "diffusers" for family in families())
