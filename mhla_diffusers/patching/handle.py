@@ -84,11 +84,14 @@ class Patched:
         self._compared: Any = None
         """diffusers' configuration under which the processes have compared their patches."""
         self._warned: set[str] = set()
+        self._is_compiled = False
+        self._blocks = list(self.family.blocks_of(transformer).values())
         self._hooks: list[RemovableHandle] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copied or pickled transformer makes again."""
-        return {name: value for name, value in vars(self).items() if name != "_meet_processes"} | {"runs": {}}
+        made_again = ("_meet_processes", "_note_graph")
+        return {name: value for name, value in vars(self).items() if name not in made_again} | {"runs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copied or pickled transformer."""
@@ -341,6 +344,9 @@ class Patched:
         grid = tuple(int(size) for size in self.family.grid_of_arguments(trunk, arguments))
         if 0 in grid:
             raise ValueError(f"{name} of {type(trunk).__name__} are too small for one token: the token grid is {grid}.")
+        blocks = () if torch.compiler.is_compiling() or grid == self.latest_grid else self._blocks
+        if torch.compiler.is_compiling() or any(block._compiled_call_impl for block in blocks):
+            self._note_graph()
         self._meet_processes()
         if self._parallel is not None:
             check_split(self.family, self.layers, arguments, grid, self._parallel)
@@ -498,8 +504,19 @@ class Patched:
                     compare_patches(self.layers, config, self._parallel)
             self._compared = config
 
-        self._meet_processes = meet
-        vars(meet)["_dynamo_marked_constant"] = True  # runs while torch.compile traces a graph, and not in it
+        def note() -> None:
+            """Log once that another graph is made, of a transformer or of its blocks, before a forward."""
+            if self._is_compiled and self.latest_grid is not None and "graphs" not in self._warned:
+                self._warned.add("graphs")
+                logger.info(
+                    "%s is compiled again: where it is patched it has one graph per resolution, with dynamic=True too.",
+                    type(self.transformer).__name__,
+                )
+            self._is_compiled = True
+
+        self._meet_processes, self._note_graph = meet, note
+        for function in (meet, note):  # run while torch.compile traces a graph, and not in it
+            vars(function)["_dynamo_marked_constant"] = True
 
 
 def _restore_limit() -> None:
