@@ -397,7 +397,6 @@ def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, n
 
     Keys and values that groups of heads share are repeated.
     """
-
     head_dim = int(attn.inner_dim) // int(attn.heads)  # the heads may be those of one process
 
     def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:

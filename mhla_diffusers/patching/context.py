@@ -49,7 +49,7 @@ class CallContext(NamedTuple):
     grid: Grid | None = None
     """Token grid of the forward that runs; None outside of one."""
     tables: dict[Any, Any] | None = None
-    """Tables of RoPE that its attentions have made so far, by what the model has passed; None outside, and in graphs."""
+    """Tables of RoPE that its attentions have made so far, by what the model has passed; None in graphs."""
     parallel: Parallel | None = None
     """The processes between which its tokens are split."""
     disabled: bool = False
