@@ -526,6 +526,8 @@ def _count_of(steps: int | float, count: int) -> int:
 
 def _plain(value: Any) -> Any:
     """Numbers and arrays, for example of NumPy and torch, as plain Python values for JSON and YAML."""
+    if isinstance(value, Fraction):
+        return str(value)
     if isinstance(value, list | tuple):
         return type(value)(_plain(one) for one in value)
     return value.tolist() if hasattr(value, "tolist") else value

@@ -60,6 +60,8 @@ class AttentionInputs:
     """(B, 1, 1): 1 for samples that attend, 0 for samples whose tokens each get their own value."""
     feed_forward: torch.Tensor | None = None
     """(B, N, ...): hidden channels of the feed-forward that the attention runs too."""
+    first_head: int = 0
+    """Which of the attention's heads the first one is, where diffusers' tensor parallelism splits them."""
 
 
 class AttentionAdapter:
@@ -160,7 +162,14 @@ class AttentionAdapter:
             self.key_mask(arguments),
             arguments.get("encoder_hidden_states"),
             arguments.get("perturbation_mask"),
+            first_head=self._first_head(attn, query.shape[2]),
         )
+
+    def _first_head(self, attn: Any, count: int) -> int:
+        if count == self.heads(attn)[0]:
+            return 0
+        mesh = getattr(attn, self.inputs[0]).weight.device_mesh  # of a DTensor that is split by heads
+        return count * int(mesh.get_local_rank())
 
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """Return (B, N), by default from ``attention_mask``; ValueError for one that is no key-padding mask."""
@@ -345,7 +354,8 @@ class ParallelAdapter(JointAdapter):
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
         """Run the first layer, and keep the feed-forward's channels for the second."""
         fused = attn.to_qkv_mlp_proj(arguments["hidden_states"])
-        projected, hidden = fused.tensor_split([3 * attn.inner_dim], dim=-1)
+        of_heads = 3 * attn.inner_dim * fused.shape[-1] // attn.to_qkv_mlp_proj.out_features  # may be split by heads
+        projected, hidden = fused.tensor_split([of_heads], dim=-1)
         return replace(super().read(attn, {**arguments, "projected": projected}, grid, tokens), feed_forward=hidden)
 
     def project(self, attn: Any, arguments: Arguments) -> Projected:
@@ -387,20 +397,21 @@ def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, n
 
     Keys and values that groups of heads share are repeated.
     """
+    head_dim = int(attn.inner_dim) // int(attn.heads)  # the heads may be those of one process
 
-    def normed(x: torch.Tensor, norm: Any, heads: int) -> torch.Tensor:
+    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
         weight = getattr(norm, "weight", None)
         if weight is not None and weight.numel() == x.shape[-1]:
-            return norm(x).unflatten(-1, (heads, -1))
-        x = x.unflatten(-1, (heads, -1))
+            return norm(x).unflatten(-1, (-1, head_dim))
+        x = x.unflatten(-1, (-1, head_dim))
         return x if norm is None else norm(x)
 
     query, key, value = projected
     shared = query.shape[-1] // key.shape[-1]
-    key, value = (normed(x, norm, attn.heads // shared) for x, norm in ((key, norm_key), (value, None)))
+    key, value = normed(key, norm_key), normed(value, None)
     if shared > 1:
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
-    return normed(query, norm_query, attn.heads), key, value
+    return normed(query, norm_query), key, value
 
 
 def _paired(x: torch.Tensor, channels: int) -> torch.Tensor:

@@ -77,16 +77,22 @@ class Convolution(nn.Module):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None = None) -> torch.Tensor:
-        """(B, N, H * D) of the tokens of the grid, or of those of this process, before and after."""
-        channels, _, size, *rest = self.weight.shape
+    def forward(
+        self, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None = None, first: int = 0
+    ) -> torch.Tensor:
+        """(B, N, H * D) of the tokens of the grid, or of those of this process, before and after.
+
+        ``first``: channel of the weights that the first one of the values is, where heads are split.
+        """
+        channels, (size, *rest) = values.shape[-1], self.weight.shape[2:]
+        weight, bias = (parameter[first : first + channels] for parameter in (self.weight, self.bias))
         own = slice(None)
         if parallel is None:
             on_grid = values.unflatten(1, grid)
         else:
             on_grid, own = rows_around(values, grid, size // 2, parallel)
         convolve = _CONVOLUTIONS[1 + len(rest)]
-        output = convolve(on_grid.movedim(-1, 1), self.weight, self.bias, padding=size // 2, groups=channels)
+        output = convolve(on_grid.movedim(-1, 1), weight, bias, padding=size // 2, groups=channels)
         return output.flatten(2).mT[:, own]
 
 
@@ -247,14 +253,17 @@ class MHLALayer(PatchedLayer):
         output = attend(call, backend)
         if self.convolution is None:
             return output
-        added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid, parallel)
-        added = added.unflatten(-1, (self.heads, -1))
+        first = inputs.first_head * self.head_dim
+        added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid, parallel, first)
+        added = added.unflatten(-1, (-1, self.head_dim))
         return output + (functional.pad(added, (0, 0, 0, 0, *inputs.extra)) if any(inputs.extra) else added)
 
     def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> MHLACall:
         """Return the call of MHLA with the weights and settings of this layer."""
         config, grid, weight = self.config, inputs.grid, self._weight
         mixing: torch.Tensor = self.mixing
+        heads = slice(inputs.first_head, inputs.first_head + inputs.query.shape[2])
+        mixing, weight = mixing[heads] if mixing.ndim == 3 else mixing, None if weight is None else weight[heads]
         if isinstance(config, CausalConfig):
             config.check_whole(grid)
             grid, causal = config.grid_from(grid), config.causal
@@ -262,6 +271,7 @@ class MHLALayer(PatchedLayer):
             causal = None
         call_grid, blocks = check_layout(grid, config.blocks_on(grid), is_causal=causal is not None)
         if blocks != config.blocks:
+            # in every forward, about 1% of the time at most: one that is kept would miss changes through .data
             extended = causal is not None
             mixing = (
                 extend_mixing(mixing, config.blocks, blocks[0])
@@ -300,7 +310,8 @@ class MHLALayer(PatchedLayer):
         if hidden_states.shape[1] == inputs.query.shape[1]:
             hidden_states = hidden_states[:, before : hidden_states.shape[1] - after]
         projected: torch.Tensor = gate(hidden_states)
-        return projected.unflatten(-1, (self.heads, -1))
+        heads = slice(inputs.first_head, inputs.first_head + inputs.query.shape[2])
+        return projected.unflatten(-1, (self.heads, -1))[..., heads, :]
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
         """For a sequence that goes on, of which every step gives some tokens to :meth:`forward`.

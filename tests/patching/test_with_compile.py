@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from weakref import WeakSet
 
 import pytest
@@ -80,6 +81,19 @@ def test_dynamic_compilation_is_right_at_every_resolution(counter):
     del model.transformer_blocks[1:]
     expected = [output(model, arguments) for arguments in requests]
     runs(torch.compile(model, backend=counter, fullgraph=True, dynamic=True), counter, requests, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_another_graph_for_another_resolution_is_logged_once(in_blocks, counter, caplog):
+    caplog.set_level("INFO", "mhla_diffusers")
+    model = patched("sana")
+    del model.transformer_blocks[1:]
+    said = "SanaTransformer2DModel is compiled again: .* one graph per resolution"
+    (model.transformer_blocks[0] if in_blocks else model).compile(backend=counter, fullgraph=True, dynamic=True)
+    for ragged, count in ((False, 0), (False, 0), (True, 1), (False, 1), (True, 1)):
+        output(model, inputs("sana", ragged=ragged))
+        assert sum(re.match(said, record.getMessage()) is not None for record in caplog.records) == count
 
 
 @pytest.mark.slow
