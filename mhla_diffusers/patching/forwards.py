@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,18 +50,20 @@ class Forwards:
         self._compared: Any = None
         """diffusers' configuration under which the processes have compared their patches."""
         self._warned: set[str] = set()
+        self._is_compiled = False
+        """Whether there is a graph of the transformer or of its blocks."""
         self._hooks: list[RemovableHandle] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copied or pickled transformer makes again."""
-        return {name: value for name, value in vars(self).items() if name != "_meet"} | {"runs": {}}
+        made_again = ("_meet", "_note_graph")
+        return {name: value for name, value in vars(self).items() if name not in made_again} | {"runs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copied or pickled transformer."""
         vars(self).update(state)
         if self._hooks:
-            self._meet = self._meeting()
-            raise_limit(self)
+            self._prepare_compiling()
 
     # Putting in and taking away
 
@@ -72,8 +74,7 @@ class Forwards:
             trunk: that module.
             pipe: pipeline that calls the transformer; a transformer or None where that is not known.
         """
-        self._meet = self._meeting()
-        raise_limit(self)
+        self._prepare_compiling()
         self._hooks = [
             trunk.register_forward_pre_hook(self._begin, with_kwargs=True),
             trunk.register_forward_hook(self._end, always_call=True),
@@ -102,8 +103,9 @@ class Forwards:
             return [self.patched.transformer]
         return list(self.patched.family.blocks_of(self.patched.transformer).values())
 
-    def _meeting(self) -> Callable[[], None]:
-        """Return what the processes do before a forward, in no graph of torch.compile."""
+    def _prepare_compiling(self) -> None:
+        """Raise the limit of graphs, and make what runs while torch.compile traces a forward, in no graph."""
+        raise_limit(self)
 
         def meet() -> None:
             """Refuse a cache on which the processes may not agree.
@@ -120,8 +122,19 @@ class Forwards:
                     compare_patches(self.patched.layers, config, self._parallel)
             self._compared = config
 
-        vars(meet)["_dynamo_marked_constant"] = True
-        return meet
+        def note_graph() -> None:
+            """Log once that another graph is made, of the transformer or of its blocks."""
+            if self._is_compiled and self.latest_grid is not None and "graphs" not in self._warned:
+                self._warned.add("graphs")
+                logger.info(
+                    "%s is compiled again: where it is patched it has one graph per resolution, with dynamic=True too.",
+                    type(self.patched.transformer).__name__,
+                )
+            self._is_compiled = True
+
+        self._meet, self._note_graph = meet, note_graph
+        for function in (meet, note_graph):
+            vars(function)["_dynamo_marked_constant"] = True
 
     # Around a forward
 
@@ -146,6 +159,9 @@ class Forwards:
         grid = tuple(int(size) for size in family.grid_of_arguments(trunk, arguments))
         if 0 in grid:
             raise ValueError(f"{name} of {type(trunk).__name__} are too small for one token: the token grid is {grid}.")
+        blocks = () if torch.compiler.is_compiling() or grid == self.latest_grid else family.blocks_of(trunk).values()
+        if torch.compiler.is_compiling() or any(block._compiled_call_impl for block in blocks):
+            self._note_graph()
         self._meet()
         if self._parallel is not None:
             check_split(family, patched.layers, arguments, grid, self._parallel)
