@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 
 import pytest
 
@@ -17,6 +18,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, seconds: float =
     """What is written to standard error of two steps by a bar and of two by a count."""
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(reporting, "_SECONDS", seconds)
+    monkeypatch.setitem(reporting._shown, "at", time.monotonic())
     bar = reporting.progress(total=2, unit="step")
     for done in (1, 2):
         bar.set_postfix(loss=done, refresh=False)
