@@ -182,7 +182,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         for patched in running.values():
 
             def note_step(
-                _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step_of: Any = patched.forwards.step_of
+                _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step_of: Any = patched.step_of
             ) -> None:
                 forwards.append(step_of(args, kwargs))
 

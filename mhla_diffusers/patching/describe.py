@@ -241,7 +241,7 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
     if isinstance(processor, MHLAProcessor) and processor.is_off:
         processor = patched.original_processor(attn)
     running, kind = runs_mhla(attn), type(processor if processor is not None else attn).__name__
-    grid = wanted or getattr(processor, "grid", None) or patched.forwards.latest_grid
+    grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
     config: PatchConfig | None = layer.config if layer is not None else processor.config if running else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
     if wanted is not None and isinstance(config, CausalConfig):

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +15,12 @@ from ..config import Step
 from .advice import advise
 from .carry import CarriedForward, DenoisingRun
 from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter
+from .handle import Patched
 from .layer import layer_of
 from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
 from .processor import MHLAProcessor, PerturbedMHLAProcessor, is_fused
 from .recompiling import give_back_limit, raise_limit
 from .steps import DenoisingLoop, forget_skipping
-
-if TYPE_CHECKING:
-    from .handle import Patched
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +35,8 @@ class Forwards:
         patched: the transformer with its patch.
     """
 
-    def __init__(self, patched: "Patched") -> None:
+    def __init__(self, patched: Patched) -> None:
         self.patched = patched
-        self.loop = DenoisingLoop(patched.family, None)
-        """The denoising loop of the pipeline that calls the transformer."""
-        self.latest_grid: Grid | None = None
-        """Token grid of the latest forward, to be shown; no attention reads it."""
-        self.runs: dict[int, DenoisingRun] = {}
-        """What dense steps have shown, of every thread that samples."""
         self._parallel: Parallel | None = None
         """The processes between which tokens are split."""
         self._compared: Any = None
@@ -57,7 +49,7 @@ class Forwards:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copied or pickled transformer makes again."""
         made_again = ("_meet", "_note_graph")
-        return {name: value for name, value in vars(self).items() if name not in made_again} | {"runs": {}}
+        return {name: value for name, value in vars(self).items() if name not in made_again}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copied or pickled transformer."""
@@ -80,13 +72,13 @@ class Forwards:
             trunk.register_forward_hook(self._end, always_call=True),
         ]
         if self.patched.family.is_diffusion:
-            self.loop = DenoisingLoop(self.patched.family, pipe)
+            self.patched.loop = DenoisingLoop(self.patched.family, pipe)
             if hasattr(type(self.patched.transformer), CACHE_CONTEXT):
                 setattr(self.patched.transformer, CACHE_CONTEXT, self.cache_context)
 
     def remove(self) -> None:
         """Take the hooks away."""
-        self.runs.clear()
+        self.patched.runs.clear()
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
@@ -124,7 +116,7 @@ class Forwards:
 
         def note_graph() -> None:
             """Log once that another graph is made, of the transformer or of its blocks."""
-            if self._is_compiled and self.latest_grid is not None and "graphs" not in self._warned:
+            if self._is_compiled and self.patched.latest_grid is not None and "graphs" not in self._warned:
                 self._warned.add("graphs")
                 logger.info(
                     "%s is compiled again: where it is patched it has one graph per resolution, with dynamic=True too.",
@@ -159,7 +151,11 @@ class Forwards:
         grid = tuple(int(size) for size in family.grid_of_arguments(trunk, arguments))
         if 0 in grid:
             raise ValueError(f"{name} of {type(trunk).__name__} are too small for one token: the token grid is {grid}.")
-        blocks = () if torch.compiler.is_compiling() or grid == self.latest_grid else family.blocks_of(trunk).values()
+        blocks = (
+            ()
+            if torch.compiler.is_compiling() or grid == self.patched.latest_grid
+            else family.blocks_of(trunk).values()
+        )
         if torch.compiler.is_compiling() or any(block._compiled_call_impl for block in blocks):
             self._note_graph()
         self._meet()
@@ -184,10 +180,10 @@ class Forwards:
             return
         enter(context.outer)
         if result is not None:
-            self.latest_grid = context.grid
+            self.patched.latest_grid = context.grid
         if torch.compiler.is_compiling() or not isinstance(context.carried, CarriedForward):
             return
-        if result is None and (run := self.runs.get(threading.get_ident())) is not None:
+        if result is None and (run := self.patched.runs.get(threading.get_ident())) is not None:
             run.clear()
         elif context.carried.step.index == context.carried.step.count - 1:
             context.carried.half.clear()
@@ -195,12 +191,12 @@ class Forwards:
     def _warn_of_call(self, grid: Grid) -> None:
         """Warn, of each topic once, of what a call on this token grid does not get from the patch."""
         patched, layer = self.patched, next(iter(self.patched.layers.values()), None)
-        if grid != self.latest_grid and layer is not None and patched.family.own_attention == "softmax":
+        if grid != self.patched.latest_grid and layer is not None and patched.family.own_attention == "softmax":
             advice = advise(layer.config, grid, layer.heads, layer.head_dim, patched.family.extra_tokens)
             for topic, words in advice.items():
                 self._warn_once(topic, "%s", words)
         if patched.few_steps is not None:
-            patched.few_steps.warn_of_call(patched.transformer, self.loop.pipe)
+            patched.few_steps.warn_of_call(patched.transformer, self.patched.loop.pipe)
         if patched.lora is not None and "lora" not in self._warned and not patched.is_off:
             why = patched.inactive_lora()
             if why is not None:
@@ -212,7 +208,7 @@ class Forwards:
         index, count, step = fields.get("step_index"), fields.get("num_inference_steps"), None
         known: dict[str, Any] = {"half": name, "carried": None}
         if index is not None and count is not None:
-            step = self.loop.step_by_index(int(index), int(count))
+            step = self.patched.loop.step_by_index(int(index), int(count))
             known |= {
                 "step_disabled": self.patched.config.is_dense(step),
                 "step_shows": self.patched.config.shows(step),
@@ -222,11 +218,6 @@ class Forwards:
         own: Any = getattr(type(self.patched.transformer), CACHE_CONTEXT)
         with call_context(step=step, **known), own(self.patched.transformer, name, **fields):
             yield
-
-    def step_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
-        """Return the denoising step of a forward with these arguments; None if it is unknown."""
-        step = current().step
-        return step if step is not None else self.loop.step_by_timestep(self.patched.transformer, args, kwargs)
 
     def _has_dense_steps(self, context: CallContext, transformer: nn.Module) -> bool:
         """Whether the denoising step of a forward decides what attends; in training mode it never does."""
@@ -239,7 +230,7 @@ class Forwards:
         """Whether the denoising step of a forward is known, without breaking a graph."""
         if context.step is not None:
             return True
-        return self.loop.pipe is not None and not torch.compiler.is_compiling()
+        return self.patched.loop.pipe is not None and not torch.compiler.is_compiling()
 
     def _choose_attention(
         self,
@@ -256,7 +247,7 @@ class Forwards:
         elif isinstance(config.softmax_steps, float) and config.softmax_steps == 1:  # whichever step it is
             disabled, shows, carried = True, False, None
         else:
-            step = self.loop.step_by_timestep(transformer, args, kwargs)
+            step = self.patched.loop.step_by_timestep(transformer, args, kwargs)
             disabled = shows = False
             if step is not None:
                 disabled, shows = config.is_dense(step), config.shows(step)
@@ -290,8 +281,8 @@ class Forwards:
         config = self.patched.config
         if not config.carry:
             return None
-        run = self.runs.setdefault(threading.get_ident(), DenoisingRun())
-        is_new, half = run.step != step, run.half(step, self.loop.scheduler, name)
+        run = self.patched.runs.setdefault(threading.get_ident(), DenoisingRun())
+        is_new, half = run.step != step, run.half(step, self.patched.loop.scheduler, name)
         if is_new and config.shows(step):  # else a cache may skip what this step is to show
             forget_skipping(self.patched.transformer)
         return CarriedForward(half, step, config)

@@ -1,17 +1,17 @@
-"""The handle of a patched transformer: puts the patch in, takes it away, and knows what belongs to it."""
+"""The handle of a patched transformer: what is known of it and of its patch."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..config import PatchConfig
+from ..config import PatchConfig, Step
 from ..families import Family, get_family
-from .context import current, enter
-from .forwards import Forwards
+from .carry import DenoisingRun
+from .context import Grid, current, enter
 from .layer import PatchedLayer, attentions_of, layer_of, replaced_processor
 from .processor import (
     MHLAProcessor,
@@ -21,7 +21,8 @@ from .processor import (
     runs_mhla,
     with_backend_of,
 )
-from .weights import base_weights, check_writable, has_lora, remove_lora, runs_lora
+from .steps import DenoisingLoop
+from .weights import has_lora, runs_lora
 
 if TYPE_CHECKING:
     from .few_step_scheduler import FewSteps
@@ -50,8 +51,14 @@ class Patched:
         self.attentions: dict[str, Any] = self.family.self_attentions(transformer)
         """Name and module of every self-attention, patched or not, in the order of the layer indices."""
         self.processor = processor
-        self.forwards = Forwards(self)
-        """What happens around every forward."""
+        self.forwards: object = None
+        """The hooks that the patch has around every forward; None in diffusers' own form."""
+        self.loop = DenoisingLoop(self.family, None)
+        """The denoising loop of the pipeline that calls the transformer."""
+        self.latest_grid: Grid | None = None
+        """Token grid of the latest forward, to be shown; no attention reads it."""
+        self.runs: dict[int, DenoisingRun] = {}
+        """What dense steps have shown, of every thread that samples."""
         self.replaced_weights: dict[str, torch.Tensor] | None = {}
         """Weights of the model that the patch replaced, as they were; None if they were not kept."""
         self.lora: str | None = None
@@ -60,6 +67,10 @@ class Patched:
         """How it samples, if it was distilled to a few steps."""
         self.replaced_scheduler: Any = None
         """The pipeline's own scheduler, while it has that of few steps."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what dense steps have shown the original of a copied or pickled transformer."""
+        return vars(self) | {"runs": {}}
 
     @property
     def layers(self) -> dict[str, PatchedLayer]:
@@ -88,107 +99,10 @@ class Patched:
         """Whether it is within ``mhla_disabled`` in this thread."""
         return self.processor is not None and self.processor.is_off
 
-    # Putting in and taking away
-
-    def install(self, layers: Mapping[str, PatchedLayer], pipe: Any) -> None:
-        """Patch the transformer.
-
-        Args:
-            layers: name of every self-attention to be patched, with its new layer.
-            pipe: pipeline that calls the transformer; a transformer or None where that is not known.
-        """
-        processor, trunk = self.running_processor(), self.family.trunk(self.transformer)
-        self.family.prepare(self.transformer)
-        for name, layer in layers.items():
-            attn = self.attentions[name]
-            layer.original_processor = processor.enter(attn)
-            attn.mhla = layer
-            if getattr(attn.processor, "_parallel_config", None) is not None:
-                processor._parallel_config = attn.processor._parallel_config
-            attn.set_processor(processor)
-        setattr(trunk, ATTRIBUTE, self)
-        if self.family.kind != "language":  # to which transformers passes everything they need
-            self.forwards.install(trunk, pipe)
-
-    @torch.no_grad()
-    def replace_weights(self, tensors: Mapping[str, torch.Tensor], keep: bool) -> None:
-        """Write an adapted patch's weights over those of the model.
-
-        Args:
-            tensors: name in a plain model → value.
-            keep: whether to keep those that change, on the CPU, for :meth:`remove`.
-        """
-        places = base_weights(self.transformer)
-        replaced: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            first = places[name][0]
-            new = tensor.to(first.device, first.dtype)
-            if first.is_meta or torch.equal(first, new):
-                continue
-            if keep:
-                replaced[name] = first.to("cpu", copy=True)
-            self.replaced_weights = replaced if keep else None  # before it is written, should that be interrupted
-            for place in places[name]:
-                place.copy_(new)
-
-    def check_removable(self) -> None:
-        """Raise unless weights of the model that the patch replaced can be brought back.
-
-        Raises:
-            ValueError: they were not kept, or cannot be written, or the patch's LoRA is fused with weights.
-        """
-        for name, part in self.transformer.named_modules():
-            if self.lora in (getattr(part, "merged_adapters", None) or ()):
-                raise ValueError(
-                    f"The patch's LoRA {self.lora!r} is fused with the weights of {name}; call unfuse_lora() before "
-                    "remove_mhla()."
-                )
-        if self.replaced_weights is None:
-            raise ValueError(
-                "The patch replaced weights of the model, which load_mhla(..., keep_replaced=False) did not keep, so "
-                "they cannot be brought back; load the model again with from_pretrained()."
-            )
-        check_writable(self.transformer, self.replaced_weights, "remove the patch")
-
-    @torch.no_grad()
-    def remove(self, model: Any = None) -> None:
-        """Take everything away that :meth:`install` has put in, and bring back weights that were replaced.
-
-        Args:
-            model: pipeline that the patch is removed from; a transformer or None where that is not known.
-        """
-        if self.lora is not None and has_lora(self.transformer, self.lora):
-            remove_lora(self.transformer, self.lora)
-        elif self.lora is not None:
-            logger.warning(
-                "The patch's LoRA %r was unloaded by something else. If it was fused first, its weights stay in "
-                "the model; load the model again with from_pretrained() then.",
-                self.lora,
-            )
-        if self.few_steps is not None:
-            from .few_step_scheduler import restore_scheduler
-
-            for pipe in (self.forwards.loop.pipe, model):  # a copied pipeline is known only as the one that is given
-                restore_scheduler(pipe, self.few_steps, self.replaced_scheduler)
-        if self.replaced_weights:
-            places = base_weights(self.transformer)
-            for name, tensor in self.replaced_weights.items():
-                for place in places[name]:
-                    place.copy_(tensor)
-        self.lora = self.few_steps = self.replaced_scheduler = None
-        self.replaced_weights = {}
-        for attn in attentions_of(self.transformer).values():
-            if isinstance(attn.processor, MHLAProcessor) or hasattr(attn, "mhla"):
-                original = self.original_processor(attn)
-                if self.processor is not None:
-                    self.processor.leave(attn, original)
-                attn.set_processor(original)
-            if hasattr(attn, "mhla"):
-                del attn.mhla
-        self.forwards.remove()
-        if self.is_installed:
-            delattr(self.family.trunk(self.transformer), ATTRIBUTE)
-        self.family.restore(self.transformer)
+    def step_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """Return the denoising step of a forward with these arguments; None if it is unknown."""
+        step = current().step
+        return step if step is not None else self.loop.step_by_timestep(self.transformer, args, kwargs)
 
     # Which processors run
 

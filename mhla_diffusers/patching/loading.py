@@ -27,6 +27,7 @@ from ..families import get_family
 from ..files import check_hash, read_json
 from .finding import find_transformers, is_patched
 from .handle import Patched
+from .installing import install, replace_weights
 from .layer import PatchedLayer
 from .patch import plan_patch, remove_mhla
 from .processor import MHLAProcessor
@@ -137,8 +138,8 @@ def load_mhla(
                 with torch.no_grad():
                     for key in [key for key in part if key.startswith(f"{name}.mhla.")]:
                         state[key.removeprefix(f"{name}.mhla.")].copy_(part.pop(key))
-            patched.install(layers, model)
-            patched.replace_weights(part, keep_replaced)
+            install(patched, layers, model)
+            replace_weights(patched, part, keep_replaced)
         for patched, _, _, own_lora in plans:
             if own_lora:
                 load_lora(patched.transformer, own_lora)

@@ -35,6 +35,7 @@ from .finding import (
     require_layers,
 )
 from .handle import Patched
+from .installing import check_removable, install, remove
 from .layer import MHLALayer, PatchedLayer, attentions_of, share_parameters
 from .processor import MHLAProcessor, holds_weights, make_layer
 from .steps import DenoisingLoop
@@ -121,7 +122,7 @@ def apply_mhla(
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [plan_patch(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
     for patched, layers in plans:
-        patched.install(layers, model)
+        install(patched, layers, model)
     for patched, _ in plans:
         _tell_what_runs(patched)
     return model
@@ -179,11 +180,11 @@ def _choose_automatically(
     calls = record_calls(transformers, calibration)
     chosen = {}
     for name, (patched, layers) in plans.items():
-        patched.install(layers, None)
+        install(patched, layers, None)
         try:
             sensitivities = measure_sensitivity(patched, calls[name])
         finally:
-            patched.remove()
+            remove(patched)
         values = list(sensitivities.values())
         least = sorted(range(len(values)), key=values.__getitem__)
         count = len(choose_layers(str(configs[name].layers).removeprefix(AUTOMATIC), len(values)))
@@ -205,7 +206,7 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
     refuse_wrapped(transformer)
     if isinstance(processor, MHLAProcessor):
         patched, layers = plan_patch(transformer, processor)
-        patched.install(layers, None)
+        install(patched, layers, None)
         return
     get_family(transformer)
     attentions = attentions_of(transformer)
@@ -262,9 +263,9 @@ def remove_mhla(model: Model) -> Model:
         refuse_wrapped(model)
         raise ValueError("The model is not patched with MHLA; there is nothing to remove.")
     for patched in handles:
-        patched.check_removable()
+        check_removable(patched)
     for patched in handles:
-        patched.remove(model)
+        remove(patched, model)
     return model
 
 
@@ -307,9 +308,9 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
             if isinstance(attn.processor, MHLAProcessor):  # a cross-attention, in diffusers' own form
                 attn.set_processor(processor)
         patched.processor = processor
-        patched.forwards.runs.clear()
+        patched.runs.clear()
         if patched.is_installed and not isinstance(model, nn.Module):
-            patched.forwards.loop = DenoisingLoop(patched.family, model)
+            patched.loop = DenoisingLoop(patched.family, model)
     for loss in (loss for *_, loss in plans if loss is not None):  # when all is done: a warning may be an error
         warnings.warn(loss, stacklevel=2)
     return model

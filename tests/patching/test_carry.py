@@ -188,7 +188,7 @@ def test_every_call_begins_afresh(name, config):
 
 
 def runs_of(pipe):
-    return [run for patched in find_patched(pipe).values() for run in patched.forwards.runs.values()]
+    return [run for patched in find_patched(pipe).values() for run in patched.runs.values()]
 
 
 def test_a_patch_disabled_within_a_loop_takes_nothing_and_leaves_everything():
@@ -376,7 +376,7 @@ def test_a_copy_carries_nothing_of_its_original():
     stopped = {"callback_on_step_end": lambda pipe, index, *_: setattr(pipe, "_interrupt", index == 3) or {}}
     sample(pipe, **stopped)
     assert runs_of(pipe)
-    assert not any(patched.forwards.runs for patched in find_patched(copy.deepcopy(pipe.transformer)).values())
+    assert not any(patched.runs for patched in find_patched(copy.deepcopy(pipe.transformer)).values())
 
 
 @pytest.mark.parametrize(
