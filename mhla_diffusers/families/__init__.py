@@ -37,7 +37,7 @@ from .sana import SanaFamily
 from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
 from .skyreels_v2 import SkyReelsV2Family
-from .styles import ImageFamily, JointFamily, PackedFamily, VideoFamily
+from .styles import ImageFamily, VideoFamily
 from .trained import TrainedFamily
 from .vision import DeiTFamily, Dinov2Family, PooledViTFamily, SiglipFamily, ViTFamily
 from .wan import WanFamily
@@ -261,10 +261,8 @@ __all__ = [
     "LearnedVarianceDDPM",
     "ImageFamily",
     "JointAdapter",
-    "JointFamily",
     "Model",
     "NoisedBatch",
-    "PackedFamily",
     "Sample",
     "TrainedFamily",
     "VideoFamily",

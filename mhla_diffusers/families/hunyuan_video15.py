@@ -15,7 +15,7 @@ from torch import Tensor
 from .adapters import AttentionInputs, JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
-from .styles import JointFamily, VideoFamily
+from .styles import VideoFamily
 from .values import WithoutValues
 
 _CLASS = "HunyuanVideo15Transformer3DModel"
@@ -39,13 +39,14 @@ class HunyuanVideo15Adapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class HunyuanVideo15Family(JointFamily, VideoFamily):
+class HunyuanVideo15Family(VideoFamily):
     """Text-to-video transformers with a (frames, height, width) token grid."""
 
     name = "hunyuan_video15"
     transformers = (_CLASS,)
     adapter = HunyuanVideo15Adapter()
     processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
+    dispatches_attention = True
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
     has_rope = True
     channels_name = "out_channels"  # it also takes given frames

@@ -16,7 +16,7 @@ from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter, without
 from .family import Condition
 from .models import image_model, tiny_image
-from .styles import ImageFamily, JointFamily
+from .styles import ImageFamily
 from .values import WithoutValues
 
 _CLASS = "Lumina2Transformer2DModel"
@@ -83,7 +83,7 @@ def _rolled(x: Tensor, by: Tensor) -> Tensor:
     return x[torch.arange(len(by), device=x.device)[:, None], places % x.shape[1]]
 
 
-class Lumina2Family(JointFamily, ImageFamily):
+class Lumina2Family(ImageFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "lumina2"
@@ -94,7 +94,6 @@ class Lumina2Family(JointFamily, ImageFamily):
     extra_tokens = _TEXT_TOKENS
     without_values = WithoutValues  # the transformer reads the lengths of texts
     feed_forwards = ("feed_forward",)
-    dispatches_attention = False
     has_rope = True
     takes_sigma = time_is_reversed = True
     # Gemma 2's

@@ -16,7 +16,7 @@ from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter
 from .family import Condition
 from .models import Clip, Model, tiny_video
-from .styles import JointFamily, VideoFamily
+from .styles import VideoFamily
 from .values import WithoutValues
 
 _CLASS = "MochiTransformer3DModel"
@@ -49,16 +49,14 @@ class MochiAdapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class MochiFamily(JointFamily, VideoFamily):
+class MochiFamily(VideoFamily):
     """Text-to-video transformers with a (frames, height, width) token grid."""
 
     name = "mochi"
     transformers = (_CLASS,)
-    attentions = ("attn1",)
     adapter = MochiAdapter()
     processor = "diffusers.models.attention_processor.MochiAttnProcessor2_0"
     attention_class = "MochiAttention"
-    dispatches_attention = False
     extra_tokens = _TEXT_TOKENS
     without_values = staticmethod(partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3))
     """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""

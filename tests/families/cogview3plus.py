@@ -2,22 +2,20 @@
 
 import torch
 
-from mhla_diffusers.families import Condition, ImageFamily, JointAdapter, JointFamily, Model
+from mhla_diffusers.families import Condition, ImageFamily, JointAdapter, Model
 from mhla_diffusers.families.processes import VelocityDDPM
 
 _TEXT_TOKENS = 224
 """Length that the pipeline pads text to."""
 
 
-class CogView3PlusFamily(JointFamily, ImageFamily):
+class CogView3PlusFamily(ImageFamily):
     """Text-to-image transformers with a (height, width) token grid; joint attention with the text, without RoPE."""
 
     name = "cogview3plus"
     transformers = ("CogView3PlusTransformer2DModel",)
-    attentions = ("attn1",)
     adapter = JointAdapter(context_first=True)
     processor = "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
-    dispatches_attention = False
     extra_tokens = _TEXT_TOKENS
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
     models = (

@@ -9,7 +9,7 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3Prepa
 import mhla_diffusers as mhla
 from mhla_diffusers.benchmark.models import Size, models, token_grid
 from mhla_diffusers.families import Clip, get_family, trained_family
-from mhla_diffusers.families.styles import pack
+from mhla_diffusers.families.packing import pack
 
 from ..models import assert_changed, relative_change
 from .cases import ROUNDING, SOUND_CALL, case_of, output, plain
