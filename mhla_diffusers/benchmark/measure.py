@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from ..files import check_writable, read_csv, write_text
-from ..reporting import progress, require_matplotlib
+from ..reporting import markdown_table, progress, require_matplotlib, text_table
 
 _CACHE_BYTES = 2**28
 """More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
@@ -31,22 +31,6 @@ _REFUSALS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "triton")
 _TEXTS = ("case", "stage", "variant", "dtype", "status", "reason")
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How often a variant runs; ValueError for a value that is not allowed."""
-
-    seconds: float = 1.0
-    """Spent on each variant, as far as the numbers of repetitions allow."""
-    least: int = 3
-    most: int = 30
-
-    def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"seconds={self.seconds} must be positive.")
-        if not 1 <= self.least <= self.most:
-            raise ValueError(f"least={self.least} and most={self.most} must be positive and in this order.")
 
 
 @dataclass(frozen=True)
@@ -116,17 +100,24 @@ class Row:
 
 
 def time_interleaved(
-    variants: Mapping[str, Callable[[], object] | str], device: torch.device, budget: Budget
+    variants: Mapping[str, Callable[[], object] | str],
+    device: torch.device,
+    seconds: float = 1.0,
+    *,
+    least: int = 3,
+    most: int = 30,
 ) -> dict[str, Row]:
     """Warm every variant up, then time round after round until each has its repetitions.
 
-    A slow phase of the machine so affects all of them. A variant that runs out of memory, or whose backend refuses the
-    call, is not timed; its row says why.
+    A slow phase of the machine thus affects all of them. A variant that runs out of memory, or whose backend refuses
+    the call, is not timed; its row says why.
 
     Args:
         variants: name → the call, or the reason why there is none.
         device: where they run. CUDA devices are timed with events and an overwritten cache.
-        budget: how often.
+        seconds: spent on each variant, as far as the numbers of repetitions allow.
+        least: repetitions of each.
+        most: repetitions of each.
 
     Returns:
         Name → row with status, times and peak memory, in the order of ``variants``.
@@ -137,17 +128,17 @@ def time_interleaved(
     peaks: dict[str, int | None] = {}
     for name, run in with_progress(runs.items(), "warming up"):
         try:
-            seconds = _seconds(run, device)  # of a first run, which compiles and loads
-            if seconds < budget.seconds or device.type != "cpu":
-                seconds = _seconds(run, device)
+            taken = _seconds(run, device)  # by a first run, which compiles and loads
+            if taken < seconds or device.type != "cpu":
+                taken = _seconds(run, device)
             peaks[name] = peak_bytes(run, device)
         except _REFUSALS as error:
-            row = refused_row(name, error)
+            row = refused(Row(name), error)
             rows[name] = replace(row, reason=_warnings_of(run) or row.reason) if row.status == "absent" else row
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         else:
-            counts[name] = max(budget.least, min(budget.most, int(budget.seconds / max(seconds, 1e-9))))
+            counts[name] = max(least, min(most, int(seconds / max(taken, 1e-9))))
     # after the peaks, which it would add to
     cache = torch.empty(_CACHE_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     times: dict[str, list[float]] = {name: [] for name in counts}
@@ -159,24 +150,24 @@ def time_interleaved(
         try:
             times[name].append(_seconds(runs[name], device))
         except _REFUSALS as error:  # memory may have gone to others since it was warmed up
-            rows[name] = refused_row(name, error)
+            rows[name] = refused(Row(name), error)
             del times[name]
-    rows |= {name: measured_row(name, seconds, peaks[name]) for name, seconds in times.items()}
+    rows |= {name: measured(Row(name), taken, peaks[name]) for name, taken in times.items()}
     return {name: rows[name] for name in variants}
 
 
-def measured_row(name: str, seconds: Sequence[float], peak: int | None) -> Row:
-    """Return a row with the median and the percentiles of some repetitions."""
+def measured(row: Row, seconds: Sequence[float], peak: int | None) -> Row:
+    """Return the row with the median and the percentiles of some repetitions, and a peak of memory."""
     quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     p20, median, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(quantiles).tolist()
-    return Row(name, median=median, p20=p20, p80=p80, repetitions=len(seconds), peak_bytes=peak)
+    return replace(row, median=median, p20=p20, p80=p80, repetitions=len(seconds), peak_bytes=peak)
 
 
-def refused_row(name: str, error: BaseException) -> Row:
-    """Return a row of a variant that raised this; the CPU's allocator has no error class of its own."""
+def refused(row: Row, error: BaseException) -> Row:
+    """Return the row with what its variant raised; the CPU's allocator has no error class of its own."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     no_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-    return Row(name, status="out of memory" if no_memory else "absent", reason=lines[0][:300])
+    return replace(row, status="out of memory" if no_memory else "absent", reason=lines[0][:300])
 
 
 def with_progress(items: Collection[Item], what: str) -> Iterable[Item]:
@@ -278,31 +269,26 @@ def _output(*command: str) -> str:
 
 
 class Results:
-    """The rows of one command on one device, printed and written case by case.
+    """The rows of one command on one device, printed and written case by case, so that an interrupted run keeps them.
 
-    An interrupted run so keeps its finished cases. Files are ``{command}.csv`` and ``{command}.md`` in a folder of the
-    device, such as ``nvidia-h100-80gb-hbm3``; the Markdown has the conditions too.
+    Files are ``{command}.csv`` and ``{command}.md`` in a folder of the device, such as ``nvidia-h100-80gb-hbm3``; the
+    Markdown has the conditions too.
 
     Args:
         command: name of the files.
         device: where the run measures.
         dtype: of the inputs.
         output: gets the device's folder.
-        budget: how often each variant runs.
+        seconds: spent on each variant, as far as 3 to 30 repetitions allow.
 
     Raises:
         OSError: the folder cannot be written.
     """
 
     def __init__(
-        self,
-        command: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        output: Path,
-        budget: Budget = Budget(),
+        self, command: str, device: torch.device, dtype: torch.dtype, output: Path, seconds: float = 1.0
     ) -> None:
-        self.device, self.dtype, self.budget = device, dtype, budget
+        self.device, self.dtype, self.seconds = device, dtype, seconds
         self.conditions = gather_conditions(device)
         self.file = output / re.sub(r"[^a-z0-9]+", "-", self.conditions["device"].lower()).strip("-") / command
         self.rows: list[Row] = []
@@ -311,32 +297,18 @@ class Results:
     def measure(self, variants: Iterable[Variant], **what: Any) -> list[Row]:
         """Time variants in turns; the rows have what is given of their case, and are not added yet."""
         known = {variant.name: variant for variant in variants}
-        rows = time_interleaved({name: one.run for name, one in known.items()}, self.device, self.budget)
-        return [
-            replace(
-                row,
-                baseline=known[name].baseline,
-                flops=known[name].flops,
-                blocks=known[name].blocks,
-                reason=row.reason or known[name].note,
-                **what,
-            )
-            for name, row in rows.items()
-        ]
+        rows = time_interleaved({name: one.run for name, one in known.items()}, self.device, self.seconds)
+        for name, row in rows.items():
+            one = known[name]
+            described = {"baseline": one.baseline, "flops": one.flops, "blocks": one.blocks, **what}
+            rows[name] = replace(row, reason=row.reason or one.note, **described)
+        return list(rows.values())
 
     def add(self, rows: Sequence[Row]) -> None:
         """Print and write the rows of one case."""
-        from rich.console import Console
-        from rich.table import Table
-
         rows = [replace(row, dtype=str(self.dtype).removeprefix("torch.")) for row in rows]
         self.rows += rows
-        header, lines = table_of(rows)
-        table = Table(*header, title=rows[0].case, title_justify="left")
-        for line in lines:
-            table.add_row(*line)
-        console = Console() if sys.stdout.isatty() else Console(width=200)  # a file is not wrapped at 80 columns
-        console.print(table)
+        sys.stdout.write(f"{rows[0].case}\n{text_table(*table_of(rows))}\n\n")
         text = io.StringIO()
         writer = csv.DictWriter(text, [column.name for column in fields(Row)], lineterminator="\n")
         writer.writeheader()
@@ -344,18 +316,16 @@ class Results:
         write_text(text.getvalue(), self.file.with_suffix(".csv"))
         page = "".join(f"- {name}: {value}\n" for name, value in self.conditions.items())
         for case in dict.fromkeys(row.case for row in self.rows):
-            header, lines = table_of([row for row in self.rows if row.case == case])
-            cells = [header, ["---"] * len(header), *lines]
-            page += f"\n{case}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in cells)
+            table = table_of([row for row in self.rows if row.case == case])
+            page += f"\n{case}\n\n{markdown_table(*table)}"
         write_text(page, self.file.with_suffix(".md"))
 
-    def finish(self) -> list[Row]:
-        """Say where the files are, and return all rows; ValueError with the reasons if nothing was measured."""
+    def finish(self) -> None:
+        """Say where the files are; ValueError with the reasons if nothing was measured."""
         if all(row.median is None for row in self.rows):
             reasons = dict.fromkeys(f"{row.variant} is {row.status} ({row.reason})" for row in self.rows)
             raise ValueError(f"Nothing was measured: {'; '.join(reasons)}.")
         sys.stdout.write(f"Wrote {self.file}.csv and .md\n")
-        return self.rows
 
 
 def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -425,23 +395,23 @@ def draw(rows: Sequence[Row], file: Path) -> None:
             panels.setdefault((row.case, row.stage), []).append(row)
     if not panels:
         raise ValueError("Nothing to draw: no row holds a time.")
-    columns = min(2, len(panels))
-    lines, longest = -(-len(panels) // columns), max(map(len, panels.values()))
-    size = (6.2 * columns, (1.1 + 0.3 * longest) * lines)
-    figure, axes = require_matplotlib().subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (key, shown) in zip(axes.flat, panels.items(), strict=False):
+    pyplot, bars = require_matplotlib(), sum(map(len, panels.values()))
+    heights = [len(shown) for shown in panels.values()]
+    size = (6.2, 1.1 * len(panels) + 0.3 * bars)
+    figure, axes = pyplot.subplots(
+        len(panels), figsize=size, height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axis, (key, shown) in zip(axes.flat, panels.items(), strict=True):
         values = [1000 * (row.seconds or 0) for row in shown]
         colours = ["#555555" if row.baseline else "#0072b2" for row in shown]
-        bars = axis.barh([row.variant for row in shown], values, color=colours)
+        drawn = axis.barh([row.variant for row in shown], values, color=colours)
         if max(values) > 20 * min(values):
             axis.set_xscale("log")
-        axis.bar_label(bars, [f"{x:.3g}" for x in values], padding=3, fontsize=8)
+        axis.bar_label(drawn, [f"{x:.3g}" for x in values], padding=3, fontsize=8)
         axis.margins(x=0.2)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(", ".join(key), fontsize=10, loc="left")
         axis.set_xlabel("milliseconds")
     figure.savefig(file, dpi=130)
-    require_matplotlib().close(figure)
+    pyplot.close(figure)

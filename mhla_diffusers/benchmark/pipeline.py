@@ -19,12 +19,11 @@ from ..generation.pipelines import few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
 from ..tiny import tiny_pipeline
-from .correctness import check_operation
-from .measure import Results, Row, measured_row, peak_bytes, refused_row, synchronize, with_progress
-from .models import models
-from .operation import SPARSE, fastest_backend
-from .shapes import BLOCK_SIZE, Shape
-from .transformer import CLASSIFIERS, LINEAR_KINDS, PATCHES, patch_settings
+from .cases import BLOCK_SIZE, Shape, models
+from .correctness import check_operator
+from .forward import LINEAR_KINDS, PATCHES, patch_settings
+from .measure import Results, Row, measured, peak_bytes, refused, synchronize, with_progress
+from .operator import SOFTMAX, SPARSE, fastest_backend
 
 UNPATCHED = "unpatched"
 WHOLE = "whole call"
@@ -43,7 +42,7 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
         ValueError: it has no transformer that MHLA supports, does not take a setting, or is no pipeline.
     """
     is_tiny = name.startswith("tiny-")
-    if name in CLASSIFIERS.keys() | models().keys() and not is_tiny:
+    if name in models() and not is_tiny:
         raise ValueError(
             f"{name!r} is a configuration without weights and without a pipeline, which mhla bench transformer --model "
             f"{name} measures. Give the Hub id or folder of a pipeline, or tiny-dit, tiny-sana or tiny-wan."
@@ -79,30 +78,26 @@ def benchmark_pipeline(
         IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
         ImportError: torchmetrics is missing, which compares the samples.
         OSError: no such pipeline or patch.
-        ValueError: a value that is not allowed, or the call fails with every patch.
+        ValueError: an unknown patch or one that does not fit, or the call fails with every patch.
     """
     image_metrics()  # raises before anything is timed
-    if repetitions < 1:
-        raise ValueError(f"repetitions={repetitions} must be positive.")
     family, device = choice.of_family, results.device
     family.default_config.replace(**dense_steps)  # raises what is not allowed
-    blocks = family.mhla_blocks
+    is_softmax = family.own_attention == SOFTMAX
     for name in patches:
-        if name == SPARSE and family.own_attention != "softmax":
+        if name == SPARSE and not is_softmax:
             raise ValueError(
                 f"patch={name!r} is for softmax attention; that of {choice.family} is {family.own_attention}."
             )
         if name not in PATCHES:
             is_saved_patch(name)
-    names = (UNPATCHED, *(patches or (PATCHES if family.own_attention == "softmax" else LINEAR_KINDS)))
+    names = (UNPATCHED, *(patches or (PATCHES if is_softmax else LINEAR_KINDS)))
 
     pipe = choice.load()
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
-    size = BLOCK_SIZE if family.own_attention == "softmax" else None
-    shape = Shape(choice.family, blocks, blocks, *family.adapter_of(attn).heads(attn), size)
-    for sparse in (False, SPARSE in names):
-        backend = fastest_backend(shape, device, results.dtype)
-        check_operation(shape, device, results.dtype, backend, sparse=sparse)
+    size = BLOCK_SIZE if SPARSE in names else None
+    shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.adapter_of(attn).heads(attn), size)
+    check_operator(shape, device, results.dtype, fastest_backend(shape, device, results.dtype))
 
     def run() -> Any:
         prompt = "3" if family.prompts_are_classes else "a seven"
@@ -110,7 +105,9 @@ def benchmark_pipeline(
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)], **few_step_arguments(pipe, family))
         return sample
 
-    refused: dict[str, Row] = {}
+    settings = {**choice.settings, **dense_steps}
+    case = ", ".join([choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items())])
+    rows = {name: Row(name, case, WHOLE, baseline=name == UNPATCHED) for name in names}
     peaks: dict[str, int | None] = {}
     reference: torch.Tensor | None = None
     for name in with_progress(names, "warming up"):
@@ -120,32 +117,22 @@ def benchmark_pipeline(
                 peaks[name] = peak_bytes(run, device)
             reference = frames if name == UNPATCHED else reference
         except (RuntimeError, ValueError) as error:
-            refused[name] = refused_row(name, error)
+            rows[name] = refused(rows[name], error)
     if not peaks:
-        raise ValueError(f"{choice.model or choice.family} fails with every patch: {refused[UNPATCHED].reason}.")
+        raise ValueError(f"{choice.model or choice.family} fails with every patch: {rows[UNPATCHED].reason}.")
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
-    samples: dict[str, torch.Tensor] = {}
     for name in with_progress([name for _ in range(repetitions) for name in peaks], "timing"):
         with patched(pipe, name, choice, dense_steps):
             times, sample = timed_call(pipe, run, device)
         seconds[name].append(times)
-        samples[name] = frames_of(sample)
-
-    settings = {**choice.settings, **dense_steps}
-    case = ", ".join([choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items())])
-    rows = []
-    for stage in (WHOLE, *PARTS):
-        for name in names:
-            if name in refused:
-                row = refused[name]
-            else:
-                peak = peaks[name] if stage == WHOLE else None
-                row = measured_row(name, [call[stage] for call in seconds[name]], peak)
-                if stage == WHOLE and reference is not None:
-                    row = replace(row, **similarities(samples[name], reference))
-            if name not in refused or stage == WHOLE:
-                rows.append(replace(row, case=case, stage=stage, baseline=name == UNPATCHED))
-    results.add(rows)
+        if reference is not None:
+            rows[name] = replace(rows[name], **similarities(frames_of(sample), reference))
+    parts = []
+    for name, calls in seconds.items():
+        rows[name] = measured(rows[name], [call[WHOLE] for call in calls], peaks[name])
+        plain = Row(name, case, baseline=name == UNPATCHED)
+        parts += [measured(replace(plain, stage=part), [call[part] for call in calls], None) for part in PARTS]
+    results.add([*rows.values(), *sorted(parts, key=lambda row: PARTS.index(row.stage))])
 
 
 def is_saved_patch(name: str) -> bool:

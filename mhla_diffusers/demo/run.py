@@ -19,7 +19,7 @@ import typer
 from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import draw_mixing_matrices
 from ..attention import initial_mixing
-from ..benchmark.measure import Budget, time_interleaved
+from ..benchmark.measure import time_interleaved
 from ..config import CausalConfig, MHLAConfig, adapted_patch_names
 from ..devices import free_threads, threads
 from ..families import arguments_of, predict
@@ -154,7 +154,7 @@ class Demo:
         """
         runs = {name: partial(predict, p.transformer, self._last_samples(p, 2)) for name, p in self.pipes.items()}
         with threads(1), torch.no_grad():
-            timed = time_interleaved(runs, torch.device(self.config.device), Budget(seconds=2.0, least=7))
+            timed = time_interleaved(runs, torch.device(self.config.device), seconds=2.0, least=7)
         is_steady = all(row.median is not None and row.spread <= speed.STEADY for row in timed.values())
         pictures, rows, cells = {}, [], []
         for name, pipe in self.pipes.items():

@@ -5,9 +5,9 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark.operation import SPARSE
+from mhla_diffusers.benchmark.forward import LINEAR_KINDS
+from mhla_diffusers.benchmark.operator import SPARSE
 from mhla_diffusers.benchmark.pipeline import PARTS, UNPATCHED, WHOLE, choose_pipeline, frames_of, patched, similarities
-from mhla_diffusers.benchmark.transformer import LINEAR_KINDS
 from mhla_diffusers.patching import require_patched
 from mhla_diffusers.patching.few_step_scheduler import FewSteps, sample_in
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
@@ -82,8 +82,7 @@ def test_a_frame_by_hand():
     ("options", "error", "offending"),
     [
         (["--model", "tiny-flux"], ValueError, "'flux'"),
-        (["--model", "vlt-s"], ValueError, "'vlt-s'"),
-        (["--repetitions", 0], ValueError, "repetitions=0"),
+        (["--model", "dit-s-2"], ValueError, "'dit-s-2'"),
         (["--size", 64], ValueError, "'height'"),
         (["--model", "."], OSError, r"model_index\.json"),
         (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),

@@ -13,12 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
 from ..attention.layout import layout_of
 from ..attention.triton.backend import why_not
-from .correctness import check_operation, check_same
+from .cases import Shape, Work
+from .correctness import check_operator, check_same
 from .measure import Results, Variant, free_bytes
-from .shapes import Shape, Work, draw_lists, flops_of, make_inputs, random_rotary, sparse_config
 
 STAGES = ("forward", "forward+backward")
 SOFTMAX = "softmax"
+MHLA = "MHLA"
 PLAIN = "plain linear"
 SPARSE = "sparse"
 """As of a patch: keys are sorted, lists chosen, and β and γ fitted at every call."""
@@ -35,6 +36,12 @@ SOFTMAX_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 """Backends of PyTorch's scaled_dot_product_attention."""
+_PACKAGES = {
+    "flash-attn": ("flash_attn",),
+    "FlashAttention-3": ("fa3_fwd_interface", "flash_attn_interface"),
+    "flash-linear-attention": ("fla",),
+}
+"""Package → modules to try in order; FlashAttention-3 is in fa3-fwd and in flash-attn-3."""
 Attend = Callable[[], torch.Tensor]
 
 
@@ -61,7 +68,7 @@ def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, valu
 
 
 def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) -> str | None:
-    """Return why a softmax backend is not to be tried; None if it is, though it may still refuse the call.
+    """Return why a softmax backend should not be tried; None if it should, though it may still refuse the call.
 
     Heads are those of all samples of the batch.
     """
@@ -76,44 +83,31 @@ def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) 
     return None
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, module: str) -> torch.Tensor:
-    """Run FlashAttention of a package; some versions return the log-sum-exp too."""
-    output: Any = import_module(module).flash_attn_func(query, key, value)
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _chunked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, module: str) -> torch.Tensor:
-    """Run causal linear attention of flash-linear-attention, φ = ReLU."""
-    linear: Any = import_module(f"{module}.ops.linear_attn")
-    output: torch.Tensor = linear.chunk_linear_attn(query.relu(), key.relu(), value, normalize=False)[0]
-    return output
-
-
-PACKAGES: dict[str, tuple[tuple[str, ...], Callable[..., torch.Tensor]]] = {
-    "flash-attn": (("flash_attn",), _flash),
-    "FlashAttention-3": (("fa3_fwd_interface", "flash_attn_interface"), _flash),
-    "flash-linear-attention": (("fla",), _chunked),
-}
-"""Package → modules to try in order, and its attention of query, key and value, each (B, N, H, D).
-FlashAttention-3 is in fa3-fwd and in flash-attn-3.
-"""
-
-
 def package_attention(name: str, inputs: Sequence[torch.Tensor]) -> Attend | str:
-    """Return a call of another package's attention, or why there is none."""
-    modules, attention = PACKAGES[name]
+    """Return a call of another package's attention of query, key and value (B, N, H, D), or why there is none."""
     if inputs[0].device.type == "cpu":
         return f"{name} runs on GPUs only"
-    there = [module for module in modules if find_spec(module) is not None]
-    if not there:
-        return f"{name} is not installed: no module {' or '.join(modules)}"
-    return partial(attention, *inputs, module=there[0])
+    installed = [module for module in _PACKAGES[name] if find_spec(module) is not None]
+    if not installed:
+        return f"{name} is not installed: no module {' or '.join(_PACKAGES[name])}"
+
+    def attend() -> torch.Tensor:
+        if name == "flash-linear-attention":
+            query, key, value = inputs
+            linear: Any = import_module("fla.ops.linear_attn")
+            output: Any = linear.chunk_linear_attn(query.relu(), key.relu(), value, normalize=False)
+        else:
+            output = import_module(installed[0]).flash_attn_func(*inputs)
+        found: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some return the log-sum-exp too
+        return found
+
+    return attend
 
 
 def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLists) -> Attend:
-    """Return a call of compiled FlexAttention over listed blocks, which gives (B, N, H, D).
+    """Return a call of compiled FlexAttention over listed blocks alone, which gives (B, N, H, D).
 
-    Tokens are brought into the order of the uniform blocks and back again. Blocks that are not listed are left out.
+    Tokens are brought into the order of the uniform blocks and back again.
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -149,7 +143,7 @@ def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLi
 # ---- mhla bench op --------------------------------------------------------------------------------------------------
 
 
-def benchmark_operation(shape: Shape, results: Results, stages: Sequence[str], *, compile: bool) -> None:
+def benchmark_operator(shape: Shape, results: Results, stages: Sequence[str], *, compile: bool) -> None:
     """Check every MHLA backend against the reference, then time all variants in turns, for each stage.
 
     MHLA is timed with a mixing matrix per head, and both with RoPE where the model has it. Softmax attention is timed
@@ -163,33 +157,29 @@ def benchmark_operation(shape: Shape, results: Results, stages: Sequence[str], *
     device, dtype = results.device, results.dtype
     if unknown := set(stages) - set(STAGES):
         raise ValueError(f"Unknown stage {unknown.pop()!r}; allowed: {', '.join(STAGES)}.")
-    for backend in ("eager", "triton"):
-        if backend == "eager" or why_no_triton(shape, device, dtype) is None:
-            for sparse in (False, True) if shape.block_size is not None else (False,):
-                check_operation(shape, device, dtype, backend, sparse=sparse)
+    for backend in ("eager",) if why_no_triton(shape, device, dtype) else ("eager", "triton"):
+        check_operator(shape, device, dtype, backend)
     for stage in stages:
         torch.compiler.reset()
-        variants = operation_variants(shape, device, dtype, backward=stage == "forward+backward", compile=compile)
+        variants = operator_variants(shape, device, dtype, backward=stage == "forward+backward", compile=compile)
         if stage == "forward" and device.type == "cuda":  # a small grid does not show a fault that needs many tokens
             runs: dict[str, Any] = {variant.name: variant.run for variant in variants}
-            for kind in ("MHLA", GIVEN):
+            for kind in (MHLA, GIVEN):
                 fused, eager = (runs.get(f"{kind} {backend}", "") for backend in ("triton", "eager"))
                 if not isinstance(fused, str) and not isinstance(eager, str):
                     check_same(fused(), eager(), f"{kind} triton")
         results.add(results.measure(variants, case=shape.name, stage=stage, tokens=shape.tokens))
 
 
-def operation_variants(
+def operator_variants(
     shape: Shape, device: torch.device, dtype: torch.dtype, *, backward: bool, compile: bool
 ) -> list[Variant]:
     """List MHLA, sparse and plain linear attention and softmax, each by all backends."""
-    inputs = tuple(x.requires_grad_(backward) for x in make_inputs(shape, device, dtype))
+    inputs = tuple(x.requires_grad_(backward) for x in shape.draw_inputs(device, dtype))
     upstream = torch.ones_like(inputs[0])
-    lists = draw_lists(shape, device) if shape.block_size is not None else None
-    no_triton = why_no_triton(shape, device, dtype)
+    rotary: dict[str, Any] = {"rotary": shape.draw_rotary(device)} if shape.rope else {}
     not_asked = None if compile else "not asked for; add --compile"
-    no_flex = not_asked or ("it has no backward pass on CPUs" if backward and device.type == "cpu" else None)
-    rotary: dict[str, Any] = {"rotary": random_rotary(shape, device)} if shape.rope else {}
+    lists = None if shape.block_size is None else shape.draw_lists(device)
     variants: list[Variant] = []
 
     def add(kind: str, backend: str, work: Work, attend: Attend | str, leaves: Sequence[torch.Tensor] = ()) -> None:
@@ -199,45 +189,39 @@ def operation_variants(
             run = torch.no_grad()(attend)
             if backward:
                 run = lambda: torch.autograd.grad(attend(), (*inputs, *leaves), upstream)  # noqa: E731
-        of_kind = shape.plain if kind in (PLAIN, CAUSAL) else shape
-        flops = flops_of(of_kind, work, backward=backward)
-        blocks = math.prod(of_kind.blocks) if work == "linear" else None
+        counted = shape.plain if kind in (PLAIN, CAUSAL) else shape
+        flops = (3 if backward else 1) * counted.flops(work)
+        blocks = math.prod(counted.blocks) if work == "linear" else None
         note = "without RoPE" if kind in (SOFTMAX, LISTED, CAUSAL) and shape.rope else ""
         variants.append(Variant(f"{kind} {backend}", run, kind == SOFTMAX, flops, blocks, note))
 
     def add_mhla(kind: str, backend: str, absent: str | None) -> None:
-        """Append MHLA; what is learnable in a patched model takes gradients, and may be computed in another way."""
-        of_kind = shape.plain if kind == PLAIN else shape
-        mixing = initial_mixing(of_kind.blocks).to(device).repeat(shape.heads, 1, 1).requires_grad_()
+        """Append MHLA or plain linear attention, whose mixing matrix takes gradients."""
+        blocks = (shape.plain if kind == PLAIN else shape).blocks
+        mixing = initial_mixing(blocks).to(device).repeat(shape.heads, 1, 1).requires_grad_()
         function: Any = mhla_attention
-        options: dict[str, Any] = rotary | {"backend": backend}
         if backend == "torch.compile" and absent is None:
-            function, options["backend"] = torch.compile(mhla_attention, dynamic=False), "eager"
-        attend = absent or partial(function, *inputs, mixing, of_kind.grid, of_kind.blocks, **options)
+            function = torch.compile(mhla_attention, dynamic=False)
+        by = {"backend": "triton" if backend == "triton" else "eager"}
+        attend = absent or partial(function, *inputs, mixing, shape.grid, blocks, **by, **rotary)
         add(kind, backend, "linear", attend, (mixing,))
 
-    def add_sparse(kind: str, backend: str, absent: str | None) -> None:
-        """Append sparse attention, with its own lists or with those that were drawn."""
-        config, heads = sparse_config(shape), torch.ones(shape.heads, device=device)
-        options: dict[str, Any] = {"density": config.density, "block_size": config.block_size}
-        options["key_block_size"] = config.key_block_size
-        if kind == GIVEN:
-            options = {"lists": lists, "pooled_bias": 0 * heads, "state_weight": heads}
-        function: Any = sparse_attention
-        add(
-            kind,
-            backend,
-            "sparse",
-            absent or partial(function, *inputs, shape.grid, backend=backend, **rotary, **options),
-        )
-
-    for backend, absent in (("eager", None), ("triton", no_triton)):
-        for kind in ("MHLA", PLAIN):
-            add_mhla(kind, backend, absent)
-        for kind in (SPARSE, GIVEN) if lists is not None else ():
-            add_sparse(kind, backend, absent)
-    add_mhla("MHLA", "torch.compile", not_asked)
+    for backend in ("eager", "triton"):
+        absent = why_no_triton(shape, device, dtype) if backend == "triton" else None
+        add_mhla(MHLA, backend, absent)
+        add_mhla(PLAIN, backend, absent)
+        if lists is not None:
+            heads = torch.ones(shape.heads, device=device)
+            names = ("density", "block_size", "key_block_size")
+            chosen: dict[str, Any] = {name: getattr(shape.sparse_config, name) for name in names}
+            given: dict[str, Any] = {"lists": lists, "pooled_bias": 0 * heads, "state_weight": heads}
+            function: Any = sparse_attention
+            for kind, options in ((SPARSE, chosen), (GIVEN, given)):
+                run = partial(function, *inputs, shape.grid, backend=backend, **rotary, **options)
+                add(kind, backend, "sparse", absent or run)
+    add_mhla(MHLA, "torch.compile", not_asked)
     if lists is not None:
+        no_flex = not_asked or ("it has no backward pass on CPUs" if backward and device.type == "cpu" else None)
         add(LISTED, "FlexAttention", "lists", no_flex or flex_over_lists(shape, inputs, lists))
     add(CAUSAL, "flash-linear-attention", "linear", package_attention("flash-linear-attention", inputs))
     for backend in SOFTMAX_BACKENDS:
