@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ import torch
 from ..attention import BlockLists
 from ..attention.call import list_length
 from ..attention.layout import block_count
-from ..config import MHLAConfig, SparseConfig, load_patch, patch_names
+from ..config import MHLAConfig, SparseConfig, check_names
 from ..families import Family, Model, families, get_family
 from ..reporting import parse_size, times
 
@@ -227,25 +226,6 @@ def family_of_model(model: Model) -> Family:
     return next(family for family in families() if model.transformer in family.transformers)
 
 
-def find_model(name: str) -> Model:
-    """Return a model by its name.
-
-    Raises:
-        ValueError: an unknown name, with the nearest ones, or the name of a preset.
-    """
-    known = models()
-    if name in known:
-        return known[name]
-    if name in patch_names():
-        family = next(family for family in families() if family.name == load_patch(name).family)
-        own = ", ".join(model.name for model in family.models)
-        raise ValueError(f"{name!r} is a preset, which --patch takes, and no model; models of its family are {own}.")
-    begin = [one for one in known if one.startswith(name)] if name else []
-    near = dict.fromkeys([*begin, *get_close_matches(name, known, n=3, cutoff=0.4)])
-    hint = f"; the nearest names are {', '.join(list(near)[:5])}" if near else ""
-    raise ValueError(f"Unknown model {name!r}{hint}; mhla info lists all.")
-
-
 def choose_cases(
     names: Sequence[str],
     sizes: Sequence[str] | None = None,
@@ -269,7 +249,9 @@ def choose_cases(
         ValueError: an unknown model, or a size that cannot be read or that the model does not take.
     """
     cases = []
-    for model in map(find_model, names):
+    known = models()
+    check_names(names, list(known), "model")
+    for model in (known[name] for name in names):
         if frames and not model.is_video:
             raise ValueError(f"--frames {frames[0]} is for videos, and {model.name} takes none; leave it out.")
         counts = (frames or (model.frames,)) if model.is_video else (None,)

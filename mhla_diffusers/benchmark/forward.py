@@ -21,7 +21,7 @@ from ..patching import apply_mhla
 from .cases import Case, small_case
 from .correctness import check_operator, check_patched
 from .counts import count_forward
-from .measure import Results, Row, Variant, free_bytes
+from .measure import Results, Row, Runs, free_bytes, time_interleaved
 from .operator import MHLA, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE, fastest_backend, why_no_softmax
 
 FORWARD, TRAINING_STEP = "forward", "training step"
@@ -105,35 +105,34 @@ def softmax_backends(case: Case, device: torch.device) -> dict[str, str | None]:
     return found
 
 
-def forward_variants(
-    case: Case, transformer: Any, inputs: dict[str, Any], *, compile: bool
-) -> tuple[list[Variant], list[Any]]:
-    """List the forward of a transformer with every self-attention that it can be measured with, its own first.
+def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compile: bool) -> tuple[Runs, list[Any]]:
+    """Return the forwards of a transformer with every self-attention that it can be measured with, its own first.
 
     Args:
         case: which the transformer was built for.
         transformer: unpatched; variants are copies that share its weights.
         inputs: of the forward.
-        compile: list every variant with its repeated blocks compiled as well.
+        compile: add every variant with its repeated blocks compiled as well.
 
     Returns:
-        The variants, and the copies that they run.
+        Row → the forward, or the reason why it cannot run; and the copies that run.
     """
     model, family, own_is_softmax = case.model, case.family, case.family.own_attention == SOFTMAX
     blocks = {OWN: 1, PLAIN: 1} | dict.fromkeys((MHLA, HYBRID), math.prod(model.blocks))
-    variants: list[Variant] = []
+    runs: Runs = {}
     copies: list[Any] = []
 
     @cache
     def flops(kind: str) -> int:
-        if kind in PATCHES:
-            config = family.complete(patch_settings(kind, model.blocks))
-            return sum(count_forward(case, config).values())
-        return sum(count_forward(case, change=partial(change_attention, case, kind=kind)).values())
+        config = family.complete(patch_settings(kind, model.blocks)) if kind in PATCHES else None
+        change = None if config else partial(change_attention, case, kind=kind)
+        return sum(count_forward(case, config, change=change).values())
 
     def add(name: str, kind: str, backend: str | None = None, absent: str | None = None, note: str = "") -> None:
         is_baseline = kind == (SOFTMAX if own_is_softmax else OWN) and "sage" not in name  # which multiplies in 8 bits
+        row = Row(name, case.name, FORWARD, is_baseline, reason=note, tokens=math.prod(case.grid), batch=case.batch)
         counted = None if kind == WITHOUT or (absent and kind in PATCHES) else flops(kind)
+        row = replace(row, blocks=blocks.get(kind), flops=counted)
         for compiled in (False, True) if compile and kind != WITHOUT else (False,):
             run: Callable[[], object] | str = absent or ""
             if compiled and backend in SOFTMAX_BACKENDS:
@@ -144,8 +143,7 @@ def forward_variants(
                     block.compile(dynamic=False)
                 copies.append(changed)
                 run = partial(_forward, changed, inputs, None if family.dispatches_attention else backend)
-            shown = name + (COMPILED if compiled else "")
-            variants.append(Variant(shown, run, is_baseline, counted, blocks.get(kind), note))
+            runs[replace(row, variant=name + COMPILED) if compiled else row] = run
 
     if not own_is_softmax:
         add(f"own {family.own_attention}", OWN)
@@ -165,7 +163,7 @@ def forward_variants(
         add(SPARSE, SPARSE, note=f"{pairs}, chosen at every call")
     if case.is_cut:
         add(WITHOUT, WITHOUT)
-    return variants, copies
+    return runs, copies
 
 
 def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> Any:
@@ -197,21 +195,20 @@ def benchmark_forward(
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
     """
-    device, dtype, stage = results.device, results.dtype, TRAINING_STEP if train else FORWARD
-    what: dict[str, Any] = {"case": case.name, "stage": stage, "tokens": math.prod(case.grid), "batch": case.batch}
+    device, dtype = results.device, results.dtype
     weights = case.build(torch.device("meta"), dtype).parameters()
     # weights, gradients and both moments of AdamW
     needed, free = (4 if train else 1) * sum(x.numel() * x.itemsize for x in weights), free_bytes(device)
     if needed > free:  # asked beforehand, as Linux ends a process that tries
         reason = f"the weights need {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
-        results.add([Row("all", status="out of memory", reason=reason, **what)])
+        results.add([Row("all", case.name, TRAINING_STEP if train else FORWARD, status="out of memory", reason=reason)])
         return
     transformer = case.build(device, dtype)
     small = small_case(case.model).inputs(transformer, dtype)
     check_patched(with_attention(case, transformer, MHLA), small)
     check_operator(case.shape, device, dtype, fastest_backend(case.shape, device, dtype))
 
-    variants, copies = forward_variants(case, transformer, case.inputs(transformer, dtype), compile=compile)
+    runs, copies = forward_runs(case, transformer, case.inputs(transformer, dtype), compile=compile)
     if train:
         parameters = {id(weight): weight for one in copies for weight in one.parameters()}
         # a learning rate of 0 moves the same bytes and leaves every repetition the same weights
@@ -220,12 +217,15 @@ def benchmark_forward(
             one.train()
             if checkpointing:  # by the method that diffusers gives its models, or transformers
                 (getattr(one, "enable_gradient_checkpointing", None) or one.activation_checkpointing_enable)()
-        for index, variant in enumerate(variants):
-            run = variant.run if isinstance(variant.run, str) else partial(_training_step, variant.run, optimizer)
-            variants[index] = replace(variant, run=run, flops=variant.flops and 3 * variant.flops)
+        runs = {
+            replace(row, stage=TRAINING_STEP, flops=row.flops and 3 * row.flops): (
+                run if isinstance(run, str) else partial(_training_step, run, optimizer)
+            )
+            for row, run in runs.items()
+        }
     # every variant compiles the same code again; beyond the limit torch would silently stop compiling
     with torch.set_grad_enabled(train), torch._dynamo.config.patch(cache_size_limit=64):
-        rows = results.measure(variants, **what)
+        rows = time_interleaved(runs, device, results.seconds)
     torch.compiler.reset()
     results.add([extrapolated(row, rows, case) for row in rows] if case.is_cut else rows)
 

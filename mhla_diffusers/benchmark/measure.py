@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -34,25 +34,8 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One thing to time."""
-
-    name: str
-    run: Callable[[], object] | str
-    """The call, or the reason why it cannot be made here."""
-    baseline: bool = False
-    """Whether it is an attention to be faster than: exact softmax, or the model's own where that is linear."""
-    flops: int | None = None
-    """Counted from shapes; a backward pass counts as two forwards."""
-    blocks: int | None = None
-    """M; None for softmax."""
-    note: str = ""
-    """Remark on its time."""
-
-
-@dataclass(frozen=True)
 class Row:
-    """One variant of one case, measured: a line of the CSV. What does not apply or was not measured is None."""
+    """One variant of one case, and what was measured: a line of the CSV. What does not apply is None."""
 
     variant: str
     case: str = ""
@@ -60,12 +43,14 @@ class Row:
     stage: str = ""
     """forward, forward+backward, training step, denoising, …"""
     baseline: bool = False
+    """Whether it is an attention to be faster than: exact softmax, or the model's own where that is linear."""
     dtype: str = ""
     status: Literal["measured", "absent", "out of memory"] = "measured"
     reason: str = ""
     """Why there is no time, or a remark on it."""
     tokens: int | None = None
     blocks: int | None = None
+    """M; None for softmax."""
     batch: int | None = None
     """Samples per forward of a whole model."""
     median: float | None = None
@@ -76,6 +61,7 @@ class Row:
     peak_bytes: int | None = None
     """Most bytes that the CUDA allocator held, weights and inputs included; None on other devices."""
     flops: int | None = None
+    """Counted from shapes; a backward pass counts as two forwards."""
     whole_seconds: float | None = None
     """Seconds with all layers, extrapolated where only some were built."""
     sent_bytes: int | None = None
@@ -96,64 +82,65 @@ class Row:
         return self.median if self.whole_seconds is None else self.whole_seconds
 
 
+Runs = dict[Row, Callable[[], object] | str]
+"""Row without times → what to time, or the reason why it cannot run here."""
+
+
 # ---- time -----------------------------------------------------------------------------------------------------------
 
 
 def time_interleaved(
-    variants: Mapping[str, Callable[[], object] | str],
+    runs: Runs,
     device: torch.device,
     seconds: float = 1.0,
     *,
     least: int = 3,
     most: int = 30,
-) -> dict[str, Row]:
+) -> list[Row]:
     """Warm every variant up, then time round after round until each has its repetitions.
 
     A slow phase of the machine thus affects all of them. A variant that runs out of memory, or whose backend refuses
     the call, is not timed; its row says why.
 
     Args:
-        variants: name → the call, or the reason why there is none.
+        runs: what to time.
         device: where they run. CUDA devices are timed with events and an overwritten cache.
         seconds: spent on each variant, as far as the numbers of repetitions allow.
         least: repetitions of each.
         most: repetitions of each.
 
     Returns:
-        Name → row with status, times and peak memory, in the order of ``variants``.
+        The rows with status, times and peak memory.
     """
-    rows = {name: Row(name, status="absent", reason=run) for name, run in variants.items() if isinstance(run, str)}
-    runs = {name: run for name, run in variants.items() if not isinstance(run, str)}
-    counts: dict[str, int] = {}
-    peaks: dict[str, int | None] = {}
-    for name, run in with_progress(runs.items(), "warming up"):
+    rows = {row: replace(row, status="absent", reason=run) for row, run in runs.items() if isinstance(run, str)}
+    calls = {row: run for row, run in runs.items() if not isinstance(run, str)}
+    counts: dict[Row, int] = {}
+    peaks: dict[Row, int | None] = {}
+    for row, run in with_progress(calls.items(), "warming up"):
         try:
             taken = _seconds(run, device)  # by a first run, which compiles and loads
             if taken < seconds or device.type != "cpu":
                 taken = _seconds(run, device)
-            peaks[name] = peak_bytes(run, device)
+            peaks[row] = peak_bytes(run, device)
+            counts[row] = max(least, min(most, int(seconds / max(taken, 1e-9))))
         except _REFUSALS as error:
-            row = refused(Row(name), error)
-            rows[name] = replace(row, reason=_warnings_of(run) or row.reason) if row.status == "absent" else row
+            rows[row] = refused(row, error)
+            if rows[row].status == "absent":
+                rows[row] = replace(rows[row], reason=_warnings_of(run) or rows[row].reason)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        else:
-            counts[name] = max(least, min(most, int(seconds / max(taken, 1e-9))))
     # after the peaks, which it would add to
     cache = torch.empty(_CACHE_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
-    times: dict[str, list[float]] = {name: [] for name in counts}
-    turns = [name for turn in range(max(counts.values(), default=0)) for name in counts if turn < counts[name]]
-    for name in with_progress(turns, "timing"):
-        if name in rows:
-            continue
-        cache.zero_()
-        try:
-            times[name].append(_seconds(runs[name], device))
-        except _REFUSALS as error:  # memory may have gone to others since it was warmed up
-            rows[name] = refused(Row(name), error)
-            del times[name]
-    rows |= {name: measured(Row(name), taken, peaks[name]) for name, taken in times.items()}
-    return {name: rows[name] for name in variants}
+    times: dict[Row, list[float]] = {row: [] for row in counts}
+    turns = [row for turn in range(max(counts.values(), default=0)) for row in counts if turn < counts[row]]
+    for row in with_progress(turns, "timing"):
+        if row not in rows:
+            cache.zero_()
+            try:
+                times[row].append(_seconds(calls[row], device))
+            except _REFUSALS as error:  # memory may have gone to others since it was warmed up
+                rows[row] = refused(row, error)
+    return [rows.get(row) or measured(row, times[row], peaks[row]) for row in runs]
 
 
 def measured(row: Row, seconds: Sequence[float], peak: int | None) -> Row:
@@ -293,16 +280,6 @@ class Results:
         self.file = output / re.sub(r"[^a-z0-9]+", "-", self.conditions["device"].lower()).strip("-") / command
         self.rows: list[Row] = []
         check_writable(self.file.parent)  # before anything is measured
-
-    def measure(self, variants: Iterable[Variant], **what: Any) -> list[Row]:
-        """Time variants in turns; the rows have what is given of their case, and are not added yet."""
-        known = {variant.name: variant for variant in variants}
-        rows = time_interleaved({name: one.run for name, one in known.items()}, self.device, self.seconds)
-        for name, row in rows.items():
-            one = known[name]
-            described = {"baseline": one.baseline, "flops": one.flops, "blocks": one.blocks, **what}
-            rows[name] = replace(row, reason=row.reason or one.note, **described)
-        return list(rows.values())
 
     def add(self, rows: Sequence[Row]) -> None:
         """Print and write the rows of one case."""

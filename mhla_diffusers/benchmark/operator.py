@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from ..attention.layout import layout_of
 from ..attention.triton.backend import why_not
 from .cases import Shape, Work
 from .correctness import check_operator, check_same
-from .measure import Results, Variant, free_bytes
+from .measure import Results, Row, Runs, free_bytes, time_interleaved
 
 STAGES = ("forward", "forward+backward")
 SOFTMAX = "softmax"
@@ -161,29 +162,28 @@ def benchmark_operator(shape: Shape, results: Results, stages: Sequence[str], *,
         check_operator(shape, device, dtype, backend)
     for stage in stages:
         torch.compiler.reset()
-        variants = operator_variants(shape, device, dtype, backward=stage == "forward+backward", compile=compile)
+        runs = operator_runs(shape, device, dtype, stage, compile=compile)
         if stage == "forward" and device.type == "cuda":  # a small grid does not show a fault that needs many tokens
-            runs: dict[str, Any] = {variant.name: variant.run for variant in variants}
+            by_name: dict[str, Any] = {row.variant: run for row, run in runs.items()}
             for kind in (MHLA, GIVEN):
-                fused, eager = (runs.get(f"{kind} {backend}", "") for backend in ("triton", "eager"))
+                fused, eager = (by_name.get(f"{kind} {backend}", "") for backend in ("triton", "eager"))
                 if not isinstance(fused, str) and not isinstance(eager, str):
                     check_same(fused(), eager(), f"{kind} triton")
-        results.add(results.measure(variants, case=shape.name, stage=stage, tokens=shape.tokens))
+        results.add(time_interleaved(runs, device, results.seconds))
 
 
-def operator_variants(
-    shape: Shape, device: torch.device, dtype: torch.dtype, *, backward: bool, compile: bool
-) -> list[Variant]:
-    """List MHLA, sparse and plain linear attention and softmax, each by all backends."""
+def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage: str, *, compile: bool) -> Runs:
+    """Return MHLA, sparse and plain linear attention and softmax, each by all backends."""
+    backward = stage == "forward+backward"
     inputs = tuple(x.requires_grad_(backward) for x in shape.draw_inputs(device, dtype))
     upstream = torch.ones_like(inputs[0])
     rotary: dict[str, Any] = {"rotary": shape.draw_rotary(device)} if shape.rope else {}
     not_asked = None if compile else "not asked for; add --compile"
     lists = None if shape.block_size is None else shape.draw_lists(device)
-    variants: list[Variant] = []
+    runs: Runs = {}
 
     def add(kind: str, backend: str, work: Work, attend: Attend | str, leaves: Sequence[torch.Tensor] = ()) -> None:
-        """Append a variant: a forward without gradients, or with those of inputs and leaves."""
+        """Add a variant: a forward without gradients, or with those of inputs and leaves."""
         run: Callable[[], object] | str = attend
         if not isinstance(attend, str):
             run = torch.no_grad()(attend)
@@ -193,10 +193,11 @@ def operator_variants(
         flops = (3 if backward else 1) * counted.flops(work)
         blocks = math.prod(counted.blocks) if work == "linear" else None
         note = "without RoPE" if kind in (SOFTMAX, LISTED, CAUSAL) and shape.rope else ""
-        variants.append(Variant(f"{kind} {backend}", run, kind == SOFTMAX, flops, blocks, note))
+        row = Row(f"{kind} {backend}", shape.name, stage, kind == SOFTMAX, reason=note, tokens=shape.tokens)
+        runs[replace(row, blocks=blocks, flops=flops)] = run
 
     def add_mhla(kind: str, backend: str, absent: str | None) -> None:
-        """Append MHLA or plain linear attention, whose mixing matrix takes gradients."""
+        """Add MHLA or plain linear attention, whose mixing matrix takes gradients."""
         blocks = (shape.plain if kind == PLAIN else shape).blocks
         mixing = initial_mixing(blocks).to(device).repeat(shape.heads, 1, 1).requires_grad_()
         function: Any = mhla_attention
@@ -229,4 +230,4 @@ def operator_variants(
         add(SOFTMAX, backend, "softmax", absent or partial(softmax_attention, backend, *inputs))
     for package in ("flash-attn", "FlashAttention-3"):
         add(SOFTMAX, package, "softmax", package_attention(package, inputs))
-    return variants
+    return runs

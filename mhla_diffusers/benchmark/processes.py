@@ -5,7 +5,6 @@
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from ..attention import initial_mixing, mhla_attention
 from ..attention.parallel.place import Parallel
 from ..patching.parallel import parallel_of
 from .cases import Shape
-from .measure import Results, Row, measured, peak_bytes, refused, synchronize
+from .measure import Results, Row, Runs, time_interleaved
 from .operator import MHLA, SOFTMAX, STAGES
 
 
@@ -120,35 +119,24 @@ def benchmark_processes(
     for ring in rings:
         if ring < 1 or processes % ring:
             raise ValueError(f"ring={ring} must divide the {processes} processes.")
-    runs: dict[Row, Callable[[], object]] = {}
-    peaks: dict[Row, int | None] = {}
-    rows: list[Row] = []
+    runs: Runs = {}
     for ring, attention, stage in itertools.product(rings, (SOFTMAX, MHLA), STAGES):
         ulysses, backward = processes // ring, stage != "forward"
         degrees = " x ".join(f"{name} {size}" for name, size in (("ring", ring), ("Ulysses", ulysses)) if size > 1)
-        sent = sent_bytes(attention, shape, ring, ulysses, dtype.itemsize, backward=backward)
-        row = Row(f"{attention}, {degrees}", f"{shape.name}, {processes} processes", stage, attention == SOFTMAX)
-        row = replace(row, tokens=shape.tokens, sent_bytes=sent)
+        case = f"{shape.name}, {processes} processes"
+        row = Row(f"{attention}, {degrees}", case, stage, attention == SOFTMAX, tokens=shape.tokens)
         try:
             config = make_config(ring, ulysses, device.type)
             run = _make_run(attention, make_share(shape, config, device, dtype), config, backward)
-            run()
-            peaks[row] = peak_bytes(run, device)
-            runs[row] = run
         except (RuntimeError, ValueError) as error:  # the same one in all processes
-            row = replace(refused(row, error), sent_bytes=None)
-        rows.append(row)
-    seconds: dict[Row, list[float]] = {row: [] for row in runs}
-    for _ in range(repetitions):
-        for row, run in runs.items():
-            synchronize(device)
-            dist.barrier()
-            start = time.perf_counter()
-            run()
-            synchronize(device)
-            seconds[row].append(time.perf_counter() - start)
+            runs[row] = str(error)
+        else:
+            sent = sent_bytes(attention, shape, ring, ulysses, dtype.itemsize, backward=backward)
+            runs[replace(row, sent_bytes=sent)] = run
+    # each process decides alike how often, whatever a call takes
+    rows = time_interleaved(runs, device, seconds=1e9, least=repetitions, most=repetitions)
     if results is not None:
-        results.add([measured(row, seconds[row], peaks[row]) if row in runs else row for row in rows])
+        results.add(rows)
 
 
 def _make_run(attention: str, share: Mapping[str, Any], config: Any, backward: bool) -> Callable[[], object]:

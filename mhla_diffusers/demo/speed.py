@@ -17,7 +17,7 @@ import torch
 
 from ..attention import initial_mixing, mhla_attention, sparse_attention
 from ..benchmark.cases import models
-from ..benchmark.measure import gather_conditions, time_interleaved
+from ..benchmark.measure import Row, Runs, gather_conditions, time_interleaved
 from ..config import SparseConfig
 from ..files import written_aside
 from ..reporting import html_table, require_matplotlib, times
@@ -116,12 +116,12 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
         mixing = initial_mixing(blocks).to(device).repeat(heads, 1, 1)
         linear = partial(mhla_attention, query, key, value, mixing, grid, blocks)
         softmax = torch.nn.functional.scaled_dot_product_attention
-        runs = {
-            SOFTMAX: partial(softmax, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
-            SPARSE: partial(sparse_attention, query, key, value, grid),
-            MHLA: linear,
+        runs: Runs = {
+            Row(SOFTMAX): partial(softmax, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
+            Row(SPARSE): partial(sparse_attention, query, key, value, grid),
+            Row(MHLA): linear,
         }
-        rows = time_interleaved(runs, device, **_BUDGET)
+        rows = {row.variant: row for row in time_interleaved(runs, device, **_BUDGET)}
         missing = [f"{name}: {row.reason or row.status}" for name, row in rows.items() if row.median is None]
         if missing:
             ended = f"at {tokens:,} tokens: {'; '.join(missing)}"

@@ -19,7 +19,7 @@ from mhla_diffusers.benchmark.forward import (
     OWN,
     TRAINING_STEP,
     WITHOUT,
-    forward_variants,
+    forward_runs,
     softmax_backends,
     with_attention,
 )
@@ -122,20 +122,20 @@ def test_wrong_sizes_are_refused_before_anything_is_measured(tmp_path, capsys, o
 def test_variants_share_weights_and_compute_what_they_say(name):
     case = a_case(name)
     transformer = case.build(CPU, torch.float32)
-    variants, copies = forward_variants(case, transformer, case.inputs(transformer, torch.float32), compile=False)
-    runs = [one for one in variants if not isinstance(one.run, str)]
-    expected = next(one.run()[0] for one in runs if one.name == "softmax native")
-    for one, changed in zip(runs, copies, strict=True):
+    runs, copies = forward_runs(case, transformer, case.inputs(transformer, torch.float32), compile=False)
+    outputs = {row: run()[0] for row, run in runs.items() if not isinstance(run, str)}
+    expected = next(found for row, found in outputs.items() if row.variant == "softmax native")
+    for (row, found), changed in zip(outputs.items(), copies, strict=True):
         own = zip(changed.parameters(), transformer.parameters(), strict=False)
         assert is_patched(changed) or all(weight is other for weight, other in own)
-        change = float((one.run()[0] - expected).norm() / expected.norm())
-        if one.name.startswith(SOFTMAX):
-            assert change < 1e-4, one
+        change = float((found - expected).norm() / expected.norm())
+        if row.variant.startswith(SOFTMAX):
+            assert change < 1e-4, row
         if is_patched(changed):
-            is_softmax = "100.0% of the pairs" in one.note  # of a grid of one block
-            assert (change > 1e-5) != is_softmax, one
+            is_softmax = "100.0% of the pairs" in row.reason  # of a grid of one block
+            assert (change > 1e-5) != is_softmax, row
     assert sum(map(is_patched, copies)) == (3 if name == "tiny-sana" else 4)
-    assert [one.name for one in variants].count(SPARSE) == (name != "tiny-sana")
+    assert [row.variant for row in runs].count(SPARSE) == (name != "tiny-sana")
     assert not is_patched(transformer)
     assert _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
 
@@ -161,8 +161,8 @@ def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
 @pytest.mark.parametrize(("size", "note"), [("1024", "2.3% of the pairs of 128 "), ("256", "3.1% of the pairs of 64 ")])
 def test_the_note_tells_the_density_that_there_is(size, note):
     case = a_case("dit-xl-2", size)
-    variants, _ = forward_variants(replace(case, layers=3), *on_meta(replace(case, layers=3)), compile=False)
-    assert next(one.note for one in variants if one.name == SPARSE).startswith(note)
+    runs, _ = forward_runs(replace(case, layers=3), *on_meta(replace(case, layers=3)), compile=False)
+    assert next(row.reason for row in runs if row.variant == SPARSE).startswith(note)
 
 
 @pytest.mark.slow
@@ -171,8 +171,8 @@ def test_compiled_layers_compute_the_same(monkeypatch):
     monkeypatch.setattr(forward, "softmax_backends", lambda *_: {"flash": None})
     transformer = case.build(CPU, torch.float32)
     inputs = case.inputs(transformer, torch.float32)
-    variants, _ = forward_variants(case, transformer, inputs, compile=True)
-    runs = {one.name: one.run for one in variants}
+    rows, _ = forward_runs(case, transformer, inputs, compile=True)
+    runs = {row.variant: run for row, run in rows.items()}
     assert {name for name in runs if name + COMPILED not in runs and COMPILED not in name} == {WITHOUT}
     assert isinstance(runs[f"softmax flash{COMPILED}"], str)
     with torch.no_grad():

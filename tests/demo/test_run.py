@@ -20,7 +20,7 @@ def hasty(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(run, "free_threads", lambda: 1)  # as many as are free give other last bits in another run
     monkeypatch.setattr(
-        run, "time_interleaved", lambda runs, device, **_: time_interleaved(runs, device, 0.05, least=1)
+        run.measure, "time_interleaved", lambda runs, device, **_: time_interleaved(runs, device, 0.05, least=1)
     )
     monkeypatch.setattr(run.speed, "GRIDS", ((1, 6, 10), (2, 6, 10)))
     for family in ("wan", "dit"):

@@ -70,7 +70,7 @@ def test_a_step_of_every_attention_with_checkpointing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("transformer", "--model", "deit"), "Unknown model 'deit'; the nearest names are deit-"),
+        (("transformer", "--model", "deit"), "Unknown model 'deit'; .*deit-t-16"),
         (("transformer", "--model", "deit-t-16", "--size", "200"), "height=200 is not divisible by 16 .*192 and 208"),
     ],
 )
