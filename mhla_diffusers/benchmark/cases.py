@@ -39,10 +39,8 @@ class Shape:
     """Whether MHLA is called with RoPE, as the model calls it."""
 
     def __post_init__(self) -> None:
-        fits = len(self.blocks) == len(self.grid) and all(
-            1 <= count <= size for count, size in zip(self.blocks, self.grid, strict=True)
-        )
-        if not fits:
+        pairs = zip(self.blocks, self.grid, strict=False)
+        if len(self.blocks) != len(self.grid) or not all(1 <= count <= size for count, size in pairs):
             raise ValueError(f"blocks={self.blocks} must be from 1 to the tokens of each axis of grid={self.grid}.")
         if self.heads < 1 or self.head_dim < 1:
             raise ValueError(f"heads={self.heads} and head_dim={self.head_dim} must be positive.")
@@ -108,22 +106,15 @@ class Case:
     """Build only so many; None for all."""
 
     def __post_init__(self) -> None:
-        model, stride = self.model, self.model.temporal_stride
-        for name, pixels in (("height", self.height), ("width", self.width)):
-            if pixels < self._step or pixels % self._step:
-                below = max(1, pixels // self._step) * self._step
-                raise ValueError(
-                    f"{name}={pixels} is not divisible by {self._step} ({model.stride} pixels per latent of "
-                    f"{model.name}, patches of {model.patch}); near it are {below} and {below + self._step}."
-                )
+        model = self.model
+        sides = ("height", self.height, self._step, 0), ("width", self.width, self._step, 0)
+        for name, given, step, more in (*sides, ("frames", self.frames, model.temporal_stride, 1)):
+            if given is not None and (given < max(1, step * (not more)) or (given - more) % step):
+                below = max(1 - more, (given - more) // step) * step + more
+                multiple = f"a multiple of {step}{' and 1 more' if more else ''} for {model.name}"
+                raise ValueError(f"{name}={given} must be {multiple}; near it are {below} and {below + step}.")
         if self.family.squares_only and self.height != self.width:
             raise ValueError(f"{model.name} takes square images only; got {self.height}x{self.width}.")
-        if self.frames is not None and (self.frames < 1 or (self.frames - 1) % stride):
-            below = max(0, self.frames - 1) // stride * stride + 1
-            raise ValueError(
-                f"frames={self.frames} must be a multiple of {stride} and 1 more; near it are {below} and "
-                f"{below + stride}."
-            )
         if self.batch < 1:
             raise ValueError(f"batch={self.batch} must be positive.")
         if self.layers is not None and not 1 <= self.layers <= model.layers:

@@ -45,19 +45,15 @@ def print_info() -> None:
         for transformer in family.transformers
     ]
     _print_table("Supported models", ["family", "transformer", "token grid", "default", "MHLA blocks"], models)
-    patches = []
-    for name in patch_names():
-        patch = load_patch(name)
-        patches.append((name, summary_of(patch.config), str(patch.config.layers), patch.base_model))
-    typer.echo()
-    _print_table("Presets, for --patch", ["name", "attention", "layers", "base model"], patches)
+    presets = [(name, load_patch(name)) for name in patch_names()]
+    patches = [(name, summary_of(one.config), str(one.config.layers), one.base_model) for name, one in presets]
+    _print_table("\nPresets, for --patch", ["name", "attention", "layers", "base model"], patches)
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
         steps = str(len(record.few_steps["times"])) if record.few_steps else "any"
         adapted.append((name, record.base_model, next(iter(record.transformers.values())).family, steps))
-    typer.echo()
-    _print_table("Adapted patches, for load_mhla", ["name", "for", "family", "steps"], adapted)
+    _print_table("\nAdapted patches, for load_mhla", ["name", "for", "family", "steps"], adapted)
 
 
 def report(patch: str | None) -> str:
@@ -220,9 +216,8 @@ def _print_costs(patch: Patch) -> None:
             flops = [one / 1e9 for one in (sizes.softmax_flops, sizes.flops)]
             rows.append([case.name, times(grid), *(f"{one:,.0f}" if one >= 100 else f"{one:.2f}" for one in flops)])
     if rows:
-        typer.echo()
         header = ["at", "grid", "softmax", config.attention]
-        _print_table("GFLOP of a self-attention's forward", header, rows, right=True)
+        _print_table("\nGFLOP of a self-attention's forward", header, rows, right=True)
 
 
 def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> None:

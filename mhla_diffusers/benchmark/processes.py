@@ -5,7 +5,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -63,35 +63,43 @@ def make_config(ring: int, ulysses: int, device_type: str = "cpu") -> Any:
     return config
 
 
-def make_share(shape: Shape, config: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Make the arguments of :func:`mhla_attention` for random values of this process's tokens.
+def make_run(
+    attention: str, shape: Shape, config: Any, device: torch.device, dtype: torch.dtype, *, backward: bool
+) -> Callable[[], object]:
+    """Return a forward of random values of this process's tokens, or one with all gradients.
 
-    Query, key and value are (1, own tokens, H, D), with a mixing matrix per head as patches have it, and RoPE.
+    Args:
+        attention: ``SOFTMAX``, as diffusers splits it, or ``MHLA``, with a mixing matrix per head and RoPE.
+        shape: of the whole attention.
+        config: of the processes.
+        device: of this process.
+        dtype: of query, key and value.
+        backward: whether to differentiate by query, key, value and MHLA's mixing matrices.
 
     Raises:
         ValueError: the processes do not divide the tokens, or the heads.
     """
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
     parallel = cast(Parallel, parallel_of(config))
     first, count = parallel.own_share(shape.tokens)
     parallel.head_counts(shape.heads)
     size = (1, count, shape.heads, shape.head_dim)
-    share: dict[str, Any] = {name: torch.randn(size, device=device, dtype=dtype) for name in ("query", "key", "value")}
-    share["mixing"] = initial_mixing(shape.blocks).to(device).repeat(shape.heads, 1, 1)
-    if shape.rope:
-        share["rotary"] = tuple(table[:, first : first + count] for table in shape.draw_rotary(device))
-    return {**share, "grid": shape.grid, "blocks": shape.blocks}
-
-
-def attend(attention: str, share: Mapping[str, Any], config: Any) -> torch.Tensor:
-    """Attend by diffusers' softmax or by MHLA with this process's tokens: (1, own tokens, H, D)."""
+    inputs = [torch.randn(size, device=device, dtype=dtype) for _ in range(3)]
+    function: Any = mhla_attention
     if attention == MHLA:
-        return mhla_attention(**share, parallel=parallel_of(config))
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-    inputs = [share[name] for name in ("query", "key", "value")]
-    # a ring needs a backend that gives the log-sum-exp
-    backend = "native" if inputs[0].device.type == "cpu" else "_native_flash"
-    return dispatch_attention_fn(*inputs, backend=backend, parallel_config=config)
+        rotary = shape.draw_rotary(device) if shape.rope else None
+        options: dict[str, Any] = {"rotary": rotary and tuple(table[:, first : first + count] for table in rotary)}
+        inputs.append(initial_mixing(shape.blocks).to(device).repeat(shape.heads, 1, 1))
+        attend = partial(function, *inputs, shape.grid, shape.blocks, parallel=parallel, **options)
+    else:
+        # a ring needs a backend that gives the log-sum-exp
+        backend = "native" if device.type == "cpu" else "_native_flash"
+        attend = partial(dispatch_attention_fn, *inputs, backend=backend, parallel_config=config)
+    if not backward:
+        return torch.no_grad()(attend)
+    leaves, upstream = [x.requires_grad_() for x in inputs], torch.ones_like(inputs[0])
+    return lambda: torch.autograd.grad(attend(), leaves, upstream)
 
 
 def benchmark_processes(
@@ -127,7 +135,7 @@ def benchmark_processes(
         row = Row(f"{attention}, {degrees}", case, stage, attention == SOFTMAX, tokens=shape.tokens)
         try:
             config = make_config(ring, ulysses, device.type)
-            run = _make_run(attention, make_share(shape, config, device, dtype), config, backward)
+            run = make_run(attention, shape, config, device, dtype, backward=backward)
         except (RuntimeError, ValueError) as error:  # the same one in all processes
             runs[row] = str(error)
         else:
@@ -137,13 +145,3 @@ def benchmark_processes(
     rows = time_interleaved(runs, device, seconds=1e9, least=repetitions, most=repetitions)
     if results is not None:
         results.add(rows)
-
-
-def _make_run(attention: str, share: Mapping[str, Any], config: Any, backward: bool) -> Callable[[], object]:
-    """Return a forward, or one with the gradients of query, key, value and MHLA's mixing matrices."""
-    if not backward:
-        return torch.no_grad()(partial(attend, attention, share, config))
-    names = ("query", "key", "value", *(("mixing",) if attention == MHLA else ()))
-    leaves = [share[name].requires_grad_() for name in names]
-    upstream = torch.ones_like(leaves[0])
-    return lambda: torch.autograd.grad(attend(attention, share, config), leaves, upstream)

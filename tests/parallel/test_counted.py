@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mhla_diffusers.attention.parallel.place import Parallel
 from mhla_diffusers.benchmark.cases import Shape
 from mhla_diffusers.benchmark.measure import Results, read_rows
 from mhla_diffusers.benchmark.operator import MHLA, SOFTMAX
-from mhla_diffusers.benchmark.processes import attend, benchmark_processes, make_config, make_share, sent_bytes
-from mhla_diffusers.patching.parallel import parallel_of
+from mhla_diffusers.benchmark.processes import benchmark_processes, make_config, make_run, sent_bytes
 
 from ..benchmark.commands import bench
 from .diffusers_on_cpu import diffusers_on_cpu
@@ -55,9 +52,7 @@ def test_bytes_are_those_of_the_page(attention, form, processes):
 class Sent(TorchDispatchMode):
     """Bytes that one of P processes sends in the collectives of a context."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.bytes = rank, 0.0
+    bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
@@ -89,42 +84,11 @@ def _send(attention: str, degrees: tuple[int, int]) -> list[float]:
     """Bytes of a forward, and of forward and backward."""
     found, config = [], make_config(*degrees)
     for backward in (False, True):
-        share = make_share(TINY, config, CPU, torch.bfloat16)
-        for name in ("query", "key", "value", "mixing"):
-            share[name].requires_grad_(backward)
-        with diffusers_on_cpu(), Sent(dist.get_rank()) as sent:
-            output = attend(attention, share, config)
-            if backward:
-                output.sum().backward()
+        run = make_run(attention, TINY, config, CPU, torch.bfloat16, backward=backward)
+        with diffusers_on_cpu(), Sent() as sent:
+            run()
         found.append(sent.bytes)
     return found
-
-
-def test_the_ring_that_is_counted_is_softmax(two):
-    """Diffusers' ring with PyTorch's kernel for CPUs, output and gradients, against one process; float32."""
-    two.run(_compare)
-
-
-def _compare() -> None:
-    config = make_config(2, 1)
-    torch.manual_seed(0)
-    size = (3, 1, TINY.tokens, TINY.heads, TINY.head_dim)
-    whole, direction = torch.randn(size).requires_grad_(), torch.randn(size[1:])
-    place = parallel_of(config)
-    assert isinstance(place, Parallel)
-    first, count = place.own_share(TINY.tokens)
-    mine = slice(first, first + count)
-    names = ("query", "key", "value")
-    share = {name: x[:, mine].detach().clone().requires_grad_() for name, x in zip(names, whole, strict=True)}
-    with diffusers_on_cpu():
-        output = attend(SOFTMAX, share, config)
-        output.backward(direction[:, mine])
-    query, key, value = (x.transpose(1, 2) for x in whole)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-    expected.backward(direction)
-    assert_close(output, expected[:, mine], rtol=1e-5, atol=1e-6)
-    for name, gradient in zip(names, whole.grad, strict=True):
-        assert_close(share[name].grad, gradient[:, mine], rtol=1e-5, atol=1e-5)
 
 
 def test_bytes_and_times_of_the_command(two, tmp_path):
