@@ -22,7 +22,7 @@ from .cases import Case, small_case
 from .correctness import check_operator, check_patched
 from .counts import count_forward
 from .measure import Results, Row, Runs, free_bytes, time_interleaved
-from .operator import MHLA, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE, fastest_backend, why_no_softmax
+from .operator import MHLA, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE, why_no_softmax
 
 FORWARD, TRAINING_STEP = "forward", "training step"
 OWN = "own"
@@ -206,7 +206,7 @@ def benchmark_forward(
     transformer = case.build(device, dtype)
     small = small_case(case.model).inputs(transformer, dtype)
     check_patched(with_attention(case, transformer, MHLA), small)
-    check_operator(case.shape, device, dtype, fastest_backend(case.shape, device, dtype))
+    check_operator(case.shape, device, dtype)
 
     runs, copies = forward_runs(case, transformer, case.inputs(transformer, dtype), compile=compile)
     if train:

@@ -90,12 +90,7 @@ Runs = dict[Row, Callable[[], object] | str]
 
 
 def time_interleaved(
-    runs: Runs,
-    device: torch.device,
-    seconds: float = 1.0,
-    *,
-    least: int = 3,
-    most: int = 30,
+    runs: Runs, device: torch.device, seconds: float = 1.0, *, least: int = 3, most: int = 30
 ) -> list[Row]:
     """Warm every variant up, then time round after round until each has its repetitions.
 
@@ -221,36 +216,35 @@ def _warnings_of(run: Callable[[], object]) -> str:
 
 def gather_conditions(device: torch.device) -> dict[str, str]:
     """Gather what two runs must share for their times to be comparable: name of a condition → text."""
-    found = {}
+    found = {"device": f"{platform.machine()} {device.type}"}
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
-        if torch.version.hip is None and shutil.which("nvidia-smi") is not None:
-            found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[
-                0
-            ]
+        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[
+            0
+        ]
         found["CUDA or ROCm"] = str(torch.version.cuda or torch.version.hip)
     elif device.type == "cpu":
         file, threads = Path("/proc/cpuinfo"), torch.get_num_threads()
         names = re.findall(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE) if file.is_file() else []
         name = re.sub(r"\((R|TM)\)", "", names[0]) if names else platform.processor() or platform.machine()
         found["device"] = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
-    else:
-        found["device"] = f"{platform.machine()} {device.type}"
     found["Python"] = platform.python_version()
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     git = ("git", "-C", str(Path(__file__).parent))
-    if shutil.which("git") is not None and _output(*git, "ls-files", Path(__file__).name):
+    if _output(*git, "ls-files", Path(__file__).name):
         changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
         found["commit"] = _output(*git, "rev-parse", "HEAD") + ("+changes" if changed else "")
     found["date"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     found["command"] = shlex.join(["mhla", *sys.argv[1:]])
-    return found
+    return {name: text for name, text in found.items() if text}
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints; empty if it fails."""
+    """Return what a command prints; empty if it fails or does not exist."""
+    if shutil.which(command[0]) is None:
+        return ""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     return ended.stdout.strip() if ended.returncode == 0 else ""
 

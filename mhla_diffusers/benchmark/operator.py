@@ -13,9 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
 from ..attention.layout import layout_of
-from ..attention.triton.backend import why_not
 from .cases import Shape, Work
-from .correctness import check_operator, check_same
+from .correctness import check_operator, check_same, why_no_triton
 from .measure import Results, Row, Runs, free_bytes, time_interleaved
 
 STAGES = ("forward", "forward+backward")
@@ -47,18 +46,6 @@ Attend = Callable[[], torch.Tensor]
 
 
 # ---- attentions, and why one cannot run here ------------------------------------------------------------------------
-
-
-def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the fused kernels cannot be timed; None if they can."""
-    if device.type == "cpu":
-        return "the fused kernels run on CUDA and ROCm devices"  # their interpreter is for tests and has no speed
-    return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu")
-
-
-def fastest_backend(shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
-    """Return "triton" where the fused kernels can run, else "eager"."""
-    return "triton" if why_no_triton(shape, device, dtype) is None else "eager"
 
 
 def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -158,8 +145,7 @@ def benchmark_operator(shape: Shape, results: Results, stages: Sequence[str], *,
     device, dtype = results.device, results.dtype
     if unknown := set(stages) - set(STAGES):
         raise ValueError(f"Unknown stage {unknown.pop()!r}; allowed: {', '.join(STAGES)}.")
-    for backend in ("eager",) if why_no_triton(shape, device, dtype) else ("eager", "triton"):
-        check_operator(shape, device, dtype, backend)
+    check_operator(shape, device, dtype)
     for stage in stages:
         torch.compiler.reset()
         runs = operator_runs(shape, device, dtype, stage, compile=compile)

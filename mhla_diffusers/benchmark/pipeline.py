@@ -25,7 +25,7 @@ from .cases import BLOCK_SIZE, Shape, models
 from .correctness import check_operator
 from .forward import LINEAR_KINDS, PATCHES, patch_settings
 from .measure import Results, Row, measured, peak_bytes, refused, synchronize, with_progress
-from .operator import SOFTMAX, SPARSE, fastest_backend
+from .operator import SOFTMAX, SPARSE
 
 UNPATCHED = "unpatched"
 WHOLE = "whole call"
@@ -134,7 +134,7 @@ def benchmark_pipeline(
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
     size = BLOCK_SIZE if SPARSE in names else None
     shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.adapter_of(attn).heads(attn), size)
-    check_operator(shape, device, results.dtype, fastest_backend(shape, device, results.dtype))
+    check_operator(shape, device, results.dtype)
 
     def run() -> Any:
         prompt = "3" if family.prompts_are_classes else "a seven"
