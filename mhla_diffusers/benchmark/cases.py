@@ -252,9 +252,9 @@ def choose_cases(
 
 
 def small_case(model: Model) -> Case:
-    """Return a case of about two tokens per block and axis, to check correctness on; a square image, where possible.
+    """Return a case of about two tokens per MHLA block and axis, to check correctness on.
 
-    Videos have one frame where frames attend by themselves, since all models take one.
+    Videos have one frame where frames attend by themselves.
     """
     height, width = (2 * count * model.stride * model.patch for count in model.blocks[-2:])
     frames = None

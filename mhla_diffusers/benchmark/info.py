@@ -63,7 +63,7 @@ def report(patch: str | None) -> str:
         patch: name, YAML file or folder of the patch in question.
 
     Raises:
-        ValueError: unknown patch, or a file that is none.
+        ValueError: unknown patch, or a file that is not a patch.
         FileNotFoundError: no such file.
     """
     devices = []
@@ -96,7 +96,7 @@ def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
     """Return family and configuration of every transformer of a patch, given as in :func:`print_any_patch`.
 
     Raises:
-        ValueError: unknown patch, or a file that is none.
+        ValueError: unknown patch, or a file that is not a patch.
         FileNotFoundError: no such file.
     """
     folder = _saved_folder(patch)

@@ -350,7 +350,7 @@ def read_rows(file: Path) -> list[Row]:
     try:
         return [Row(**{name: value(name, text) for name, text in line.items()}) for line in read_csv(file)]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no result of mhla bench: {error}.") from error
+        raise ValueError(f"{file} is not a result of mhla bench: {error}.") from error
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:

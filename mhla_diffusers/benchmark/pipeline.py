@@ -41,7 +41,7 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
 
     Raises:
         FileNotFoundError: no such pipeline.
-        ValueError: it has no transformer that MHLA supports, does not take a setting, or is no pipeline.
+        ValueError: it has no transformer that MHLA supports, does not take a setting, or is not a pipeline.
     """
     is_tiny = name.startswith("tiny-")
     if name in models() and not is_tiny:

@@ -141,7 +141,7 @@ def benchmark_processes(
         else:
             sent = sent_bytes(attention, shape, ring, ulysses, dtype.itemsize, backward=backward)
             runs[replace(row, sent_bytes=sent)] = run
-    # each process decides alike how often, whatever a call takes
+    # all processes must make the same number of calls, so it cannot follow from measured times
     rows = time_interleaved(runs, device, seconds=1e9, least=repetitions, most=repetitions)
     if results is not None:
         results.add(rows)
