@@ -207,7 +207,7 @@ def _print_costs(patch: Patch) -> None:
     """Print the FLOPs of a layer at every size of the family's models that the patch fits."""
     config, rows = patch.config, []
     family = next(family for family in families() if family.name == patch.family)
-    for case in choose_cases([model.name for model in family.models]):
+    for case in choose_cases([model.name for model in family.models if not model.is_tiny]):
         grid = case.grid
         blocks = config.blocks_on(grid) if isinstance(config, MHLAConfig) else (1,) * len(grid)
         if all(count <= size for count, size in zip(blocks, grid, strict=True)):
