@@ -27,8 +27,6 @@ GIVEN = "sparse, lists given"
 """The same without sorting, choosing and fitting."""
 LISTED = "listed blocks alone"
 """Softmax over the same lists without means and states, which FlexAttention lacks."""
-CAUSAL = "causal linear"
-"""Without a normaliser: the nearest to plain linear attention that flash-linear-attention has."""
 SOFTMAX_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -36,11 +34,7 @@ SOFTMAX_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 """Backends of PyTorch's scaled_dot_product_attention."""
-_PACKAGES = {
-    "flash-attn": ("flash_attn",),
-    "FlashAttention-3": ("fa3_fwd_interface", "flash_attn_interface"),
-    "flash-linear-attention": ("fla",),
-}
+_FLASH = {"flash-attn": ("flash_attn",), "FlashAttention-3": ("fa3_fwd_interface", "flash_attn_interface")}
 """Package → modules to try in order; FlashAttention-3 is in fa3-fwd and in flash-attn-3."""
 Attend = Callable[[], torch.Tensor]
 
@@ -71,21 +65,16 @@ def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) 
     return None
 
 
-def package_attention(name: str, inputs: Sequence[torch.Tensor]) -> Attend | str:
-    """Return a call of another package's attention of query, key and value (B, N, H, D), or why there is none."""
+def flash_attention(package: str, inputs: Sequence[torch.Tensor]) -> Attend | str:
+    """Return a call of a package's FlashAttention of query, key and value (B, N, H, D), or why there is none."""
     if inputs[0].device.type == "cpu":
-        return f"{name} runs on GPUs only"
-    installed = [module for module in _PACKAGES[name] if find_spec(module) is not None]
+        return f"{package} runs on GPUs only"
+    installed = [module for module in _FLASH[package] if find_spec(module) is not None]
     if not installed:
-        return f"{name} is not installed: no module {' or '.join(_PACKAGES[name])}"
+        return f"{package} is not installed: no module {' or '.join(_FLASH[package])}"
 
     def attend() -> torch.Tensor:
-        if name == "flash-linear-attention":
-            query, key, value = inputs
-            linear: Any = import_module("fla.ops.linear_attn")
-            output: Any = linear.chunk_linear_attn(query.relu(), key.relu(), value, normalize=False)
-        else:
-            output = import_module(installed[0]).flash_attn_func(*inputs)
+        output: Any = import_module(installed[0]).flash_attn_func(*inputs)
         found: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some return the log-sum-exp too
         return found
 
@@ -175,10 +164,10 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
             run = torch.no_grad()(attend)
             if backward:
                 run = lambda: torch.autograd.grad(attend(), (*inputs, *leaves), upstream)  # noqa: E731
-        counted = shape.plain if kind in (PLAIN, CAUSAL) else shape
+        counted = shape.plain if kind == PLAIN else shape
         flops = (3 if backward else 1) * counted.flops(work)
         blocks = math.prod(counted.blocks) if work == "linear" else None
-        note = "without RoPE" if kind in (SOFTMAX, LISTED, CAUSAL) and shape.rope else ""
+        note = "without RoPE" if kind in (SOFTMAX, LISTED) and shape.rope else ""
         row = Row(f"{kind} {backend}", shape.name, stage, kind == SOFTMAX, reason=note, tokens=shape.tokens)
         runs[replace(row, blocks=blocks, flops=flops)] = run
 
@@ -210,10 +199,9 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
     if lists is not None:
         no_flex = not_asked or ("it has no backward pass on CPUs" if backward and device.type == "cpu" else None)
         add(LISTED, "FlexAttention", "lists", no_flex or flex_over_lists(shape, inputs, lists))
-    add(CAUSAL, "flash-linear-attention", "linear", package_attention("flash-linear-attention", inputs))
     for backend in SOFTMAX_BACKENDS:
         absent = why_no_softmax(backend, device, shape.tokens, shape.heads)
         add(SOFTMAX, backend, "softmax", absent or partial(softmax_attention, backend, *inputs))
-    for package in ("flash-attn", "FlashAttention-3"):
-        add(SOFTMAX, package, "softmax", package_attention(package, inputs))
+    for package in _FLASH:
+        add(SOFTMAX, package, "softmax", flash_attention(package, inputs))
     return runs
