@@ -128,7 +128,7 @@ class Case:
     @property
     def family(self) -> Family:
         """The family that the model belongs to."""
-        return family_of_model(self.model)
+        return next(family for family in families() if self.model.transformer in family.transformers)
 
     @property
     def size(self) -> str:
@@ -210,11 +210,6 @@ class Case:
 def models() -> dict[str, Model]:
     """Return the configurations of all registered families, by name."""
     return {model.name: model for family in families() for model in family.models}
-
-
-def family_of_model(model: Model) -> Family:
-    """Return the family that a configuration belongs to."""
-    return next(family for family in families() if model.transformer in family.transformers)
 
 
 def choose_cases(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark.cases import Case, choose_cases, family_of_model, models, small_case
+from mhla_diffusers.benchmark.cases import Case, choose_cases, models, small_case
 from mhla_diffusers.benchmark.counts import ATTENTION, PARTS, ceilings, count_forward, count_parts
 from mhla_diffusers.cli import app
 from mhla_diffusers.config import MHLAConfig, SparseConfig
@@ -76,9 +76,9 @@ def test_ceilings_command_and_the_table_that_ships(tmp_path):
         shipped = (ROOT / f"assets/models/ceilings{suffix}").read_text().splitlines()
         assert len(lines) == rows and set(lines) <= set(shipped)
     assert {line.split(",")[0] for line in (ROOT / "assets/models/ceilings.csv").read_text().splitlines()[1:]} == {
-        name
-        for name, model in models().items()
-        if not model.is_tiny and family_of_model(model).own_attention == "softmax"
+        case.model.name
+        for case in map(small_case, models().values())
+        if not case.model.is_tiny and case.family.own_attention == "softmax"
     }
 
 
