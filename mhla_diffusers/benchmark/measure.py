@@ -207,7 +207,8 @@ def _warnings_of(run: Callable[[], object]) -> str:
     with warnings.catch_warnings(record=True) as caught, suppress(*_REFUSALS):
         warnings.simplefilter("always")
         run()
-    texts = [str(warning.message).splitlines()[0].split(" (Triggered")[0] for warning in caught]
+    reasons = [warning for warning in caught if warning.category is UserWarning]  # and not of what is deprecated
+    texts = [str(warning.message).splitlines()[0].split(" (Triggered")[0] for warning in reasons]
     return " ".join(dict.fromkeys(texts))[:300]
 
 

@@ -144,4 +144,4 @@ def benchmark_processes(
     # all processes must make the same number of calls, so it cannot follow from measured times
     rows = time_interleaved(runs, device, seconds=1e9, least=repetitions, most=repetitions)
     if results is not None:
-        results.add(rows)
+        results.add([row if row.status == "measured" else replace(row, sent_bytes=None) for row in rows])
