@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -30,7 +30,6 @@ _REFUSALS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 """What a backend raises that cannot run an attention here."""
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "triton")
 _TEXTS = ("case", "stage", "variant", "dtype", "status", "reason")
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def time_interleaved(
     calls = {row: run for row, run in runs.items() if not isinstance(run, str)}
     counts: dict[Row, int] = {}
     peaks: dict[Row, int | None] = {}
-    for row, run in with_progress(calls.items(), "warming up"):
+    for row, run in progress(calls.items(), desc="warming up", leave=False):
         try:
             taken = _seconds(run, device)  # by a first run, which compiles and loads
             if taken < seconds or device.type != "cpu":
@@ -128,7 +127,7 @@ def time_interleaved(
     cache = torch.empty(_CACHE_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     times: dict[Row, list[float]] = {row: [] for row in counts}
     turns = [row for turn in range(max(counts.values(), default=0)) for row in counts if turn < counts[row]]
-    for row in with_progress(turns, "timing"):
+    for row in progress(turns, desc="timing", leave=False):
         if row not in rows:
             cache.zero_()
             try:
@@ -150,11 +149,6 @@ def refused(row: Row, error: BaseException) -> Row:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     no_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
     return replace(row, status="out of memory" if no_memory else "absent", reason=lines[0][:300])
-
-
-def with_progress(items: Collection[Item], what: str) -> Iterable[Item]:
-    """Return the items, with progress that goes away from a terminal at the end."""
-    return progress(items, desc=what, leave=False)
 
 
 def synchronize(device: torch.device) -> None:

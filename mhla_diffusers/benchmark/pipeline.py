@@ -20,11 +20,12 @@ from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.pipelines import few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
+from ..reporting import progress
 from ..tiny import tiny_pipeline
 from .cases import BLOCK_SIZE, Shape, models
 from .correctness import check_operator
 from .forward import LINEAR_KINDS, PATCHES, patch_settings
-from .measure import Results, Row, measured, peak_bytes, refused, synchronize, with_progress
+from .measure import Results, Row, measured, peak_bytes, refused, synchronize
 from .operator import SOFTMAX, SPARSE
 
 UNPATCHED = "unpatched"
@@ -147,7 +148,7 @@ def benchmark_pipeline(
     rows = {name: Row(name, case, WHOLE, baseline=name == UNPATCHED) for name in patching}
     peaks: dict[str, int | None] = {}
     reference: torch.Tensor | None = None
-    for name, patch in with_progress(patching.items(), "warming up"):
+    for name, patch in progress(patching.items(), desc="warming up", leave=False):
         try:
             with patched(pipe, patch, dense_steps):
                 frames = frames_of(run())
@@ -158,7 +159,7 @@ def benchmark_pipeline(
     if not peaks:
         raise ValueError(f"{choice.model or choice.family} fails with every patch: {rows[UNPATCHED].reason}.")
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
-    for name in with_progress([*peaks] * repetitions, "timing"):
+    for name in progress([*peaks] * repetitions, desc="timing", leave=False):
         with patched(pipe, patching[name], dense_steps):
             times, sample = timed_call(pipe, run, device)
         seconds[name].append(times)
