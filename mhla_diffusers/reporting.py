@@ -57,9 +57,30 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
     )
 
 
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table of Markdown."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *rows])
+
+
 def times(counts: Sequence[int] | None) -> str:
     """Format counts along axes, such as ``"7x3x5"``; ``"-"`` for None."""
     return "x".join(map(str, counts)) if counts else "-"
+
+
+def parse_counts(text: str, name: str, example: str) -> tuple[int, ...]:
+    """Parse counts along axes, such as "7x3x5", the inverse of :func:`times`; ValueError with an example for others."""
+    parts = text.lower().split("x")
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{name}={text!r} is unknown; write for example {example}.")
+    return tuple(map(int, parts))
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parse height and width from "480x832", or from "512" for a square; ValueError for anything else."""
+    sides = parse_counts(text, "size", "480x832, height first, or 512 for a square")
+    if len(sides) > 2:
+        raise ValueError(f"size={text!r} has {len(sides)} numbers; write height and width, for example 480x832.")
+    return sides[0], sides[-1]
 
 
 def from_to(ends: tuple[int, int] | None) -> str:
@@ -95,7 +116,7 @@ def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], folder: Pa
     """
     text = io.StringIO()
     csv.writer(text).writerows([header, *rows])
-    markdown = "".join(f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *rows])
+    markdown = markdown_table(header, rows)
     for suffix, content in ((".csv", text.getvalue()), (".md", markdown)):
         write_text(content, folder / f"{name}{suffix}")
     return markdown

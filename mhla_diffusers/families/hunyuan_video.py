@@ -26,7 +26,6 @@ _SHOWN_TOKENS = {"latent_concat": 252 + 576 // 2, "token_replace": 252 + 576 // 
 _TINY: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16}
 _TINY |= {"pooled_projection_dim": 12, "rope_axes_dim": (4, 4, 4)}
 _REAL: dict[str, Any] = {"frames": 129, "temporal_stride": 4, "more_layers": {"num_single_layers": 40}}
-_REAL["grids"] = {"720p": (33, 45, 80)}
 
 
 class HunyuanVideoFamily(VideoFamily):

@@ -24,7 +24,7 @@ _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
 _TINY: dict[str, Any] = {"in_channels": 9, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16}
 _TINY |= {"text_embed_2_dim": 32, "image_embed_dim": 8, "rope_axes_dim": (4, 4, 4), "task_type": "t2v"}
 _REAL: dict[str, Any] = {"settings": {"task_type": "t2v"}, "stride": 16, "patch": 1, "frames": 121}
-_REAL |= {"temporal_stride": 4, "grids": {"480p": (31, 30, 53), "720p": (31, 45, 80)}}
+_REAL["temporal_stride"] = 4
 
 
 class HunyuanVideo15Adapter(JointAdapter):

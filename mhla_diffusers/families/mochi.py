@@ -69,7 +69,7 @@ class MochiFamily(VideoFamily):
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
     )
     models = (
-        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), grids={"480p": (28, 30, 53)}, **_FRAMES),
+        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), **_FRAMES),
         tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6),
     )
 

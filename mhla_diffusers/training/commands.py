@@ -127,14 +127,9 @@ def _load(
     from ..devices import FLOAT_TYPES, dtype_name
     from ..generation import family_of, load_pipeline
     from ..generation.pipelines import transformers_of
+    from ..reporting import parse_size
 
-    pairs = []
-    for size in sizes or ():
-        height, _, width = size.partition("x")
-        if not (height.isdigit() and width.isdigit()):
-            raise ValueError(f"Size {size!r} must look like HEIGHTxWIDTH, for example 480x832.")
-        pairs.append((int(height), int(width)))
-    given: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(pairs) or None}
+    given: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(map(parse_size, sizes or ())) or None}
     family, dtype = family_of(model), FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
     clip = replace(family.default_clip, **{name: value for name, value in given.items() if value is not None})
     unused = () if uses_transformer else transformers_of(model)

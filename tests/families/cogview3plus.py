@@ -27,7 +27,6 @@ class CogView3PlusFamily(ImageFamily):
             layers=30,
             blocks=(4, 4),
             sizes=((1024, 1024), (2048, 2048)),
-            grids={"1024px": (64, 64), "2048px": (128, 128)},
         ),
         Model(
             name="tiny-cogview3plus",
@@ -38,7 +37,6 @@ class CogView3PlusFamily(ImageFamily):
             layers=4,
             blocks=(2, 2),
             sizes=((64, 64),),
-            grids={"64px": (4, 4)},
         ),
     )
 

@@ -10,8 +10,8 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import rope
+from mhla_diffusers.benchmark.cases import choose_cases, models
 from mhla_diffusers.benchmark.counts import count_forward
-from mhla_diffusers.benchmark.models import choose_sizes, models
 from mhla_diffusers.families import TrainedFamily, get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
 from mhla_diffusers.patching import attn_processors, layer_sensitivity
@@ -483,9 +483,9 @@ def test_real_models_are_counted_without_weights(name: str) -> None:
     family = get_family(case_of(name).transformer())
     assert any(not model.is_tiny for model in family.models) and f"tiny-{family.name}" in models()
     model = family.models[0]
-    size = choose_sizes(model, None, None, "cpu")[0]
+    (case,) = choose_cases([model.name], smallest=True, layers=1)
     config = family.complete({"blocks": model.blocks})
-    own, patched = (sum(count_forward(model, size, one, layers=1).values()) for one in (None, config))
+    own, patched = (sum(count_forward(case, one).values()) for one in (None, config))
     assert own > 0 and patched > 0
 
 
