@@ -4,15 +4,15 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from numbers import Real
 from typing import Any, get_args
 
 import torch
 
+from ..settings import said_allowed
 from . import eager
-from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall
+from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall, check_denominator
 from .causal import Causal, causal_attention, frame_block_ends, see_nothing
 from .derivatives import is_transformed
 from .extra import ROWS
@@ -39,9 +39,7 @@ def check_backend(name: str) -> None:
         ValueError: with the nearest names.
     """
     if name not in BACKENDS:
-        near = get_close_matches(name, BACKENDS, n=1, cutoff=0.4) if isinstance(name, str) else []
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Unknown backend {name!r}; allowed: {', '.join(BACKENDS)}.{hint}")
+        raise ValueError(f"Unknown backend {name!r}; {said_allowed(name, BACKENDS)}")
 
 
 def mhla_attention(
@@ -416,21 +414,7 @@ def _check_mhla(call: MHLACall) -> None:
             f"mixing has entries down to {mixing.min():.3g}, and beside softmax weights the logarithm of its sums "
             "is taken; they must not be negative, as after mixing.clamp(min=0)."
         )
-    if is_beside and not call.normalize:
-        raise ValueError(
-            "Softmax weights, as of extra tokens, share one denominator with MHLA, which needs normalize=True."
-        )
-    if call.feature_map != "relu" or call.eps > 0:
-        return
-    if is_beside:
-        raise ValueError(
-            f"eps={call.eps} lets a query of the relu feature map have no linear branch; it must be positive."
-        )
-    if call.causal == "token" and call.normalize:
-        raise ValueError(
-            f"eps={call.eps} lets a query of the relu feature map see nothing in its own block, which causal='token' "
-            "divides by what it sees; it must be positive."
-        )
+    check_denominator(call.feature_map, call.eps, call.normalize, is_beside, call.causal)
 
 
 def _check_sparse(call: SparseCall) -> None:

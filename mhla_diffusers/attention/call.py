@@ -41,6 +41,31 @@ def check_block_size(block_size: Any, name: str = "block_size") -> int:
     return block_size
 
 
+def check_denominator(feature_map: str, eps: float, normalize: bool, beside_softmax: bool, causal: str | None) -> None:
+    """Ensure that what a query divides by is positive.
+
+    Args:
+        feature_map: of MHLA, as its eps and normalize.
+        eps: floor of the features.
+        normalize: whether the output is divided by the normaliser.
+        beside_softmax: whether extra tokens or an own block are attended to with softmax.
+        causal: order of the tokens.
+
+    Raises:
+        ValueError: it may be 0.
+    """
+    if beside_softmax and not normalize:
+        raise ValueError(
+            "normalize=False leaves no denominator to share with softmax weights, of extra tokens or of an own block "
+            "with own='softmax'; they need normalize=True."
+        )
+    if normalize and feature_map == "relu" and eps <= 0 and (beside_softmax or causal == "token"):
+        raise ValueError(
+            f"eps={eps} lets a query of the relu feature map have nothing to divide by in MHLA beside softmax and with "
+            "causal='token'; it must be positive, such as 1e-6."
+        )
+
+
 def list_length(density: float, blocks: int) -> int:
     """Key blocks of every query block where all get as many: a part of T, and at least one."""
     return max(1, round(density * blocks))
@@ -111,6 +136,11 @@ class ContentRule(UniformBlocks):
         """
         tokens, query, key = math.prod(list(grid)), block_size, key_block_size
         if query is None:
+            if key is not None:
+                raise ValueError(
+                    f"key_block_size={key} must divide block_size, and block_size=None fits the grid; give both, for "
+                    f"example block_size={2 * key}."
+                )
             query = next((size for size in _BLOCK_SIZES if tokens >= _LEAST_QUERY_BLOCKS * size), _BLOCK_SIZES[-1])
             smallest = 16 if query >= 16 else 4
             sizes = [size for size in _BLOCK_SIZES if smallest <= size <= min(query, _MOST_KEYS)]

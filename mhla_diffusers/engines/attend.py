@@ -17,8 +17,9 @@ import torch
 
 from ..attention import sparse_attention
 from ..attention.layout import Extra
-from ..config import SparseConfig, Step, check, check_names, load_patch
+from ..config import SparseConfig, Step, load_patch
 from ..patching.carry import CarriedForward, Half
+from ..settings import check, check_names
 
 _VARIABLES = {
     "MHLA_DENSITY": "density",

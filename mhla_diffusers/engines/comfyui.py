@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ..attention.layout import Extra
-from ..config import USUAL_REFRESH, SparseConfig, Step, check
+from ..config import USUAL_REFRESH, SparseConfig, Step
+from ..settings import check
 from .attend import EngineAttention, EngineSettings
 
 Override = Callable[..., torch.Tensor]

@@ -4,7 +4,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import typer
 
 from ..files import check_unique, parse_yaml, read_csv, read_json_lines, read_lines
+from ..settings import said_allowed
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -104,11 +104,8 @@ def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
     allowed = {name: types for name, types in annotated.items() if types}
     for name, value in settings.items():
         if name not in allowed:
-            near = get_close_matches(name, allowed, n=2)
-            hint = f"did you mean {' or '.join(map(repr, near))}? Allowed" if near else "allowed"
-            raise ValueError(
-                f"{name!r} is no setting of a call of {pipeline.__name__}; {hint}: {', '.join(sorted(allowed))}."
-            )
+            known = said_allowed(name, sorted(allowed))
+            raise ValueError(f"{name!r} is no setting of a call of {pipeline.__name__}; {known}")
         types = allowed[name]
         is_number = types <= {int, float}
         # annotations of diffusers often omit None

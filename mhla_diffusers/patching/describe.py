@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..attention.costs import AttentionSizes
-from ..attention.layout import block_count, check_blocks, check_layout, fit_blocks, smallest_and_largest
+from ..attention.layout import block_count, check_blocks, fit_blocks, smallest_and_largest
 from ..config import FEWEST_REFRESHED, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
@@ -234,11 +234,8 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
     config: PatchConfig | None = layer.config if layer is not None else processor.config if running else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
-    if wanted is not None and isinstance(config, CausalConfig):
-        config.check_whole(wanted)
-        check_layout(config.grid_from(wanted), config.blocks_on(wanted), is_causal=True)
-    elif wanted is not None and isinstance(config, MHLAConfig):
-        check_layout(wanted, config.blocks_on(wanted))
+    if wanted is not None and isinstance(config, LinearConfig):
+        config.layout_on(wanted)  # raises if the blocks cannot cut the grid
     sizes, density = None, None
     if grid is not None:
         sizes = sizes_of(attn, family, config if running else None, grid, family.extra_tokens)

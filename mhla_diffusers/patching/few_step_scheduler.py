@@ -2,10 +2,9 @@
 
 import hashlib
 import logging
-import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401
 from torch import nn
 
-from ..config import check, check_names
+from ..settings import Settings, allow, check
 from .steps import step_cache
 
 logger = logging.getLogger(__name__)
@@ -25,50 +24,30 @@ logger = logging.getLogger(__name__)
 MOST_STEPS = 8
 
 
+def _fall_from_one(times: Sequence[float]) -> bool:
+    falls = all(earlier > later > 0 for earlier, later in pairwise(times))
+    return 1 <= len(times) <= MOST_STEPS and times[0] == 1 and falls
+
+
+TIMES = allow(
+    words=f"a list of 1 to {MOST_STEPS} values of σ that begin at 1.0 and fall, above 0, such as [1.0, 0.9, 0.75, 0.5]",
+    test=_fall_from_one,
+)
+GUIDANCE = allow(at_least=1, words="a number: 1.0, which is none, or more")
+
+
 @dataclass(frozen=True)
-class FewSteps:
+class FewSteps(Settings):
     """How a distilled model samples: from noise, each step predicts the latents and adds fresh noise for the next.
 
     Raises:
         ValueError: times that do not begin at 1.0, rise or are too many, or a guidance below 1.
     """
 
-    times: tuple[float, ...]
+    times: tuple[float, ...] = field(metadata=TIMES)
     """σ of flow matching at which the model runs: from 1.0, pure noise, downwards; as many as there are steps."""
-    guidance: float = 1.0
+    guidance: float = field(default=1.0, metadata=GUIDANCE)
     """Scale of classifier-free guidance that was distilled in; the pipeline itself is called with 1.0, without it."""
-
-    def __post_init__(self) -> None:
-        def is_number(value: Any) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool)
-
-        times = self.times
-        check(
-            isinstance(times, list | tuple)
-            and all(map(is_number, times))
-            and 1 <= len(times) <= MOST_STEPS
-            and times[0] == 1
-            and all(earlier > later > 0 for earlier, later in pairwise(times)),
-            f"times={list(times) if isinstance(times, tuple) else times!r} must be a list of 1 to {MOST_STEPS} values "
-            "of σ that begin at 1.0 and fall, above 0, such as [1.0, 0.9, 0.75, 0.5].",
-        )
-        object.__setattr__(self, "times", tuple(map(float, times)))
-        guided = is_number(self.guidance) and 1 <= self.guidance < math.inf
-        check(guided, f"guidance={self.guidance!r} must be a number: 1.0, which is none, or more.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON holds them."""
-        return {"times": list(self.times), "guidance": self.guidance}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "FewSteps":
-        """Invert :meth:`to_dict`.
-
-        Raises:
-            ValueError: unknown names, or values that are not allowed.
-        """
-        check_names(content, ["times", "guidance"], "key", "few_steps.")
-        return cls(content.get("times", ()), content.get("guidance", 1.0))
 
     def __str__(self) -> str:
         count, times = len(self.times), ", ".join(f"{time:.3g}" for time in self.times)

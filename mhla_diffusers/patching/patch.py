@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attention.call import check_denominator
 from ..config import (
     AUTOMATIC,
     CausalConfig,
@@ -417,11 +418,9 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
                 f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
                 f"blocks={family.mhla_blocks}."
             )
-        if family.adapter.has_extra and not config.normalize:
-            raise ValueError(
-                f"normalize=False leaves {kind} no common denominator with the softmax over its extra tokens; leave it "
-                "at True."
-            )
+        causal = config.causal if isinstance(config, CausalConfig) else None
+        extra = family.adapter.has_extra
+        check_denominator(config.feature_map, config.eps, config.normalize, extra, causal)
         if family.adapter.rope_by_head and config.rope != "before":
             raise ValueError(
                 f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other "

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..files import file_hash, write_json, write_tensors
+from ..settings import Settings, allow
 from .describe import describe
 from .handle import Patched, find_transformers, mhla_layers, require_layers, require_patched
 from .weights import base_weights, has_lora, is_plain, lora_weights, refuse_weights_on_disk
@@ -38,7 +39,7 @@ _OPTIONAL = ("few_steps", "lora")
 
 
 @dataclass(frozen=True)
-class TransformerRecord:
+class TransformerRecord(Settings):
     """What a saved patch says of one transformer, to recognise the model that it fits."""
 
     family: str
@@ -53,8 +54,23 @@ class TransformerRecord:
     """Names of the model's own tensors that a patch with ``weights="changed"`` holds."""
 
 
+def _few_steps(content: Any) -> Any:
+    """Return fields of :class:`FewSteps`, or of nothing, after checking them."""
+    from .few_step_scheduler import FewSteps
+
+    return FewSteps.read(content).to_dict() if content else {}
+
+
 @dataclass(frozen=True)
-class PatchRecord:
+class LoraFile(Settings):
+    """File of a LoRA that belongs to a saved patch."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PatchRecord(Settings):
     """Content of ``mhla_config.json``."""
 
     format_version: int
@@ -64,13 +80,13 @@ class PatchRecord:
     weights: Weights
     file: str
     sha256: str
-    transformers: dict[str, TransformerRecord]
+    transformers: dict[str, TransformerRecord] = field(metadata=allow(is_filled=True))
     unpatched: list[str] = field(default_factory=list)
     """Transformers of the pipeline that the patch leaves alone."""
-    few_steps: dict[str, Any] = field(default_factory=dict)
+    few_steps: dict[str, Any] = field(default_factory=dict, metadata=allow(convert=_few_steps))
     """Fields of :class:`FewSteps` of a patch that was distilled; empty otherwise."""
-    lora: dict[str, Any] = field(default_factory=dict)
-    """``file`` and ``sha256`` of the LoRA that belongs to the patch; empty without one."""
+    lora: LoraFile | None = None
+    """LoRA that belongs to the patch."""
 
     def settings(self) -> dict[str, Any]:
         """Return what belongs to the tensors, as the safetensors file carries it."""
@@ -79,7 +95,7 @@ class PatchRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the JSON."""
-        return {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL}
+        return {name: value for name, value in super().to_dict().items() if value or name not in _OPTIONAL}
 
 
 def save_mhla(
@@ -334,14 +350,14 @@ def _write(
     earlier = [path for path in folder.glob("*.safetensors") if f'"{path.name}"'.encode() in named_before]
     if lora:
         file, digest = _write_tensors(folder, "lora", lora, {"format": "pt"})
-        record = replace(record, lora={"file": file, "sha256": digest})
+        record = replace(record, lora=LoraFile(file, digest))
     # a single entry, since safetensors writes several in any order and the file is named after its content
     metadata = {"mhla": json.dumps(record.settings(), sort_keys=True)}
     file, digest = _write_tensors(folder, "mhla", tensors, metadata)
     record = replace(record, file=file, sha256=digest)
     write_json(record.to_dict(), config)
     for path in earlier:
-        if path.name not in (file, record.lora.get("file")):
+        if path.name not in (file, record.lora and record.lora.file):
             path.unlink(missing_ok=True)
     return record
 
@@ -476,7 +492,7 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
     settings = {name: part.patch for name, part in record.transformers.items()}
     sampling = ""
     if record.few_steps:
-        few_steps = FewSteps.from_dict(record.few_steps)
+        few_steps = FewSteps.read(record.few_steps)
         sampling = _SAMPLING.format(few=few_steps, count=len(few_steps.times))
     body = _CARD.format(
         title=repo_id.split("/")[-1],

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..attention import MHLAState
 from ..attention.rope import Rotary
-from ..config import check, check_names
 from ..families import get_family, unwrapped
+from ..settings import check, check_names
 from .context import Grid, call_context
 from .handle import find_transformers
 from .layer import MHLALayer, layer_of

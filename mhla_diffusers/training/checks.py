@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..attention.layout import check_layout
-from ..config import CausalConfig, MHLAConfig, SparseConfig, check
+from ..config import LinearConfig, SparseConfig
 from ..devices import launched_processes
 from ..families import FlowMatching, classes_that_are_split, get_family, trained_family
 from ..families.processes import KNOWN_FRAMES
 from ..patching import MHLALayer, find_patched, mhla_layers
+from ..settings import check
 from .config import TrainingConfig
 from .distributed import check_groups, uses_fsdp2
 from .latents.data import TrainingData
@@ -81,11 +81,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
                     "every query lists it: that is softmax attention, and nothing would be adapted. Choose a smaller "
                     "block_size.",
                 )
-            elif isinstance(patch, CausalConfig):
-                patch.check_whole(grid)
-                check_layout(patch.grid_from(grid), patch.blocks_on(grid), is_causal=True)
-            elif isinstance(patch, MHLAConfig):
-                check_layout(grid, patch.blocks_on(grid))
+            elif isinstance(patch, LinearConfig):
+                patch.layout_on(grid)  # raises if the blocks cannot cut the grid
     for index, stage in enumerate(config.stages):
         check(
             stage.trainable != "mhla" or any(isinstance(layer, MHLALayer) for layer in layers.values()),

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ...config import check
 from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
+from ...settings import check
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
 from .data import ignore_interrupts
 from .media import Media, UnreadableMediaError, contents_of, find_media, read_clip

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from ...config import check
 from ...families import Clip
 from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, content_of, read_csv, read_json_lines, read_text, visible_files
+from ...settings import check
 
 logger = logging.getLogger(__name__)
 
