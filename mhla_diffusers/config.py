@@ -16,7 +16,7 @@ from .attention import get_feature_map
 from .attention.call import DEFAULT_DENSITY, ContentRule, Far, Order, check_denominator
 from .attention.causal import Causal
 from .attention.costs import AttentionSizes
-from .attention.layout import Shape, block_count, check_blocks, check_layout, fit_blocks
+from .attention.layout import Shape, block_count, check_grid, check_layout, fit_blocks
 from .attention.mixing import MixingInit
 from .attention.order import blocks_per_state
 from .attention.state import Beyond
@@ -44,7 +44,7 @@ def _layers(choice: Any) -> LayerChoice:
 def _blocks(blocks: Any) -> Shape:
     if not blocks:
         raise ValueError("MHLA needs blocks, the block count per axis, for example blocks=(7, 3, 5).")
-    blocks = check_blocks(blocks)
+    blocks = check_grid(blocks, "blocks")
     count = math.prod(blocks)
     check(
         count <= MOST_BLOCKS,

@@ -127,7 +127,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON and YAML values; :meth:`read` takes them."""
-        return {item.name: _as_plain(getattr(self, item.name)) for item in fields(self)}
+        return {allowed.key or name: _as_plain(getattr(self, name)) for name, _, allowed in _described(type(self))}
 
 
 def read_yaml(cls: type[Kind], file: Path, overrides: Sequence[str] = ()) -> Kind:
@@ -283,10 +283,33 @@ def _as_plain(value: Any) -> Any:
     return [_as_plain(one) for one in value] if isinstance(value, tuple | list) else value
 
 
-def check(condition: bool, message: str) -> None:
-    """Raise ValueError with the message unless a condition holds."""
+def check(condition: bool, message: str, *path: str | int) -> None:
+    """Raise ValueError with the message, and within settings the path that it is about, unless a condition holds."""
     if not condition:
-        raise ValueError(message)
+        raise SettingError("", path, f": {message}") if path else ValueError(message)
+
+
+def check_value(name: str, value: object, kind: Any, **allowed: Any) -> Any:
+    """Return an argument of a function, converted as a field of settings is.
+
+    Args:
+        name: of the argument.
+        value: its value.
+        kind: its type, such as ``int | None``.
+        **allowed: of :func:`allow`.
+
+    Raises:
+        ValueError: it is not allowed.
+    """
+    return _checked(value, kind, _Allowed(**allowed), name)
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ValueError, with the nearest names, unless a value is one of those that are allowed."""
+    if value not in allowed:
+        near = nearest(value, allowed)
+        words = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+        raise ValueError(f"{name}={value!r} must be {words}" + (f"; {near}" if near else "."))
 
 
 def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: float = 0.6) -> str:

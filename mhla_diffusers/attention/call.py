@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from ..settings import check_choice
 from .derivatives import is_transformed
 from .layout import Extra, Shape, block_count, blocks_of_range
 from .parallel.place import Parallel
@@ -97,8 +98,7 @@ class UniformBlocks:
                 f"key_block_size={self.key_block_size} must divide block_size={self.block_size}, for example "
                 f"{self.block_size // 2 or 1}."
             )
-        if self.order not in get_args(Order):
-            raise ValueError(f"order={self.order!r} is unknown; allowed: 'content' or 'curve'.")
+        check_choice("order", self.order, get_args(Order))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -177,11 +177,11 @@ class BlockLists(UniformBlocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         keys = self.keys
-        if not isinstance(keys, torch.Tensor) or keys.dtype != torch.int64:
-            what = keys.dtype if isinstance(keys, torch.Tensor) else type(keys).__name__
-            raise ValueError(f"keys must be an int64 tensor, got {what}; BlockLists.from_mask() takes a mask.")
-        if keys.ndim != 4 or not keys.shape[2]:
-            raise ValueError(f"keys must be (S, H, T, n) for T blocks, got {tuple(keys.shape)}.")
+        if not (isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 4 and keys.shape[2]):
+            got = f"{keys.dtype} {tuple(keys.shape)}" if isinstance(keys, torch.Tensor) else type(keys).__name__
+            raise ValueError(
+                f"keys must be an int64 tensor (S, H, T, n) for T blocks, got {got}; a mask is for from_mask()."
+            )
         if self.key_blocks == 0:
             object.__setattr__(self, "key_blocks", self.blocks)
         is_seen = keys.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()

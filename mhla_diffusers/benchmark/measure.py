@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,6 +23,7 @@ import torch
 
 from ..files import check_writable, read_csv, write_text
 from ..reporting import require_matplotlib
+from ..settings import Settings, allow, check_value
 
 _CACHE_BYTES = 2**28
 """More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
@@ -34,19 +35,17 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Settings):
     """How often a variant runs; ValueError for a value that is not allowed."""
 
-    seconds: float = 1.0
+    seconds: float = field(default=1.0, metadata=allow(above=0))
     """Spent on each variant, as far as the numbers of repetitions allow."""
-    least: int = 3
+    least: int = field(default=3, metadata=allow(at_least=1))
     most: int = 30
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"seconds={self.seconds} must be positive.")
-        if not 1 <= self.least <= self.most:
-            raise ValueError(f"least={self.least} and most={self.most} must be positive and in this order.")
+        super().__post_init__()
+        check_value("most", self.most, int, at_least=self.least)
 
 
 @dataclass(frozen=True)

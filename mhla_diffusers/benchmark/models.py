@@ -1,7 +1,7 @@
 """Models and sizes by name: transformers with random weights, and inputs for them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -10,20 +10,17 @@ import torch
 
 from ..config import load_patch, patch_names
 from ..families import Family, Model, families, get_family
+from ..settings import Settings, allow
 
 
 @dataclass(frozen=True)
-class Size:
+class Size(Settings):
     """What one forward works on; ValueError for a batch of no samples."""
 
     height: int
     width: int
     frames: int | None
-    batch: int = 1
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch={self.batch} must be positive.")
+    batch: int = field(default=1, metadata=allow(above=0))
 
     def __str__(self) -> str:
         frames = f"x{self.frames}" if self.frames is not None else ""

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
 from ..attention.layout import layout_of
 from ..attention.triton.backend import why_not
+from ..settings import check_names
 from .correctness import check_operation, check_same
 from .measure import Results, Variant, free_bytes
 from .shapes import Shape, Work, draw_lists, flops_of, make_inputs, random_rotary, sparse_config
@@ -161,8 +162,7 @@ def benchmark_operation(shape: Shape, results: Results, stages: Sequence[str], *
         ValueError: an unknown stage.
     """
     device, dtype = results.device, results.dtype
-    if unknown := set(stages) - set(STAGES):
-        raise ValueError(f"Unknown stage {unknown.pop()!r}; allowed: {', '.join(STAGES)}.")
+    check_names(stages, STAGES, "stage")
     for backend in ("eager", "triton"):
         if backend == "eager" or why_no_triton(shape, device, dtype) is None:
             for sparse in (False, True) if shape.block_size is not None else (False,):

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..attention import initial_mixing, mhla_attention
 from ..attention.parallel.place import Parallel
 from ..patching.parallel import parallel_of
+from ..settings import check_value
 from .measure import Results, Row, measured_row, peak_bytes, refused_row, synchronize
 from .operation import STAGES
 from .shapes import Shape, random_rotary
@@ -160,8 +161,7 @@ def benchmark_parallel(
     for ring in rings:
         if ring < 1 or processes % ring:
             raise ValueError(f"ring={ring} must divide the {processes} processes.")
-    if repetitions < 1:
-        raise ValueError(f"repetitions={repetitions} must be positive.")
+    check_value("repetitions", repetitions, int, above=0)
     runs: dict[tuple[str, str], Callable[[], object]] = {}
     rows: dict[tuple[str, str], Row] = {}
     for ring, attention, stage in itertools.product(rings, (SOFTMAX, MHLA), STAGES):

@@ -18,6 +18,7 @@ from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.pipelines import few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
+from ..settings import check_value
 from ..tiny import tiny_pipeline
 from .correctness import check_operation
 from .measure import Results, Row, measured_row, peak_bytes, refused_row, synchronize, with_progress
@@ -82,8 +83,7 @@ def benchmark_pipeline(
         ValueError: a value that is not allowed, or the call fails with every patch.
     """
     image_metrics()  # raises before anything is timed
-    if repetitions < 1:
-        raise ValueError(f"repetitions={repetitions} must be positive.")
+    check_value("repetitions", repetitions, int, above=0)
     family, device = choice.of_family, results.device
     family.default_config.replace(**dense_steps)  # raises what is not allowed
     blocks = family.mhla_blocks

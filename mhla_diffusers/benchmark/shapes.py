@@ -9,9 +9,10 @@ import torch
 
 from ..attention import BlockLists
 from ..attention.call import list_length
-from ..attention.layout import block_count, check_blocks
+from ..attention.layout import block_count, check_grid
 from ..config import MHLAConfig, SparseConfig
 from ..families import Model
+from ..settings import check_names, check_value
 from .models import family_of_model, models
 
 _DEFAULT = {"cpu": "dit-xl-2-512px", "cuda": "wan2.1-1.3b-480p"}
@@ -83,9 +84,7 @@ def choose_shapes(names: Sequence[str] | None, device_type: str) -> list[Shape]:
         for name in [f"{model.name}-{label}"]
     }
     chosen = names or [_DEFAULT.get(device_type, _DEFAULT["cuda"])]
-    for name in chosen:
-        if name not in known:
-            raise ValueError(f"Unknown shape {name!r}; allowed: {', '.join(known)}.")
+    check_names(chosen, list(known), "shape")
     return [known[name] for name in chosen]
 
 
@@ -95,11 +94,11 @@ def shape_on(grid: Sequence[int], blocks: Sequence[int], heads: int, head_dim: i
     Raises:
         ValueError: other axes of blocks than of the grid, more blocks than tokens, or numbers below 1.
     """
-    check_blocks(grid, "grid")
+    check_grid(grid, "grid")
     if len(blocks) != len(grid) or not all(1 <= count <= size for count, size in zip(blocks, grid, strict=True)):
         raise ValueError(f"blocks={tuple(blocks)} must be from 1 to the tokens of each axis of grid={tuple(grid)}.")
-    if heads < 1 or head_dim < 1:
-        raise ValueError(f"heads={heads} and head_dim={head_dim} must be positive.")
+    for name, number in (("heads", heads), ("head_dim", head_dim)):
+        check_value(name, number, int, above=0)
     name = f"grid {'x'.join(map(str, grid))}, {math.prod(blocks)} blocks, {heads} heads of {head_dim}"
     return Shape(name, tuple(grid), tuple(blocks), heads, head_dim, BLOCK_SIZE)
 

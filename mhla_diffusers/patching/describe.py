@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..attention.costs import AttentionSizes
-from ..attention.layout import block_count, check_blocks, fit_blocks, smallest_and_largest
+from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and_largest
 from ..config import FEWEST_REFRESHED, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
@@ -20,7 +20,7 @@ from .layer import layer_of
 from .processor import MHLAProcessor, runs_mhla
 
 if TYPE_CHECKING:
-    from .few_step_scheduler import FewSteps
+    from .few_steps import FewSteps
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def describe(
             model does not take.
     """
     transformers = find_transformers(model)
-    grids = dict.fromkeys(transformers, None if grid is None else check_blocks(grid, "grid"))
+    grids = dict.fromkeys(transformers, None if grid is None else check_grid(grid, "grid"))
     for component, given in grids.items():
         axes = get_family(transformers[component]).axes
         if given is not None and len(given) != axes:

@@ -32,7 +32,7 @@ from .steps import DenoisingLoop, forget_skipping
 from .weights import base_weights, check_writable, has_lora, remove_lora, runs_lora
 
 if TYPE_CHECKING:
-    from .few_step_scheduler import FewSteps
+    from .few_steps import FewSteps
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..config import KINDS, PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
+from ..config import PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from ..files import check_hash, read_json
-from ..settings import check, nearest, said_allowed
+from ..settings import check, check_value, nearest, said_allowed
 from .handle import Patched, find_transformers, is_patched
 from .layer import PatchedLayer
 from .patch import plan_patch, remove_mhla
@@ -79,21 +78,17 @@ def load_mhla(
         FileNotFoundError: no patch there.
     """
     for name in others:
-        is_setting = any(name in {field.name for field in fields(kind)} for kind in KINDS)
-        later = f" After loading, change_mhla(model, {name}={others[name]!r}) changes it." if is_setting else ""
-        raise ValueError(f"load_mhla has no argument {name!r}; {said_allowed(name, _ARGUMENTS)}{later}")
-    check(isinstance(keep_replaced, bool), f"keep_replaced={keep_replaced!r} must be True or False.")
+        raise ValueError(
+            f"load_mhla has no argument {name!r}; {said_allowed(name, _ARGUMENTS)} After loading, change_mhla(model, …) "
+            "changes other settings."
+        )
+    check_value("keep_replaced", keep_replaced, bool)
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
     tensors = load_file(check_file(folder, record))
     for name, tensor in tensors.items():
         check_finite(f"{folder / record.file}: {name}", tensor)
     lora = load_file(_check_content(folder, record.lora.file, record.lora.sha256)) if record.lora else {}
-    few_steps = None
-    if record.few_steps:
-        from .few_step_scheduler import FewSteps, sample_in
-
-        few_steps = FewSteps.read(record.few_steps)
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
@@ -128,8 +123,11 @@ def load_mhla(
             if own_lora:
                 load_lora(patched.transformer, own_lora)
                 patched.lora = LORA
-            if few_steps is not None:
-                patched.few_steps, patched.replaced_scheduler = few_steps, sample_in(model, few_steps)
+            if record.few_steps is not None:
+                from .few_step_scheduler import sample_in
+
+                patched.few_steps = record.few_steps
+                patched.replaced_scheduler = sample_in(model, record.few_steps)
     except BaseException:  # no memory, or interrupted
         if is_patched(model) and all(patched.replaced_weights is not None for patched, *_ in plans):
             remove_mhla(model)

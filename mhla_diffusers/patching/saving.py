@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from ..files import file_hash, write_json, write_tensors
-from ..settings import Settings, allow
+from ..settings import Settings, allow, check_choice
 from .describe import describe
+from .few_steps import FewSteps
 from .handle import Patched, find_transformers, mhla_layers, require_layers, require_patched
 from .weights import base_weights, has_lora, is_plain, lora_weights, refuse_weights_on_disk
 
@@ -54,13 +55,6 @@ class TransformerRecord(Settings):
     """Names of the model's own tensors that a patch with ``weights="changed"`` holds."""
 
 
-def _few_steps(content: Any) -> Any:
-    """Return fields of :class:`FewSteps`, or of nothing, after checking them."""
-    from .few_step_scheduler import FewSteps
-
-    return FewSteps.read(content).to_dict() if content else {}
-
-
 @dataclass(frozen=True)
 class LoraFile(Settings):
     """File of a LoRA that belongs to a saved patch."""
@@ -83,8 +77,8 @@ class PatchRecord(Settings):
     transformers: dict[str, TransformerRecord] = field(metadata=allow(is_filled=True))
     unpatched: list[str] = field(default_factory=list)
     """Transformers of the pipeline that the patch leaves alone."""
-    few_steps: dict[str, Any] = field(default_factory=dict, metadata=allow(convert=_few_steps))
-    """Fields of :class:`FewSteps` of a patch that was distilled; empty otherwise."""
+    few_steps: FewSteps | None = None
+    """How a patch samples that was distilled."""
     lora: LoraFile | None = None
     """LoRA that belongs to the patch."""
 
@@ -145,15 +139,13 @@ def _collect(
     model: Any, weights: Weights, base: Any, base_model: str | None, dtype: torch.dtype | None
 ) -> tuple[PatchRecord, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Check everything and write nothing: the record without its files, the tensors, and those of the LoRA."""
-    if weights not in get_args(Weights):
-        raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
+    check_choice("weights", weights, get_args(Weights))
     if base is not None and weights != "changed":
         raise ValueError(
             f"base is what weights='changed' compares with, and weights={weights!r} compares nothing; give "
             "weights='changed' as well, or leave base out."
         )
-    if dtype is not None and dtype not in _FLOAT_TYPES:
-        raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(map(str, _FLOAT_TYPES))}.")
+    check_choice("dtype", dtype, (*_FLOAT_TYPES, None))
     require_layers(model)
     handles = require_patched(model)
     base_model = base_model or loaded_from(model, next(iter(handles.values())).transformer)
@@ -190,7 +182,7 @@ def _collect(
         sha256="",
         transformers=records,
         unpatched=sorted(set(find_transformers(model)) - set(handles)),
-        few_steps={} if few_steps is None else few_steps.to_dict(),
+        few_steps=few_steps,
     )
     return record, tensors, lora
 
@@ -483,17 +475,14 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    from .few_step_scheduler import FewSteps
-
     base, on_hub = record.base_model, "/" in record.base_model
     data = ModelCardData(
         base_model=base if on_hub else None, library_name="diffusers", tags=["mhla", "linear-attention"]
     )
     settings = {name: part.patch for name, part in record.transformers.items()}
     sampling = ""
-    if record.few_steps:
-        few_steps = FewSteps.read(record.few_steps)
-        sampling = _SAMPLING.format(few=few_steps, count=len(few_steps.times))
+    if record.few_steps is not None:
+        sampling = _SAMPLING.format(few=record.few_steps, count=len(record.few_steps.times))
     body = _CARD.format(
         title=repo_id.split("/")[-1],
         repo_id=repo_id,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ..config import PatchConfig
 from ..devices import precision_name
 from ..families import Clip
-from ..patching.few_step_scheduler import GUIDANCE, TIMES, FewSteps
+from ..patching.few_steps import GUIDANCE, TIMES, FewSteps
 from ..settings import Settings, allow, check, read_yaml
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
@@ -232,15 +232,18 @@ class TrainingConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ranks = {stage.lora_rank for stage in self.stages if stage.lora_rank is not None}
-        check(len(ranks) <= 1, f"All LoRA stages train the same adapter, so they need one lora_rank; got {ranks}.")
-        places = {stage.lora_layers for stage in self.stages if stage.lora_rank is not None}
-        check(len(places) <= 1, f"All LoRA stages train the same adapter, so they need one lora_layers; got {places}.")
+        adapters = {(stage.lora_rank, stage.lora_layers) for stage in self.stages if stage.lora_rank is not None}
+        check(
+            len(adapters) <= 1,
+            f"All LoRA stages train the same adapter, so they need one lora_rank and lora_layers; got {adapters}.",
+        )
         for index, stage in enumerate(self.stages):
             check(
-                not ranks or stage.trainable in ("mhla", "lora"),
-                f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA adds to; "
+                not adapters or stage.trainable in ("mhla", "lora"),
+                f"trainable={stage.trainable!r} changes the weights that LoRA adds to; "
                 "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
+                "stages",
+                index,
             )
             weights = stage.objectives
             # an unpatched model can learn its own guidance
@@ -249,17 +252,23 @@ class TrainingConfig(Settings):
             )
             check(
                 self.patch is not None or not compares,
-                f"stages.{index}: distillation and transfer compare with the unpatched model and need a patch; "
+                "distillation and transfer compare with the unpatched model and need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
+                "stages",
+                index,
             )
             check(
                 self.patch is not None or stage.trainable in ("attention", "all"),
-                f"stages.{index}: trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
+                f"trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
                 "set patch, or use trainable: attention or all.",
+                "stages",
+                index,
             )
             check(
                 stage.few_steps is None or index == len(self.stages) - 1,
-                f"stages.{index}: few_steps must be the last stage, because the model then samples in its times alone.",
+                "few_steps must be the last stage, because the model then samples in its times alone.",
+                "stages",
+                index,
             )
         check(
             self.few_steps is None or self.context_parallel.processes == 1,

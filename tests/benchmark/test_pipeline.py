@@ -9,7 +9,8 @@ from mhla_diffusers.benchmark.operation import SPARSE
 from mhla_diffusers.benchmark.pipeline import PARTS, UNPATCHED, WHOLE, choose_pipeline, frames_of, patched, similarities
 from mhla_diffusers.benchmark.transformer import LINEAR_KINDS
 from mhla_diffusers.patching import require_patched
-from mhla_diffusers.patching.few_step_scheduler import FewSteps, sample_in
+from mhla_diffusers.patching.few_step_scheduler import sample_in
+from mhla_diffusers.patching.few_steps import FewSteps
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
 from .commands import bench, measure, medians

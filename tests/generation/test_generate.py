@@ -122,7 +122,7 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("stable-cascade", "x"), "family='stable-cascade' is unknown; allowed: "),
+        (("stable-cascade", "x"), "family='stable-cascade' must be "),
         (("dit",), "no prompts"),
         (("dit", "seven", "--set", "num_inference_step=2"), "'num_inference_step' is no setting"),
         (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),

@@ -122,7 +122,7 @@ REFUSED = {
     "no layers": ("wan", {"layers": []}, "none of the 4 layers"),
     "a number of layers": ("wan", {"layers": 1}, r"layers=1 .*layers=\[1\]"),
     "calibration that is no function": ("dit", {"calibration": 3}, "calibration=3"),
-    "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre'; allowed: auto, eager"),
+    "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre' must be 'auto', 'eager' or 'triton'"),
     "no backend": ("wan", {"backend": None}, "backend None"),
     "sparse attention of SANA-Video": ("sana_video", {"density": 0.1}, "linear; .*blocks="),
     "causal beside text": ("flux", BLOCK, "causal='block'.*extra tokens"),

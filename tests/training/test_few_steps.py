@@ -26,7 +26,8 @@ from mhla_diffusers import (
 from mhla_diffusers.families import Clip, NoisedBatch, get_family, predict
 from mhla_diffusers.generation import PipelineChoice, load_result
 from mhla_diffusers.patching import describe, find_patched, read_record, save_mhla
-from mhla_diffusers.patching.few_step_scheduler import FewSteps, few_steps_of
+from mhla_diffusers.patching.few_step_scheduler import few_steps_of
+from mhla_diffusers.patching.few_steps import FewSteps
 from mhla_diffusers.patching.saving import model_card
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.config import FewStepsConfig

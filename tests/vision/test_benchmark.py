@@ -125,7 +125,7 @@ def test_wrong_built_in_attention_is_not_timed(tmp_path, monkeypatch):
     [
         (("transformer", "--model", "vlt-t", "--layers", 3), "layers=3: the layers of vlt-t differ"),
         (("transformer", "--model", "vlt-t", "--size", "226"), "height=226.*224 and 228"),
-        (("transformer", "--model", "vlt-t", "--batch", 0), "batch=0 must be positive"),
+        (("transformer", "--model", "vlt-t", "--batch", 0), "batch=0 must be an integer above 0"),
         (("transformer", "--model", "vlt"), "Unknown model 'vlt'; the nearest names are vlt-t"),
         (("transformer", "--model", "deit-t-16", "--size", "200"), "height=200 is not divisible by 16 .*192 and 208"),
     ],

@@ -1,7 +1,6 @@
 """Make a cache of latents: from files, or from prompts alone."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
-from ...settings import check
+from ...settings import check, check_value
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
 from .data import ignore_interrupts
 from .media import Media, UnreadableMediaError, contents_of, find_media, read_clip
@@ -128,11 +127,8 @@ def synthesize(
         not is_patched(pipe),
         "The pipeline is patched, but the latents must be the original model's; call remove_mhla() first.",
     )
-    check(
-        0 <= guidance < math.inf,
-        f"guidance={guidance} must be finite and 0 or more; 1 is without guidance.",
-    )
-    check(steps >= 0, f"steps={steps} must be 1 or more, or 0 for prompts alone.")
+    check_value("guidance", guidance, float, at_least=0)
+    check_value("steps", steps, int, at_least=0)
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
     check(
         bool(prompts) and not empty,
