@@ -79,7 +79,7 @@ def load_mhla(
     """
     for name in others:
         raise ValueError(
-            f"load_mhla has no argument {name!r}; {said_allowed(name, _ARGUMENTS)} After loading, change_mhla(model, …) "
+            f"load_mhla has no argument {name!r}; {said_allowed(name, _ARGUMENTS)} After loading, change_mhla() "
             "changes other settings."
         )
     check_value("keep_replaced", keep_replaced, bool)

@@ -24,6 +24,7 @@ from ..config import (
     parse_layers,
 )
 from ..families import get_family
+from ..settings import check_value
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
 from .handle import (
     Patched,
@@ -482,9 +483,7 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
     if isinstance(parsed, Fraction):
         kept = 1 - parsed
         return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
-    for index in parsed:
-        if not -count <= index < count:
-            raise ValueError(f"Layer {index} is out of range: the model has {count} layers, {-count} to {count - 1}.")
+    check_value("layers", list(parsed), list[int], at_least=-count, at_most=count - 1)
     chosen = sorted(index % count for index in parsed)
     twice = sorted({index for index in chosen if chosen.count(index) > 1})
     if twice:

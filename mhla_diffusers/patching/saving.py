@@ -24,7 +24,7 @@ from ..settings import Settings, allow, check_choice
 from .describe import describe
 from .few_steps import FewSteps
 from .handle import Patched, find_transformers, mhla_layers, require_layers, require_patched
-from .weights import base_weights, has_lora, is_plain, lora_weights, refuse_weights_on_disk
+from .weights import base_weights, check_plain, has_lora, lora_weights, refuse_weights_on_disk
 
 logger = logging.getLogger(__name__)
 
@@ -235,13 +235,7 @@ def _choose_tensors(
             "Fuse and unload them first, or save weights='mhla' and the adapters with save_lora_weights()."
         )
     for key, tensor in (own | state).items():
-        if not is_plain(tensor):
-            raise ValueError(
-                f"{name}.{key} is no plain tensor but a {type(tensor).__name__}: quantised or sharded weights cannot "
-                "be saved. weights='mhla' saves MHLA's own tensors alone, which quantisation passes over."
-            )
-        if tensor.is_meta:
-            raise ValueError(f"{name}.{key} is offloaded and has no data; switch offloading off before saving.")
+        check_plain(f"{name}.{key}", tensor, "save the patch")
     if weights != "changed":
         return own | state
     reference = base_weights(_base_transformer(name, patched, base, base_model))

@@ -52,10 +52,11 @@ def check_installed(config: TrainingConfig) -> None:
 def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
     """Raise ValueError unless transformer, data and configuration fit each other; reads no weights."""
     layers, family = mhla_layers(transformer), trained_family(transformer)
-    if layers and config.patch is None:
-        raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
-    if not layers and config.patch is not None:
-        raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
+    check(
+        bool(layers) == (config.patch is not None),
+        f"patch={config.patch!r}, but the transformer is {'patched' if layers else 'not patched'}; both must have the "
+        "same patch, or none.",
+    )
     for patched in find_patched(transformer).values():
         check(
             patched.lora in (None, STUDENT),
@@ -115,14 +116,9 @@ def _check_data(data: TrainingData, config: TrainingConfig) -> None:
     held_out = config.validation.samples
     left = len(data) - held_out
     check(
-        left > 0,
-        f"The data holds {len(data)} samples and validation.samples={held_out} of them are held out, which leaves none "
-        "to train on.",
-    )
-    check(
         config.batch_size <= left,
-        f"batch_size={config.batch_size} is more than the {left} samples to train on, of which every batch would hold "
-        f"some several times. Choose batch_size={left} or less, or encode more data.",
+        f"batch_size={config.batch_size} is more than the {left} samples to train on: the data holds {len(data)}, and "
+        f"validation.samples={held_out} of them are held out. Give a smaller batch_size, or encode more data.",
     )
     without = {"prompt_dropout": (config.prompt_dropout, 0.0)}
     for index, stage in enumerate(config.stages):
