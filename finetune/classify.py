@@ -39,7 +39,7 @@ from mhla_diffusers.families import find_family
 from mhla_diffusers.files import IMAGE_SUFFIXES
 from mhla_diffusers.patching import CONFIG_NAME, TransformerCall
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, show_progress, write_table
-from mhla_diffusers.settings import Settings, allow, check, check_names, read_yaml
+from mhla_diffusers.settings import Settings, allow, check, check_names
 from mhla_diffusers.tiny.digits import load_digits
 
 Variant = Mapping[str, Any] | str
@@ -796,7 +796,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             sys.stdout.write(json.dumps(found) + "\n")
             return
-        config = read_yaml(ClassifyConfig, given.config, overrides)
+        config = ClassifyConfig.from_yaml(given.config, overrides)
         if given.command == "train":
             sys.stdout.write(f"{train_one(config, given.variant, given.output)}\n")
         elif given.command == "ablate":

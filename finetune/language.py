@@ -26,7 +26,7 @@ from mhla_diffusers import CausalConfig, apply_mhla, change_mhla, mhla_layers
 from mhla_diffusers.attention.gated_linear import GATE_RANK, gated_linear, log_decay
 from mhla_diffusers.families import get_family
 from mhla_diffusers.reporting import mean_and_spread, write_table
-from mhla_diffusers.settings import Settings, allow, check, read_yaml
+from mhla_diffusers.settings import Settings, allow, check
 
 Variant = Mapping[str, Any] | str
 """Settings of a patch, "softmax" or "gated linear"."""
@@ -364,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     try:
-        config = read_yaml(LanguageConfig, given.config, given.overrides)
+        config = LanguageConfig.from_yaml(given.config, given.overrides)
         if given.command == "compare":
             sys.stdout.write(compare(config, given.output))
         else:

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from mhla_diffusers.devices import launched_on_cpus, launched_processes, precision_name
-from mhla_diffusers.files import read_json, write_json, write_whole_folder
+from mhla_diffusers.files import read_json, read_text, write_json, write_whole_folder
 from mhla_diffusers.patching import is_patched, save_mhla
-from mhla_diffusers.settings import Settings, allow, check
+from mhla_diffusers.settings import Settings, allow, check, read_yaml
 from mhla_diffusers.training.optimizer import make_optimizer
 
 _STARTED = "training.json"
@@ -71,6 +71,11 @@ class Recipe(Settings):
         super().__post_init__()
         most = self.steps // 10
         check(self.warmup <= most, f"warmup={self.warmup} is more than a tenth of steps={self.steps}; allowed: {most}.")
+
+    @classmethod
+    def from_yaml(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
+        """Read a file, with ``key=value`` overrides."""
+        return read_yaml(cls, read_text(path), path, overrides)
 
 
 class Watch(TrainerCallback, ExportableState):

@@ -20,6 +20,7 @@ from .attention.layout import Shape, block_count, check_grid, check_layout, fit_
 from .attention.mixing import MixingInit
 from .attention.order import blocks_per_state
 from .attention.state import Beyond
+from .files import read_text
 from .settings import Settings, allow, check, check_names, nearest, read_yaml
 
 CarryType = Literal["int8", "bfloat16"]
@@ -592,4 +593,4 @@ def load_patch(name_or_path: str | Path) -> Patch:
                 f"Presets: {', '.join(patch_names())}; or give the path of a .yaml file."
             )
         path = patch_folder() / f"{name_or_path}.yaml"
-    return read_yaml(Patch, path)
+    return read_yaml(Patch, read_text(path), path)

@@ -4,7 +4,6 @@ import csv
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -299,60 +298,6 @@ def read_lines(file: Path) -> list[str]:
     """
     # not splitlines(), which also splits at characters that a sentence may contain, such as U+2028
     return [line.strip() for line in read_text(file).split("\n") if line.strip()]
-
-
-def parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML.
-
-    Args:
-        text: of a file or a setting.
-        source: its name, to begin an error with.
-
-    Raises:
-        ValueError: it is malformed, or a key is given twice.
-    """
-    import yaml
-
-    class UniqueKeys(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for place, key in enumerate(keys):
-                if any(key.value == other.value for other in keys[:place]):
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
-            return super().construct_mapping(node, deep)
-
-    # YAML 1.2 reads 1e-4 as a number; PyYAML's YAML 1.1 wants a point and a sign
-    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    try:
-        loader = UniqueKeys(text)
-        loader.name = source  # in its errors, beside line and column
-        return loader.get_single_data()
-    except yaml.YAMLError as error:
-        raise ValueError(f"{source} is not valid YAML: {error}") from error
-
-
-def line_in_yaml(text: str, path: Sequence[str | int]) -> int:
-    """Return the line, from 1, of a value in YAML, or of the innermost mapping or list around it that is in the text.
-
-    Args:
-        text: valid YAML.
-        path: keys and indices that lead to the value.
-    """
-    import yaml
-
-    node, line = yaml.compose(text, yaml.SafeLoader), 1
-    for name in path:
-        children: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
-        if isinstance(node, yaml.MappingNode):
-            children = {key.value: (key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
-        elif isinstance(node, yaml.SequenceNode):
-            children = {index: (value, value) for index, value in enumerate(node.value)}
-        if name not in children:
-            break
-        key, node = children[name]
-        line = key.start_mark.line + 1
-    return line
 
 
 def read_json(file: Path) -> Any:

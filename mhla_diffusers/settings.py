@@ -13,14 +13,12 @@ a YAML file with overrides of the command line (:func:`read_yaml`). An error nam
 """
 
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from .files import line_in_yaml, parse_yaml, read_text
 
 Place = tuple[str | int, ...]
 """Place of a value in nested settings, such as ("stages", 0, "steps")."""
@@ -130,21 +128,20 @@ class Settings:
         return {allowed.key or name: _as_plain(getattr(self, name)) for name, _, allowed in _described(type(self))}
 
 
-def read_yaml(cls: type[Kind], file: Path, overrides: Sequence[str] = ()) -> Kind:
+def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[str] = ()) -> Kind:
     """Read settings from a YAML file.
 
     Args:
         cls: their class.
-        file: the file.
+        text: content of the file.
+        source: its path, for errors.
         overrides: ``key=value`` with dotted keys, for example ``stages.0.steps=100``; values are YAML.
 
     Raises:
-        FileNotFoundError: no such file.
         ValueError: malformed YAML, a malformed override, a configuration of another script, or settings that are not
             allowed. The message names the override, or the file and the line.
     """
-    text = read_text(file)
-    content = parse_yaml(text, str(file))
+    content = parse_yaml(text, str(source))
     changed: dict[Place, str] = {}
     for override in overrides if isinstance(content, dict) else ():
         changed[_set(content, override)] = override
@@ -155,10 +152,13 @@ def read_yaml(cls: type[Kind], file: Path, overrides: Sequence[str] = ()) -> Kin
         own = {item.name for item in fields(cls)}
         script = next((name for key, name in _SCRIPTS.items() if isinstance(content, dict) and key in content), None)
         if script is not None and not own & _SCRIPTS.keys() & content.keys():
-            raise ValueError(f"{file} is a configuration of {script}; run that, or give another file.") from error
+            raise ValueError(f"{source} is a configuration of {script}; run that, or give another file.") from error
         given = [override for key, override in changed.items() if key and key == path[: len(key)]]
-        source = f"Override {given[-1]!r}" if given else f"{file}, line {line_in_yaml(text, path)}" if path else file
-        raise ValueError(f"{source}: {error}") from error
+        if given:
+            place = f"Override {given[-1]!r}"
+        else:
+            place = f"{source}, line {_line_of(text, path)}" if path else str(source)
+        raise ValueError(f"{place}: {error}") from error
 
 
 def _set(content: Any, override: str) -> Place:
@@ -180,6 +180,60 @@ def _set(content: Any, override: str) -> Place:
         else:
             content = content[place] if is_index else content.setdefault(place, {})
     return path
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """Parse YAML.
+
+    Args:
+        text: of a file or a setting.
+        source: its name, to begin an error with.
+
+    Raises:
+        ValueError: it is malformed, or a key is given twice.
+    """
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for place, key in enumerate(keys):
+                if any(key.value == other.value for other in keys[:place]):
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+            return super().construct_mapping(node, deep)
+
+    # YAML 1.2 reads 1e-4 as a number; PyYAML's YAML 1.1 wants a point and a sign
+    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        loader = UniqueKeys(text)
+        loader.name = source  # in its errors, beside line and column
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {error}") from error
+
+
+def _line_of(text: str, path: Sequence[str | int]) -> int:
+    """Return the line, from 1, of a value in YAML, or of the innermost mapping or list around it that is in the text.
+
+    Args:
+        text: valid YAML.
+        path: keys and indices that lead to the value.
+    """
+    import yaml
+
+    node, line = yaml.compose(text, yaml.SafeLoader), 1
+    for name in path:
+        children: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        if isinstance(node, yaml.MappingNode):
+            children = {key.value: (key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+        elif isinstance(node, yaml.SequenceNode):
+            children = {index: (value, value) for index, value in enumerate(node.value)}
+        if name not in children:
+            break
+        key, node = children[name]
+        line = key.start_mark.line + 1
+    return line
 
 
 def _described(cls: type[Settings]) -> list[tuple[str, Any, _Allowed]]:

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import check_unique, parse_yaml, read_csv, read_json_lines, read_lines
-from ..settings import said_allowed
+from ..files import check_unique, read_csv, read_json_lines, read_lines
+from ..settings import parse_yaml, said_allowed
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ..config import PatchConfig
 from ..devices import precision_name
 from ..families import Clip
+from ..files import read_text
 from ..patching.few_steps import GUIDANCE, TIMES, FewSteps
 from ..settings import Settings, allow, check, read_yaml
 
@@ -306,4 +307,4 @@ class TrainingConfig(Settings):
             FileNotFoundError: if there is no such file.
             ValueError: as :meth:`from_dict`, or a malformed file or override, or another script's configuration.
         """
-        return read_yaml(cls, Path(path), overrides)
+        return read_yaml(cls, read_text(Path(path)), path, overrides)

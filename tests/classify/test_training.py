@@ -24,7 +24,6 @@ from transformers import (
 )
 
 import mhla_diffusers as mhla
-from mhla_diffusers.settings import read_yaml
 
 from ..paper_models.shared import tiny_vlt
 from ..scripts import CONFIGS, script
@@ -56,7 +55,7 @@ def write_config(folder, **changes):
 
 
 def load(folder, **changes):
-    return read_yaml(classify.ClassifyConfig, write_config(folder, **changes))
+    return classify.ClassifyConfig.from_yaml(write_config(folder, **changes))
 
 
 def of_variants(config):
@@ -66,7 +65,7 @@ def of_variants(config):
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_configurations_are_valid(file):
     """And the head of each says how it is launched, and of those that were never run that they were not."""
-    config, text = read_yaml(classify.ClassifyConfig, file), file.read_text()
+    config, text = classify.ClassifyConfig.from_yaml(file), file.read_text()
     assert f"--config finetune/configs/{file.name}" in text
     if config.data == "digits":
         assert set(config.ablations) == {"initialisation", "blocks", "CPE and gating"}

@@ -11,7 +11,6 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_diffusers as mhla
-from mhla_diffusers.settings import read_yaml
 
 from ..models import relative_change
 from ..scripts import CONFIGS, ROOT, script
@@ -43,7 +42,7 @@ def write_config(folder, **changes):
 
 
 def load(folder, **changes):
-    return read_yaml(language.LanguageConfig, write_config(folder, **changes))
+    return language.LanguageConfig.from_yaml(write_config(folder, **changes))
 
 
 def test_pages_are_cut_into_rows_and_some_are_held_out():
@@ -63,7 +62,7 @@ def test_texts_that_stream_are_cut_where_a_row_ends():
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_configurations_are_valid(file):
     """And every patch of theirs is for the length that is trained."""
-    config = read_yaml(language.LanguageConfig, file)
+    config = language.LanguageConfig.from_yaml(file)
     for variant in (*config.variants.values(), *config.adapt.values()):
         if not isinstance(variant, str):
             assert variant["blocks"][0] * variant["block_length"] == config.length
@@ -72,7 +71,7 @@ def test_shipped_configurations_are_valid(file):
 
 def test_the_paper_s_size():
     """Sec. 5.4: 0.3B, 10B tokens, 0.25M tokens a step, 32 blocks of 2,048 tokens."""
-    config = read_yaml(language.LanguageConfig, CONFIGS / "language-0.3b.yaml")
+    config = language.LanguageConfig.from_yaml(CONFIGS / "language-0.3b.yaml")
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**config.model))
     assert 0.29e9 < sum(parameter.numel() for parameter in model.parameters()) < 0.36e9
@@ -173,7 +172,7 @@ def test_kinds_of_attention_are_compared_and_finished_seeds_kept(tmp_path, run):
 def test_shipped_results_are_of_the_shipped_configuration(tmp_path):
     shutil.copytree(ROOT / "studies" / "language", tmp_path, dirs_exist_ok=True)
     shipped = {name: (tmp_path / f"{name}.md").read_text() for name in ("scratch", "adapted", "beyond")}
-    language.compare(read_yaml(language.LanguageConfig, CONFIGS / "language-tiny.yaml"), tmp_path)
+    language.compare(language.LanguageConfig.from_yaml(CONFIGS / "language-tiny.yaml"), tmp_path)
     assert {name: (tmp_path / f"{name}.md").read_text() for name in shipped} == shipped
 
 

@@ -1,18 +1,16 @@
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.settings import read_yaml
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
 
 from ..scripts import CONFIGS, script
 
-load_classify_config = partial(read_yaml, script("classify").ClassifyConfig)
-load_language_config = partial(read_yaml, script("language").LanguageConfig)
+load_classify_config = script("classify").ClassifyConfig.from_yaml
+load_language_config = script("language").LanguageConfig.from_yaml
 
 TEXT = """
 output: outputs/run
