@@ -18,13 +18,14 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Place = tuple[str | int, ...]
 """Place of a value in nested settings, such as ("stages", 0, "steps")."""
 Kind = TypeVar("Kind", bound="Settings")
 
-_WORDS: dict[Any, str] = {bool: "True or False", str: "text", type(None): "None", Any: "anything"}
+_WORDS: dict[Any, str] = {bool: "True or False", str: "text", Path: "a path", type(None): "None"}
 _SCRIPTS = {"stages": "mhla finetune", "length": "finetune/language.py", "size": "finetune/classify.py"}
 """A setting that every configuration of one script has and those of the others lack."""
 
@@ -54,9 +55,9 @@ class _Allowed:
     def range_words(self) -> str:
         """The range, after "a number"."""
         if self.at_least is not None and self.at_most is not None:
-            return f" from {self.at_least:g} to {self.at_most:g}"
+            return f" from {self.at_least} to {self.at_most}"
         words = {" above": self.above, " of at least": self.at_least, " below": self.below, " at most": self.at_most}
-        return " and".join(f"{word} {end:g}" for word, end in words.items() if end is not None)
+        return " and".join(f"{word} {end}" for word, end in words.items() if end is not None)
 
 
 def allow(**allowed: Any) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
 
     Raises:
         ValueError: malformed YAML, a malformed override, a configuration of another script, or settings that are not
-            allowed. The message names the override, or the file and the line.
+            allowed. The message names the file, the line and overrides of the setting.
     """
     content = parse_yaml(text, str(source))
     changed: dict[Place, str] = {}
@@ -153,12 +154,9 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
         script = next((name for key, name in _SCRIPTS.items() if isinstance(content, dict) and key in content), None)
         if script is not None and not own & _SCRIPTS.keys() & content.keys():
             raise ValueError(f"{source} is a configuration of {script}; run that, or give another file.") from error
-        given = [override for key, override in changed.items() if key and key == path[: len(key)]]
-        if given:
-            place = f"Override {given[-1]!r}"
-        else:
-            place = f"{source}, line {_line_of(text, path)}" if path else str(source)
-        raise ValueError(f"{place}: {error}") from error
+        place = f"{source}, line {_line_of(text, path)}" if path else str(source)
+        related = [override for key, override in changed.items() if path and key[: len(path)] == path[: len(key)]]
+        raise ValueError(f"{place}{' with ' if related else ''}{', '.join(related)}: {error}") from error
 
 
 def _set(content: Any, override: str) -> Place:
@@ -253,7 +251,7 @@ def _checked(value: Any, kind: Any, allowed: _Allowed, name: str) -> Any:
             end = said.removeprefix(name) if said.startswith(f"{name}=") else f": {said}"
             raise SettingError("", (name,), end) from error
     converted = _convert(value, kind, allowed, (name,))
-    is_empty = allowed.is_filled and converted in ("", (), {})
+    is_empty = allowed.is_filled and converted in ("", (), [], {})
     if is_empty or (allowed.test is not None and converted is not None and not allowed.test(converted)):
         raise _misfit(value, kind, allowed, (name,))
     return converted
@@ -263,7 +261,7 @@ def _convert(value: Any, kind: Any, allowed: _Allowed, path: Place) -> Any:
     """Convert a value to a type, of several to the first that takes it."""
     for one in _members(kind):
         of, arguments = get_origin(one) or one, get_args(one)
-        if is_dataclass(one) and isinstance(value, one):  # type: ignore[arg-type]
+        if one is Any or (isinstance(one, type) and one not in (int, float) and isinstance(value, one)):
             return value
         if is_dataclass(one) and isinstance(value, Mapping):
             try:
@@ -284,8 +282,6 @@ def _convert(value: Any, kind: Any, allowed: _Allowed, path: Place) -> Any:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and (one is float or (one is int and isinstance(value, int))) and allowed.holds(value):
             return one(value)
-        if one is Any or (one in (bool, str, type(None)) and isinstance(value, one)):
-            return value
     raise _misfit(value, kind, allowed, path)
 
 

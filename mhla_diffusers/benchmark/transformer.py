@@ -21,6 +21,7 @@ from ..config import SparseConfig
 from ..families import Model, find_family, get_family, imported
 from ..families.models import squares
 from ..patching import apply_mhla
+from ..settings import check_value
 from .correctness import check_operation, check_patched
 from .counts import count_forward
 from .measure import Results, Row, Variant, free_bytes
@@ -130,10 +131,7 @@ class Case:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if self.layers is not None and not 1 <= self.layers <= self.model.layers:
-            raise ValueError(
-                f"layers={self.layers} must be from 1 to {self.model.layers}, the layers of {self.model.name}."
-            )
+        check_value("layers", self.layers, int | None, at_least=1, at_most=self.model.layers)
 
     @property
     def is_cut(self) -> bool:

@@ -10,7 +10,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..attention import sparse_attention
 from ..attention.layout import Extra
 from ..config import SparseConfig, Step, load_patch
 from ..patching.carry import CarriedForward, Half
-from ..settings import check, check_names
+from ..settings import Settings, allow, check, check_names
 
 _VARIABLES = {
     "MHLA_DENSITY": "density",
@@ -38,7 +38,7 @@ _OTHER_VARIABLES = ("MHLA_PATCH", "MHLA_SOFTMAX_LAYERS", "MHLA_MIN_TOKENS")
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class EngineSettings(Settings):
     """What an engine's attention does.
 
     Raises:
@@ -47,9 +47,9 @@ class EngineSettings:
 
     config: SparseConfig = SparseConfig()
     """Density, block sizes, order, the steps in which attention stays dense, and what these show the others."""
-    softmax_layers: tuple[int, ...] = ()
+    softmax_layers: tuple[int, ...] = field(default=(), metadata=allow(at_least=0))
     """Layers whose attention stays dense, from 0."""
-    min_tokens: int = 4096
+    min_tokens: int = field(default=4096, metadata=allow(at_least=0))
     """Sequences of fewer tokens stay dense, since there sparse attention gains next to nothing."""
 
     def __post_init__(self) -> None:
@@ -62,15 +62,7 @@ class EngineSettings:
             "SparseConfig(density=0.05), with softmax_layers for layers that stay dense. Other patches run in "
             "diffusers, with apply_mhla() or load_mhla().",
         )
-        dense: Any = self.softmax_layers
-        check(
-            isinstance(dense, tuple | list) and all(type(layer) is int and layer >= 0 for layer in dense),
-            f"softmax_layers={dense!r} must be numbers of layers from 0, such as (0, 1).",
-        )
-        check(
-            type(self.min_tokens) is int and self.min_tokens >= 0,
-            f"min_tokens={self.min_tokens!r} must be a number of tokens such as 4096, or 0 for any sequence.",
-        )
+        super().__post_init__()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "EngineSettings":

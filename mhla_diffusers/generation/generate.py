@@ -47,6 +47,7 @@ class SampleSet(PipelineChoice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_value("samples", list(self.samples), list[Any], is_filled=True)
         pictures = any(sample.image for sample in self.samples)
         check_value("batch_size", self.batch_size, int, at_least=1, at_most=1 if pictures else None)
         suffix = self.of_family.suffix

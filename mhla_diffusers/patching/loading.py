@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..config import PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
+from ..config import KINDS, PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from ..files import check_hash, read_json
 from ..settings import check, check_value, nearest, said_allowed
@@ -78,10 +79,9 @@ def load_mhla(
         FileNotFoundError: no patch there.
     """
     for name in others:
-        raise ValueError(
-            f"load_mhla has no argument {name!r}; {said_allowed(name, _ARGUMENTS)} After loading, change_mhla() "
-            "changes other settings."
-        )
+        is_setting = any(name in {field.name for field in fields(kind)} for kind in KINDS)
+        later = f" After loading, change_mhla(model, {name}={others[name]!r}) changes it." if is_setting else ""
+        raise ValueError(f"load_mhla has no argument {name!r}; {said_allowed(name, _ARGUMENTS)}{later}")
     check_value("keep_replaced", keep_replaced, bool)
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)

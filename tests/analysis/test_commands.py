@@ -68,7 +68,7 @@ def test_commands(tmp_path, command, settings, said, written):
     ("command", "arguments", "message"),
     [
         ("analyze", ("",), "'' is no class"),
-        ("analyze", ("seven", "--seed", "-1"), "seed -1"),
+        ("analyze", ("seven", "--seed", "-1"), "seed=-1"),
         ("analyze", ("seven", "--model", "docs"), "model_index.json"),
         ("analyze", ("seven", "--output", "file"), "file"),
         ("audit", ("seven",), "--patch"),
