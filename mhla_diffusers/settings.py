@@ -25,7 +25,7 @@ Place = tuple[str | int, ...]
 """Place of a value in nested settings, such as ("stages", 0, "steps")."""
 Kind = TypeVar("Kind", bound="Settings")
 
-_WORDS: dict[Any, str] = {bool: "True or False", str: "text", Path: "a path", type(None): "None"}
+_WORDS: dict[Any, str] = {bool: "True or False", str: "text", Path: "a path", list: "a list", type(None): "None"}
 _SCRIPTS = {"stages": "mhla finetune", "length": "finetune/language.py", "size": "finetune/classify.py"}
 """A setting that every configuration of one script has and those of the others lack."""
 
@@ -270,7 +270,7 @@ def _convert(value: Any, kind: Any, allowed: _Allowed, path: Place) -> Any:
                 raise SettingError(error.begin, (*path, *error.path), error.end) from error
             except ValueError as error:
                 raise SettingError("", path, f": {error}") from error
-        if of in (tuple, list) and isinstance(value, list | tuple | range):
+        if of in (tuple, list) and arguments and isinstance(value, list | tuple | range):
             kinds = arguments if of is tuple and arguments[-1] is not ... else [arguments[0]] * len(value)
             if len(kinds) == len(value):
                 items = enumerate(zip(value, kinds, strict=True))
@@ -305,7 +305,7 @@ def _words(kind: Any, allowed: _Allowed) -> str:
         of, arguments = get_origin(one) or one, get_args(one)
         if of is Literal:
             said += map(repr, arguments)
-        elif of in (tuple, list):
+        elif of in (tuple, list) and arguments:
             count = "" if of is list or arguments[-1] is ... else f"{len(arguments)} times "
             said.append(f"a list of {count}{_words(arguments[0], allowed)}")
         elif one in (int, float):
