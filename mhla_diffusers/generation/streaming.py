@@ -55,8 +55,8 @@ def stream_latents(
         together.
 
     Raises:
-        ValueError: a prompt, size or count that is not allowed, a pipeline that takes pictures or has two transformers, a patch that cannot stream, a size that does
-            not divide into tokens, or fewer than one prompt, frame block or step.
+        ValueError: a prompt, size or count that is not allowed, a pipeline that takes pictures or has two transformers,
+            a patch that cannot stream, or a size that does not divide into tokens.
     """
     from diffusers.utils.torch_utils import randn_tensor
 

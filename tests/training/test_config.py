@@ -50,38 +50,17 @@ LORA = "{steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: 
         ("stages.0.learning_rat=1", "'stages.0.learning_rat'.* 'learning_rate'"),
         ("stages.0.objectives.transfr=1", "'stages.0.objectives.transfr'.* 'transfer'"),
         ("patch.block=[2]", "'patch.block'.* 'blocks'"),
-        ("stages.5.steps=1", "'5' .* 2 entries"),
-        ("stages.0.steps=many", "stages.0.steps='many'"),
         ("stages.0.steps=0", "stages.0.steps=0 must be an integer above 0"),
-        ("stages.0.trainable=some", "'some' must be 'mhla', 'attention', 'all' or 'lora'"),
         ("stages.0.trainable=lora", "lora_rank"),
         (f"stages.0={LORA}", "stages.1: "),
         ("stages.0.lora_rank=4", "lora_rank=4"),
         ("stages.0.warmup_steps=11", "warmup_steps=11 .* steps=10"),
         ("stages.0.objectives.transfer=0", "transfer"),
-        ("stages.0.objectives.transfer=-1", "stages.0.objectives.transfer=-1 must"),
-        ("stages.0.mixing_learning_rate=0", "stages.0.mixing_learning_rate=0 must"),
-        ("stages.0.learning_rate=.inf", "stages.0.learning_rate=inf"),
-        ("stages.0.mixing_learning_rate=.nan", "stages.0.mixing_learning_rate=nan"),
-        ("stages.0.objectives.transfer=inf", "stages.0.objectives.transfer='inf'"),
-        ("weight_decay=.inf", "weight_decay=inf"),
-        ("validation.samples=-1", "validation.samples=-1"),
-        ("context_parallel.ring=0", "context_parallel.ring=0"),
-        ("max_skipped=0", "max_skipped=0"),
-        ("ema_decay=1", "ema_decay=1 must be a number above 0 and below 1, or None"),
         ("stages=[]", r"stages=\[\] must .*not empty"),
         ("patch=null", "stages.0: .* patch"),
         ("precision=fp16", r"precision='fp16'.*float32 \(or fp32, no\), bfloat16 \(or bf16\)"),
-        ("prompt_dropout=1", "prompt_dropout=1 must"),
-        ("batch_size=true", "batch_size=True"),
-        ("stages=3", "stages=3 must"),
         ("stages.0=3", "stages.0=3 must"),
-        ("seed", "'seed'"),
-        ("output=''", "output='' must be text, not empty"),
-        ("output=", "output=None"),
-        ("model=''", "model='' must be text or None, not empty"),
         ("patch=''", "patch='' must be a name"),
-        ("batch_size=[1", r"Override 'batch_size=\[1' is not valid YAML"),
     ],
 )
 def test_errors_name_the_setting(path: Path, override: str, message: str) -> None:
@@ -94,8 +73,6 @@ def test_errors_name_the_setting(path: Path, override: str, message: str) -> Non
 def test_missing_settings_and_file(path: Path) -> None:
     for text, message in (
         ("output: here\n", "lacks stages"),
-        ("a: [", "not valid YAML"),
-        ("seed: 1\nseed: 2\n", "'seed' is given twice"),
         ("[]", "named settings"),
         (TEXT.replace("steps: 20", "steps: 0"), "run.yaml, line 6: stages.1.steps=0 must"),
         (TEXT.replace("every", "evry"), "run.yaml, line 7: Unknown setting 'validation.evry'; did you mean 'every'"),
@@ -135,12 +112,3 @@ def test_settings_of_a_stage_keep_their_places() -> None:
     stage = StageConfig(2, 1e-3, "lora", ObjectiveWeights(distillation=1.0), 5e-3, 4, "blocks", None, "cosine", 1)
     assert (stage.mixing_learning_rate, stage.lora_rank, stage.lora_layers) == (5e-3, 4, "blocks")
     assert (stage.scheduler, stage.warmup_steps, stage.guidance) == ("cosine", 1, 1.0)
-
-
-@pytest.mark.parametrize("name", ["learning_rate", "mixing_learning_rate", "guidance"])
-def test_an_infinite_setting_of_a_stage_is_refused(name: str) -> None:
-    """YAML refuses it while reading; a stage made in Python refuses it too."""
-    distillation = ObjectiveWeights(distillation=1.0)
-    settings = {"steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": distillation, name: float("inf")}
-    with pytest.raises(ValueError, match=f"{name}=inf"):
-        StageConfig(**settings)  # type: ignore[arg-type]
