@@ -287,7 +287,7 @@ def _convert(value: Any, kind: Any, allowed: _Allowed, path: Place) -> Any:
 
 def _misfit(value: Any, kind: Any, allowed: _Allowed, path: Place) -> SettingError:
     choices = [choice for one in _members(kind) for choice in get_args(one) if get_origin(one) is Literal]
-    words = allowed.words or _words(kind, allowed) + (f", such as {allowed.example}" if allowed.example else "")
+    words = allowed.words or _words(kind, allowed)
     words += ", not empty" if allowed.is_filled and len(path) == 1 else ""
     near = nearest(value, choices) if isinstance(value, str) else ""
     return SettingError("", path, f"={value!r} must be {words}" + (f"; {near}" if near else "."))
@@ -309,7 +309,8 @@ def _words(kind: Any, allowed: _Allowed) -> str:
             count = "" if of is list or arguments[-1] is ... else f"{len(arguments)} times "
             said.append(f"a list of {count}{_words(arguments[0], allowed)}")
         elif one in (int, float):
-            said.append(("an integer" if one is int else "a number") + allowed.range_words)
+            example = f", such as {allowed.example}" if allowed.example else ""
+            said.append(("an integer" if one is int else "a number") + allowed.range_words + example)
         else:
             said.append(_WORDS.get(one, "named settings"))
     if not said[1:]:

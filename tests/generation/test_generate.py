@@ -123,8 +123,8 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
     ("arguments", "message"),
     [
         (("stable-cascade", "x"), "family='stable-cascade' must be "),
-        (("dit",), "prompts=.* not empty"),
-        (("dit", "seven", "--set", "num_inference_step=2"), "'num_inference_step' is no setting"),
+        (("dit",), "prompts=[] must"),
+        (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
         (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),
         (("dit", "3", "--weights", "nowhere"), "nowhere"),
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),

@@ -86,14 +86,12 @@ def test_the_paper_s_size():
         ({"variants": {"own": "hyena", "a": "softmax"}}, "'own' is 'hyena'; allowed: 'softmax', 'gated linear'"),
         ({"variants": {"a": {"block": [4]}}}, "'block'"),
         ({"variants": {"a": {"density": 0.1}}}, "density is a setting of sparse attention, .* causal MHLA"),
-        ({"precision": "bfloat17"}, "precision='bfloat17'"),
         ({"text": "shakespeare"}, "text='shakespeare' .* 'python-topics'"),
         ({"text": {"name": "a/b", "tokeniser": "c/d"}}, "'text.tokeniser'; did you mean 'tokenizer'"),
-        ({"text": {"name": "a/b"}}, "lacks tokenizer"),
+        ({"text": {"name": "a/b"}}, "text lacks tokenizer"),
         ({"variants": {"MHLA": MHLA}}, "add 'softmax: softmax' to variants"),
         ({"learning_rat": 1}, "did you mean 'learning_rate'"),
-        ({"adapt_steps": 0}, "adapt_steps=0 .* at least 1"),
-        ({"length": 1}, "length=1 .* at least 2"),
+        ({"adapt_steps": 0}, "adapt_steps=0 .* to adapt"),
     ],
 )
 def test_a_configuration_that_is_not_allowed(tmp_path, changes, words):

@@ -343,11 +343,6 @@ def test_scheduler_goes_and_comes_back_with_the_patch(lora_result: Path) -> None
     [
         *(({"times": times}, "times") for times in ((0.9, 0.5), (1.0, 0.5, 0.5), (), (1.0, 0.0), 4, "1.0", None)),
         ({"times": tuple(1 - place / 10 for place in range(9))}, "1 to 8"),
-        ({"guidance": None}, "guidance=None"),
-        ({"guidance": 0.5}, "guidance=0.5"),
-        ({"guidance": float("inf")}, "guidance=inf"),
-        ({"critic_updates": 0}, "critic_updates=0"),
-        ({"critic_warmup": -1}, "critic_warmup=-1"),
         ({"trainable": "attention"}, "trainable='attention'"),
         ({"objectives": ObjectiveWeights(diffusion=1.0)}, "objectives"),
         ({"critic_rank": 4}, "critic_rank=4"),
