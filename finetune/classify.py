@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,14 +33,14 @@ from transformers.image_processing_base import ImageProcessingMixin
 from mhla_diffusers import apply_mhla, load_mhla, models
 from mhla_diffusers.analysis import analyze_layers
 from mhla_diffusers.analysis.pictures import draw_attention_maps, middle_of
-from mhla_diffusers.config import PatchConfig, check, check_names
+from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.devices import choose_device, launched_processes
 from mhla_diffusers.families import find_family
 from mhla_diffusers.files import IMAGE_SUFFIXES
 from mhla_diffusers.patching import CONFIG_NAME, TransformerCall
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, show_progress, write_table
+from mhla_diffusers.settings import Settings, allow, check, check_names
 from mhla_diffusers.tiny.digits import load_digits
-from mhla_diffusers.training.settings import read_settings
 
 Variant = Mapping[str, Any] | str
 """Settings of a patch, of a VLT those of its configuration instead, or "softmax"."""
@@ -65,6 +65,14 @@ FRESH: dict[str, tuple[Any, Any]] = {
 """Models with random weights → class and what makes its configuration; other names are of the Hub, or folders."""
 
 
+@dataclass(frozen=True)
+class PictureFolders(Settings):
+    """Folders with a subfolder per class."""
+
+    train: str
+    held_out: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(trainer.Recipe):
     """What is trained, on what, and how.
@@ -77,49 +85,36 @@ class ClassifyConfig(trainer.Recipe):
     """One of ``FRESH``, or a classifier of the Hub or a folder to begin from."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of the configuration class of a model of ``FRESH``; nothing for a model to begin from."""
-    data: str | dict[str, str] = DIGITS
-    """"digits", or ``train`` and ``held_out``, folders with a subfolder per class."""
-    size: int
+    data: Literal["digits"] | PictureFolders = DIGITS
+    """Digits of scikit-learn, or folders."""
+    size: int = field(metadata=trainer.COUNT)
     """Height and width of a picture in pixels."""
-    variants: dict[str, Variant]
+    variants: dict[str, Variant] = field(metadata=allow(is_filled=True))
     """Name → kind of attention."""
     ablations: dict[str, dict[str, Variant]] = field(default_factory=dict)
     """Name of a table → names of its rows → kind of attention, or the name of a variant."""
-    smoothing: float = 0.0
+    smoothing: float = field(default=0.0, metadata=allow(at_least=0, below=1, example=0.1))
     """Part of a label that all classes share."""
-    mixup: float = 0.0
+    mixup: float = field(default=0.0, metadata=trainer.ZERO_OR_MORE)
     """α of the Beta distribution by which pictures are blended; 0 for none."""
-    cutmix: float = 0.0
+    cutmix: float = field(default=0.0, metadata=trainer.ZERO_OR_MORE)
     """α of the one by which they are pasted into each other; 0 for none."""
-    held_out: int = 1000
+    held_out: int = field(default=1000, metadata=trainer.COUNT)
     """Pictures of digits that are judged; of folders it is all."""
-    analysed: int = 8
+    analysed: int = field(default=8, metadata=trainer.COUNT)
     """Held-out pictures whose attention matrices are looked at."""
-    workers: int = 0
+    workers: int = field(default=0, metadata=trainer.ZERO_OR_MORE)
     """Processes that read pictures."""
-    save_every: int = 1000
+    save_every: int = field(default=1000, metadata=trainer.COUNT)
     """Steps between two checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        trainer.check_counts(self, 1, "size", "held_out", "analysed", "save_every")
-        trainer.check_counts(self, 0, "workers")
-        check(0 <= self.smoothing < 1, f"smoothing={self.smoothing} must be from 0 to 1, such as 0.1.")
-        for name in ("mixup", "cutmix"):
-            value = getattr(self, name)
-            check(value >= 0, f"{name}={value} must be 0 for none, or the α of a Beta distribution such as 0.8.")
         check(
             not self.settings or self.model in FRESH,
             f"settings are those of a model with random weights, and model={self.model!r} has its own; leave them out, "
             f"or choose one of {', '.join(FRESH)}.",
         )
-        if isinstance(self.data, str):
-            check(self.data == DIGITS, f"data={self.data!r} is unknown; allowed: {DIGITS!r}, or train and held_out.")
-        else:
-            check_names(self.data, ("train", "held_out"), "setting", "data.")
-            missing = [name for name in ("train", "held_out") if name not in self.data]
-            check(not missing, f"data, folders with a subfolder per class, lacks {', '.join(missing)}.")
-        check(bool(self.variants), "variants is empty; give at least one, such as 'softmax: softmax'.")
         for name, variant in self.all_variants().items():
             if isinstance(variant, str):
                 allowed = f"allowed: {SOFTMAX!r}, or settings of a patch."
@@ -350,8 +345,8 @@ def classes_of(config: ClassifyConfig) -> list[str]:
     """Names of the classes in the order of their labels; raises as :func:`check_classes`."""
     if isinstance(config.data, str):
         return [str(value) for value in range(SUMS)]
-    classes = subfolders_of(Path(config.data["train"]))
-    check_classes(Path(config.data["held_out"]), classes)
+    classes = subfolders_of(Path(config.data.train))
+    check_classes(Path(config.data.held_out), classes)
     return classes
 
 
@@ -369,7 +364,7 @@ def pictures_of(config: ClassifyConfig, seed: int, held_out: bool = False) -> Da
     """What is trained on, or judged on; all seeds are judged on the same pictures."""
     if not isinstance(config.data, str):
         which, crop = ("held_out", 0.875) if held_out else ("train", None)
-        return ImageFolder(Path(config.data[which]), view_of(config, crop), classes_of(config))
+        return ImageFolder(Path(getattr(config.data, which)), view_of(config, crop), classes_of(config))
     if held_out:
         return SumsOfDigits("held-out", config.held_out, config.size, seed=0)
     of_a_step = config.accumulate * config.batch_size * launched_processes()
@@ -442,8 +437,8 @@ def build(config: ClassifyConfig, variant: Variant, seed: int) -> Any:
         # configurations of transformers take any name
         own = {one.name for one in fields(models.VLTConfig if is_vlt else ViTConfig)} - {"image_size"}
         known = sorted(own - {one.name for one in fields(PreTrainedConfig)})
-        check_names(config.settings, known, "setting", "settings.")
-        check_names(of_variant, known, "setting", "variants.")
+        check_names(config.settings, known, "setting", "settings")
+        check_names(of_variant, known, "setting", "variants")
         given = {**config.settings, **of_variant, "num_labels": classes}
         if not is_vlt:
             given["image_size"] = config.size
@@ -801,7 +796,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             sys.stdout.write(json.dumps(found) + "\n")
             return
-        config = read_settings(ClassifyConfig, given.config, overrides)
+        config = ClassifyConfig.from_yaml(given.config, overrides)
         if given.command == "train":
             sys.stdout.write(f"{train_one(config, given.variant, given.output)}\n")
         elif given.command == "ablate":

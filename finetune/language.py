@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import trainer
@@ -24,10 +24,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mhla_diffusers import CausalConfig, apply_mhla, change_mhla, mhla_layers
 from mhla_diffusers.attention.gated_linear import GATE_RANK, gated_linear, log_decay
-from mhla_diffusers.config import check, check_names
 from mhla_diffusers.families import get_family
 from mhla_diffusers.reporting import mean_and_spread, write_table
-from mhla_diffusers.training.settings import read_settings
+from mhla_diffusers.settings import Settings, allow, check
 
 Variant = Mapping[str, Any] | str
 """Settings of a patch, "softmax" or "gated linear"."""
@@ -40,6 +39,15 @@ SOFTMAX, GATED, PYTHON_TOPICS = "softmax", "gated linear", "python-topics"
 # --- configuration ---
 
 
+@dataclass(frozen=True)
+class HubText(Settings):
+    """A data set of the Hub, and the tokenizer for its texts."""
+
+    name: str
+    tokenizer: str
+    subset: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig(trainer.Recipe):
     """What is trained, on what, and how.
@@ -50,27 +58,19 @@ class LanguageConfig(trainer.Recipe):
 
     model: dict[str, Any]
     """Arguments of transformers' ``LlamaConfig``."""
-    length: int
+    length: int = field(metadata=allow(at_least=2))
     """Tokens of a row."""
     variants: dict[str, Variant]
     """Name → kind of attention: settings of a patch, "softmax" or "gated linear"."""
-    text: str | dict[str, str] = PYTHON_TOPICS
-    """"python-topics", or ``name``, ``subset`` and ``tokenizer`` of a data set of the Hub."""
+    text: Literal["python-topics"] | HubText = PYTHON_TOPICS
+    """Text of the pages of Python's help, or of a data set of the Hub."""
     adapt: dict[str, Variant] = field(default_factory=dict)
     """What the model that was trained with softmax is adapted to."""
-    adapt_steps: int = 0
+    adapt_steps: int = field(default=0, metadata=trainer.ZERO_OR_MORE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        trainer.check_counts(self, 2, "length")
-        trainer.check_counts(self, 1 if self.adapt else 0, "adapt_steps")
-        if isinstance(self.text, str):
-            allowed = f"allowed: {PYTHON_TOPICS!r}, or name, subset and tokenizer of a data set"
-            check(self.text == PYTHON_TOPICS, f"text={self.text!r} is unknown; {allowed}.")
-        else:
-            check_names(self.text, ("name", "subset", "tokenizer"), "setting", "text.")
-            missing = [name for name in ("name", "tokenizer") if name not in self.text]
-            check(not missing, f"text, a data set of the Hub, lacks {', '.join(missing)}.")
+        check(not self.adapt or self.adapt_steps > 0, f"adapt_steps={self.adapt_steps} must be above 0 to adapt.")
         for variants in (self.variants, self.adapt):
             trainer.check_file_names(variants)
             for name, variant in variants.items():
@@ -220,7 +220,7 @@ def train(model: Any, config: LanguageConfig, seed: int, steps: int, output: Pat
     if isinstance(config.text, str):
         data: Any = python_topics(config.length, held_out=False)
     else:
-        data = hub_texts(config.text["name"], config.text.get("subset"), config.text["tokenizer"], config.length)
+        data = hub_texts(config.text.name, config.text.subset, config.text.tokenizer, config.length)
     use_cache, model.config.use_cache = model.config.use_cache, False  # as Trainer has it too, for good
     try:
         return trainer.run_trainer(model, config, data, seed=seed, steps=steps, output=output)
@@ -364,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     try:
-        config = read_settings(LanguageConfig, given.config, given.overrides)
+        config = LanguageConfig.from_yaml(given.config, given.overrides)
         if given.command == "compare":
             sys.stdout.write(compare(config, given.output))
         else:

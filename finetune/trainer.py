@@ -18,74 +18,64 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from mhla_diffusers.config import check
 from mhla_diffusers.devices import launched_on_cpus, launched_processes, precision_name
-from mhla_diffusers.files import read_json, write_json, write_whole_folder
+from mhla_diffusers.files import read_json, read_text, write_json, write_whole_folder
 from mhla_diffusers.patching import is_patched, save_mhla
+from mhla_diffusers.settings import Settings, allow, check, read_yaml
 from mhla_diffusers.training.optimizer import make_optimizer
 
 _STARTED = "training.json"
 
 
+COUNT, ZERO_OR_MORE = allow(at_least=1), allow(at_least=0)
+_RATE = allow(above=0, example="1e-3")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Settings):
     """How a model is trained.
 
     Raises:
         ValueError: an unknown precision, no seed, or numbers that are not allowed.
     """
 
-    steps: int
+    steps: int = field(metadata=COUNT)
     """Optimizer steps."""
-    batch_size: int
+    batch_size: int = field(metadata=COUNT)
     """Rows or pictures per batch and process."""
-    accumulate: int = 1
+    accumulate: int = field(default=1, metadata=COUNT)
     """Batches of an optimizer step."""
-    learning_rate: float
+    learning_rate: float = field(metadata=_RATE)
     """Peak value; rises during warm-up and decays by a cosine to 0."""
-    mixing_learning_rate: float | None = None
+    mixing_learning_rate: float | None = field(default=None, metadata=_RATE)
     """For mixing matrices and λ; None for ``learning_rate``."""
-    weight_decay: float = 0.01
+    weight_decay: float = field(default=0.01, metadata=ZERO_OR_MORE)
     """For matrices; norms, biases, positions and MHLA's own parameters except projections do not decay."""
-    clip: float = 1.0
+    clip: float = field(default=1.0, metadata=ZERO_OR_MORE)
     """Maximum gradient norm; 0 for no clipping."""
-    warmup: int = 0
+    warmup: int = field(default=0, metadata=ZERO_OR_MORE)
     """Steps of learning rate warm-up, at most a tenth of all; a shorter adaptation uses a tenth of its own."""
-    seeds: tuple[int, ...] = (0,)
-    precision: Literal["no", "bf16", "fp16"] = "no"
+    seeds: tuple[int, ...] = field(default=(0,), metadata=allow(is_filled=True))
+    precision: Literal["no", "bf16", "fp16"] = field(default="no", metadata=allow(convert=precision_name))
     """Also float32, bfloat16 and float16, stored as the former."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seeds", tuple(self.seeds))
-        check(bool(self.seeds), "seeds is empty; give at least one, such as [0].")
-        object.__setattr__(self, "precision", precision_name(self.precision))
-        check_counts(self, 1, "steps", "batch_size", "accumulate")
-        check_counts(self, 0, "warmup")
+        super().__post_init__()
         most = self.steps // 10
         check(self.warmup <= most, f"warmup={self.warmup} is more than a tenth of steps={self.steps}; allowed: {most}.")
-        for name in ("learning_rate", "mixing_learning_rate"):
-            value = getattr(self, name)
-            also = "; leave it out for learning_rate" if name == "mixing_learning_rate" else ""
-            check(value is None or value > 0, f"{name}={value} must be a positive number such as 1e-3{also}.")
-        for name in ("weight_decay", "clip"):
-            value = getattr(self, name)
-            check(value >= 0, f"{name}={value} must be a number of at least 0.")
 
-
-def check_counts(settings: object, least: int, *names: str) -> None:
-    """Raise ValueError unless settings are whole numbers that are large enough."""
-    for name in names:
-        value = getattr(settings, name)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        check(whole and value >= least, f"{name}={value!r} must be a whole number of at least {least}.")
+    @classmethod
+    def from_yaml(cls, path: Path, overrides: Sequence[str] = ()) -> Self:
+        """Read a file, with ``key=value`` overrides."""
+        return read_yaml(cls, read_text(path), path, overrides)
 
 
 class Watch(TrainerCallback, ExportableState):

@@ -7,21 +7,21 @@ that see the past alone. What all have in common is in :class:`PatchConfig`. Pre
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from .attention import get_feature_map
-from .attention.call import DEFAULT_DENSITY, ContentRule, Far, Order
+from .attention.call import DEFAULT_DENSITY, ContentRule, Far, Order, check_denominator
 from .attention.causal import Causal
 from .attention.costs import AttentionSizes
-from .attention.layout import block_count, check_blocks, fit_blocks
+from .attention.layout import Shape, block_count, check_grid, check_layout, fit_blocks
 from .attention.mixing import MixingInit
 from .attention.order import blocks_per_state
 from .attention.state import Beyond
-from .files import parse_yaml, read_text
+from .files import read_text
+from .settings import Settings, allow, check, check_names, nearest, read_yaml
 
 CarryType = Literal["int8", "bfloat16"]
 LayerChoice = str | float | Sequence[int]
@@ -35,23 +35,64 @@ USUAL_REFRESH, FEWEST_REFRESHED = 0.2, 20
 """What refresh="auto" is, and from how many steps on (studies/carry)."""
 
 
+def _layers(choice: Any) -> LayerChoice:
+    """Return a choice of layers, of which a list becomes a tuple."""
+    layers: LayerChoice = tuple(choice) if isinstance(choice, list | tuple | range) else choice
+    parse_layers(layers)
+    return layers
+
+
+def _blocks(blocks: Any) -> Shape:
+    if not blocks:
+        raise ValueError("MHLA needs blocks, the block count per axis, for example blocks=(7, 3, 5).")
+    blocks = check_grid(blocks, "blocks")
+    count = math.prod(blocks)
+    check(
+        count <= MOST_BLOCKS,
+        f"blocks={blocks} are {count:,} blocks, whose mixing matrix would have {count:,} rows and columns; at most "
+        f"{MOST_BLOCKS:,} are allowed, and suggest_blocks() says how many a size needs.",
+    )
+    return blocks
+
+
+def _feature_map(name: Any) -> str:
+    get_feature_map(str(name))
+    return str(name)
+
+
+_SIZE = allow(at_least=1, at_most=MOST_BLOCK_SIZE, example=64)
+_KERNEL = allow(words="an odd kernel size, or None for no convolution", test=lambda size: size > 0 and size % 2 == 1)
+_LENGTH = allow(
+    words="the tokens in a block of the first axis, such as 64 of a text or 3 latent frames",
+    test=lambda length: length > 0,
+)
+_STEPS = allow(
+    words="a number of denoising steps such as 3, or a fraction of them from 0.0 to 1.0",
+    test=lambda steps: steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1,
+)
+_REFRESH = allow(
+    words="a number of denoising steps such as 10, a fraction of them such as 0.2, 'auto', or None for never",
+    test=lambda steps: steps == "auto" or (steps > 0 and (isinstance(steps, int) or steps <= 1)),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class PatchConfig:
+class PatchConfig(Settings):
     """What every patch has, whichever attention it runs; made as one of its three kinds."""
 
     attention: ClassVar[str]
     """Which attention runs, in words."""
-    layers: LayerChoice = "all"
+    layers: LayerChoice = field(default="all", metadata=allow(convert=_layers))
     """Which layers: "all", a fraction such as "2/3" or 0.5, a list of indices, or "auto:2/3" for that fraction, chosen
     by ``apply_mhla(..., calibration=…)``, which records the list here.
     """
-    softmax_steps: int | float = 0
+    softmax_steps: int | float = field(default=0, metadata=_STEPS)
     """First denoising steps of a pipeline's call in which the patch is disabled and all layers use the original
     attention: a number of steps, or as a float a fraction of them, rounded up. 1 is one step, 1.0 is all steps.
     """
-    softmax_last: int | float = 0
+    softmax_last: int | float = field(default=0, metadata=_STEPS)
     """Last denoising steps in which it is, as ``softmax_steps``."""
-    refresh: int | float | Literal["auto"] | None = None
+    refresh: int | float | Literal["auto"] | None = field(default=None, metadata=_REFRESH)
     """After how many denoising steps the original attention runs again, from the first steps on: a number, or as a
     float a fraction of all steps. None for never; "auto" for a fifth of the steps where there are at least 20.
     """
@@ -63,29 +104,6 @@ class PatchConfig:
     """How this is kept: "int8" with a scale per token, or "bfloat16"."""
     carry_device: Literal["model", "cpu"] = "model"
     """Where: on the device of the model, or in pinned memory of the machine, from where it is read ahead."""
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            object.__setattr__(self, entry.name, _plain(getattr(self, entry.name)))
-        if isinstance(self.layers, list | tuple | range):
-            object.__setattr__(self, "layers", tuple(self.layers))
-        parse_layers(self.layers)
-        for entry in fields(self):
-            if entry.type is bool:
-                _check_type(entry.name, getattr(self, entry.name), bool, "True or False")
-        words = "a number of denoising steps such as 3, or a fraction of them from 0.0 to 1.0"
-        for name in ("softmax_steps", "softmax_last"):
-            steps = getattr(self, name)
-            _check_type(name, steps, int | float, words)
-            fits = steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1
-            check(fits, f"{name}={steps} must be {words}.")
-        words = 'a number of denoising steps such as 10, a fraction of them such as 0.2, "auto", or None for never'
-        refresh = None if self.refresh == "auto" else self.refresh
-        _check_type("refresh", refresh, int | float | None, words)
-        fits = refresh is None or (refresh > 0 and (isinstance(refresh, int) or refresh <= 1))
-        check(fits, f"refresh={refresh} must be {words}.")
-        check_choice("carry_dtype", self.carry_dtype, get_args(CarryType))
-        check_choice("carry_device", self.carry_device, ("model", "cpu"))
 
     @property
     def has_dense_steps(self) -> bool:
@@ -145,18 +163,21 @@ class PatchConfig:
         check_settings(settings, type(self))
         return replace(self, **settings)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON and YAML values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @staticmethod
-    def from_dict(settings: Mapping[str, Any]) -> "PatchConfig":
-        """Invert :meth:`to_dict`: the names of the settings decide which kind of patch it is.
+    @classmethod
+    def read(cls, content: Any) -> Self:
+        """Invert ``to_dict``: the names of the settings decide which kind of patch it is.
 
         Raises:
             ValueError: as :func:`kind_of`, or values that are not allowed.
         """
-        return kind_of(settings)(**settings)
+        if cls is PatchConfig and isinstance(content, Mapping):
+            cls = kind_of(content)  # type: ignore[assignment]
+        return super().read(content)
+
+    @staticmethod
+    def from_dict(settings: Mapping[str, Any]) -> "PatchConfig":
+        """Return :meth:`read` of the settings."""
+        return PatchConfig.read(settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,15 +189,15 @@ class SparseConfig(PatchConfig):
     """
 
     attention: ClassVar[str] = "sparse attention"
-    refresh: int | float | Literal["auto"] | None = "auto"
-    density: float = DEFAULT_DENSITY
+    refresh: int | float | Literal["auto"] | None = field(default="auto", metadata=_REFRESH)
+    density: float = field(default=DEFAULT_DENSITY, metadata=allow(above=0, at_most=1, example=0.05))
     """Fraction of all pairs of uniform blocks in the lists. At 1 the attention is softmax attention."""
-    block_size: int | None = None
+    block_size: int | None = field(default=None, metadata=_SIZE)
     """Tokens per block of queries. Blocks follow a Hilbert curve through the grid
     (:mod:`mhla_diffusers.attention.layout`), so any grid works. The fused kernels take 16, 32, 64 and 128. None fits it
     to the grid of every call: 64 for videos.
     """
-    key_block_size: int | None = None
+    key_block_size: int | None = field(default=None, metadata=_SIZE)
     """Tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the grid if that is None
     too."""
     order: Order = "content"
@@ -190,27 +211,7 @@ class SparseConfig(PatchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_size", "key_block_size"):
-            size = getattr(self, name)
-            _check_type(name, size, int | None, "a positive number of tokens, such as 64")
-            check(
-                size is None or 0 < size <= MOST_BLOCK_SIZE,
-                f"{name}={size} must be a positive number of tokens, such as 64, and at most {MOST_BLOCK_SIZE}; a "
-                "block that holds all tokens is softmax attention, density=1.0.",
-            )
-        check_choice("order", self.order, get_args(Order))
-        check_choice("far", self.far, get_args(Far))
-        _check_type("density", self.density, int | float, "a number in (0, 1]")
-        check(
-            0 < self.density <= 1,
-            f"density={self.density} must be in (0, 1], a fraction of all pairs of blocks such as 0.05.",
-        )
-        if self.key_block_size is not None:
-            check(
-                self.block_size is not None and self.block_size % self.key_block_size == 0,
-                f"key_block_size={self.key_block_size} must divide block_size, and block_size={self.block_size}; for "
-                f"example block_size={2 * self.key_block_size}.",
-            )
+        self.rule_on((1,))  # raises if the sizes do not divide each other
 
     def rule_on(self, grid: Sequence[int]) -> ContentRule:
         """Return how lists are chosen on a token grid."""
@@ -248,9 +249,9 @@ class SparseConfig(PatchConfig):
 class LinearConfig(PatchConfig):
     """What MHLA and causal MHLA have in common: KV states of blocks, mixed by a learned matrix."""
 
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = field(default=(), metadata=allow(convert=_blocks))
     """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
-    feature_map: str = "relu"
+    feature_map: str = field(default="relu", metadata=allow(convert=_feature_map))
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
     rope: Literal["after", "before"] = "after"
     """Whether RoPE acts before or after the feature map. "after", as in the paper's code, rotates the numerator alone.
@@ -258,7 +259,7 @@ class LinearConfig(PatchConfig):
     """
     normalize: bool = True
     """Divide by the normaliser of Eq. 4."""
-    eps: float = 1e-6
+    eps: float = field(default=1e-6, metadata=allow(at_least=0, at_most=1, example=1e-6))
     """Floor that the relu and elu+1 feature maps add; softmax and identity need none."""
     mixing_init: MixingInit = "locality"
     """Mixing matrix before training: locality, uniform or identity."""
@@ -275,21 +276,6 @@ class LinearConfig(PatchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.blocks:
-            raise ValueError("MHLA needs blocks, the block count per axis, for example blocks=(7, 3, 5).")
-        object.__setattr__(self, "blocks", check_blocks(self.blocks))
-        count = math.prod(self.blocks)
-        check(
-            count <= MOST_BLOCKS,
-            f"blocks={self.blocks} are {count:,} blocks, whose mixing matrix would have {count:,} rows and columns; at "
-            f"most {MOST_BLOCKS:,} are allowed, and suggest_blocks() says how many a size needs.",
-        )
-        _check_type("feature_map", self.feature_map, str, "the name of a feature map")
-        get_feature_map(self.feature_map)
-        check_choice("rope", self.rope, ("after", "before"))
-        check_choice("mixing_init", self.mixing_init, get_args(MixingInit))
-        _check_type("eps", self.eps, int | float, "a number")
-        check(0 <= self.eps <= 1, f"eps={self.eps} must be from 0 to 1, such as 1e-6.")
         if not self.normalize and not self.output_norm:
             raise ValueError(
                 "normalize=False leaves an output that grows with the number of tokens, so something else must fix "
@@ -301,9 +287,17 @@ class LinearConfig(PatchConfig):
                 "use normalize=False with output_norm=True, or a positive feature map."
             )
 
-    def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
+    def blocks_on(self, grid: Sequence[int]) -> Shape:
         """Return block counts on a token grid."""
         raise NotImplementedError
+
+    def layout_on(self, grid: Sequence[int]) -> tuple[Shape, Shape]:
+        """Return the grid that is cut into blocks, and the block counts.
+
+        Raises:
+            ValueError: the blocks cannot cut the grid.
+        """
+        return check_layout(grid, self.blocks_on(grid))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +309,7 @@ class MHLAConfig(LinearConfig):
     """
 
     attention: ClassVar[str] = "MHLA"
-    convolution: int | None = None
+    convolution: int | None = field(default=None, metadata=_KERNEL)
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
     clamp_blocks: bool = False
     """Whether block counts are fitted to the grid of every call, with an interpolated mixing matrix, where an axis has
@@ -323,13 +317,7 @@ class MHLAConfig(LinearConfig):
     for the family's blocks, which ``apply_mhla`` takes where none are given.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_type("convolution", self.convolution, int | None, "an odd kernel size, or None for no convolution")
-        if self.convolution is not None and (self.convolution < 1 or self.convolution % 2 == 0):
-            raise ValueError(f"convolution={self.convolution} must be an odd kernel size, or None for no convolution.")
-
-    def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
+    def blocks_on(self, grid: Sequence[int]) -> Shape:
         """Return block counts on a token grid: those of the setting, or with ``clamp_blocks`` what suits it."""
         if not self.clamp_blocks or len(grid) != len(self.blocks):
             return self.blocks
@@ -353,7 +341,7 @@ class CausalConfig(LinearConfig):
     attention: ClassVar[str] = "causal MHLA"
     causal: Causal = "block"
     """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block")."""
-    block_length: int = 0
+    block_length: int = field(default=0, metadata=_LENGTH)
     """Tokens per block of the first axis, such as 64 of a text or 3 latent frames of a video. The sequence is split
     into blocks of this length and may be shorter than all of them.
     """
@@ -367,12 +355,6 @@ class CausalConfig(LinearConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("causal", self.causal, get_args(Causal))
-        check_choice("own", self.own, ("softmax", "linear"))
-        check_choice("beyond", self.beyond, get_args(Beyond))
-        length = "the tokens in a block of the first axis, such as 64 of a text or 3 latent frames"
-        _check_type("block_length", self.block_length, int, length)
-        check(self.block_length > 0, f"block_length={self.block_length} must be {length}.")
         check(
             self.causal == "block" or len(self.blocks) == 1,
             f"causal='token' orders the tokens of a sequence of one axis, but blocks={self.blocks} have several; "
@@ -384,48 +366,40 @@ class CausalConfig(LinearConfig):
             "takes the logarithm; leave it on, by which register_mixing_clip() keeps them in (0, 1) in training, or "
             "choose normalize=False with output_norm=True and own='linear'.",
         )
-        if self.own == "softmax" and not (self.normalize and (self.eps > 0 or self.feature_map != "relu")):
-            raise ValueError(
-                "own='softmax' shares one denominator with MHLA, which must be positive. It needs normalize=True and, "
-                f"with the relu feature map, eps > 0; got normalize={self.normalize}, eps={self.eps}."
-            )
+        check_denominator(self.feature_map, self.eps, self.normalize, self.own == "softmax", self.causal)
         check(
             self.beyond == "error" or self.blocks[0] > 1,
             f"beyond='relative' needs at least two blocks along the first axis, got blocks={self.blocks}.",
         )
 
-    def grid_from(self, grid: Sequence[int]) -> tuple[int, ...]:
+    def grid_from(self, grid: Sequence[int]) -> Shape:
         """Return the grid of the longest sequence, of which a call's own grid is the beginning.
 
         Raises:
-            ValueError: the sequence is longer, and ``beyond`` is "error".
+            ValueError: the sequence is longer, and ``beyond`` is "error"; or with ``causal="block"`` it ends within a
+                frame block.
         """
-        trained, needed = self.blocks[0], -(-grid[0] // self.block_length)
-        if needed > trained and self.beyond == "error":
-            raise ValueError(
-                f"The first axis has {grid[0]} tokens, more than the {trained} blocks of {self.block_length} that this "
-                "patch is for. Give a shorter sequence, or beyond='relative', by which later blocks attend like the "
-                "last one."
-            )
-        return max(trained, needed) * self.block_length, *grid[1:]
-
-    def check_whole(self, grid: Sequence[int]) -> None:
-        """Raise unless a call's first axis may have this length.
-
-        Raises:
-            ValueError: with ``causal="block"``, if it ends within a frame block.
-        """
-        length = self.block_length
+        length, trained, needed = self.block_length, self.blocks[0], -(-grid[0] // self.block_length)
         if self.causal == "block" and grid[0] % length:
             unit = "latent frames" if len(grid) == 3 else f"tokens along the first of {len(grid)} axes"
             raise ValueError(
                 f"This patch takes whole frame blocks of {length} {unit}, and the call has {grid[0]}; allowed are "
                 f"{length}, {2 * length}, {3 * length} and so on."
             )
+        if needed > trained and self.beyond == "error":
+            raise ValueError(
+                f"The first axis has {grid[0]} tokens, more than the {trained} blocks of {length} that this patch is "
+                "for. Give a shorter sequence, or beyond='relative', by which later blocks attend like the last one."
+            )
+        return max(trained, needed) * length, *grid[1:]
 
-    def blocks_on(self, grid: Sequence[int]) -> tuple[int, ...]:
+    def blocks_on(self, grid: Sequence[int]) -> Shape:
         """Return block counts on the grid of :meth:`grid_from`."""
         return self.grid_from(grid)[0] // self.block_length, *self.blocks[1:]
+
+    def layout_on(self, grid: Sequence[int]) -> tuple[Shape, Shape]:
+        """Return the grid of :meth:`grid_from` and its block counts."""
+        return check_layout(self.grid_from(grid), self.blocks_on(grid), is_causal=True)
 
     def sizes_on(
         self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
@@ -524,50 +498,6 @@ def _count_of(steps: int | float, count: int) -> int:
     return steps if isinstance(steps, int) else math.ceil(steps * count - 1e-9)
 
 
-def _plain(value: Any) -> Any:
-    """Numbers and arrays, for example of NumPy and torch, as plain Python values for JSON and YAML."""
-    if isinstance(value, Fraction):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(one) for one in value)
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def check(condition: bool, message: str) -> None:
-    """Raise ValueError with the message unless a condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raise ValueError, naming the allowed values, unless a setting has one of them."""
-    check(value in allowed, f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}.")
-
-
-def check_names(settings: Iterable[str], allowed: Sequence[str], what: str, path: str = "") -> None:
-    """Raise unless all names of settings are known.
-
-    Args:
-        settings: given names.
-        allowed: known names.
-        what: such as "MHLA setting".
-        path: prefix of names in the error, such as "stages.0.".
-
-    Raises:
-        ValueError: an unknown name; the message has similar ones.
-    """
-    for name in settings:
-        if name not in allowed:
-            near = get_close_matches(str(name), allowed, n=2)
-            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-            raise ValueError(f"Unknown {what} {path + str(name)!r}; {hint}allowed: {', '.join(allowed)}.")
-
-
-def _check_type(name: str, value: object, wanted: Any, words: str) -> None:
-    is_number_for_bool = isinstance(value, bool) and wanted is not bool
-    check(isinstance(value, wanted) and not is_number_for_bool, f"{name}={value!r} must be {words}.")
-
-
 def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
     """Return the choice as the fraction of layers to replace, or as indices."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
@@ -603,7 +533,7 @@ def is_automatic(choice: LayerChoice) -> bool:
 
 
 @dataclass(frozen=True)
-class Patch:
+class Patch(Settings):
     """One patch file.
 
     Attributes:
@@ -616,7 +546,7 @@ class Patch:
     family: str
     base_model: str
     description: str
-    config: PatchConfig
+    config: PatchConfig = field(metadata=allow(key="patch"))
 
 
 def patch_folder() -> Path:
@@ -652,8 +582,8 @@ def load_patch(name_or_path: str | Path) -> Patch:
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in patch_names():
             known = [*patch_names(), *adapted_patch_names()]
-            near = get_close_matches(str(name_or_path), known, n=3, cutoff=0.4)
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+            near = nearest(name_or_path, known, count=3, cutoff=0.4)
+            hint = f"; {near}" if near else "."
             if adapted_patch_folder(str(name_or_path)) is not None:
                 hint = f": it is adapted, with weights; load_mhla(model, {str(name_or_path)!r}) opens it, or --weights."
             elif str(name_or_path) and path.is_dir():
@@ -663,26 +593,4 @@ def load_patch(name_or_path: str | Path) -> Patch:
                 f"Presets: {', '.join(patch_names())}; or give the path of a .yaml file."
             )
         path = patch_folder() / f"{name_or_path}.yaml"
-    if not path.is_file():
-        raise FileNotFoundError(f"Patch file {path} does not exist.")
-    try:
-        return _parse_patch(parse_yaml(read_text(path), "it"))
-    except ValueError as error:
-        raise ValueError(f"Patch file {path}: {error}") from error
-
-
-def _parse_patch(content: Any) -> Patch:
-    keys = {"family", "base_model", "description", "patch"}
-    found = set(content) if isinstance(content, Mapping) else set()
-    if found != keys:
-        raise ValueError(
-            f"expected exactly the keys {', '.join(sorted(keys))}; "
-            f"unknown: {', '.join(sorted(map(str, found - keys))) or 'none'}, "
-            f"missing: {', '.join(sorted(keys - found)) or 'none'}."
-        )
-    settings = content["patch"]
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"patch must hold settings such as density or blocks, got {settings!r}.")
-    if isinstance(settings.get("eps"), str):  # YAML reads 1e-6, without a point, as text
-        settings = {**settings, "eps": float(settings["eps"])}
-    return Patch(content["family"], content["base_model"], content["description"], PatchConfig.from_dict(settings))
+    return read_yaml(Patch, read_text(path), path)

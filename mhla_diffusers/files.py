@@ -304,32 +304,6 @@ def read_lines(file: Path) -> list[str]:
     return [line.strip() for line in read_text(file).split("\n") if line.strip()]
 
 
-def parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML.
-
-    Args:
-        text: of a file or a setting.
-        source: its name, to begin an error with.
-
-    Raises:
-        ValueError: it is malformed, or a key is given twice.
-    """
-    import yaml
-
-    class UniqueKeys(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for place, key in enumerate(keys):
-                if any(key.value == other.value for other in keys[:place]):
-                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{source} is not valid YAML: {error}") from error
-
-
 def read_json(file: Path) -> Any:
     """Read a JSON file.
 

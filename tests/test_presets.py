@@ -52,16 +52,16 @@ def test_settings_replace_those_of_a_patch():
 HEAD = "family: wan\nbase_model: a\ndescription: b\n"
 REFUSED = {
     # what is asked for, or what a file holds, and the offending value
-    "keys missing": ("family: wan\n", "missing: base_model, description, patch"),
-    "key more": (f"{HEAD}patch: {{blocks: [1]}}\nextra: 1\n", "unknown: extra"),
-    "setting": (f"{HEAD}patch: {{block: [1]}}\n", "'block'; did you mean 'blocks'"),
+    "keys missing": ("family: wan\n", "lacks base_model, description, patch"),
+    "key more": (f"{HEAD}patch: {{blocks: [1]}}\nextra: 1\n", "line 5: Unknown setting 'extra'"),
+    "setting": (f"{HEAD}patch: {{block: [1]}}\n", "line 4: .*'patch.block'; did you mean 'blocks'"),
     "no blocks": (f"{HEAD}patch: {{eps: 1.0}}\n", "needs blocks"),
-    "number": (f"{HEAD}patch: 3\n", "patch must hold settings"),
+    "number": (f"{HEAD}patch: 3\n", "line 4: patch=3 must be"),
     "two attentions": (f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n", "blocks belongs to .*, and density to "),
     "settings of a list": (f"{HEAD}patch: [2, 2]\n", r"\[2, 2\]"),
-    "list": ("- 1\n", "missing: base_model"),
-    "empty": ("", "missing: base_model"),
-    "no YAML": ("{", "own.yaml"),
+    "list": ("- 1\n", "named settings"),
+    "empty": ("", "named settings"),
+    "no YAML": ("{", "is not valid YAML"),
 }
 
 
@@ -70,7 +70,7 @@ def test_bad_files_are_named(tmp_path, case):
     text, value = REFUSED[case]
     path = tmp_path / "own.yaml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"(?s)own.yaml.*{value}|{value}"):
+    with pytest.raises(ValueError, match=f"(?s)own.yaml.*{value}"):
         load_patch(path)
 
 
@@ -83,5 +83,5 @@ def test_unknown_patches_give_the_nearest_names(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             load_patch(name)
-    with pytest.raises(FileNotFoundError, match="nowhere.yaml does not exist"):
+    with pytest.raises(FileNotFoundError, match="no .*nowhere.yaml"):
         load_patch(tmp_path / "nowhere.yaml")

@@ -11,6 +11,7 @@ from ..families import get_family
 from ..files import write_json
 from ..patching import MHLALayer, find_transformers, is_patched, layer_sensitivity, mhla_layers, record_calls
 from ..reporting import require_matplotlib
+from ..settings import check_value
 from .matrices import LayerAnalysis, analyze_layers
 from .pictures import draw_attention_maps, draw_mixing_matrices, middle_of
 
@@ -42,17 +43,14 @@ def analyze(
     output.mkdir(parents=True, exist_ok=True)
     component, transformer = next(iter(find_transformers(model).items()))
     names = list(get_family(transformer).self_attentions(transformer))
-    for layer in layers or ():
-        if not 0 <= layer < len(names):
-            raise ValueError(f"Layer {layer} is out of range: the model has the layers 0 to {len(names) - 1}.")
+    check_value("layers", list(layers or ()), list[int], at_least=0, at_most=len(names) - 1)
     names = names if layers is None else [names[layer] for layer in layers]
     calls = record_calls({component: transformer}, run)[component]
     call = calls[len(calls) // 2]
     grid = call.grid(transformer)
     tokens = torch.Size(grid).numel()
     chosen = middle_of(grid) if token is None else token
-    if not 0 <= chosen < tokens:
-        raise ValueError(f"token={token} is out of range: the grid {tuple(grid)} has the tokens 0 to {tokens - 1}.")
+    check_value("token", chosen, int, at_least=0, at_most=tokens - 1)
     rows: dict[str, torch.Tensor] = {}
 
     def keep(name: str, matrix: torch.Tensor) -> None:

@@ -78,9 +78,9 @@ def _short_run(
     from ..files import folder_for_results
     from ..generation.generate import MAX_SEED
     from ..generation.pipelines import PipelineChoice
+    from ..settings import check_value
 
-    if not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"The seed {seed} is out of range; allowed: 0 to {MAX_SEED}.")
+    check_value("seed", seed, int, at_least=0, at_most=MAX_SEED)
     choice = PipelineChoice(family, **{**options, "settings": {"num_inference_steps": 4, **options["settings"]}})
     with folder_for_results(output):
         choice.check()

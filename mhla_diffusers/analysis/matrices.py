@@ -14,6 +14,7 @@ from ..config import MHLAConfig, PatchConfig
 from ..families import AttentionInputs, Family, get_family
 from ..patching import TransformerCall, attention_inputs
 from ..patching.processor import runs_mhla
+from ..settings import check_names
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this fraction of the largest count."""
@@ -43,9 +44,7 @@ def each_attention_matrix(
     family = get_family(transformer)
     attentions: dict[str, Any] = family.self_attentions(transformer)
     chosen = list(attentions) if names is None else list(names)
-    unknown = [name for name in chosen if name not in attentions]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} is no self-attention; allowed: {', '.join(attentions)}.")
+    check_names(chosen, list(attentions), "self-attention")
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     with ExitStack() as hooks:
         for name in chosen:

@@ -1,6 +1,6 @@
 """The mathematics of MHLA and sparse attention: torch only, no diffusers."""
 
-from .api import BACKENDS, attend, check_backend, mhla_attention, sparse_attention
+from .api import BACKENDS, attend, mhla_attention, sparse_attention
 from .call import BlockLists, MHLACall, SparseCall
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
 from .mixing import clip_mixing_, extend_mixing, initial_mixing, resize_mixing
@@ -15,7 +15,6 @@ __all__ = [
     "MHLAState",
     "SparseCall",
     "attend",
-    "check_backend",
     "clip_mixing_",
     "extend_mixing",
     "feature_map_names",

@@ -2,17 +2,17 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from numbers import Real
 from typing import Any, get_args
 
 import torch
 
+from ..settings import check_choice
 from . import eager
-from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall
+from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall, check_denominator
 from .causal import Causal, causal_attention, frame_block_ends, see_nothing
 from .derivatives import is_transformed
 from .extra import ROWS
@@ -30,18 +30,6 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "eager", "triton")
 """What ``backend`` of :func:`mhla_attention` and :func:`sparse_attention` may be."""
-
-
-def check_backend(name: str) -> None:
-    """Ensure that ``name`` is a backend.
-
-    Raises:
-        ValueError: with the nearest names.
-    """
-    if name not in BACKENDS:
-        near = get_close_matches(name, BACKENDS, n=1, cutoff=0.4) if isinstance(name, str) else []
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Unknown backend {name!r}; allowed: {', '.join(BACKENDS)}.{hint}")
 
 
 def mhla_attention(
@@ -291,8 +279,7 @@ def _attend(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
 
 def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:
     """The backend of a name, and for "auto" the best that can run the call."""
-    if name not in BACKENDS:
-        check_backend(name)
+    check_choice("backend", name, BACKENDS)
     feature_map = call.feature_map if isinstance(call, MHLACall) else "relu"
     # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
     if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, feature_map) is None:
@@ -311,14 +298,13 @@ def _say_eager(reason: str) -> None:
     logger.warning("Eager operations take the place of the Triton kernels: %s.", reason)
 
 
-def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
-    """Ensure that a grid and its blocks have such an order.
+def check_causal(causal: str, grid: Shape) -> None:
+    """Ensure that a grid has such an order.
 
     Raises:
         ValueError: another name, or "token" where a block is no run of the sequence.
     """
-    if causal not in get_args(Causal):
-        raise ValueError(f"Unknown causal={causal!r}; allowed: 'token', 'block' or None.")
+    check_choice("causal", causal, get_args(Causal))
     if causal == "token" and math.prod(grid[1:]) > 1:
         raise ValueError(
             f"causal='token' orders the tokens of a sequence, and the grid {grid} has several axes; give it as "
@@ -326,117 +312,95 @@ def check_causal(causal: str, grid: Shape, blocks: Shape) -> None:
         )
 
 
+def _described(x: Any) -> str:
+    """Type, shape and device of a tensor; the class of anything else."""
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
 def check_call(call: MHLACall | SparseCall) -> None:
     """Ensure that all of a call fits together, but for the number of its tokens."""
-    given = {"query": call.query, "key": call.key, "value": call.value}
-    for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
-    if call.query.ndim != 4:
-        raise ValueError(f"query must be (B, N, H, D), got shape {tuple(call.query.shape)}.")
-    if not call.query.is_floating_point():
-        raise ValueError(f"query must be floating point, got {call.query.dtype}.")
-    for name, tensor in (("key", call.key), ("value", call.value)):
-        for what in ("shape", "dtype", "device"):
-            expected, found = getattr(call.query, what), getattr(tensor, what)
-            if found != expected:
-                raise ValueError(f"{name} has {what} {found}, but query has {expected}; they must be the same.")
-    batch, tokens, heads, head_dim = call.query.shape
-    tables: Any = () if call.rotary is None else call.rotary
-    is_pair = isinstance(tables, tuple | list) and len(tables) == 2
-    if call.rotary is not None and not (is_pair and all(isinstance(x, torch.Tensor) for x in tables)):
-        got = [type(x).__name__ for x in tables] if isinstance(tables, tuple | list) else type(tables).__name__
-        raise ValueError(f"rotary must be two tensors, (cos, sin), or None for no RoPE, got {got}.")
-    for table in tables:
-        shape = tuple(table.shape)
-        if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, tokens) or shape[2:] != (1, head_dim):
+    query: Any = call.query
+    if not (isinstance(query, torch.Tensor) and query.ndim == 4 and query.is_floating_point()):
+        raise ValueError(f"query must be a floating point tensor (B, N, H, D), got {_described(query)}.")
+    for name, x in (("key", call.key), ("value", call.value)):
+        is_tensor = isinstance(x, torch.Tensor)
+        if not (is_tensor and x.shape == query.shape and x.dtype == query.dtype and x.device == query.device):
+            raise ValueError(f"{name} is {_described(x)}, but query is {_described(query)}; they must be the same.")
+    batch, tokens, heads, head_dim = query.shape
+    if call.rotary is not None:
+        tables: Any = call.rotary
+        fits = isinstance(tables, tuple | list) and len(tables) == 2 and head_dim % 2 == 0
+        for x in tables if fits else ():
+            is_table = isinstance(x, torch.Tensor) and x.ndim == 4 and x.shape[0] in (1, batch)
+            fits = fits and is_table and x.shape[1] in (1, tokens) and tuple(x.shape[2:]) == (1, head_dim)
+        if not fits:
+            got = ", ".join(map(_described, tables)) if isinstance(tables, tuple | list) else _described(tables)
             raise ValueError(
-                f"rotary tables must be (1 or {batch}, {tokens}, 1, {head_dim}), got {shape}; one row is allowed for "
-                "all tokens."
+                f"rotary must be None for no RoPE, or two tables (cos, sin) of shape (1 or {batch}, 1 or {tokens}, 1, "
+                f"{head_dim}) for an even head dim, got {got}."
             )
-    if call.rotary is not None and head_dim % 2:
-        raise ValueError(f"RoPE rotates pairs of channels, and the head dim is {head_dim}; it must be even.")
     extra: Any = call.extra
     if not (isinstance(extra, tuple) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):
         raise ValueError(
             f"extra={extra!r} must be two counts, how many tokens stand before and after those of the grid, for "
             "example (0, 77)."
         )
-    shapes: dict[str, Shape] = {"key_mask": (batch, tokens)}
+    shapes: dict[str, tuple[Shape, ...]] = {"key_mask": ((batch, tokens),)}
     if isinstance(call, MHLACall):
-        shapes |= {"output_norm": (head_dim,), "output_gate": (batch, tokens - sum(extra), heads, head_dim)}
-        shapes |= {"linear_weight": (heads,)}
+        blocks = math.prod(call.blocks)
+        shapes["mixing"] = (blocks, blocks), (heads, blocks, blocks)
+        shapes |= {"output_norm": ((head_dim,),), "output_gate": ((batch, tokens - sum(extra), heads, head_dim),)}
+        shapes["linear_weight"] = ((heads,),)
     else:
-        shapes |= {"pooled_bias": (heads,), "state_weight": (heads,)}
-    for name, shape in shapes.items():
-        tensor = getattr(call, name)
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}.")
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}.")
-    mask = call.key_mask
-    if mask is not None and _is_free_to_read(mask) and mask.numel() and not bool(((mask >= 0) & (mask <= 1)).all()):
-        raise ValueError(
-            f"key_mask has values from {mask.min():g} to {mask.max():g}; it must be bool or hold weights in [0, 1]. Of "
-            "a mask that is added to logits that is mask.exp()."
-        )
+        shapes |= {"pooled_bias": ((heads,),), "state_weight": ((heads,),)}
+    for name, allowed in shapes.items():
+        x = getattr(call, name)
+        fits = isinstance(x, torch.Tensor) and tuple(x.shape) in allowed and (name != "mixing" or x.is_floating_point())
+        if not fits and (x is not None or name == "mixing"):
+            kind = "floating point tensor" if name == "mixing" else "tensor"
+            shape = " or ".join(map(str, allowed))
+            raise ValueError(f"{name} must be a {kind} of shape {shape}, got {_described(x)}.")
+    _check_values(
+        "key_mask",
+        call.key_mask,
+        lambda mask: (mask >= 0) & (mask <= 1),
+        "be bool or hold weights in [0, 1]; of a mask that is added to logits that is mask.exp()",
+    )
     if isinstance(call, MHLACall):
         _check_mhla(call)
     else:
         _check_sparse(call)
 
 
+def _check_values(
+    name: str, x: torch.Tensor | None, allowed: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    """Ensure that a tensor holds what is allowed, where reading it costs nothing."""
+    if x is not None and _is_free_to_read(x) and x.numel() and not bool(allowed(x).all()):
+        raise ValueError(f"{name} has values from {x.min():g} to {x.max():g}; it must {words}.")
+
+
 def _check_mhla(call: MHLACall) -> None:
-    """Ensure that the mixing matrix fits, and that what the output is divided by is positive."""
-    blocks, heads, mixing = math.prod(call.blocks), call.query.shape[2], call.mixing
-    if not isinstance(mixing, torch.Tensor) or not mixing.is_floating_point():
-        got = mixing.dtype if isinstance(mixing, torch.Tensor) else type(mixing).__name__
-        raise ValueError(f"mixing must be a floating point tensor, got {got}.")
-    if tuple(mixing.shape) not in ((blocks, blocks), (heads, blocks, blocks)):
-        raise ValueError(
-            f"mixing has shape {tuple(mixing.shape)}; for {blocks} blocks and {heads} heads it must be "
-            f"({blocks}, {blocks}) or ({heads}, {blocks}, {blocks})."
-        )
+    """Ensure that settings are allowed, and that what the output is divided by is positive."""
     get_feature_map(call.feature_map)
-    if call.rope not in ("after", "before"):
-        raise ValueError(f"Unknown rope={call.rope!r}; allowed: 'after' or 'before' (the feature map).")
+    check_choice("rope", call.rope, ("after", "before"))
     if not (isinstance(call.eps, Real) and call.eps >= 0):
         raise ValueError(f"eps={call.eps!r} must be a number from 0 up, the floor of feature maps, such as 1e-6.")
-    weight, is_beside = call.linear_weight, call.linear_weight is not None or any(call.extra)
-    if weight is not None and call.causal is None and not any(call.extra):
+    is_beside = call.linear_weight is not None or any(call.extra)
+    if call.linear_weight is not None and call.causal is None and not any(call.extra):
         raise ValueError(
             "linear_weight weighs MHLA beside softmax, which only extra tokens and causal attention have; leave it out."
         )
-    if weight is not None and _is_free_to_read(weight) and not bool((weight > 0).all()):
-        raise ValueError(
-            f"linear_weight={weight.tolist()} must hold positive numbers, such as the exponential of what is trained."
-        )
-    if is_beside and _is_free_to_read(mixing) and not bool((mixing >= 0).all()):
-        raise ValueError(
-            f"mixing has entries down to {mixing.min():.3g}, and beside softmax weights the logarithm of its sums "
-            "is taken; they must not be negative, as after mixing.clamp(min=0)."
-        )
-    if is_beside and not call.normalize:
-        raise ValueError(
-            "Softmax weights, as of extra tokens, share one denominator with MHLA, which needs normalize=True."
-        )
-    if call.feature_map != "relu" or call.eps > 0:
-        return
+    _check_values("linear_weight", call.linear_weight, lambda x: x > 0, "be positive, as the exponential is")
     if is_beside:
-        raise ValueError(
-            f"eps={call.eps} lets a query of the relu feature map have no linear branch; it must be positive."
-        )
-    if call.causal == "token" and call.normalize:
-        raise ValueError(
-            f"eps={call.eps} lets a query of the relu feature map see nothing in its own block, which causal='token' "
-            "divides by what it sees; it must be positive."
-        )
+        words = "not be negative beside softmax weights, as after mixing.clamp(min=0)"
+        _check_values("mixing", call.mixing, lambda x: x >= 0, words)
+    check_denominator(call.feature_map, call.eps, call.normalize, is_beside, call.causal)
 
 
 def _check_sparse(call: SparseCall) -> None:
     """Ensure that the lists and weights of a call fit its tensors."""
-    if call.far not in get_args(Far):
-        raise ValueError(f"Unknown far={call.far!r}; allowed: {', '.join(map(repr, get_args(Far)))}.")
+    check_choice("far", call.far, get_args(Far))
     wanted = call.pooled_bias is not None and call.far == "first-order"
     if (call.state_weight is not None) != wanted:
         raise ValueError(
@@ -448,31 +412,25 @@ def _check_sparse(call: SparseCall) -> None:
         return
     if not isinstance(lists, BlockLists):
         raise ValueError(f"lists={lists!r} must be BlockLists, or None to choose them by content.")
-    blocks, all_heads = block_count(call.grid, lists.block_size), call.query.shape[2]
-    key_blocks = block_count(call.grid, lists.key_block_size)
-    for what, given, expected, size in (
-        ("query", lists.blocks, blocks, lists.block_size),
-        ("key", lists.key_blocks, key_blocks, lists.key_block_size),
-    ):
-        if given != expected:
-            raise ValueError(
-                f"lists are of {given} {what} blocks, but the grid {call.grid} is cut into {expected} of {size} tokens."
-            )
+    all_heads, grid, device = call.query.shape[2], call.grid, call.query.device
     heads = all_heads if call.parallel is None else len(range(all_heads)[call.parallel.heads(all_heads)])
-    if lists.heads != heads:
-        attending = f"query has {heads}" if heads == all_heads else f"this process attends with {heads}"
-        raise ValueError(f"lists are for {lists.heads} heads, but {attending}.")
-    if lists.samples not in (1, call.query.shape[0]):
-        raise ValueError(f"lists are for {lists.samples} samples, but query has {call.query.shape[0]}.")
-    if lists.keys.device != call.query.device:
-        raise ValueError(f"lists are on {lists.keys.device}, but query is on {call.query.device}.")
+    facts: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        f"query blocks of {lists.block_size} tokens": (lists.blocks, (block_count(grid, lists.block_size),)),
+        f"key blocks of {lists.key_block_size} tokens": (lists.key_blocks, (block_count(grid, lists.key_block_size),)),
+        "heads": (lists.heads, (heads,)),
+        "samples": (lists.samples, (1, call.query.shape[0])),
+        "device": (lists.keys.device, (device,)),
+    }
+    for what, (given, allowed) in facts.items():
+        if given not in allowed:
+            raise ValueError(f"lists have {what}: {given}, but query on the grid {grid} needs {allowed[-1]}.")
 
 
 def _check_place(call: MHLACall | SparseCall) -> MHLACall | SparseCall:
     """Ensure that a call has the tokens of its grid, or a process's share of them: the call with its first token."""
     extra, tokens, grid, parallel = call.extra, call.query.shape[1], call.grid, call.parallel
     if isinstance(call, MHLACall) and call.causal is not None:
-        check_causal(call.causal, grid, call.blocks)
+        check_causal(call.causal, grid)
         for name in [
             name for name, is_given in (("extra", any(extra)), ("parallel", parallel is not None)) if is_given
         ]:
@@ -501,16 +459,10 @@ def _check_place(call: MHLACall | SparseCall) -> MHLACall | SparseCall:
                 f"ring_degree={parallel.ring.size} splits MHLA alone, and neither sparse attention nor extra tokens "
                 "such as text; use ContextParallelConfig(ulysses_degree=...)."
             )
-    if any(extra) and count + sum(extra) != tokens:
+    if count + sum(extra) != tokens:
         raise ValueError(
-            f"{extra[0]} tokens before the grid + {count} of the grid {grid}{share} + {extra[1]} after "
-            f"it are {count + sum(extra)}, but query has N={tokens}; extra={extra} must be what the grid "
-            "leaves of N."
-        )
-    if not any(extra) and count != tokens:
-        raise ValueError(
-            f"Token grid {grid}{share} holds {count} tokens, but query has N={tokens}; the product of the grid "
-            "must be N. Tokens that have no place on it are given by extra=(before, after)."
+            f"Token grid {grid}{share} holds {count} tokens, but query has N={tokens} and extra={extra}; the grid "
+            "must hold N tokens without the extra ones before and after it."
         )
     return call if parallel is None else replace(call, first=first)
 

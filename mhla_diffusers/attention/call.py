@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from ..settings import check_choice
 from .derivatives import is_transformed
 from .layout import Extra, Shape, block_count, blocks_of_range
 from .parallel.place import Parallel
@@ -39,6 +40,31 @@ def check_block_size(block_size: Any, name: str = "block_size") -> int:
     if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
         raise ValueError(f"{name}={block_size!r} must be a positive number of tokens, such as 64.")
     return block_size
+
+
+def check_denominator(feature_map: str, eps: float, normalize: bool, beside_softmax: bool, causal: str | None) -> None:
+    """Ensure that what a query divides by is positive.
+
+    Args:
+        feature_map: of MHLA, as its eps and normalize.
+        eps: floor of the features.
+        normalize: whether the output is divided by the normaliser.
+        beside_softmax: whether extra tokens or an own block are attended to with softmax.
+        causal: order of the tokens.
+
+    Raises:
+        ValueError: it may be 0.
+    """
+    if beside_softmax and not normalize:
+        raise ValueError(
+            "normalize=False leaves no denominator to share with softmax weights, of extra tokens or of an own block "
+            "with own='softmax'; they need normalize=True."
+        )
+    if normalize and feature_map == "relu" and eps <= 0 and (beside_softmax or causal == "token"):
+        raise ValueError(
+            f"eps={eps} lets a query of the relu feature map have nothing to divide by in MHLA beside softmax and with "
+            "causal='token'; it must be positive, such as 1e-6."
+        )
 
 
 def list_length(density: float, blocks: int) -> int:
@@ -72,8 +98,7 @@ class UniformBlocks:
                 f"key_block_size={self.key_block_size} must divide block_size={self.block_size}, for example "
                 f"{self.block_size // 2 or 1}."
             )
-        if self.order not in get_args(Order):
-            raise ValueError(f"order={self.order!r} is unknown; allowed: 'content' or 'curve'.")
+        check_choice("order", self.order, get_args(Order))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -111,6 +136,11 @@ class ContentRule(UniformBlocks):
         """
         tokens, query, key = math.prod(list(grid)), block_size, key_block_size
         if query is None:
+            if key is not None:
+                raise ValueError(
+                    f"key_block_size={key} must divide block_size, and block_size=None fits the grid; give both, for "
+                    f"example block_size={2 * key}."
+                )
             query = next((size for size in _BLOCK_SIZES if tokens >= _LEAST_QUERY_BLOCKS * size), _BLOCK_SIZES[-1])
             smallest = 16 if query >= 16 else 4
             sizes = [size for size in _BLOCK_SIZES if smallest <= size <= min(query, _MOST_KEYS)]
@@ -147,11 +177,11 @@ class BlockLists(UniformBlocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         keys = self.keys
-        if not isinstance(keys, torch.Tensor) or keys.dtype != torch.int64:
-            what = keys.dtype if isinstance(keys, torch.Tensor) else type(keys).__name__
-            raise ValueError(f"keys must be an int64 tensor, got {what}; BlockLists.from_mask() takes a mask.")
-        if keys.ndim != 4 or not keys.shape[2]:
-            raise ValueError(f"keys must be (S, H, T, n) for T blocks, got {tuple(keys.shape)}.")
+        if not (isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 4 and keys.shape[2]):
+            got = f"{keys.dtype} {tuple(keys.shape)}" if isinstance(keys, torch.Tensor) else type(keys).__name__
+            raise ValueError(
+                f"keys must be an int64 tensor (S, H, T, n) for T blocks, got {got}; a mask is for from_mask()."
+            )
         if self.key_blocks == 0:
             object.__setattr__(self, "key_blocks", self.blocks)
         is_seen = keys.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()

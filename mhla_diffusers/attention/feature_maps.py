@@ -93,7 +93,7 @@ def get_feature_map(name: str) -> FeatureMap:
     if name not in _FEATURE_MAPS:
         names = get_close_matches(str(name), _FEATURE_MAPS, n=2, cutoff=0.4) or feature_map_names()
         raise ValueError(
-            f"Unknown feature map {name!r}; did you mean {' or '.join(map(repr, names))}? "
+            f"feature_map={name!r} is unknown; did you mean {' or '.join(map(repr, names))}? "
             f"Registered: {', '.join(feature_map_names())}; add one with register_feature_map()."
         )
     return _FEATURE_MAPS[name]

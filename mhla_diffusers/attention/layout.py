@@ -35,40 +35,19 @@ _Box = tuple[int, _Edge, _Edge, _Edge]
 _AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
 
 
-def check_blocks(blocks: Sequence[int], name: str = "blocks") -> Shape:
-    """Return ``blocks`` as a tuple; a ValueError with ``name`` unless they are 1 to 3 positive integers."""
-    if not isinstance(blocks, Sequence) or isinstance(blocks, str):
-        raise ValueError(f"{name}={blocks!r} must be a list of counts, one per axis, for example (4, 4) or (7, 3, 5).")
-    # an integer of any kind, such as NumPy's, as Python's own; anything else as it is
-    counts = tuple(int(x) if hasattr(x, "__index__") and not isinstance(x, bool) else x for x in blocks)
-    if len(counts) not in _AXIS_NAMES:
-        raise ValueError(
-            f"{name}={counts} has {len(counts)} axes; allowed are 1 (length), "
-            "2 (height, width) or 3 (frames, height, width)."
-        )
-    for count in counts:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{name}={counts} must hold positive integers, got {count!r}.")
-    return counts
-
-
-def check_grid(grid: Sequence[int]) -> Shape:
-    """Return a token grid of integers of any kind, such as NumPy's, as a tuple of Python's own.
+def check_grid(grid: Sequence[int], name: str = "grid") -> Shape:
+    """Return a token grid, or block counts, of integers of any kind, such as NumPy's, as a tuple of Python's own.
 
     Raises:
-        ValueError: they are not 1 to 3 positive integers.
+        ValueError: they are not 1 to 3 positive integers; the message has the name.
     """
     given = grid.tolist() if hasattr(grid, "tolist") else grid
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     sizes = tuple(map(_plain_integer, given)) if is_list else ()
-    if not sizes or any(size is None or size < 1 for size in sizes):
+    if len(sizes) not in _AXIS_NAMES or any(size is None or size < 1 for size in sizes):
         raise ValueError(
-            f"grid={grid!r} must be a list of positive integers, tokens per axis, for example (16, 16) or (21, 30, 52)."
-        )
-    if len(sizes) not in _AXIS_NAMES:
-        raise ValueError(
-            f"grid={sizes} has {len(sizes)} axes; allowed are 1 (length), 2 (height, width) or 3 (frames, height, "
-            "width)."
+            f"{name}={grid!r} must be 1 to 3 positive integers: (length,), (height, width) or (frames, height, width), "
+            "such as (16, 16) or (7, 3, 5)."
         )
     return sizes  # type: ignore[return-value]
 
@@ -92,7 +71,7 @@ def check_layout(
 
     ``is_causal``: whether they are those of a causal call, whose blocks are never clamped.
     """
-    grid, blocks = check_grid(grid), check_blocks(blocks, name)
+    grid, blocks = check_grid(grid), check_grid(blocks, name)
     if len(grid) != len(blocks):
         raise ValueError(
             f"{name}={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from ..settings import check_choice
 from .precision import sum_dtype
 
 MixingInit = Literal["locality", "uniform", "identity"]
@@ -37,8 +38,7 @@ def initial_mixing(blocks: Sequence[int], init: MixingInit = "locality") -> torc
         return torch.eye(count)
     if init == "uniform":
         return torch.full((count, count), 1 / count)
-    if init != "locality":
-        raise ValueError(f"Unknown mixing initialisation {init!r}; allowed: locality, uniform, identity.")
+    check_choice("mixing_init", init, get_args(MixingInit))
     distance = torch.cdist(positions, positions)
     farthest = distance.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     nearness = 1 - distance / farthest

@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .api import backend_for, check_backend, check_call, check_causal, empty_output
+from ..settings import check_choice
+from .api import BACKENDS, backend_for, check_call, check_causal, empty_output
 from .call import Backend, MHLACall
 from .causal import (
     Causal,
@@ -73,14 +74,13 @@ class MHLAState:
         **settings: Any,
     ) -> None:
         self.grid, self.blocks = check_layout(grid, blocks, is_causal=True)
-        check_causal(causal, self.grid, self.blocks)
-        check_backend(backend)
+        check_causal(causal, self.grid)
+        check_choice("backend", backend, BACKENDS)
+        check_choice("beyond", beyond, get_args(Beyond))
         get_feature_map(settings.get("feature_map", "relu"))
         unknown = set(settings) - {"feature_map", "rope", "normalize", "eps", "output_norm", "linear_weight"}
         if unknown:
             raise TypeError(f"MHLAState got unknown arguments {', '.join(sorted(unknown))}.")
-        if beyond not in get_args(Beyond):
-            raise ValueError(f"Unknown beyond={beyond!r}; allowed: {', '.join(map(repr, get_args(Beyond)))}.")
         if beyond == "relative" and (self.blocks[0] < 2 or self.grid[0] % self.blocks[0]):
             raise ValueError(
                 f"beyond='relative' carries on blocks of one length, at least two of them, but the first axis of the "

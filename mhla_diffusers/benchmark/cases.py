@@ -11,9 +11,10 @@ import torch
 from ..attention import BlockLists
 from ..attention.call import list_length
 from ..attention.layout import block_count
-from ..config import MHLAConfig, SparseConfig, check_names
+from ..config import MHLAConfig, SparseConfig
 from ..families import Family, Model, families, get_family
 from ..reporting import parse_size, times
+from ..settings import check_names
 
 Work = Literal["softmax", "linear", "lists", "sparse"]
 """Softmax over all pairs, MHLA, softmax over listed pairs alone, or sparse attention."""

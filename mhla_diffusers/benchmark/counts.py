@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..attention.layout import check_layout
 from ..config import AUTOMATIC, MHLAConfig, PatchConfig, is_automatic
 from ..families import get_family
 from ..patching.describe import sizes_of
@@ -45,7 +44,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
     family = get_family(transformer)
     grid = family.grid_of_arguments(transformer, inputs)
     if isinstance(config, MHLAConfig):
-        check_layout(grid, config.blocks_on(grid))
+        config.layout_on(grid)  # raises if the blocks cannot cut the grid
     begun: list[int] = []
 
     def begin(*_: Any) -> None:

@@ -4,7 +4,7 @@ import platform
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -27,6 +27,7 @@ from ..files import check_writable, write_json, write_text
 from ..generation.streaming import decode_latents, stream_latents
 from ..patching import TransformerCall, load_mhla, mhla_layers, require_layers
 from ..reporting import html_media, html_page, html_table, require_matplotlib, text_table
+from ..settings import Settings, allow
 from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
 from ..tiny.digits import FRAMES, Scene
 from . import speed
@@ -55,29 +56,27 @@ _HEADER = (
 
 
 @dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(Settings):
     """What the demo does; ValueError for a value that is not allowed."""
 
     output: Path = Path("outputs/demo")
     family: str = "wan"
     device: str = "cpu"
     seed: int = 0
-    updates: int = 60
+    updates: int = field(default=60, metadata=allow(at_least=0))
     """Updates end to end, after attention transfer, of each attention that is adapted live; 0 for none."""
-    scenes: int = 12
+    scenes: int = field(default=12, metadata=allow(at_least=2))
     """Scenes that every variant generates."""
-    samples: int = 256
+    samples: int = field(default=256, metadata=allow(at_least=16))
     """Scenes to adapt on."""
-    held_out: int = 16
+    held_out: int = field(default=16, metadata=allow(at_least=2))
     """Scenes of held-out digits for the loss."""
-    speed_seconds: float = 40.0
+    speed_seconds: float = field(default=40.0, metadata=allow(at_least=0))
     """For timing attention over growing N; 0 for none."""
 
     def __post_init__(self) -> None:
         tiny_pipeline(self.family)
-        for name, least in (("updates", 0), ("scenes", 2), ("samples", 16), ("held_out", 2), ("speed_seconds", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
+        super().__post_init__()
 
 
 @dataclass(frozen=True)

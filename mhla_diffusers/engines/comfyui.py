@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ..attention.layout import Extra
-from ..config import USUAL_REFRESH, SparseConfig, Step, check
+from ..config import USUAL_REFRESH, SparseConfig, Step
 from ..patching.attend import EngineAttention, EngineSettings
+from ..settings import check
 
 Override = Callable[..., torch.Tensor]
 """Attention that ComfyUI calls with its own attention, query, key, value, number of heads and options."""

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import SparseConfig, check_names, load_patch
+from ..config import SparseConfig, load_patch
 from ..patching.attend import EngineSettings
+from ..settings import check_names
 
 _VARIABLES = {
     "MHLA_DENSITY": "density",

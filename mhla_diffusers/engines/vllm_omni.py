@@ -23,8 +23,9 @@ from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
 from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
 from ..attention.layout import Extra
-from ..config import Step, check
+from ..config import Step
 from ..patching.attend import EngineAttention
+from ..settings import check
 from .environment import settings_from_environment
 
 NAME = "MHLA"

@@ -12,6 +12,7 @@ import torch
 from ..files import IMAGE_SUFFIXES, visible_files, written_aside
 from ..generation.pixels import shown_pixels, shown_shape, upright_rgb
 from ..generation.record import SAMPLE_LIST
+from ..settings import check_value
 from .samples import require_samples
 
 VIDEO_SUFFIX = ".mp4"
@@ -102,8 +103,7 @@ class Images:
 
 def check_batch_size(size: int) -> None:
     """Raise ValueError unless a batch holds a sample."""
-    if size < 1:
-        raise ValueError(f"batch_size={size} must be 1 or more.")
+    check_value("batch_size", size, int, at_least=1)
 
 
 def read_sample(file: Path) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..generation.record import SAMPLE_LIST, Sample, read_sample_list
+from ..settings import check_choice, check_value
 
 
 def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 0) -> list[Sample]:
@@ -12,10 +13,9 @@ def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 
 
     The order "balanced" cycles through the classes; "random" draws them.
     """
-    if count < 1 or labels < 1:
-        raise ValueError(f"count={count} and labels={labels} must be positive.")
-    if order not in ("balanced", "random"):
-        raise ValueError(f"order={order!r} is unknown; allowed: 'balanced', 'random'.")
+    for name, number in (("count", count), ("labels", labels)):
+        check_value(name, number, int, above=0)
+    check_choice("order", order, ("balanced", "random"))
     chance = random.Random(seed)
     chosen = [number % labels if order == "balanced" else chance.randrange(labels) for number in range(count)]
     return [Sample(f"{number:06d}.png", str(label)) for number, label in enumerate(chosen)]
@@ -23,8 +23,7 @@ def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 
 
 def prompt_samples(prompts: Sequence[str], per_prompt: int, suffix: str) -> list[Sample]:
     """List ``{prompt number}-{sample number}`` with a suffix of .png or .mp4; ``per_prompt`` must be positive."""
-    if per_prompt < 1:
-        raise ValueError(f"per_prompt={per_prompt} must be positive.")
+    check_value("per_prompt", per_prompt, int, above=0)
     numbered = [(place, prompt, number) for place, prompt in enumerate(prompts) for number in range(per_prompt)]
     return [Sample(f"{place:05d}-{number}{suffix}", prompt) for place, prompt, number in numbered]
 

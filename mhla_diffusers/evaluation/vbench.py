@@ -10,6 +10,7 @@ from typing import Any
 
 from ..files import content_of, read_json, read_lines, write_json
 from ..generation.record import Sample
+from ..settings import check_names
 
 FLICKERING = "temporal_flickering"
 """The dimension whose videos VBench's static filter chooses."""
@@ -124,8 +125,7 @@ def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
 def _check_scores(scores: Mapping[str, float]) -> None:
     """Raise ValueError for an unknown dimension, or a score outside 0 to 1."""
     for name, score in scores.items():
-        if name not in DIMENSIONS:
-            raise ValueError(f"{name!r} is no dimension of VBench; allowed: {', '.join(DIMENSIONS)}.")
+        check_names([name], list(DIMENSIONS), "dimension of VBench")
         if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
             raise ValueError(
                 f"{name}={score!r} must lie between 0 and 1; VBench's tables show percent, its files not. A dimension "
@@ -201,9 +201,7 @@ def run_vbench(
             folder with results of other videos, or of others at the same path.
         VBenchError: VBench is not installed there, or failed in a dimension; run again to resume with that dimension.
     """
-    unknown = [name for name in dimensions if name not in DIMENSIONS]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)} is no dimension of VBench; allowed: {', '.join(DIMENSIONS)}.")
+    check_names(dimensions, list(DIMENSIONS), "dimension of VBench")
     if not python.is_file():
         raise FileNotFoundError(
             f"There is no Python at {python}. VBench 0.1.5 needs its own environment (transformers 4.33, numpy below "

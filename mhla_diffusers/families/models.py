@@ -5,24 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..settings import Settings, allow
+
 
 @dataclass(frozen=True)
-class Clip:
-    """Frames and size of a video, or of an image, which has one frame; ValueError unless all are positive."""
+class Clip(Settings):
+    """Frames and size of a video, or of an image, which has one frame."""
 
-    frames: int
+    frames: int = field(metadata=allow(above=0))
     """1 for images."""
-    fps: float
+    fps: float = field(metadata=allow(above=0))
     """Frames per second that a video is sampled at."""
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[int, int], ...] = field(metadata=allow(above=0, is_filled=True))
     """(height, width) in pixels; a file gets the size nearest to its aspect ratio."""
-
-    def __post_init__(self) -> None:
-        for name in ("frames", "fps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
-        if not self.sizes or any(side < 1 for size in self.sizes for side in size):
-            raise ValueError(f"sizes={self.sizes} must hold at least one (height, width) in pixels.")
 
     def size_for(self, height: int, width: int) -> tuple[int, int]:
         """Return the size nearest in aspect ratio."""

@@ -13,6 +13,7 @@ import torch
 
 from ..families.styles import takes_picture
 from ..files import file_hash, folder_for_results
+from ..settings import check_value
 from .noise import generator_for
 from .pipelines import PipelineChoice, check_classes
 from .record import (
@@ -46,10 +47,9 @@ class SampleSet(PipelineChoice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.samples:
-            raise ValueError("There are no samples to generate.")
-        if self.batch_size < 1 or (self.batch_size > 1 and any(sample.image for sample in self.samples)):
-            raise ValueError(f"batch_size={self.batch_size} must be positive, and 1 where pictures are given.")
+        check_value("samples", list(self.samples), list[Any], is_filled=True)
+        pictures = any(sample.image for sample in self.samples)
+        check_value("batch_size", self.batch_size, int, at_least=1, at_most=1 if pictures else None)
         suffix = self.of_family.suffix
         wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
         if wrong is not None:
@@ -89,13 +89,8 @@ def plan_samples(
 
     Prompts are text, or for DiT classes by name or number; ``images`` has the picture of each, or None.
     """
-    if not prompts:
-        raise ValueError("There are no prompts; give at least one, or a file with one prompt per line.")
-    if not seeds:
-        raise ValueError("There are no seeds; give at least one.")
-    wrong = next((seed for seed in seeds if not 0 <= seed <= MAX_SEED), None)
-    if wrong is not None:
-        raise ValueError(f"The seed {wrong} is out of range; allowed: 0 to {MAX_SEED}.")
+    check_value("prompts", list(prompts), list[str], is_filled=True)
+    check_value("seeds", list(seeds), list[int], is_filled=True, at_least=0, at_most=MAX_SEED)
     samples = []
     for place, (prompt, image) in enumerate(zip(prompts, images or [None] * len(prompts), strict=True)):
         name = name_of_prompt(prompt)

@@ -2,16 +2,16 @@
 
 import functools
 import inspect
-import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from ..files import check_unique, parse_yaml, read_csv, read_json_lines, read_lines
+from ..files import check_unique, read_csv, read_json_lines, read_lines
+from ..settings import check_names, check_value, parse_yaml
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -102,26 +102,12 @@ def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
     parameters = inspect.signature(pipeline.__call__, eval_str=True).parameters
     annotated = {name: _types(one.annotation) & _WRITABLE for name, one in parameters.items() if name not in _GIVEN}
     allowed = {name: types for name, types in annotated.items() if types}
+    check_names(settings, sorted(allowed), f"setting of a call of {pipeline.__name__}")
     for name, value in settings.items():
-        if name not in allowed:
-            near = get_close_matches(name, allowed, n=2)
-            hint = f"did you mean {' or '.join(map(repr, near))}? Allowed" if near else "allowed"
-            raise ValueError(
-                f"{name!r} is no setting of a call of {pipeline.__name__}; {hint}: {', '.join(sorted(allowed))}."
-            )
         types = allowed[name]
-        is_number = types <= {int, float}
-        # annotations of diffusers often omit None
-        fits = type(value) in types or (type(value) is int and float in types) or (value is None and not is_number)
-        if not fits:
-            names = " or ".join(sorted(kind.__name__ for kind in types))
-            raise ValueError(
-                f"{name}={value!r} is of type {type(value).__name__}, but {pipeline.__name__} takes {names}."
-            )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name}={value} must be finite.")
-        if types == {int} and value < 1:  # integers of these pipelines are sizes and counts
-            raise ValueError(f"{name}={value} must be 1 or more.")
+        kind: Any = functools.reduce(operator.or_, types)
+        # annotations of diffusers often omit None; integers of these pipelines are sizes and counts
+        check_value(name, value, kind if types <= {int, float} else kind | None, at_least=1 if types == {int} else None)
 
 
 def _types(annotation: Any) -> set[type]:

@@ -16,6 +16,7 @@ from ..families import TrainedFamily, families, find_family, get_family, support
 from ..files import content_of, read_json
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
+from ..settings import check_choice, check_value
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
@@ -73,8 +74,7 @@ class PipelineChoice:
             object.__setattr__(self, "weights", str(_result_in(self.weights)))
         choose_device(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        if self.frames_per_second is not None and self.frames_per_second < 1:
-            raise ValueError(f"frames_per_second={self.frames_per_second} must be positive.")
+        check_value("frames_per_second", self.frames_per_second, int | None, above=0)
         if self.frames_per_second is not None and not self.of_family.makes_videos:
             raise ValueError(
                 f"frames_per_second={self.frames_per_second} is for videos, but {self.family!r} makes images; leave it "
@@ -284,9 +284,7 @@ def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], d
 
 def family_named(name: str) -> TrainedFamily:
     """Return the registered family of diffusion models of that name; ValueError if its pipeline cannot be called."""
-    if name not in {family.name for family in families() if family.is_diffusion}:
-        allowed = ", ".join(family.name for family in families() if isinstance(family, TrainedFamily))
-        raise ValueError(f"family={name!r} is unknown; allowed: {allowed}.")
+    check_choice("family", name, [family.name for family in families() if family.is_diffusion])
     return trained_family(name)
 
 

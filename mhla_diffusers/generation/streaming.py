@@ -11,6 +11,7 @@ from ..config import CausalConfig
 from ..families import trained_family
 from ..families.trained import unscaled_latents
 from ..patching import VideoStream, require_layers
+from ..settings import check_value
 
 Generators = torch.Generator | Sequence[torch.Generator]
 
@@ -54,24 +55,17 @@ def stream_latents(
         together.
 
     Raises:
-        TypeError: a prompt that is no text, or a size or count that is no whole number.
-        ValueError: a pipeline that takes pictures or has two transformers, a patch that cannot stream, a size that does
-            not divide into tokens, or fewer than one prompt, frame block or step.
+        ValueError: a prompt, size or count that is not allowed, a pipeline that takes pictures or has two transformers,
+            a patch that cannot stream, or a size that does not divide into tokens.
     """
     from diffusers.utils.torch_utils import randn_tensor
 
     transformer, family = pipe.transformer, trained_family(pipe.transformer)
     prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(prompts, Sequence) or not all(isinstance(text, str) for text in prompts):
-        raise TypeError(f"prompt={prompt!r} must be a text, or a list of texts for a batch.")
-    if not prompts:
-        raise ValueError("There are no prompts; give a text, or a list of texts for a batch.")
-    wholes = {"height": height, "width": width, "steps": steps}
-    for name, value in (wholes if frame_blocks is None else {**wholes, "frame_blocks": frame_blocks}).items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} must be a whole number.")
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_value("prompt", prompts, list[str], is_filled=True)
+    for name, value in (("height", height), ("width", width), ("steps", steps)):
+        check_value(name, value, int, at_least=1)
+    check_value("frame_blocks", frame_blocks, int | None, at_least=1)
     if getattr(pipe, "transformer_2", None) is not None:
         raise ValueError(
             f"This {type(pipe).__name__} has a second transformer for the last steps, whose stream would lack the "

@@ -22,9 +22,10 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from ..attention.rope import Rotary, rotated
-from ..config import CausalConfig, MHLAConfig, PatchConfig, SparseConfig, check, check_names, kind_of
+from ..config import CausalConfig, MHLAConfig, PatchConfig, SparseConfig, kind_of
 from ..families import AttentionInputs
 from ..patching.layer import FLOAT32_PARAMETERS, Convolution, Gate, MHLALayer, SparseLayer
+from ..settings import check, check_names
 
 Grid = tuple[int, int]
 """Rows and columns of tokens."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..attention.layout import Extra, Shape, check_blocks
+from ..attention.layout import Extra, Shape, check_grid
 from ..config import SparseConfig, Step
 from ..families import find_family, unwrapped
 from ..families.patched_classes import switch, switch_back
@@ -49,7 +49,7 @@ class AnyPatch:
 
     def __init__(self, config: SparseConfig, grid: Grid, extra: Extras, pipe: Any) -> None:
         self.settings = EngineSettings(config, min_tokens=0)
-        self.grid = grid if callable(grid) else check_blocks(grid, "grid")
+        self.grid = grid if callable(grid) else check_grid(grid)
         self.extra = extra if callable(extra) else _check_extra(extra)
         self._pipe = None if pipe is None else weakref.ref(pipe)
         if pipe is None and config.asks_for_dense_steps:
@@ -77,7 +77,7 @@ class AnyPatch:
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the model with sparse attention; ValueError for a grid that is none."""
-        grid = check_blocks(self.grid(*args, **kwargs), "grid") if callable(self.grid) else self.grid
+        grid = check_grid(self.grid(*args, **kwargs)) if callable(self.grid) else self.grid
         extra = _check_extra(self.extra(*args, **kwargs)) if callable(self.extra) else self.extra
         attention = self._attentions.setdefault(threading.get_ident(), EngineAttention(self.settings, logger))
         calls = _SparseCalls(attention, grid, extra, self.step())

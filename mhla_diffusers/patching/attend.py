@@ -10,21 +10,22 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..attention import sparse_attention
 from ..attention.layout import Extra, check_grid
-from ..config import SparseConfig, Step, check
+from ..config import SparseConfig, Step
+from ..settings import Settings, allow, check
 from .carry import CarriedForward, Half
 
 _DENSE_STEP = "dense steps"
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class EngineSettings(Settings):
     """What an engine's attention does.
 
     Raises:
@@ -33,9 +34,9 @@ class EngineSettings:
 
     config: SparseConfig = SparseConfig()
     """Density, block sizes, order, the steps in which attention stays dense, and what these show the others."""
-    softmax_layers: tuple[int, ...] = ()
+    softmax_layers: tuple[int, ...] = field(default=(), metadata=allow(at_least=0))
     """Layers whose attention stays dense, from 0."""
-    min_tokens: int = 4096
+    min_tokens: int = field(default=4096, metadata=allow(at_least=0))
     """Sequences of fewer tokens stay dense, since there sparse attention gains next to nothing."""
 
     def __post_init__(self) -> None:
@@ -48,15 +49,7 @@ class EngineSettings:
             "SparseConfig(density=0.05), with softmax_layers for layers that stay dense. Other patches run in "
             "diffusers, with apply_mhla() or load_mhla().",
         )
-        dense: Any = self.softmax_layers
-        check(
-            isinstance(dense, tuple | list) and all(type(layer) is int and layer >= 0 for layer in dense),
-            f"softmax_layers={dense!r} must be numbers of layers from 0, such as (0, 1).",
-        )
-        check(
-            type(self.min_tokens) is int and self.min_tokens >= 0,
-            f"min_tokens={self.min_tokens!r} must be a number of tokens such as 4096, or 0 for any sequence.",
-        )
+        super().__post_init__()
 
 
 class EngineAttention:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..attention.costs import AttentionSizes
-from ..attention.layout import block_count, check_blocks, check_layout, fit_blocks, smallest_and_largest
+from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and_largest
 from ..config import FEWEST_REFRESHED, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
@@ -22,7 +22,7 @@ from .layer import layer_of
 from .processor import MHLAProcessor, runs_mhla
 
 if TYPE_CHECKING:
-    from .few_step_scheduler import FewSteps
+    from .few_steps import FewSteps
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def describe(
         found.any_model = "\n".join(f"{type(module).__name__}: {patch}" for module, patch in patches.items())
         return found
     transformers = find_transformers(model)
-    grids = dict.fromkeys(transformers, None if grid is None else check_blocks(grid, "grid"))
+    grids = dict.fromkeys(transformers, None if grid is None else check_grid(grid, "grid"))
     for component, given in grids.items():
         axes = get_family(transformers[component]).axes
         if given is not None and len(given) != axes:
@@ -244,11 +244,8 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
     config: PatchConfig | None = layer.config if layer is not None else processor.config if running else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
-    if wanted is not None and isinstance(config, CausalConfig):
-        config.check_whole(wanted)
-        check_layout(config.grid_from(wanted), config.blocks_on(wanted), is_causal=True)
-    elif wanted is not None and isinstance(config, MHLAConfig):
-        check_layout(wanted, config.blocks_on(wanted))
+    if wanted is not None and isinstance(config, LinearConfig):
+        config.layout_on(wanted)  # raises if the blocks cannot cut the grid
     sizes, density = None, None
     if grid is not None:
         sizes = sizes_of(attn, family, config if running else None, grid, family.extra_tokens)

@@ -2,11 +2,7 @@
 
 import hashlib
 import logging
-import math
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,108 +13,9 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401
 from torch import nn
 
-from ..config import check, check_names
-from .steps import step_cache
+from .few_steps import FewSteps
 
 logger = logging.getLogger(__name__)
-
-MOST_STEPS = 8
-
-
-@dataclass(frozen=True)
-class FewSteps:
-    """How a distilled model samples: from noise, each step predicts the latents and adds fresh noise for the next.
-
-    Raises:
-        ValueError: times that do not begin at 1.0, rise or are too many, or a guidance below 1.
-    """
-
-    times: tuple[float, ...]
-    """σ of flow matching at which the model runs: from 1.0, pure noise, downwards; as many as there are steps."""
-    guidance: float = 1.0
-    """Scale of classifier-free guidance that was distilled in; the pipeline itself is called with 1.0, without it."""
-
-    def __post_init__(self) -> None:
-        def is_number(value: Any) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool)
-
-        times = self.times
-        check(
-            isinstance(times, list | tuple)
-            and all(map(is_number, times))
-            and 1 <= len(times) <= MOST_STEPS
-            and times[0] == 1
-            and all(earlier > later > 0 for earlier, later in pairwise(times)),
-            f"times={list(times) if isinstance(times, tuple) else times!r} must be a list of 1 to {MOST_STEPS} values "
-            "of σ that begin at 1.0 and fall, above 0, such as [1.0, 0.9, 0.75, 0.5].",
-        )
-        object.__setattr__(self, "times", tuple(map(float, times)))
-        guided = is_number(self.guidance) and 1 <= self.guidance < math.inf
-        check(guided, f"guidance={self.guidance!r} must be a number: 1.0, which is none, or more.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON holds them."""
-        return {"times": list(self.times), "guidance": self.guidance}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "FewSteps":
-        """Invert :meth:`to_dict`.
-
-        Raises:
-            ValueError: unknown names, or values that are not allowed.
-        """
-        check_names(content, ["times", "guidance"], "key", "few_steps.")
-        return cls(content.get("times", ()), content.get("guidance", 1.0))
-
-    def __str__(self) -> str:
-        count, times = len(self.times), ", ".join(f"{time:.3g}" for time in self.times)
-        plural = "s" if count > 1 else ""
-        guided = f"; guidance {self.guidance:g} is distilled in" if self.guidance > 1 else ""
-        return f"samples in {count} step{plural}, at σ = {times}, without guidance{guided}"
-
-    def check_call(self, settings: Mapping[str, Any]) -> None:
-        """Raise unless arguments of a pipeline's call agree with how its model was distilled.
-
-        Args:
-            settings: arguments of the call that a user has chosen.
-
-        Raises:
-            ValueError: another number of steps, or guidance.
-        """
-        steps, count = settings.get("num_inference_steps"), len(self.times)
-        check(
-            steps in (None, count),
-            f"num_inference_steps={steps} contradicts the patch, which was distilled to {count} steps; allowed: "
-            f"{count}, or leave it out. remove_mhla() brings the model of before back, which takes any number.",
-        )
-        guidance = settings.get("guidance_scale")
-        check(
-            guidance in (None, 1),
-            f"guidance_scale={guidance} contradicts the patch, into which guidance of {self.guidance:g} was "
-            "distilled; allowed: 1.0, or leave it out.",
-        )
-
-    def warn_of_call(self, transformer: nn.Module, pipe: Any) -> None:
-        """Warn of what spoils the samples of a forward that begins: guidance, and a cache that extrapolates.
-
-        Args:
-            transformer: the distilled model.
-            pipe: pipeline that calls it; None where that is not known.
-        """
-        cache = step_cache(transformer)
-        if cache is not None and cache[0] == "TaylorSeer":
-            warnings.warn(
-                "TaylorSeer extrapolates from step to step, and this model was distilled to a few steps with fresh "
-                f"noise between them, so its samples are spoilt; call {cache[1]}.",
-                stacklevel=3,
-            )
-        if self.guidance > 1 and getattr(pipe, "do_classifier_free_guidance", False):
-            warnings.warn(
-                f"guidance_scale={getattr(pipe, 'guidance_scale', 'unknown')}: guidance of {self.guidance:g} was "
-                "distilled into this model, which is now guided twice and slower; call the pipeline with "
-                "guidance_scale=1.0.",
-                stacklevel=3,
-            )
 
 
 class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]

@@ -25,7 +25,7 @@ from .steps import DenoisingLoop
 from .weights import has_lora, runs_lora
 
 if TYPE_CHECKING:
-    from .few_step_scheduler import FewSteps
+    from .few_steps import FewSteps
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from ..attention import (
     reference_weights,
     resize_mixing,
 )
-from ..attention.layout import check_layout
 from ..attention.parallel.collectives import rows_around
 from ..attention.parallel.place import Parallel
 from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
@@ -264,12 +263,8 @@ class MHLALayer(PatchedLayer):
         mixing: torch.Tensor = self.mixing
         heads = slice(inputs.first_head, inputs.first_head + inputs.query.shape[2])
         mixing, weight = mixing[heads] if mixing.ndim == 3 else mixing, None if weight is None else weight[heads]
-        if isinstance(config, CausalConfig):
-            config.check_whole(grid)
-            grid, causal = config.grid_from(grid), config.causal
-        else:
-            causal = None
-        call_grid, blocks = check_layout(grid, config.blocks_on(grid), is_causal=causal is not None)
+        causal = config.causal if isinstance(config, CausalConfig) else None
+        call_grid, blocks = config.layout_on(grid)
         if blocks != config.blocks:
             # in every forward, about 1% of the time at most: one that is kept would miss changes through .data
             extended = causal is not None
@@ -343,7 +338,7 @@ class MHLALayer(PatchedLayer):
     def _step(self, state: MHLAState, inputs: AttentionInputs, keep: bool) -> torch.Tensor:
         """The next step of a state, with the weights of now."""
         assert isinstance(self.config, CausalConfig)
-        self.config.check_whole(inputs.grid)
+        self.config.grid_from(inputs.grid)  # raises unless it ends with a frame block
         weights: dict[str, Any] = {
             "mixing": self.mixing.clamp_min(0) if self.config.needs_positive_mixing else self.mixing,
             "output_norm": self.output_norm,

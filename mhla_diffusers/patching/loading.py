@@ -3,28 +3,19 @@
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
-from difflib import get_close_matches
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..config import (
-    KINDS,
-    PatchConfig,
-    adapted_patch_folder,
-    adapted_patch_names,
-    check,
-    check_choice,
-    check_names,
-    patch_names,
-)
+from ..config import KINDS, PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from ..files import check_hash, read_json
+from ..settings import check, check_value, nearest, said_allowed
 from .finding import find_transformers, is_patched
 from .handle import Patched
 from .installing import install, replace_weights
@@ -43,12 +34,10 @@ from .saving import (
 from .weights import LORA, base_weights, check_writable, load_lora, resized
 
 Model = TypeVar("Model")
-Record = TypeVar("Record", PatchRecord, TransformerRecord)
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Files that are never loaded."""
 _ARGUMENTS = ("blocks", "density", "backend", "revision", "token", "keep_replaced")
-_WORDS = {str: "text", int: "an integer", dict: "an object", list: "a list of names"}
 
 
 def load_mhla(
@@ -92,24 +81,16 @@ def load_mhla(
         FileNotFoundError: no patch there.
     """
     for name in others:
-        near = get_close_matches(name, _ARGUMENTS, n=1)
-        hint = f"did you mean {near[0]!r}? Allowed" if near else "allowed"
-        setting = (near or [name])[0]
-        is_setting = any(setting in {field.name for field in fields(kind)} for kind in KINDS)
-        later = f" After loading, change_mhla(model, {setting}={others[name]!r}) changes it." if is_setting else ""
-        raise ValueError(f"load_mhla has no argument {name!r}; {hint}: {', '.join(_ARGUMENTS)}.{later}")
-    check(isinstance(keep_replaced, bool), f"keep_replaced={keep_replaced!r} must be True or False.")
+        is_setting = any(name in {field.name for field in fields(kind)} for kind in KINDS)
+        later = f" After loading, change_mhla(model, {name}={others[name]!r}) changes it." if is_setting else ""
+        raise ValueError(f"load_mhla has no argument {name!r}; {said_allowed(name, _ARGUMENTS)}{later}")
+    check_value("keep_replaced", keep_replaced, bool)
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
     tensors = load_file(check_file(folder, record))
     for name, tensor in tensors.items():
         check_finite(f"{folder / record.file}: {name}", tensor)
-    lora = load_file(_check_content(folder, **record.lora)) if record.lora else {}
-    few_steps = None
-    if record.few_steps:
-        from .few_step_scheduler import FewSteps, sample_in
-
-        few_steps = FewSteps.from_dict(record.few_steps)
+    lora = load_file(_check_content(folder, record.lora.file, record.lora.sha256)) if record.lora else {}
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
@@ -144,8 +125,11 @@ def load_mhla(
             if own_lora:
                 load_lora(patched.transformer, own_lora)
                 patched.lora = LORA
-            if few_steps is not None:
-                patched.few_steps, patched.replaced_scheduler = few_steps, sample_in(model, few_steps)
+            if record.few_steps is not None:
+                from .few_step_scheduler import sample_in
+
+                patched.few_steps = record.few_steps
+                patched.replaced_scheduler = sample_in(model, record.few_steps)
     except BaseException:  # no memory, or interrupted
         if is_patched(model) and all(patched.replaced_weights is not None for patched, *_ in plans):
             remove_mhla(model)
@@ -188,10 +172,9 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
     except HFValidationError:
         is_hub_id = False
     if not is_hub_id:
-        near = get_close_matches(path.name, adapted_patch_names(), n=3, cutoff=0.4) if len(path.parts) == 1 else []
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        near = nearest(path.name, adapted_patch_names(), count=3, cutoff=0.4) if len(path.parts) == 1 else ""
         raise FileNotFoundError(
-            f"{patch} is no folder, no Hub id (owner/name) and no adapted patch that ships.{hint} "
+            f"{patch} is no folder, no Hub id (owner/name) and no adapted patch that ships{near and '; ' + near} "
             f"These ship: {', '.join(adapted_patch_names()) or 'none'}."
         )
     if path.parent.is_dir() and revision is None:
@@ -230,39 +213,12 @@ def read_record(folder: Path) -> PatchRecord:
             version == FORMAT_VERSION,
             f"format version {version!r} is unknown to this version of mhla_diffusers, which reads {FORMAT_VERSION}.",
         )
-        record = _parse(PatchRecord, content, "")
-        check(bool(record.transformers), "transformers is empty, but a patch is for at least one.")
+        record = PatchRecord.read(content)
         for part in record.transformers.values():
-            PatchConfig.from_dict(part.patch)
-        is_lora = set(record.lora) == {"file", "sha256"} and all(isinstance(one, str) for one in record.lora.values())
-        check(not record.lora or is_lora, f"lora must hold file and sha256, got {record.lora!r}.")
+            PatchConfig.read(part.patch)
         return record
     except ValueError as error:
         raise ValueError(f"{path} is no valid patch: {error}") from error
-
-
-def _parse(kind: type[Record], content: Any, path: str) -> Record:
-    """Make a record from JSON and check all of its fields; ``path`` stands before their names in errors."""
-    check(isinstance(content, Mapping), f"{path.rstrip('.') or 'it'} must be an object with names, got {content!r}.")
-    known = {entry.name: entry for entry in fields(kind)}
-    check_names(content, list(known), "key", path)
-    values = dict(content)
-    for name, entry in known.items():
-        if name not in content:
-            check(entry.default_factory is not MISSING, f"{path}{name} is missing.")
-            continue
-        value = content[name]
-        wanted: Any = get_origin(entry.type) or entry.type
-        if wanted is Literal:
-            check_choice(path + name, value, get_args(entry.type))
-            continue
-        fits = isinstance(value, wanted) and not isinstance(value, bool)
-        if wanted is list:
-            fits = fits and all(isinstance(one, str) for one in value)
-        check(fits, f"{path}{name} must be {_WORDS[wanted]}, got {value!r}.")
-        if entry.type == dict[str, TransformerRecord]:
-            values[name] = {key: _parse(TransformerRecord, part, f"{path}{name}.{key}.") for key, part in value.items()}
-    return kind(**values)
 
 
 def check_file(folder: Path, record: PatchRecord) -> Path:

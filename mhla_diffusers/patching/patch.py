@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attention.call import check_denominator
 from ..config import (
     AUTOMATIC,
     CausalConfig,
@@ -24,6 +25,7 @@ from ..config import (
     parse_layers,
 )
 from ..families import get_family
+from ..settings import check_value
 from .any_model import Extras, Grid, any_patches, apply_to_any, remove_from_any
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
 from .finding import (
@@ -437,11 +439,9 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
                 f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
                 f"blocks={family.mhla_blocks}."
             )
-        if family.adapter.has_extra and not config.normalize:
-            raise ValueError(
-                f"normalize=False leaves {kind} no common denominator with the softmax over its extra tokens; leave it "
-                "at True."
-            )
+        causal = config.causal if isinstance(config, CausalConfig) else None
+        extra = family.adapter.has_extra
+        check_denominator(config.feature_map, config.eps, config.normalize, extra, causal)
         if family.adapter.rope_by_head and config.rope != "before":
             raise ValueError(
                 f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other "
@@ -503,9 +503,7 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
     if isinstance(parsed, Fraction):
         kept = 1 - parsed
         return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
-    for index in parsed:
-        if not -count <= index < count:
-            raise ValueError(f"Layer {index} is out of range: the model has {count} layers, {-count} to {count - 1}.")
+    check_value("layers", list(parsed), list[int], at_least=-count, at_most=count - 1)
     chosen = sorted(index % count for index in parsed)
     twice = sorted({index for index in chosen if chosen.count(index) > 1})
     if twice:

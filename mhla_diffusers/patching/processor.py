@@ -9,12 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..attention import MHLAState, check_backend
-from ..attention.layout import check_blocks
+from ..attention import BACKENDS, MHLAState
+from ..attention.layout import check_grid
 from ..attention.rope import SteadyRotary, steady
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
+from ..settings import check_choice
 from . import carry
 from .context import current
 from .layer import FLOAT32_PARAMETERS, MHLALayer, PatchedLayer, SparseLayer, layer_of, replaced_processor
@@ -83,10 +84,10 @@ class MHLAProcessor:
                 f"config={config!r} must be MHLAConfig, SparseConfig or CausalConfig; single settings are keywords, "
                 "such as MHLAProcessor(blocks=(7, 3, 5))."
             )
-        check_backend(backend)
+        check_choice("backend", backend, BACKENDS)
         is_blank = config is None and not settings and grid is None and backend == "auto"
         self._config = config if config is not None or is_blank else PatchConfig.from_dict(settings)
-        self.grid = None if grid is None else check_blocks(grid, "grid")
+        self.grid = None if grid is None else check_grid(grid, "grid")
         self.backend = backend
         self._left: WeakKeyDictionary[Any, tuple[Any, AttentionAdapter]] = WeakKeyDictionary()
         """Attentions whose patch was removed, with the processor of before, should this one be set again."""

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,15 +20,12 @@ import torch
 from torch import nn
 
 from ..files import file_hash, write_json, write_tensors
+from ..settings import Settings, allow, check_choice
 from .describe import describe
-from .finding import (
-    find_transformers,
-    mhla_layers,
-    require_layers,
-    require_patched,
-)
+from .few_steps import FewSteps
+from .finding import find_transformers, mhla_layers, require_layers, require_patched
 from .handle import Patched
-from .weights import base_weights, has_lora, is_plain, lora_weights, refuse_weights_on_disk
+from .weights import base_weights, check_plain, has_lora, lora_weights, refuse_weights_on_disk
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ _OPTIONAL = ("few_steps", "lora")
 
 
 @dataclass(frozen=True)
-class TransformerRecord:
+class TransformerRecord(Settings):
     """What a saved patch says of one transformer, to recognise the model that it fits."""
 
     family: str
@@ -60,7 +57,15 @@ class TransformerRecord:
 
 
 @dataclass(frozen=True)
-class PatchRecord:
+class LoraFile(Settings):
+    """File of a LoRA that belongs to a saved patch."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PatchRecord(Settings):
     """Content of ``mhla_config.json``."""
 
     format_version: int
@@ -70,13 +75,13 @@ class PatchRecord:
     weights: Weights
     file: str
     sha256: str
-    transformers: dict[str, TransformerRecord]
+    transformers: dict[str, TransformerRecord] = field(metadata=allow(is_filled=True))
     unpatched: list[str] = field(default_factory=list)
     """Transformers of the pipeline that the patch leaves alone."""
-    few_steps: dict[str, Any] = field(default_factory=dict)
-    """Fields of :class:`FewSteps` of a patch that was distilled; empty otherwise."""
-    lora: dict[str, Any] = field(default_factory=dict)
-    """``file`` and ``sha256`` of the LoRA that belongs to the patch; empty without one."""
+    few_steps: FewSteps | None = None
+    """How a patch samples that was distilled."""
+    lora: LoraFile | None = None
+    """LoRA that belongs to the patch."""
 
     def settings(self) -> dict[str, Any]:
         """Return what belongs to the tensors, as the safetensors file carries it."""
@@ -85,7 +90,7 @@ class PatchRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the JSON."""
-        return {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL}
+        return {name: value for name, value in super().to_dict().items() if value or name not in _OPTIONAL}
 
 
 def save_mhla(
@@ -135,15 +140,13 @@ def _collect(
     model: Any, weights: Weights, base: Any, base_model: str | None, dtype: torch.dtype | None
 ) -> tuple[PatchRecord, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Check everything and write nothing: the record without its files, the tensors, and those of the LoRA."""
-    if weights not in get_args(Weights):
-        raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(get_args(Weights))}.")
+    check_choice("weights", weights, get_args(Weights))
     if base is not None and weights != "changed":
         raise ValueError(
             f"base is what weights='changed' compares with, and weights={weights!r} compares nothing; give "
             "weights='changed' as well, or leave base out."
         )
-    if dtype is not None and dtype not in _FLOAT_TYPES:
-        raise ValueError(f"dtype={dtype!r} must be None or one of {', '.join(map(str, _FLOAT_TYPES))}.")
+    check_choice("dtype", dtype, (*_FLOAT_TYPES, None))
     require_layers(model)
     handles = require_patched(model)
     base_model = base_model or loaded_from(model, next(iter(handles.values())).transformer)
@@ -180,7 +183,7 @@ def _collect(
         sha256="",
         transformers=records,
         unpatched=sorted(set(find_transformers(model)) - set(handles)),
-        few_steps={} if few_steps is None else few_steps.to_dict(),
+        few_steps=few_steps,
     )
     return record, tensors, lora
 
@@ -233,13 +236,7 @@ def _choose_tensors(
             "Fuse and unload them first, or save weights='mhla' and the adapters with save_lora_weights()."
         )
     for key, tensor in (own | state).items():
-        if not is_plain(tensor):
-            raise ValueError(
-                f"{name}.{key} is no plain tensor but a {type(tensor).__name__}: quantised or sharded weights cannot "
-                "be saved. weights='mhla' saves MHLA's own tensors alone, which quantisation passes over."
-            )
-        if tensor.is_meta:
-            raise ValueError(f"{name}.{key} is offloaded and has no data; switch offloading off before saving.")
+        check_plain(f"{name}.{key}", tensor, "save the patch")
     if weights != "changed":
         return own | state
     reference = base_weights(_base_transformer(name, patched, base, base_model))
@@ -340,14 +337,14 @@ def _write(
     earlier = [path for path in folder.glob("*.safetensors") if f'"{path.name}"'.encode() in named_before]
     if lora:
         file, digest = _write_tensors(folder, "lora", lora, {"format": "pt"})
-        record = replace(record, lora={"file": file, "sha256": digest})
+        record = replace(record, lora=LoraFile(file, digest))
     # a single entry, since safetensors writes several in any order and the file is named after its content
     metadata = {"mhla": json.dumps(record.settings(), sort_keys=True)}
     file, digest = _write_tensors(folder, "mhla", tensors, metadata)
     record = replace(record, file=file, sha256=digest)
     write_json(record.to_dict(), config)
     for path in earlier:
-        if path.name not in (file, record.lora.get("file")):
+        if path.name not in (file, record.lora and record.lora.file):
             path.unlink(missing_ok=True)
     return record
 
@@ -473,17 +470,14 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    from .few_step_scheduler import FewSteps
-
     base, on_hub = record.base_model, "/" in record.base_model
     data = ModelCardData(
         base_model=base if on_hub else None, library_name="diffusers", tags=["mhla", "linear-attention"]
     )
     settings = {name: part.patch for name, part in record.transformers.items()}
     sampling = ""
-    if record.few_steps:
-        few_steps = FewSteps.from_dict(record.few_steps)
-        sampling = _SAMPLING.format(few=few_steps, count=len(few_steps.times))
+    if record.few_steps is not None:
+        sampling = _SAMPLING.format(few=record.few_steps, count=len(record.few_steps.times))
     body = _CARD.format(
         title=repo_id.split("/")[-1],
         repo_id=repo_id,

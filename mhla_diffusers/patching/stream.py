@@ -14,8 +14,8 @@ from torch import nn
 
 from ..attention import MHLAState
 from ..attention.rope import Rotary
-from ..config import check, check_names
 from ..families import get_family, unwrapped
+from ..settings import check, check_names, check_value
 from .context import Grid, call_context
 from .finding import find_transformers
 from .layer import MHLALayer, layer_of
@@ -125,7 +125,7 @@ class VideoStream:
                 too late for the model's RoPE or with ``beyond="error"`` for the patch; tokens that are split between
                 processes; or a call in which not all layers attend with MHLA. The stream is then as before.
         """
-        check(isinstance(keep, bool), f"keep={keep!r} must be True or False.")
+        check_value("keep", keep, bool)
         forward: Any = type(self._inside).forward
         names = inspect.signature(forward).parameters
         if not any(one.kind is one.VAR_KEYWORD for one in names.values()):

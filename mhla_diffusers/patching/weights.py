@@ -13,7 +13,8 @@ from torch import nn
 
 from ..attention import extend_mixing, resize_mixing
 from ..attention.mixing import causal_mixing
-from ..config import CausalConfig, LinearConfig, PatchConfig, check
+from ..config import CausalConfig, LinearConfig, PatchConfig
+from ..settings import check
 from .layer import attentions_of
 
 LORA = "mhla"
@@ -53,11 +54,6 @@ def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
     return state
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds its values as they are: no quantised parameter, no part of a sharded one."""
-    return type(tensor) in (torch.Tensor, nn.Parameter)
-
-
 def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -> None:
     """Raise unless weights of the model can be written.
 
@@ -83,13 +79,28 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
     whole = all(tensor.is_meta for tensor in transformer.state_dict().values())
     for name in filter(places.__contains__, names):
         place = places[name][0]
-        if not is_plain(place):
-            raise ValueError(
-                f"{name} is no plain tensor but a {type(place).__name__}: quantised or sharded weights cannot be "
-                f"replaced; {purpose} before that, or load the model again with from_pretrained()."
-            )
-        if place.is_meta and not whole:
-            raise ValueError(f"{name} is offloaded; switch offloading off before you {purpose}.")
+        check_plain(name, place, purpose, whole)
+
+
+def check_plain(name: str, tensor: torch.Tensor, purpose: str, may_be_meta: bool = False) -> None:
+    """Raise unless a weight holds its values.
+
+    Args:
+        name: of the weight.
+        tensor: the weight.
+        purpose: for the error, such as "save the patch".
+        may_be_meta: whether it may be on the meta device, as where the whole model is.
+
+    Raises:
+        ValueError: it is quantised, sharded or offloaded.
+    """
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}, quantised or sharded; {purpose} before that, save weights='mhla', "
+            "which takes MHLA's own tensors alone, or load the model again with from_pretrained()."
+        )
+    if tensor.is_meta and not may_be_meta:
+        raise ValueError(f"{name} is offloaded; switch offloading off before you {purpose}.")
 
 
 # Offloading

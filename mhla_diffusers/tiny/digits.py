@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from safetensors.torch import load_file
 
+from ..settings import check_choice
+
 Split = Literal["train", "held-out"]
 
 PICTURE_SIZE = 64
@@ -77,8 +79,7 @@ class Scene:
 
 def load_digits(split: Split) -> Digits:
     """Load the digits of one split; every fifth of the 1797 is held out. ValueError for an unknown split."""
-    if split not in ("train", "held-out"):
-        raise ValueError(f"split={split!r} is unknown; allowed: 'train', 'held-out'.")
+    check_choice("split", split, ("train", "held-out"))
     shipped = load_file(DIGITS_FILE)
     images, labels = shipped["images"].float() / 16, shipped["labels"].long()
     held_out = torch.arange(len(labels)) % _HELD_OUT_EVERY == 0

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..devices import choose_device
+from ..settings import check_value
 from .pipelines import tiny_pipeline
 
 ASSET_FOLDER = Path(__file__).parent / "assets"
@@ -47,8 +48,7 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
     from diffusers import DiffusionPipeline
 
     folder, place = pipeline_folder(family), choose_device(str(device))
-    if not isinstance(control, bool):
-        raise ValueError(f"control={control!r} must be True or False.")
+    check_value("control", control, bool)
     check_asset(folder)
     pipe = DiffusionPipeline.from_pretrained(folder)
     if control:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..attention.layout import check_layout
-from ..config import CausalConfig, MHLAConfig, SparseConfig, check
+from ..config import LinearConfig, SparseConfig
 from ..devices import launched_processes
 from ..families import FlowMatching, classes_that_are_split, get_family, trained_family
 from ..families.processes import KNOWN_FRAMES
 from ..patching import MHLALayer, find_patched, mhla_layers
+from ..settings import check
 from .config import TrainingConfig
 from .distributed import check_groups, uses_fsdp2
 from .latents.data import TrainingData
@@ -52,10 +52,11 @@ def check_installed(config: TrainingConfig) -> None:
 def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
     """Raise ValueError unless transformer, data and configuration fit each other; reads no weights."""
     layers, family = mhla_layers(transformer), trained_family(transformer)
-    if layers and config.patch is None:
-        raise ValueError("The transformer is patched, but the configuration says patch: null; set patch to its patch.")
-    if not layers and config.patch is not None:
-        raise ValueError(f"The configuration has patch={config.patch!r}, but the transformer is not patched.")
+    check(
+        bool(layers) == (config.patch is not None),
+        f"patch={config.patch!r}, but the transformer is {'patched' if layers else 'not patched'}; both must have the "
+        "same patch, or none.",
+    )
     for patched in find_patched(transformer).values():
         check(
             patched.lora in (None, STUDENT),
@@ -81,11 +82,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
                     "every query lists it: that is softmax attention, and nothing would be adapted. Choose a smaller "
                     "block_size.",
                 )
-            elif isinstance(patch, CausalConfig):
-                patch.check_whole(grid)
-                check_layout(patch.grid_from(grid), patch.blocks_on(grid), is_causal=True)
-            elif isinstance(patch, MHLAConfig):
-                check_layout(grid, patch.blocks_on(grid))
+            elif isinstance(patch, LinearConfig):
+                patch.layout_on(grid)  # raises if the blocks cannot cut the grid
     for index, stage in enumerate(config.stages):
         check(
             stage.trainable != "mhla" or any(isinstance(layer, MHLALayer) for layer in layers.values()),
@@ -118,14 +116,9 @@ def _check_data(data: TrainingData, config: TrainingConfig) -> None:
     held_out = config.validation.samples
     left = len(data) - held_out
     check(
-        left > 0,
-        f"The data holds {len(data)} samples and validation.samples={held_out} of them are held out, which leaves none "
-        "to train on.",
-    )
-    check(
         config.batch_size <= left,
-        f"batch_size={config.batch_size} is more than the {left} samples to train on, of which every batch would hold "
-        f"some several times. Choose batch_size={left} or less, or encode more data.",
+        f"batch_size={config.batch_size} is more than the {left} samples to train on: the data holds {len(data)}, and "
+        f"validation.samples={held_out} of them are held out. Give a smaller batch_size, or encode more data.",
     )
     without = {"prompt_dropout": (config.prompt_dropout, 0.0)}
     for index, stage in enumerate(config.stages):

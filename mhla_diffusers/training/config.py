@@ -1,16 +1,16 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from ..config import PatchConfig, check, check_choice
+from ..config import PatchConfig
 from ..devices import precision_name
 from ..families import Clip
-from ..patching.few_step_scheduler import FewSteps
-from .settings import as_plain, from_mapping, read_settings
+from ..files import read_text
+from ..patching.few_steps import GUIDANCE, TIMES, FewSteps
+from ..settings import Settings, allow, check, read_yaml
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
 """What a stage trains: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole
@@ -23,65 +23,52 @@ blocks."""
 OptimizerName = Literal["adamw", "adamw8bit"]
 
 
-def _check_numbers(
-    settings: object, positive: Sequence[str] = (), zero_or_more: Sequence[str] = (), path: str = ""
-) -> None:
-    """Raise unless settings are large enough and finite; None means left out."""
-    for name in (*positive, *zero_or_more):
-        value = getattr(settings, name)
-        if value is not None:
-            allowed = "positive" if name in positive else "zero or positive"
-            check(value > 0 or (value == 0 and name in zero_or_more), f"{path}{name}={value} must be {allowed}.")
-            check(value < math.inf, f"{path}{name}={value} must be finite.")
+_POSITIVE, _ZERO_OR_MORE, _FILLED = allow(above=0), allow(at_least=0), allow(is_filled=True)
+_PATCH = allow(words="a name, a path, or settings such as blocks", is_filled=True)
+
+
+def _precision(name: Any) -> str:
+    return precision_name(name, ("float32", "bfloat16"))
 
 
 @dataclass(frozen=True)
-class ObjectiveWeights:
+class ObjectiveWeights(Settings):
     """Weights of the summed losses; a loss with weight 0 is not computed."""
 
-    diffusion: float = 0.0
+    diffusion: float = field(default=0.0, metadata=_ZERO_OR_MORE)
     """The model's original training loss."""
-    distillation: float = 0.0
+    distillation: float = field(default=0.0, metadata=_ZERO_OR_MORE)
     """Mean squared error to the prediction of the unpatched model."""
-    transfer: float = 0.0
+    transfer: float = field(default=0.0, metadata=_ZERO_OR_MORE)
     """Per layer, mean squared error between MHLA's output and the replaced attention's, on the unpatched model's
     activations."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, zero_or_more=tuple(vars(self)), path="objectives.")
-        check(any(vars(self).values()), f"objectives needs at least one positive weight of {', '.join(vars(self))}.")
+        super().__post_init__()
+        check(any(vars(self).values()), f"at least one weight of {', '.join(vars(self))} must be positive.")
 
 
 @dataclass(frozen=True)
-class FewStepsConfig:
+class FewStepsConfig(Settings):
     """Distribution matching: the model learns to sample in a few steps what its teacher samples in many.
 
     The teacher is the unpatched model. The critic, the unpatched model with a LoRA or a copy of it, learns the
     distribution of the student's samples; the student follows the difference of the two.
     """
 
-    times: tuple[float, ...]
+    times: tuple[float, ...] = field(metadata=TIMES)
     """σ of the student's steps: from 1.0 downwards, 1 to 8 of them."""
-    guidance: float = 3.0
+    guidance: float = field(default=3.0, metadata=GUIDANCE)
     """Scale of the teacher's classifier-free guidance, which is distilled in; 1.0 for none. Self-Forcing has 3.0 for
     Wan (configs/self_forcing_dmd.yaml), less than one samples with."""
-    critic_updates: int = 5
+    critic_updates: int = field(default=5, metadata=_POSITIVE)
     """Updates of the critic per update of the student."""
-    critic_warmup: int = 50
+    critic_warmup: int = field(default=50, metadata=_ZERO_OR_MORE)
     """Updates in which the critic alone is trained, at the beginning."""
-    critic_learning_rate: float | None = None
+    critic_learning_rate: float | None = field(default=None, metadata=_POSITIVE)
     """Constant learning rate of the critic; None for the stage's ``learning_rate``."""
-    critic_rank: int | None = None
+    critic_rank: int | None = field(default=None, metadata=_POSITIVE)
     """Rank of the critic's LoRA; None for the student's ``lora_rank``. Not allowed with ``trainable: all``."""
-
-    def __post_init__(self) -> None:
-        _check_numbers(
-            self, ("critic_updates", "critic_learning_rate", "critic_rank"), ("critic_warmup",), "few_steps."
-        )
-        try:
-            object.__setattr__(self, "times", FewSteps(self.times, self.guidance).times)
-        except ValueError as error:
-            raise ValueError(f"few_steps.{error}") from error
 
     @property
     def sampling(self) -> FewSteps:
@@ -90,51 +77,45 @@ class FewStepsConfig:
 
 
 @dataclass(frozen=True)
-class StageConfig:
+class StageConfig(Settings):
     """One stage of training: either the sum of some losses, or few steps."""
 
-    steps: int
+    steps: int = field(metadata=_POSITIVE)
     """Updates; in few steps each is one of the critic, and some are one of the student too."""
-    learning_rate: float
+    learning_rate: float = field(metadata=_POSITIVE)
     trainable: Trainable
     objectives: ObjectiveWeights | None = None
-    mixing_learning_rate: float | None = None
+    mixing_learning_rate: float | None = field(default=None, metadata=_POSITIVE)
     """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
-    lora_rank: int | None = None
+    lora_rank: int | None = field(default=None, metadata=_POSITIVE)
     """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
     lora_layers: LoraLayers = "attention"
     """Where LoRA is; few steps want it in all blocks."""
     few_steps: FewStepsConfig | None = None
     scheduler: Literal["constant", "cosine"] = "constant"
-    warmup_steps: int = 0
-    guidance: float = 1.0
+    warmup_steps: int = field(default=0, metadata=_ZERO_OR_MORE)
+    guidance: float = field(default=1.0, metadata=GUIDANCE)
     """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self, ("steps", "learning_rate", "mixing_learning_rate"))
-        check_choice("trainable", self.trainable, get_args(Trainable))
-        check_choice("lora_layers", self.lora_layers, get_args(LoraLayers))
-        check_choice("scheduler", self.scheduler, ("constant", "cosine"))
+        super().__post_init__()
         steps, warmup, rank, few_steps = self.steps, self.warmup_steps, self.lora_rank, self.few_steps
-        check(0 <= warmup <= steps, f"warmup_steps={warmup} must be between 0 and the stage's steps={steps}.")
+        check(warmup <= steps, f"warmup_steps={warmup} must be at most the stage's steps={steps}.")
         check(
             (self.objectives is None) != (few_steps is None),
             "a stage needs either objectives, the weights of its losses, or few_steps.",
         )
         distils = self.objectives is not None and self.objectives.distillation > 0
         check(
-            self.guidance == 1 or (1 < self.guidance < math.inf and distils),
-            f"guidance={self.guidance} must be 1.0, or more with a positive weight of objectives.distillation; few "
-            "steps have few_steps.guidance.",
+            self.guidance == 1 or distils,
+            f"guidance={self.guidance} must be 1.0 without a positive weight of objectives.distillation; few steps "
+            "have few_steps.guidance.",
         )
-        if self.trainable == "lora":
-            check(bool(rank and rank > 0), "trainable=lora needs a positive lora_rank.")
-        else:
-            given = f"lora_rank={rank}" if rank is not None else f"lora_layers={self.lora_layers!r}"
-            check(
-                rank is None and self.lora_layers == "attention",
-                f"{given} is for trainable=lora, not for {self.trainable!r}.",
-            )
+        check(
+            (self.trainable == "lora") == (rank is not None) and (rank is not None or self.lora_layers == "attention"),
+            f"trainable=lora needs lora_rank, and lora_rank and lora_layers need trainable=lora; got trainable="
+            f"{self.trainable!r}, lora_rank={rank}, lora_layers={self.lora_layers!r}.",
+        )
         if few_steps is None:
             return
         check(
@@ -168,28 +149,28 @@ class StageConfig:
 
 
 @dataclass(frozen=True)
-class ValidationConfig:
+class ValidationConfig(Settings):
     """The loss on held-out samples, at fixed timesteps and with fixed noise, and pictures or videos from prompts."""
 
-    samples: int = 0
+    samples: int = field(default=0, metadata=_ZERO_OR_MORE)
     """Number of samples at the end of the data that are held out; 0 for no validation."""
-    every: int = 100
+    every: int = field(default=100, metadata=_POSITIVE)
     """Steps between validations; one also runs before the first step and after the last."""
-    timesteps: int = 4
+    timesteps: int = field(default=4, metadata=_POSITIVE)
     """Timesteps per sample, at equally spaced quantiles of the training distribution."""
     prompts: tuple[str, ...] = ()
     """Prompts (classes for DiT) to generate from at every validation; the rest of the pipeline stays on the device."""
-    inference_steps: int = 20
+    inference_steps: int = field(default=20, metadata=_POSITIVE)
     """Sampler steps for ``prompts``."""
 
 
 @dataclass(frozen=True)
-class ContextParallel:
+class ContextParallel(Settings):
     """Number of processes that the tokens of a batch are split over: ``ring`` times ``ulysses`` form a group."""
 
-    ring: int = 1
+    ring: int = field(default=1, metadata=_POSITIVE)
     """Processes that keep their tokens and exchange KV states, or keys and values for softmax attention."""
-    ulysses: int = 1
+    ulysses: int = field(default=1, metadata=_POSITIVE)
     """Processes that exchange tokens for heads."""
 
     @property
@@ -199,84 +180,71 @@ class ContextParallel:
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Settings):
     """A training run.
 
     Raises:
         ValueError: if a value is not allowed, or fields contradict each other.
     """
 
-    output: str
+    output: str = field(metadata=_FILLED)
     """Folder for checkpoints, metrics and the result."""
-    stages: tuple[StageConfig, ...]
-    model: str | None = None
+    stages: tuple[StageConfig, ...] = field(metadata=_FILLED)
+    model: str | None = field(default=None, metadata=_FILLED)
     """Hub id or folder of the pipeline to adapt; None if the caller passes the transformer."""
-    component: str = "transformer"
+    component: str = field(default="transformer", metadata=_FILLED)
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
-    patch: str | PatchConfig | None = None
+    patch: str | PatchConfig | None = field(default=None, metadata=_PATCH)
     """Name of a patch, path of a patch YAML or of a saved patch to start from, or settings; None for no patch."""
-    data: str | None = None
+    data: str | None = field(default=None, metadata=_FILLED)
     """Folder of latents, or of videos or images with captions (or webdataset's tar shards), which are encoded first;
     None if the caller passes the data."""
     clip: Clip | None = None
     """Frames, rate and size to cut out of videos or images in ``data``; None for the family's default."""
-    seed: int = 0
-    batch_size: int = 1
+    seed: int = field(default=0, metadata=_ZERO_OR_MORE)
+    batch_size: int = field(default=1, metadata=_POSITIVE)
     """Samples per process and forward; with ``context_parallel`` per group of processes."""
-    gradient_accumulation: int = 1
+    gradient_accumulation: int = field(default=1, metadata=_POSITIVE)
     """Forwards per update."""
-    precision: Literal["no", "bf16"] = "no"
+    precision: Literal["no", "bf16"] = field(default="no", metadata=allow(convert=_precision))
     """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
     optimizer: OptimizerName = "adamw"
     """adamw8bit keeps AdamW's moments in 8 bits and needs bitsandbytes."""
-    weight_decay: float = 0.0
+    weight_decay: float = field(default=0.0, metadata=_ZERO_OR_MORE)
     """Weight decay of AdamW; the mixing matrices are never decayed."""
-    max_gradient_norm: float = 1.0
-    ema_decay: float | None = None
+    max_gradient_norm: float = field(default=1.0, metadata=_POSITIVE)
+    ema_decay: float | None = field(default=None, metadata=allow(above=0, below=1))
     """Decay of the moving average of the trained weights, which is then validated and exported."""
     gradient_checkpointing: bool = False
     context_parallel: ContextParallel = field(default_factory=ContextParallel)
     """Groups of the launched processes that share a batch."""
-    flow_shift: float = 3.0
+    flow_shift: float = field(default=3.0, metadata=_POSITIVE)
     """Shift of the timesteps of flow matching (Wan, SANA)."""
-    prompt_dropout: float = 0.0
+    prompt_dropout: float = field(default=0.0, metadata=allow(at_least=0, below=1))
     """Fraction of samples whose prompt is replaced by the empty one, for classifier-free guidance."""
-    workers: int = 0
+    workers: int = field(default=0, metadata=_ZERO_OR_MORE)
     """Processes that prefetch data."""
-    checkpoint_every: int = 500
-    keep_checkpoints: int = 2
-    max_skipped: int = 10
+    checkpoint_every: int = field(default=500, metadata=_POSITIVE)
+    keep_checkpoints: int = field(default=2, metadata=_POSITIVE)
+    max_skipped: int = field(default=10, metadata=_POSITIVE)
     """Maximum consecutive updates that may be skipped because loss or gradient is not finite."""
     tracker: Literal["tensorboard", "wandb"] | None = None
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self) -> None:
-        positive = ("batch_size", "gradient_accumulation", "max_gradient_norm", "flow_shift", "checkpoint_every")
-        _check_numbers(self, (*positive, "keep_checkpoints", "max_skipped"), ("weight_decay", "workers", "seed"))
-        _check_numbers(self.validation, ("every", "inference_steps", "timesteps"), ("samples",), "validation.")
-        _check_numbers(self.context_parallel, ("ring", "ulysses"), path="context_parallel.")
-        for name in ("output", "model", "component", "patch", "data"):
-            value = getattr(self, name)
-            check(
-                value != "",
-                f"{name}='' is empty; give a name or a path{'' if name == 'output' else ', or leave it out'}.",
-            )
-        check_choice("optimizer", self.optimizer, get_args(OptimizerName))
-        object.__setattr__(self, "precision", precision_name(self.precision, ("float32", "bfloat16")))
-        check_choice("tracker", self.tracker, ("tensorboard", "wandb", None))
-        check(0 <= self.prompt_dropout < 1, f"prompt_dropout={self.prompt_dropout} must be in [0, 1).")
-        decay = self.ema_decay
-        check(decay is None or 0 < decay < 1, f"ema_decay={decay} must be in (0, 1), or null for no moving average.")
-        check(bool(self.stages), "stages must hold at least one stage.")
-        ranks = {stage.lora_rank for stage in self.stages if stage.lora_rank is not None}
-        check(len(ranks) <= 1, f"All LoRA stages train the same adapter, so they need one lora_rank; got {ranks}.")
-        places = {stage.lora_layers for stage in self.stages if stage.lora_rank is not None}
-        check(len(places) <= 1, f"All LoRA stages train the same adapter, so they need one lora_layers; got {places}.")
+        super().__post_init__()
+        adapters = {(stage.lora_rank, stage.lora_layers) for stage in self.stages if stage.lora_rank is not None}
+        check(
+            len(adapters) <= 1,
+            f"All LoRA stages train the same adapter, so they need one lora_rank and lora_layers; got {adapters}.",
+        )
         for index, stage in enumerate(self.stages):
             check(
-                not ranks or stage.trainable in ("mhla", "lora"),
-                f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA adds to; "
+                not adapters or stage.trainable in ("mhla", "lora"),
+                f"trainable={stage.trainable!r} changes the weights that LoRA adds to; "
                 "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
+                "stages",
+                index,
             )
             weights = stage.objectives
             # an unpatched model can learn its own guidance
@@ -285,17 +253,23 @@ class TrainingConfig:
             )
             check(
                 self.patch is not None or not compares,
-                f"stages.{index}: distillation and transfer compare with the unpatched model and need a patch; "
+                "distillation and transfer compare with the unpatched model and need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
+                "stages",
+                index,
             )
             check(
                 self.patch is not None or stage.trainable in ("attention", "all"),
-                f"stages.{index}: trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
+                f"trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
                 "set patch, or use trainable: attention or all.",
+                "stages",
+                index,
             )
             check(
                 stage.few_steps is None or index == len(self.stages) - 1,
-                f"stages.{index}: few_steps must be the last stage, because the model then samples in its times alone.",
+                "few_steps must be the last stage, because the model then samples in its times alone.",
+                "stages",
+                index,
             )
         check(
             self.few_steps is None or self.context_parallel.processes == 1,
@@ -316,14 +290,10 @@ class TrainingConfig:
         """Return the updates of all stages up to the end of one, by its index."""
         return sum(stage.steps for stage in self.stages[: stage + 1])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON and YAML can hold them."""
-        return dict(as_plain(self))
-
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """Read what :meth:`to_dict` returns; a float may be text, since YAML reads ``1e-4`` so."""
-        return from_mapping(cls, settings)
+        """Read what ``to_dict`` returns."""
+        return cls.read(settings)
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
@@ -337,4 +307,4 @@ class TrainingConfig:
             FileNotFoundError: if there is no such file.
             ValueError: as :meth:`from_dict`, or a malformed file or override, or another script's configuration.
         """
-        return read_settings(cls, Path(path), overrides)
+        return read_yaml(cls, read_text(Path(path)), path, overrides)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from ..config import check, load_patch
+from ..config import load_patch
 from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpus
 from ..families import Clip, Model, families, trained_family
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..generation.pipelines import transformers_of
 from ..patching import apply_mhla, load_mhla, read_record
+from ..settings import check
 from .checks import check_fits, check_installed, check_start
 from .config import TrainingConfig
 from .estimate import Estimate, estimate

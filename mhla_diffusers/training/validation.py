@@ -10,7 +10,8 @@ from torch import nn
 from ..families import Clip, predict, trained_family, unwrapped
 from ..generation.record import write_sample
 from ..patching import call_context
-from ..patching.few_step_scheduler import FewSteps, sample_in
+from ..patching.few_step_scheduler import sample_in
+from ..patching.few_steps import FewSteps
 from .latents.data import NoisedBatches
 from .latents.times import even_quantiles, frames_together
 

@@ -267,7 +267,7 @@ def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, linear_br
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"causal": "tokens"}, "'tokens'; allowed: 'token', 'block'"),
+        ({"causal": "tokens"}, "'tokens' must be 'token' or 'block'"),
         ({"grid": (4, 3), "blocks": (2, 2)}, r"\(4, 3\) .*\(12,\), or causal='block'"),
         ({"grid": (11,)}, "N=12 tokens, more than the 11"),
         ({"grid": (14,), "causal": "block"}, "are 4, 8, 11, 14, got 12"),

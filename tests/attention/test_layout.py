@@ -158,9 +158,9 @@ def test_operators_of_the_order(place, count):
     [
         ((4, 3, 8), (2, 5, 2), "height axis .* 3 tokens.* 5 blocks"),
         ((4, 6), (2, 2, 2), r"\(2, 2, 2\) has 3 axes but .* \(4, 6\) has 2"),
-        ((4,), (0,), "positive integers, got 0"),
-        ((4,), (2.0,), "positive integers, got 2.0"),
-        ((1, 1, 1, 1), (1, 1, 1, 1), "has 4 axes"),
+        ((4,), (0,), r"blocks=\(0,\) must be 1 to 3 positive"),
+        ((4,), (2.0,), r"blocks=\(2.0,\) must be"),
+        ((1, 1, 1, 1), (1, 1, 1, 1), r"grid=\(1, 1, 1, 1\) must be 1 to 3"),
     ],
 )
 def test_bad_layouts(grid, blocks, words):

@@ -264,9 +264,9 @@ def test_lists_of_every_sample():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"lists": BlockLists.from_mask(4, torch.ones(2, 5, 5))}, r"5 query blocks, .*\(4, 6\)"),
-        ({"lists": BlockLists.from_mask(6, torch.ones(3, 4, 4))}, "3 heads, but query has 2"),
-        ({"lists": BlockLists.from_mask(6, torch.ones(3, 2, 4, 4))}, "3 samples, but query has 2"),
+        ({"lists": BlockLists.from_mask(4, torch.ones(2, 5, 5))}, r"query blocks of 4 tokens: 5, .*\(4, 6\)"),
+        ({"lists": BlockLists.from_mask(6, torch.ones(3, 4, 4))}, "heads: 3, .* 2"),
+        ({"lists": BlockLists.from_mask(6, torch.ones(3, 2, 4, 4))}, "samples: 3, .* 2"),
         ({"lists": 3}, "lists=3"),
         ({"density": 0.5}, "lists .*density"),
         ({"far": "second-order"}, "second-order"),

@@ -178,11 +178,11 @@ def test_rows_of_an_extended_mixing_matrix() -> None:
     ("settings", "message"),
     [
         ({"causal": "words"}, "'words'"),
-        ({"beyond": "further"}, "'further'; allowed: 'error', 'relative'"),
-        ({"backend": "tritn"}, "Did you mean 'triton'"),
+        ({"beyond": "further"}, "'further' must be 'error' or 'relative'"),
+        ({"backend": "tritn"}, "did you mean 'triton'"),
         ({"feature_map": "rellu"}, "did you mean 'relu'"),
         ({"rope": "never"}, "rope='never'"),
-        ({"output_norm": torch.ones(3)}, r"\(8,\), got \(3,\)"),
+        ({"output_norm": torch.ones(3)}, r"\(8,\), got .*\(3,\)"),
     ],
 )
 def test_settings_that_do_not_go(settings: dict[str, Any], message: str) -> None:
@@ -208,7 +208,7 @@ def test_tokens_that_do_not_fit() -> None:
         state.step(*tokens(7))
     with pytest.raises(ValueError, match="query must be"):
         state.step(*(x[0] for x in tokens(1)))
-    with pytest.raises(ValueError, match="rotary tables"):
+    with pytest.raises(ValueError, match="rotary must"):
         state.step(*tokens(1), rotary=(torch.ones(1, 2, 1, 8),) * 2)
     assert state.length == 10
     frames = MHLAState(MIXING, (4, 2, 2), (4, 1, 1), causal="block")

@@ -18,7 +18,8 @@ from mhla_diffusers.benchmark.pipeline import (
     similarities,
 )
 from mhla_diffusers.patching import require_patched
-from mhla_diffusers.patching.few_step_scheduler import FewSteps, sample_in
+from mhla_diffusers.patching.few_step_scheduler import sample_in
+from mhla_diffusers.patching.few_steps import FewSteps
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
 from .commands import bench, measure, medians

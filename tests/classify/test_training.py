@@ -24,7 +24,6 @@ from transformers import (
 )
 
 import mhla_diffusers as mhla
-from mhla_diffusers.training.settings import read_settings
 
 from ..paper_models.shared import tiny_vlt
 from ..scripts import CONFIGS, script
@@ -56,7 +55,7 @@ def write_config(folder, **changes):
 
 
 def load(folder, **changes):
-    return read_settings(classify.ClassifyConfig, write_config(folder, **changes))
+    return classify.ClassifyConfig.from_yaml(write_config(folder, **changes))
 
 
 def of_variants(config):
@@ -66,7 +65,7 @@ def of_variants(config):
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_configurations_are_valid(file):
     """And the head of each says how it is launched, and of those that were never run that they were not."""
-    config, text = read_settings(classify.ClassifyConfig, file), file.read_text()
+    config, text = classify.ClassifyConfig.from_yaml(file), file.read_text()
     assert f"--config finetune/configs/{file.name}" in text
     if config.data == "digits":
         assert set(config.ablations) == {"initialisation", "blocks", "CPE and gating"}
@@ -93,16 +92,8 @@ def test_shipped_configurations_are_valid(file):
         ({"variants": {"A+B": "softmax", "aplusb": "softmax"}, "ablations": {}}, "'aplusb' .* 'A.B'"),
         ({"data": "imagenet"}, "data='imagenet'"),
         ({"data": {"train": "a"}}, "held_out"),
-        ({"smoothing": 1.0}, "smoothing=1.0"),
-        ({"mixup": -1}, "mixup=-1.0"),
         ({"model": "google/vit-base-patch16-224"}, "model='google/vit-base"),
-        ({"precision": "bf17"}, "precision='bf17'"),
-        ({"seeds": []}, "seeds"),
-        *(({name: 0}, f"{name}=0 .* 1") for name in ("steps", "held_out", "analysed")),
         ({"steps": 30, "warmup": 4}, "warmup=4 .* steps=30"),
-        ({"learning_rate": "fast"}, "learning_rate='fast'"),
-        *(({name: 0}, f"{name}=0.0") for name in ("learning_rate", "mixing_learning_rate")),
-        ({"clip": -1}, "clip=-1.0"),
         ({"stages": []}, "'stages'"),
     ],
 )

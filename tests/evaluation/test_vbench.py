@@ -225,5 +225,5 @@ def test_environment_without_vbench_is_said(given, monkeypatch):
         next(run_vbench(**given))
     with pytest.raises(FileNotFoundError, match="no Python at"):
         next(run_vbench(**{**given, "python": Path("no-python")}))
-    with pytest.raises(ValueError, match="colour is no dimension"):
+    with pytest.raises(ValueError, match="Unknown dimension of VBench 'colour'"):
         next(run_vbench(**{**given, "dimensions": ("colour",)}))

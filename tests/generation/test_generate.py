@@ -124,9 +124,9 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("stable-cascade", "x"), "family='stable-cascade' is unknown; allowed: "),
-        (("dit",), "no prompts"),
-        (("dit", "seven", "--set", "num_inference_step=2"), "'num_inference_step' is no setting"),
+        (("stable-cascade", "x"), "family='stable-cascade' must be "),
+        (("dit",), "prompts=[] must"),
+        (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
         (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),
         (("dit", "3", "--weights", "nowhere"), "nowhere"),
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
@@ -236,7 +236,7 @@ def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
     ("change", "message"),
     [
         ({"family": "stable-cascade"}, "family='stable-cascade'"),
-        ({"samples": ()}, "no samples"),
+        ({"samples": ()}, "samples=.* not empty"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 2, "samples": [Sample("a.png", "1", image="b.png")]}, "batch_size=2"),
         ({"samples": [Sample("a.mp4", "1")]}, "dit generates .png files, but the samples are such as 'a.mp4'"),
@@ -255,10 +255,10 @@ def test_bad_settings_are_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("prompts", "seeds", "message"),
     [
-        ((), (0,), "no prompts"),
-        (("1",), (), "no seeds"),
-        (("1",), (0, -1), "seed -1 .*0 to 9223372036854775807"),
-        (("1",), (2**63,), "seed 9223372036854775808 "),
+        ((), (0,), "prompts=.* not empty"),
+        (("1",), (), "seeds=.* not empty"),
+        (("1",), (0, -1), "seeds.1=-1 .*0 to 9223372036854775807"),
+        (("1",), (2**63,), "seeds.0=9223372036854775808 "),
     ],
 )
 def test_prompts_and_seeds_that_are_none_are_refused(prompts, seeds, message):

@@ -93,12 +93,12 @@ def test_padding_on_the_right_changes_no_token_before_it(layers):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"causal": None}, "causal=None is unknown; allowed: 'token', 'block'"),
+        ({"causal": None}, "causal=None must be 'token' or 'block'"),
         ({"causal": "block"}, "causal='block' .*set causal='token'"),
         ({"rope": "after"}, "rope='after' .*rope='before'"),
         ({"softmax_steps": 2}, "softmax_steps=2 counts denoising steps"),
         ({"blocks": (4, 2)}, r"causal='token' .*such as blocks=\(4,\) for a text"),
-        ({"own": "pwn"}, r"own='pwn' is unknown; allowed: 'softmax', 'linear'\.$"),
+        ({"own": "pwn"}, r"own='pwn' must be 'softmax' or 'linear'\.$"),
         ({"density": 0.1}, "density is a setting of sparse.*is causal, so it needs causal='token' with blocks and"),
         ({"calibration": lambda: None}, "LlamaForCausalLM is a language model"),
     ],

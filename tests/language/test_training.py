@@ -11,7 +11,6 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mhla_diffusers as mhla
-from mhla_diffusers.training.settings import read_settings
 
 from ..models import relative_change
 from ..scripts import CONFIGS, ROOT, script
@@ -43,7 +42,7 @@ def write_config(folder, **changes):
 
 
 def load(folder, **changes):
-    return read_settings(language.LanguageConfig, write_config(folder, **changes))
+    return language.LanguageConfig.from_yaml(write_config(folder, **changes))
 
 
 def test_pages_are_cut_into_rows_and_some_are_held_out():
@@ -63,7 +62,7 @@ def test_texts_that_stream_are_cut_where_a_row_ends():
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_configurations_are_valid(file):
     """And every patch of theirs is for the length that is trained."""
-    config = read_settings(language.LanguageConfig, file)
+    config = language.LanguageConfig.from_yaml(file)
     for variant in (*config.variants.values(), *config.adapt.values()):
         if not isinstance(variant, str):
             assert variant["blocks"][0] * variant["block_length"] == config.length
@@ -72,7 +71,7 @@ def test_shipped_configurations_are_valid(file):
 
 def test_the_paper_s_size():
     """Sec. 5.4: 0.3B, 10B tokens, 0.25M tokens a step, 32 blocks of 2,048 tokens."""
-    config = read_settings(language.LanguageConfig, CONFIGS / "language-0.3b.yaml")
+    config = language.LanguageConfig.from_yaml(CONFIGS / "language-0.3b.yaml")
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**config.model))
     assert 0.29e9 < sum(parameter.numel() for parameter in model.parameters()) < 0.36e9
@@ -87,14 +86,12 @@ def test_the_paper_s_size():
         ({"variants": {"own": "hyena", "a": "softmax"}}, "'own' is 'hyena'; allowed: 'softmax', 'gated linear'"),
         ({"variants": {"a": {"block": [4]}}}, "'block'"),
         ({"variants": {"a": {"density": 0.1}}}, "density is a setting of sparse attention, .* causal MHLA"),
-        ({"precision": "bfloat17"}, "precision='bfloat17'"),
         ({"text": "shakespeare"}, "text='shakespeare' .* 'python-topics'"),
         ({"text": {"name": "a/b", "tokeniser": "c/d"}}, "'text.tokeniser'; did you mean 'tokenizer'"),
-        ({"text": {"name": "a/b"}}, "lacks tokenizer"),
+        ({"text": {"name": "a/b"}}, "text lacks tokenizer"),
         ({"variants": {"MHLA": MHLA}}, "add 'softmax: softmax' to variants"),
         ({"learning_rat": 1}, "did you mean 'learning_rate'"),
-        ({"adapt_steps": 0}, "adapt_steps=0 .* at least 1"),
-        ({"length": 1}, "length=1 .* at least 2"),
+        ({"adapt_steps": 0}, "adapt_steps=0 .* to adapt"),
     ],
 )
 def test_a_configuration_that_is_not_allowed(tmp_path, changes, words):
@@ -173,7 +170,7 @@ def test_kinds_of_attention_are_compared_and_finished_seeds_kept(tmp_path, run):
 def test_shipped_results_are_of_the_shipped_configuration(tmp_path):
     shutil.copytree(ROOT / "studies" / "language", tmp_path, dirs_exist_ok=True)
     shipped = {name: (tmp_path / f"{name}.md").read_text() for name in ("scratch", "adapted", "beyond")}
-    language.compare(read_settings(language.LanguageConfig, CONFIGS / "language-tiny.yaml"), tmp_path)
+    language.compare(language.LanguageConfig.from_yaml(CONFIGS / "language-tiny.yaml"), tmp_path)
     assert {name: (tmp_path / f"{name}.md").read_text() for name in shipped} == shipped
 
 
@@ -208,4 +205,4 @@ def test_settings_that_the_page_and_the_script_override_are_allowed():
     page, head = (ROOT / "docs" / "language.md").read_text(), language.__doc__
     named = re.search(r"overrides single settings, such as `(.*?)`", page)[1], re.search("for example: (.*)", head)[1]
     for words in named:
-        assert read_settings(language.LanguageConfig, CONFIGS / "language-tiny.yaml", words.split()).steps == 100
+        assert language.LanguageConfig.from_yaml(CONFIGS / "language-tiny.yaml", words.split()).steps == 100

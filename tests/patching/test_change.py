@@ -178,7 +178,7 @@ def test_what_is_frozen_stays_frozen():
 CAUSAL = {"own": "linear", "causal": "block", "block_length": 2, "blocks": (2, 2, 3)}
 REFUSED = {
     "another number of axes": ({}, {"blocks": (2, 2)}, r"\(2, 2\) has 2 axes"),
-    "a layer that is not there": ({}, {"layers": [9]}, "Layer 9"),
+    "a layer that is not there": ({}, {"layers": [9]}, "layers.0=9 must"),
     "no layers": ({}, {"layers": []}, "chooses none"),
     "a matrix per head": ({}, {"mixing_per_head": True}, r"\(12, 12\).*\(2, 12, 12\)"),
     "a setting that there is not": ({}, {"block": (1, 1, 1)}, "'block'"),

@@ -115,15 +115,15 @@ BLOCK = {"causal": "block", "block_length": 2}
 REFUSED = {
     "too few block counts": ("wan", {"blocks": (2, 2)}, r"\(2, 2\) has 2 axes"),
     "too many block counts": ("sana", {"blocks": (2, 2, 2)}, r"\(2, 2, 2\) has 3 axes"),
-    "layer too high": ("dit", {"layers": [0, 4]}, "Layer 4 .*-4 to 3"),
-    "layer too low": ("dit", {"layers": [-5]}, "Layer -5 .*-4 to 3"),
+    "layer too high": ("dit", {"layers": [0, 4]}, "layers.1=4 .*-4 to 3"),
+    "layer too low": ("dit", {"layers": [-5]}, "layers.0=-5 .*-4 to 3"),
     "a layer twice": ("dit", {"layers": [1, 1]}, r"\(1, 1\) names layer 1 more"),
     "a layer by two names": ("dit", {"layers": [0, -4]}, r"\(0, -4\) names layer 0 more"),
     "no layers": ("wan", {"layers": []}, "none of the 4 layers"),
     "a number of layers": ("wan", {"layers": 1}, r"layers=1 .*layers=\[1\]"),
     "calibration that is no function": ("dit", {"calibration": 3}, "calibration=3"),
-    "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre'; allowed: auto, eager"),
-    "no backend": ("wan", {"backend": None}, "backend None"),
+    "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre' must be 'auto', 'eager' or 'triton'"),
+    "no backend": ("wan", {"backend": None}, "backend=None must"),
     "sparse attention of SANA-Video": ("sana_video", {"density": 0.1}, "linear; .*blocks="),
     "causal beside text": ("flux", BLOCK, "causal='block'.*extra tokens"),
     "causal beside text, linear": ("mochi", BLOCK | {"own": "linear"}, "causal='block'.*extra tokens"),
@@ -318,7 +318,7 @@ def test_other_choices():
     assert choose_layers("all", 4) == [0, 1, 2, 3]
     assert choose_layers("1/2", 6) == [1, 3, 5]
     assert choose_layers([0, -1, 2], 5) == [0, 2, 4]
-    with pytest.raises(ValueError, match="Layer 5 .*-5 to 4"):
+    with pytest.raises(ValueError, match="layers.1=5 .*-5 to 4"):
         choose_layers([1, 5], 5)
 
 

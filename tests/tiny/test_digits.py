@@ -23,7 +23,7 @@ def test_splits_are_disjoint_and_complete():
 
 
 def test_unknown_split_names_the_allowed_ones():
-    with pytest.raises(ValueError, match="'validation'.*'train', 'held-out'"):
+    with pytest.raises(ValueError, match="'validation'.*'train' or 'held-out'"):
         load_digits("validation")
 
 

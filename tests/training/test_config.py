@@ -1,18 +1,16 @@
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
-from mhla_diffusers.training.settings import read_settings
 
 from ..scripts import CONFIGS, script
 
-load_classify_config = partial(read_settings, script("classify").ClassifyConfig)
-load_language_config = partial(read_settings, script("language").LanguageConfig)
+load_classify_config = script("classify").ClassifyConfig.from_yaml
+load_language_config = script("language").LanguageConfig.from_yaml
 
 TEXT = """
 output: outputs/run
@@ -51,39 +49,18 @@ LORA = "{steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: 
         ("bach_size=2", "'bach_size'.* 'batch_size'"),
         ("stages.0.learning_rat=1", "'stages.0.learning_rat'.* 'learning_rate'"),
         ("stages.0.objectives.transfr=1", "'stages.0.objectives.transfr'.* 'transfer'"),
-        ("patch.block=[2]", "'block'.* 'blocks'"),
-        ("stages.5.steps=1", "'5' .* 2 entries"),
-        ("stages.0.steps=many", "stages.0.steps='many'"),
-        ("stages.0.steps=0", "stages.0: steps=0"),
-        ("stages.0.trainable=some", "'some' .* 'mhla', 'attention', 'all', 'lora'"),
+        ("patch.block=[2]", "'patch.block'.* 'blocks'"),
+        ("stages.0.steps=0", "stages.0.steps=0 must be an integer above 0"),
         ("stages.0.trainable=lora", "lora_rank"),
         (f"stages.0={LORA}", "stages.1: "),
         ("stages.0.lora_rank=4", "lora_rank=4"),
         ("stages.0.warmup_steps=11", "warmup_steps=11 .* steps=10"),
         ("stages.0.objectives.transfer=0", "transfer"),
-        ("stages.0.objectives.transfer=-1", "transfer=-1.0"),
-        ("stages.0.mixing_learning_rate=0", "mixing_learning_rate=0.0"),
-        ("stages.0.learning_rate=.inf", "stages.0.learning_rate=inf"),
-        ("stages.0.mixing_learning_rate=.nan", "stages.0.mixing_learning_rate=nan"),
-        ("stages.0.objectives.transfer=inf", "stages.0.objectives.transfer=inf"),
-        ("weight_decay=.inf", "weight_decay=inf"),
-        ("validation.samples=-1", "validation.samples=-1"),
-        ("context_parallel.ring=0", "context_parallel.ring=0"),
-        ("max_skipped=0", "max_skipped=0"),
-        ("ema_decay=1", "ema_decay=1.0"),
-        ("stages=[]", "at least one stage"),
+        ("stages=[]", r"stages=\[\] must .*not empty"),
         ("patch=null", "stages.0: .* patch"),
         ("precision=fp16", r"precision='fp16'.*float32 \(or fp32, no\), bfloat16 \(or bf16\)"),
-        ("prompt_dropout=1", "prompt_dropout=1.0"),
-        ("batch_size=true", "batch_size=True"),
-        ("stages=3", "stages .* 3"),
-        ("stages.0=3", "stages.0 .* 3"),
-        ("seed", "'seed'"),
-        ("output=''", "output='' is empty"),
-        ("output=", "output=None"),
-        ("model=''", "model='' is empty"),
-        ("patch=''", "patch='' is empty"),
-        ("batch_size=[1", r"Override 'batch_size=\[1' is not valid YAML"),
+        ("stages.0=3", "stages.0=3 must"),
+        ("patch=''", "patch='' must be a name"),
     ],
 )
 def test_errors_name_the_setting(path: Path, override: str, message: str) -> None:
@@ -96,9 +73,9 @@ def test_errors_name_the_setting(path: Path, override: str, message: str) -> Non
 def test_missing_settings_and_file(path: Path) -> None:
     for text, message in (
         ("output: here\n", "lacks stages"),
-        ("a: [", "not valid YAML"),
-        ("seed: 1\nseed: 2\n", "'seed' is given twice"),
         ("[]", "named settings"),
+        (TEXT.replace("steps: 20", "steps: 0"), "run.yaml, line 6: stages.1.steps=0 must"),
+        (TEXT.replace("every", "evry"), "run.yaml, line 7: Unknown setting 'validation.evry'; did you mean 'every'"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -120,13 +97,13 @@ def test_a_precision_has_several_spellings_and_one_meaning(path: Path, meant: st
 @pytest.mark.parametrize(
     ("load", "name", "words"),
     [
-        (TrainingConfig.from_yaml, "language-tiny", "finetune/language.py, not of mhla finetune"),
-        (load_language_config, "classify-digits", "finetune/classify.py, not of finetune/language.py"),
-        (load_classify_config, "tiny-wan", "mhla finetune, not of finetune/classify.py"),
+        (TrainingConfig.from_yaml, "language-tiny", "finetune/language.py"),
+        (load_language_config, "classify-digits", "finetune/classify.py"),
+        (load_classify_config, "tiny-wan", "mhla finetune"),
     ],
 )
 def test_a_configuration_of_another_script_is_told(load: Callable[[Path], object], name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}.yaml .*{words}"):
+    with pytest.raises(ValueError, match=f"{name}.yaml is a configuration of {words};"):
         load(CONFIGS / f"{name}.yaml")
 
 
@@ -135,12 +112,3 @@ def test_settings_of_a_stage_keep_their_places() -> None:
     stage = StageConfig(2, 1e-3, "lora", ObjectiveWeights(distillation=1.0), 5e-3, 4, "blocks", None, "cosine", 1)
     assert (stage.mixing_learning_rate, stage.lora_rank, stage.lora_layers) == (5e-3, 4, "blocks")
     assert (stage.scheduler, stage.warmup_steps, stage.guidance) == ("cosine", 1, 1.0)
-
-
-@pytest.mark.parametrize("name", ["learning_rate", "mixing_learning_rate", "guidance"])
-def test_an_infinite_setting_of_a_stage_is_refused(name: str) -> None:
-    """YAML refuses it while reading; a stage made in Python refuses it too."""
-    distillation = ObjectiveWeights(distillation=1.0)
-    settings = {"steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": distillation, name: float("inf")}
-    with pytest.raises(ValueError, match=f"{name}=inf"):
-        StageConfig(**settings)  # type: ignore[arg-type]

@@ -203,7 +203,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"batch_size": 6}, "latest", ValueError, "samples per update is 6 here and 2 there"),
         ({"validation": ValidationConfig(4)}, "latest", ValueError, "training samples is 12 here and 16 there"),
         ({"output": "x", "patch": PATCH}, None, ValueError, "not patched"),
-        ({"output": "x", "make": _patched}, None, ValueError, "patch: null"),
+        ({"output": "x", "make": _patched}, None, ValueError, "patch=None, but the transformer is patched"),
         (
             {"output": "x", "make": lambda: apply_mhla(tiny_wan(), SPARSE), "patch": SPARSE, "trainable": "mhla"},
             None,
@@ -212,7 +212,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ({"output": "x", "validation": ValidationConfig(16)}, None, ValueError, "validation.samples=16"),
         ({"output": "x", "prompt_dropout": 0.1, "empty": None}, None, ValueError, "prompt_dropout=0.1"),
-        ({"output": "x", "batch_size": 100, "validation": ValidationConfig(10)}, None, ValueError, "batch_size=6"),
+        (
+            {"output": "x", "batch_size": 100, "validation": ValidationConfig(10)},
+            None,
+            ValueError,
+            "batch_size=100 is more than the 6",
+        ),
     ],
 )
 def test_what_is_refused_before_training(

@@ -21,9 +21,9 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...config import check
 from ...families import Clip, Sample
 from ...files import check_hash, file_hash, read_checked_json, write_checked_json, write_tensors
+from ...settings import check
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 2

@@ -1,7 +1,6 @@
 """Make a cache of latents: from files, or from prompts alone."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ...config import check
 from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
 from ...reporting import progress
+from ...settings import check, check_value
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
 from .data import ignore_interrupts
 from .media import Media, UnreadableMediaError, contents_of, find_media, read_clip
@@ -132,11 +131,8 @@ def synthesize(
         not is_patched(pipe),
         "The pipeline is patched, but the latents must be the original model's; call remove_mhla() first.",
     )
-    check(
-        0 <= guidance < math.inf,
-        f"guidance={guidance} must be finite and 0 or more; 1 is without guidance.",
-    )
-    check(steps >= 0, f"steps={steps} must be 1 or more, or 0 for prompts alone.")
+    check_value("guidance", guidance, float, at_least=0)
+    check_value("steps", steps, int, at_least=0)
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
     check(
         bool(prompts) and not empty,

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from ...config import check
 from ...families import Clip
 from ...files import (
     IMAGE_SUFFIXES,
@@ -32,6 +31,7 @@ from ...files import (
     read_text,
     visible_files,
 )
+from ...settings import check
 
 logger = logging.getLogger(__name__)
 
