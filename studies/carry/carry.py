@@ -87,6 +87,7 @@ def rows_of(steps: int) -> list[Row]:
     ]
     others = ["TaylorSeer 2", "TaylorSeer 3", "MagCache 0.02", "MagCache 0.06"]
     rows += [Row(cache=cache) for cache in others] + [Row(0.15, cheap, cache) for cache in others]
+    rows += [Row(density, {}, others[0]) for density in (0.25, 0.4, 0.15)]
     seldom = {"refresh": round(0.35 * steps)}
     rows += [Row(0.15, seldom), Row(0.1, seldom), Row(0.1, cheap)]
     rows += [Row(0.05, between), Row(0.025, dear), Row(0.05, {"softmax_steps": 2} | cheap), Row(0.25)]

@@ -171,17 +171,18 @@ def test_errors_by_density_are_those_of_the_study():
         assert [float(x) for x in errors] == pytest.approx(expected, abs=0.00051), (label, what)
 
 
-def test_dense_steps_and_what_they_show_are_those_of_the_study():
+@pytest.mark.parametrize(("steps", "head"), [(50, "density | dense steps |"), (20, "density | dense steps, of 20")])
+def test_dense_steps_and_what_they_show_are_those_of_the_study(steps, head):
     keys = "density", "dense steps", "carried", "cache"
-    with (ROOT / "studies/carry/wan-50.csv").open() as file:
+    with (ROOT / f"studies/carry/wan-{steps}.csv").open() as file:
         measured = {tuple(row[key] for key in keys): row for row in csv.DictReader(file)}
-    rows = table_under((ROOT / "docs/fidelity.md").read_text(encoding="utf-8"), "density | dense steps")
+    rows = table_under((ROOT / "docs/fidelity.md").read_text(encoding="utf-8"), head)
     assert len(rows) >= 12
     for density, dense, cache, cost, psnr, digits in rows:
         every, _, what = dense.removeprefix("every ").partition("th, ")
         fraction = "" if density == "softmax" else f"{float(density.removesuffix(' %')) / 100:g}"
-        steps = f"refresh {every}" if what else ""
-        row = measured[fraction, steps, {"carried": "yes", "dropped": "no", "": ""}[what], cache]
+        refreshed = f"refresh {every}" if what else ""
+        row = measured[fraction, refreshed, {"carried": "yes", "dropped": "no", "": ""}[what], cache]
         assert float(cost) == pytest.approx(float(row["cost"]), abs=0.0051)
         assert float(psnr.partition(" ")[0]) == pytest.approx(float(row["psnr"]), abs=0.051)
         assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(row["digits"]), abs=0.51)
