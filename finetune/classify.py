@@ -37,6 +37,7 @@ from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.devices import choose_device, launched_processes
 from mhla_diffusers.families import find_family
 from mhla_diffusers.files import IMAGE_SUFFIXES
+from mhla_diffusers.generation.pixels import UnreadableMediaError, read_picture
 from mhla_diffusers.patching import CONFIG_NAME, TransformerCall
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, show_progress, write_table
 from mhla_diffusers.settings import Settings, allow, check, check_names
@@ -293,10 +294,6 @@ def check_classes(folder: Path, classes: Sequence[str]) -> None:
     )
 
 
-class UnreadablePictureError(ValueError):
-    """A damaged picture, with its name."""
-
-
 class ImageFolder(Dataset[Sample]):
     """The pictures of a folder with one subfolder per class.
 
@@ -334,10 +331,9 @@ class ImageFolder(Dataset[Sample]):
         label = int(self.labels[index])
         file = self.folder / self.classes[label] / os.fsdecode(self.names[index])
         try:
-            with Image.open(file) as opened:
-                picture = opened.convert("RGB")
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # all of them are Pillow's
-            raise UnreadablePictureError(f"{file} cannot be read as a picture: {error}.") from error
+            picture = read_picture(file, upright=False)
+        except UnreadableMediaError as error:
+            raise UnreadableMediaError(f"{file} is {error}.") from error
         return {"pixel_values": self.view(picture), "labels": torch.tensor(label)}
 
 

@@ -10,7 +10,7 @@ from typing import IO
 import torch
 
 from ..files import IMAGE_SUFFIXES, visible_files, written_aside
-from ..generation.pixels import shown_pixels, shown_shape, upright_rgb
+from ..generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
 from ..generation.record import SAMPLE_LIST
 from ..settings import check_value
 from .samples import require_samples
@@ -19,10 +19,6 @@ VIDEO_SUFFIX = ".mp4"
 _ARRAY = "arr_0.npy"
 _SHOWN_NAMES = 4
 """Files that a remark names."""
-
-
-class UnreadableImageError(ValueError):
-    """A damaged image or video, with its name."""
 
 
 class Images:
@@ -80,7 +76,7 @@ class Images:
                     with npz_errors(self.path):
                         content = stream.read(wanted)
                     if len(content) < wanted:
-                        raise UnreadableImageError(f"{self.path} ends after {start} of {count} images; it is cut off.")
+                        raise UnreadableMediaError(f"{self.path} ends after {start} of {count} images; it is cut off.")
                     yield torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, *shape).permute(0, 3, 1, 2)
             return
         batch: list[torch.Tensor] = []
@@ -107,30 +103,23 @@ def check_batch_size(size: int) -> None:
 
 
 def read_sample(file: Path) -> torch.Tensor:
-    """Read an image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W); ImportError for a video without PyAV."""
-    advice = "Remove it or generate it again."
-    if file.suffix.lower() != VIDEO_SUFFIX:
-        from PIL import Image
+    """Read an image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W).
 
-        try:
-            with Image.open(file) as image:
-                rgb = upright_rgb(image)
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UnreadableImageError(f"{file} is no readable image: {error}. {advice}") from error
-        pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
-        return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
+    Raises:
+        UnreadableMediaError: a damaged file, with its name.
+        ImportError: a video, but PyAV is missing.
+    """
     try:
-        import av
-    except ImportError as error:
-        raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
-    try:
-        with av.open(str(file)) as container:
-            stream = container.streams.video[0]
+        if file.suffix.lower() != VIDEO_SUFFIX:
+            rgb = read_picture(file)
+            pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+            return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
+        with opened_video(file) as (container, stream):
             frames = [shown_pixels(x, *shown_shape(x, stream)) for x in container.decode(stream)]
-    except (av.FFmpegError, OSError, IndexError, ValueError) as error:
-        raise UnreadableImageError(f"{file} is no readable video: {error}. {advice}") from error
-    if not frames:
-        raise UnreadableImageError(f"{file} is a video without frames. {advice}")
+        if not frames:
+            raise UnreadableMediaError("a video without frames")
+    except UnreadableMediaError as error:
+        raise UnreadableMediaError(f"{file} is {error}. Remove it or generate it again.") from error
     return torch.stack(frames).permute(0, 3, 1, 2)
 
 

@@ -154,7 +154,7 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
                 for sample in batch
             ]
             image = batch[0].image
-            picture = {} if image is None else {"image": read_picture(Path(image))}
+            picture = {} if image is None else {"image": _read_first_frame(Path(image))}
             results = config.call(pipe, [sample.text for sample in batch], noise, output_type="np", **picture)
             if not start:  # just before the first file, so that a failing run leaves nothing
                 _record(config)
@@ -204,14 +204,11 @@ def _record(config: SampleSet) -> None:
     write_sample_list([listed[file] for file in sorted(listed)], config.output)
 
 
-def read_picture(file: Path) -> Any:
-    """Read a picture as RGB as ``mhla encode`` does: turned as it was taken, and laid on white where transparent."""
-    from PIL import Image
-
-    from .pixels import upright_rgb
+def _read_first_frame(file: Path) -> Any:
+    """Read the picture of a sample; ValueError with its name if that fails."""
+    from .pixels import UnreadableMediaError, read_picture
 
     try:
-        with Image.open(file) as picture:
-            return upright_rgb(picture)
-    except (OSError, Image.DecompressionBombError, SyntaxError) as error:
-        raise ValueError(f"{file} is not a picture that can be read: {error}.") from error
+        return read_picture(file)
+    except UnreadableMediaError as error:
+        raise ValueError(f"{file} is {error}.") from error

@@ -1,5 +1,9 @@
-"""Pictures and frames as they are meant to be seen: upright, and 8 bits per channel."""
+"""Reading pictures and videos as they are meant to be seen: upright, and 8 bits per channel."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -8,6 +12,46 @@ from PIL import Image, ImageOps
 
 _BITS_16 = 257
 """65535 / 255: value of a 16-bit channel over that of an 8-bit one."""
+
+
+class UnreadableMediaError(ValueError):
+    """A picture or video that is damaged, too short, or something else."""
+
+
+def read_picture(source: Path | BytesIO, *, upright: bool = True) -> Image.Image:
+    """Read a picture as RGB of 8 bits.
+
+    Args:
+        source: a file or its content.
+        upright: turn it as its EXIF data says and lay what is transparent on white, instead of only converting it.
+
+    Raises:
+        UnreadableMediaError: the reason, which can follow "file is".
+    """
+    try:
+        with Image.open(source) as image:
+            return upright_rgb(image) if upright else image.convert("RGB")
+    except (OSError, Image.DecompressionBombError, ValueError, SyntaxError) as error:
+        raise UnreadableMediaError(f"not a readable image: {error}") from error
+
+
+@contextmanager
+def opened_video(source: Path | BytesIO) -> Iterator[tuple[Any, Any]]:
+    """Context with the container and the stream of a video, opened by PyAV.
+
+    Raises:
+        UnreadableMediaError: what fails within the context, which can follow "file is".
+        ImportError: PyAV is missing.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
+    try:
+        with av.open(str(source) if isinstance(source, Path) else source, "r") as container:
+            yield container, container.streams.video[0]
+    except (av.FFmpegError, OSError, IndexError, ValueError, TypeError) as error:
+        raise UnreadableMediaError(f"not a readable video: {error}") from error
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:

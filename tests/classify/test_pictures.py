@@ -8,6 +8,8 @@ import torch
 from PIL import Image
 from torch.nn.functional import cross_entropy, interpolate
 
+from mhla_diffusers.generation.pixels import UnreadableMediaError
+
 from ..scripts import script
 
 classify = script("classify")
@@ -112,8 +114,8 @@ def test_a_random_view_is_a_part_of_the_picture_that_follows_from_torch_s_seed()
         (lambda folder: View(4, 1.5), ValueError, "crop=1.5"),
         (lambda folder: View(4, float("nan")), ValueError, "crop=nan"),
         (lambda folder: SumsOfDigits("train", 1, 40, seed=0), ValueError, "size=40 .* 48"),
-        (lambda folder: ImageFolder(folder, View(4))[1], classify.UnreadablePictureError, "broken.png"),
-        (lambda folder: ImageFolder(folder, View(4))[0], classify.UnreadablePictureError, "0.png .*bomb"),
+        (lambda folder: ImageFolder(folder, View(4))[1], UnreadableMediaError, "broken.png"),
+        (lambda folder: ImageFolder(folder, View(4))[0], UnreadableMediaError, "0.png .*bomb"),
         (lambda folder: ImageFolder(folder / "a", View(4)), FileNotFoundError, "a has"),
         (lambda folder: ImageFolder(folder / "no", View(4)), FileNotFoundError, "no;"),
     ],

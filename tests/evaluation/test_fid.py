@@ -11,8 +11,9 @@ import torch
 
 from mhla_diffusers.evaluation.extractors import Extractor
 from mhla_diffusers.evaluation.fid import extract_features, measure_images, statistics_file
-from mhla_diffusers.evaluation.images import Images, UnreadableImageError, write_npz
+from mhla_diffusers.evaluation.images import Images, write_npz
 from mhla_diffusers.evaluation.metrics import frechet_distance, kernel_distance, moments, precision_recall
+from mhla_diffusers.generation.pixels import UnreadableMediaError
 from mhla_diffusers.generation.record import Sample, write_sample_list, write_video
 
 from .pictures import blocks, mhla, write_pictures
@@ -186,7 +187,7 @@ def test_npz_and_folders_of_several_sizes_are_measured_and_damage_is_named(folde
     write_pictures(folders[0] / "larger", 4, size=16)
     assert measure(*folders)["samples"] == 84
     (folders[0] / "0003.png").write_bytes((folders[0] / "0003.png").read_bytes()[:60])
-    with pytest.raises(UnreadableImageError, match="0003.png is no readable image"):
+    with pytest.raises(UnreadableMediaError, match="0003.png is not a readable image"):
         measure(*folders)
     flipped(tmp_path / "made.npz")
     with pytest.raises(ValueError, match="made.npz is no readable npz file"):
@@ -215,7 +216,7 @@ def test_videos_go_through_the_same_plug(tmp_path):
     videos = [torch.cat([movement(batch) for batch in Images(folder).batches(9)]) for folder in folders]
     assert scores["fid"] == pytest.approx(frechet_distance(*videos))
     (folders[0] / "3.mp4").write_bytes(b"no video")
-    with pytest.raises(UnreadableImageError, match="3.mp4 is no readable video"):
+    with pytest.raises(UnreadableMediaError, match="3.mp4 is not a readable video"):
         measure_images(*folders, Extractor(movement, "movement", ""))
 
 

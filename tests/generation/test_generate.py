@@ -18,7 +18,8 @@ from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
 from mhla_diffusers.families.dit import DiTFamily, class_label
 from mhla_diffusers.files import written_aside
 from mhla_diffusers.generation import PipelineChoice
-from mhla_diffusers.generation.generate import SampleSet, generate, name_of_prompt, plan_samples, read_picture
+from mhla_diffusers.generation.generate import SampleSet, generate, name_of_prompt, plan_samples
+from mhla_diffusers.generation.pixels import read_picture
 from mhla_diffusers.generation.record import Sample
 from mhla_diffusers.tiny import call_settings, load_tiny, loading
 
@@ -416,10 +417,10 @@ def test_pictures_that_cannot_be_shown_are_refused(tmp_path, monkeypatch):
         (("dit", "seven", *picture), "DiTPipeline takes no picture; leave --image out"),
         (("wan", "a cat", *model), "needs a picture for every prompt, and 'a cat' has none"),
         (("wan", "a cat", *model, "--image", str(tmp_path / "none.png")), "There is no picture"),
-        (("wan", "a cat", *model, "--image", str(tmp_path / "text.png")), "is not a picture that can be read"),
+        (("wan", "a cat", *model, "--image", str(tmp_path / "text.png")), "is not a readable image"),
         (
             ("wan", "a cat", *model, "--image", str(tmp_path / "huge.png")),
-            "is not a picture that can be read: Image size",
+            "is not a readable image: Image size",
         ),
     ):
         ended = in_process("generate", *asked, "--output", str(tmp_path / "out"))

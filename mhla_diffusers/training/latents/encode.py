@@ -14,12 +14,13 @@ from torch.utils.data import DataLoader
 from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
+from ...generation.pixels import UnreadableMediaError
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import check, check_value
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
 from .data import ignore_interrupts
-from .media import Media, UnreadableMediaError, contents_of, find_media, read_clip
+from .media import Media, contents_of, find_media, read_clip
 
 logger = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from ...files import (
     read_text,
     visible_files,
 )
+from ...generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
 from ...settings import check
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,6 @@ _MADE_UP = 0.9
 """Share of a clip's frames that its video must have; with fewer it repeats some."""
 _SUFFIXES = VIDEO_SUFFIXES + IMAGE_SUFFIXES
 _DOTS = "its name has a dot before that of its suffix, and members of a sample share their name up to the first dot"
-
-
-class UnreadableMediaError(ValueError):
-    """A file that is damaged, too short, or no video or image."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +269,7 @@ def read_clip(media: Media, clip: Clip, made_up: set[str] | None = None) -> torc
         ImportError: a video, but PyAV is missing.
     """
     made_up = set() if made_up is None else made_up
-    source: str | BytesIO = str(media.path)
+    source: Path | BytesIO = media.path
     if media.offset is None:
         size = media.path.stat().st_size if media.path.is_file() else 0
     else:
@@ -286,54 +283,39 @@ def read_clip(media: Media, clip: Clip, made_up: set[str] | None = None) -> torc
         return torch.stack(list(_read_frames(source, clip, made_up)), dim=1)
     if clip.frames != 1:
         raise UnreadableMediaError(f"an image has no {clip.frames} frames")
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
-    from ...generation.pixels import upright_rgb
-
-    try:
-        with Image.open(source) as image:
-            upright = upright_rgb(image)
-            height, width = clip.size_for(upright.height, upright.width)
-            if height > upright.height or width > upright.width:
-                made_up.add("pixels")
-            fitted = ImageOps.fit(upright, (width, height), method=Image.Resampling.BICUBIC)
-    except (OSError, Image.DecompressionBombError, UnidentifiedImageError, ValueError, SyntaxError) as error:
-        raise UnreadableMediaError(f"no readable image: {error}") from error
+    picture = read_picture(source)
+    height, width = clip.size_for(picture.height, picture.width)
+    if height > picture.height or width > picture.width:
+        made_up.add("pixels")
+    fitted = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
     return pixels.view(height, width, 3).permute(2, 0, 1)[:, None]
 
 
-def _read_frames(source: str | BytesIO, clip: Clip, made_up: set[str]) -> Iterator[torch.Tensor]:
+def _read_frames(source: Path | BytesIO, clip: Clip, made_up: set[str]) -> Iterator[torch.Tensor]:
     """Yield (3, height, width) of the frames nearest to 0, 1 / fps, 2 / fps, … seconds, which FFmpeg's filter finds."""
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
-
     given = found = 0
     last_time = 0.0
-    try:
-        with av.open(source, "r") as container:
-            stream = container.streams.video[0]
-            start, graph = None, None
-            for frame in chain(container.decode(stream), (None,)):
-                if frame is not None:
-                    start = frame.time if start is None else start
-                    last_time = frame.time - start
-                    given += 1
-                    graph = graph or _at_rate(frame, clip.fps)
-                if graph is None:
-                    break
-                graph.push(frame)
-                for kept in _pulled(graph):
-                    yield _fit_frame(kept, stream, clip, made_up)
-                    found += 1
-                    if found == clip.frames:
-                        if given < _MADE_UP * found:
-                            made_up.add("frames")
-                        return
-    except (av.FFmpegError, OSError, IndexError, ValueError, TypeError) as error:
-        raise UnreadableMediaError(f"no readable video: {error}") from error
+    with opened_video(source) as (container, stream):
+        start, graph = None, None
+        for frame in chain(container.decode(stream), (None,)):
+            if frame is not None:
+                start = frame.time if start is None else start
+                last_time = frame.time - start
+                given += 1
+                graph = graph or _at_rate(frame, clip.fps)
+            if graph is None:
+                break
+            graph.push(frame)
+            for kept in _pulled(graph):
+                yield _fit_frame(kept, stream, clip, made_up)
+                found += 1
+                if found == clip.frames:
+                    if given < _MADE_UP * found:
+                        made_up.add("frames")
+                    return
     needed = (clip.frames - 1) / clip.fps
     raise UnreadableMediaError(
         f"too short: {last_time:.2f} s of video, but {clip.frames} frames at {clip.fps:g} fps span {needed:.2f} s"
@@ -363,8 +345,6 @@ def _pulled(graph: Any) -> Iterator[Any]:
 
 
 def _fit_frame(frame: Any, stream: Any, clip: Clip, made_up: set[str]) -> torch.Tensor:
-    from ...generation.pixels import shown_pixels, shown_shape
-
     shown = shown_shape(frame, stream)
     height, width = clip.size_for(*shown)
     scale = max(height / shown[0], width / shown[1])

@@ -13,9 +13,10 @@ from PIL import Image
 
 from mhla_diffusers.evaluation.images import read_sample
 from mhla_diffusers.families import Clip
+from mhla_diffusers.generation.pixels import UnreadableMediaError
 from mhla_diffusers.training.latents.cache import LatentCache
 from mhla_diffusers.training.latents.encode import encode_folder
-from mhla_diffusers.training.latents.media import Media, UnreadableMediaError, find_media, read_clip
+from mhla_diffusers.training.latents.media import Media, find_media, read_clip
 
 from ..pipelines import wan_pipeline, write_frames, write_image, write_video
 
@@ -63,11 +64,11 @@ def test_unreadable_files_say_why(tmp_path: Path, video: bytes, monkeypatch: pyt
     write_video(tmp_path / "short.mp4", frames=3)
     for name, content, clip, reason in (
         ("empty.mp4", b"", CLIP, "empty"),
-        ("truncated.mp4", video[: len(video) // 3], CLIP, "no readable video"),
-        ("text.mp4", b"no video at all", CLIP, "no readable video"),
-        ("broken.png", b"no image at all", IMAGE, "no readable image"),
+        ("truncated.mp4", video[: len(video) // 3], CLIP, "not a readable video"),
+        ("text.mp4", b"no video at all", CLIP, "not a readable video"),
+        ("broken.png", b"no image at all", IMAGE, "not a readable image"),
         ("image.png", b"x", CLIP, "5 frames"),
-        ("huge.png", None, IMAGE, "no readable image"),
+        ("huge.png", None, IMAGE, "not a readable image"),
         ("short.mp4", None, CLIP, "0.25 s .* 0.50 s"),
     ):
         if content is not None:
