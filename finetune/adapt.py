@@ -14,19 +14,23 @@ import argparse
 import logging
 import sys
 
-from mhla_diffusers.training import TrainingConfig, TrainingDivergedError
-from mhla_diffusers.training.finetune import dry_run, finetune
-
 
 def main() -> int:
-    """Run and exit with 143 after SIGTERM or Ctrl-C; under torchrun and accelerate launch the exit code is theirs."""
+    """Run; exit with 143 after SIGTERM, 130 after Ctrl-C; torchrun and accelerate launch have codes of their own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file, see finetune/configs")
     parser.add_argument("--resume", help='"latest", or the path of a checkpoint')
     parser.add_argument("--dry-run", action="store_true", help="show parameters, memory and FLOPs, and stop")
     parser.add_argument("--processes", type=int, help="of a dry run: how many FSDP2 spreads the weights over")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
+
+    from mhla_diffusers.reporting import set_quiet
+    from mhla_diffusers.training import TrainingConfig, TrainingDivergedError
+    from mhla_diffusers.training.finetune import dry_run, finetune
+
+    set_quiet(arguments.quiet)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         config = TrainingConfig.from_yaml(arguments.config, arguments.overrides)
@@ -36,7 +40,7 @@ def main() -> int:
         result = finetune(config, resume=arguments.resume)
     except (ValueError, OSError, ImportError, TrainingDivergedError) as error:
         parser.exit(1, f"Error: {error}\n")
-    return 0 if result.finished else 143
+    return result.exit_code
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ python finetune/classify.py train --config finetune/configs/classify-digits.yaml
 python finetune/classify.py compare --config finetune/configs/classify-digits.yaml --output outputs/digits
 python finetune/classify.py ablate --config finetune/configs/classify-digits.yaml --output outputs/digits
 python finetune/classify.py evaluate --model facebook/deit-tiny-patch16-224 --pictures imagenet/val
-Settings of a configuration are overridden by key=value, for example: steps=100 batch_size=32
+Settings of a configuration are overridden by key=value, for example: steps=100 warmup=10
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 python finetune/language.py compare --config finetune/configs/language-tiny.yaml --output outputs/language
 python finetune/language.py train --config finetune/configs/language-tiny.yaml --variant MHLA --output outputs/one
-Settings of a configuration are overridden by key=value, for example: steps=100 batch_size=32
+Settings of a configuration are overridden by key=value, for example: steps=100 warmup=10
 """
 
 import argparse

@@ -15,6 +15,7 @@ from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 from .generation.commands import generate_command
+from .reporting import set_quiet
 from .training.commands import encode_command, finetune_command, synthesize_command
 
 app = typer.Typer(
@@ -47,8 +48,10 @@ def main(
     traceback: Annotated[
         bool, typer.Option("--traceback", callback=_want_traceback, help="Show where an error comes from.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
     """Cheap attention at long sequences for diffusers pipelines."""
+    set_quiet(quiet)
 
 
 @app.command()

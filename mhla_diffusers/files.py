@@ -129,6 +129,10 @@ def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         aside.replace(folder)
+    except OSError as error:
+        if error.errno is None:  # of a file in it
+            raise OSError(str(error).replace(str(aside), str(folder))) from error
+        raise cannot_write(folder, error.strerror) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -309,15 +313,25 @@ def read_json(file: Path) -> Any:
     """
     text = read_text(file)
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return parse_json(text)
     except ValueError as error:
         raise ValueError(f"{file} is no readable JSON file: {str(error).rstrip('.')}.") from error
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of JSON; ValueError if a key is given twice."""
-    check_unique([name for name, _ in pairs], "the key")
-    return dict(pairs)
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON; ValueError if it is damaged, a key is given twice, or a text is half of a character's escapes."""
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        check_unique([name for name, _ in pairs], "the key")
+        return dict(pairs)
+
+    value = json.loads(text, object_pairs_hook=unique)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(f"{half} is half of a character, which no text holds; write the character itself") from error
+    return value
 
 
 def check_unique(names: Sequence[str], what: str) -> None:
@@ -390,7 +404,7 @@ def read_json_lines(file: Path) -> list[Any]:
     for number, line in enumerate(read_text(file).split("\n"), start=1):
         if line.strip():
             try:
-                values.append(json.loads(line, object_pairs_hook=_unique))
+                values.append(parse_json(line))
             except ValueError as error:
                 raise ValueError(f"Line {number} of {file} is no JSON: {str(error).rstrip('.')}.") from error
     if not values:

@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -31,6 +32,10 @@ _KINDS = {
     ".webp": "image/webp",
     ".mp4": "video/mp4",
 }
+_SECONDS = 30.0
+"""Between two lines of progress where there is no terminal."""
+_shown: dict[str, Any] = {"quiet": False, "at": time.monotonic()}
+"""Whether no progress is shown, and when the last line of it was."""
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
@@ -52,9 +57,30 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
     )
 
 
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format a table of Markdown."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *rows])
+
+
 def times(counts: Sequence[int] | None) -> str:
     """Format counts along axes, such as ``"7x3x5"``; ``"-"`` for None."""
     return "x".join(map(str, counts)) if counts else "-"
+
+
+def parse_counts(text: str, name: str, example: str) -> tuple[int, ...]:
+    """Parse counts along axes, such as "7x3x5", the inverse of :func:`times`; ValueError with an example for others."""
+    parts = text.lower().split("x")
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{name}={text!r} is unknown; write for example {example}.")
+    return tuple(map(int, parts))
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parse height and width from "480x832", or from "512" for a square; ValueError for anything else."""
+    sides = parse_counts(text, "size", "480x832, height first, or 512 for a square")
+    if len(sides) > 2:
+        raise ValueError(f"size={text!r} has {len(sides)} numbers; write height and width, for example 480x832.")
+    return sides[0], sides[-1]
 
 
 def from_to(ends: tuple[int, int] | None) -> str:
@@ -90,17 +116,48 @@ def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], folder: Pa
     """
     text = io.StringIO()
     csv.writer(text).writerows([header, *rows])
-    markdown = "".join(f"| {' | '.join(line)} |\n" for line in [header, ["---"] * len(header), *rows])
+    markdown = markdown_table(header, rows)
     for suffix, content in ((".csv", text.getvalue()), (".md", markdown)):
         write_text(content, folder / f"{name}{suffix}")
     return markdown
 
 
+class _Lines:
+    """Standard error that is no terminal, to which tqdm writes a line where it would overwrite its bar."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(f"{text.strip()}\n" if text.strip() else "")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def set_quiet(quiet: bool) -> None:
+    """Show no progress from now on, or show it again."""
+    _shown["quiet"] = quiet
+
+
+def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
+    """Make a tqdm: a bar on a terminal or in a notebook, else a line every half minute, which has no bar."""
+    from tqdm.auto import tqdm
+
+    settings |= {"disable": _shown["quiet"] or settings.get("disable", False), "dynamic_ncols": True}
+    if not sys.stderr.isatty() and "ipykernel" not in sys.modules:
+        waits = dict.fromkeys(("mininterval", "maxinterval", "delay"), _SECONDS)
+        settings |= {"file": _Lines(), "dynamic_ncols": False, "ncols": 0, **waits}
+    return tqdm(items, **settings)
+
+
 def show_progress(done: int, total: int) -> None:
-    """Count on one line of the terminal; silent if the output is no terminal."""
+    """Count on one line of the terminal, or on a line every half minute if the output is no terminal."""
+    if _shown["quiet"]:
+        return
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{done} / {total}" + ("\n" if done == total else ""))
         sys.stderr.flush()
+    elif time.monotonic() - _shown["at"] >= _SECONDS:
+        _shown["at"] = time.monotonic()
+        sys.stderr.write(f"{done} / {total}\n")
 
 
 def html_page(title: str, body: str) -> str:

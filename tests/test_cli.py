@@ -76,11 +76,11 @@ def test_info_counts_what_sparse_attention_costs(tmp_path):
     path.write_text("family: wan\nbase_model: a\ndescription: b\npatch: {density: 0.05}\n")
     shown = mhla_here("info", "--patch", str(path))
     assert "runs sparse attention" in shown.splitlines()[0]
-    (at_480p,) = [line for line in shown.splitlines() if "wan2.1-1.3b-480p" in line]
-    assert "21x30x50" in at_480p
+    (at_480p,) = [line for line in shown.splitlines() if line.startswith("wan2.1-1.3b 480x832x81")]
+    assert "21x30x52" in at_480p
     softmax, sparse = (float(cell.replace(",", "")) for cell in at_480p.split()[-2:])
-    assert softmax == pytest.approx(4 * 31_500**2 * 128 * 12 / 1e9, abs=1)
-    assert sparse == pytest.approx(SparseConfig(density=0.05).sizes_on((21, 30, 50), 12, 128).flops / 1e9, abs=1)
+    assert softmax == pytest.approx(4 * 32_760**2 * 128 * 12 / 1e9, abs=1)
+    assert sparse == pytest.approx(SparseConfig(density=0.05).sizes_on((21, 30, 52), 12, 128).flops / 1e9, abs=1)
 
 
 def test_info_as_a_report(tmp_path):

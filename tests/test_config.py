@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -27,7 +28,9 @@ def test_names_decide_the_kind_and_a_round_trip_keeps_it(settings, kind):
     config = PatchConfig.from_dict(settings)
     assert type(config) is kind is kind_of(settings)
     assert all(getattr(config, name) == value for name, value in settings.items())
-    assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    again = PatchConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    for changed in (lambda x: x, lambda x: x.replace(layers=[0]), lambda x: dataclasses.replace(x, carry=False)):
+        assert changed(again) == changed(config) and repr(changed(again)) == repr(changed(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.layers = "all"
     assert config.replace(layers=[0]) == kind(**settings | {"layers": (0,)})
@@ -65,6 +68,7 @@ def test_numbers_and_arrays_of_numpy_and_torch():
             SparseConfig(block_size=16, density=0.25),
             SparseConfig(block_size=np.int64(16), density=np.float64(0.25)),
         ),
+        (SparseConfig(layers="2/3"), SparseConfig(layers=Fraction(2, 3))),
     ):
         assert config == plain
         assert json.dumps(config.to_dict()) == json.dumps(plain.to_dict())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mhla_diffusers import load_mhla, save_mhla
-from mhla_diffusers.files import write_json, write_tensors, write_text, written_aside
+from mhla_diffusers.files import write_json, write_tensors, write_text, write_whole_folder, written_aside
 from mhla_diffusers.generation.generate import SampleSet, generate, plan_samples
 from mhla_diffusers.generation.record import is_whole_video, write_video
 from mhla_diffusers.tiny import pipeline_folder
@@ -52,6 +52,15 @@ def test_files_are_named_and_the_one_before_stays(tmp_path, name, write):
 def test_errors_of_other_files_are_left_as_they_are(tmp_path):
     with pytest.raises(FileNotFoundError, match="No such file.*nowhere"), written_aside(tmp_path / "x"):
         (tmp_path / "nowhere").read_text()
+
+
+def test_folders_are_named_not_what_they_are_written_to_first(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=f"Cannot write {tmp_path}/file/x: Not a directory"):
+        write_whole_folder(tmp_path / "file" / "x", lambda aside: None)
+    with full_disk(), pytest.raises(OSError, match=f"Cannot write {tmp_path}/x/a.txt: .*too large"):
+        write_whole_folder(tmp_path / "x", lambda aside: write_text("x" * 5000, aside / "a.txt"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_patch_that_was_saved_before_stays(tmp_path):

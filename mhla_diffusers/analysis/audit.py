@@ -22,7 +22,7 @@ from ..patching.calibrate import (
     spread_calls,
 )
 from ..patching.context import call_context, current
-from ..patching.handle import require_layers, require_patched, supported_transformers
+from ..patching.finding import require_layers, require_patched, supported_transformers
 from ..patching.layer import SparseLayer, layer_of
 from ..patching.processor import adapter_of, attention_inputs, tokens_of_grid
 from ..reporting import require_matplotlib, text_table

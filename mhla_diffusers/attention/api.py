@@ -22,7 +22,7 @@ from .parallel.collectives import summed
 from .parallel.place import Parallel
 from .parallel.ulysses import Segment
 from .precision import without_autocast
-from .rope import Rotary, in_all_rows
+from .rope import Rotary, in_all_rows, steady
 from .sparse import softmax_attention
 from .triton import backend as triton
 
@@ -229,7 +229,7 @@ def attend(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
     call = _check_place(call)
     if call.query.numel() == 0:
         return empty_output(call)
-    call = replace(call, rotary=in_all_rows(call.rotary, call.query.shape[1]))
+    call = replace(call, rotary=steady(in_all_rows(call.rotary, call.query.shape[1])))
     module = backend_for(call, backend)
     if isinstance(call, SparseCall) and call.lists_everything:  # PyTorch's attention, whose precision autocast may say
         return _with_processes(call, module)

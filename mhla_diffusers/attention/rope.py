@@ -4,32 +4,40 @@ import torch
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """(cos, sin), each (1 or B, N, 1, D): the angle of channel pair (2i, 2i + 1) stands at both channels."""
-_KEPT = "_mhla_table"
+
+
+class SteadyRotary(tuple[torch.Tensor, torch.Tensor]):
+    """(cos, sin) that stay as they are while this object lives, as during one call; their joined table is kept."""
+
+    table: torch.Tensor | None = None
+
+
+def steady(rotary: Rotary | None) -> Rotary | None:
+    """Return tables as :class:`SteadyRotary`, but where the joined table takes gradients or belongs to a graph."""
+    if rotary is None or isinstance(rotary, SteadyRotary):
+        return rotary
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    is_traced = is_traced or (rotary[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    return rotary if is_traced or any(table.requires_grad for table in rotary) else SteadyRotary(rotary)
 
 
 def rotary_table(rotary: Rotary | None) -> torch.Tensor | None:
     """Join (cos, sin) of every channel pair at the places of the pair: one table (1 or B, N, 1, D).
 
-    Where all layers of a forward are handed the same two tensors, as by Wan and SkyReels, one table serves them: it is
-    kept on the first of the two until PyTorch counts a change of either, which it does not of one through ``.data`` or
-    NumPy. Models that make new tensors for every layer have a table for each. None is kept where changes are not
-    counted (inference mode), nor while a graph is compiled or captured or a transform of ``torch.func`` is active.
+    Of :class:`SteadyRotary`, which a patched transformer hands to all layers of a forward, it is joined once.
     """
+    if isinstance(rotary, SteadyRotary) and rotary.table is not None:
+        return rotary.table
     if rotary is None:
         return None
-    cos, sin = rotary
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    is_traced = is_traced or (cos.is_cuda and torch.cuda.is_current_stream_capturing())
-    if is_traced or cos.is_inference() or sin.is_inference() or cos.requires_grad or sin.requires_grad:
-        return torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
-    kept = getattr(cos, _KEPT, None)
-    if kept is None or kept[0] is not sin or kept[1] != (cos._version, sin._version):
-        with torch.inference_mode(False):
-            table = torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
-        kept = sin, (cos._version, sin._version), table
-        setattr(cos, _KEPT, kept)
-    found: torch.Tensor = kept[2]
-    return found
+    table = _joined(*rotary)
+    if isinstance(rotary, SteadyRotary):
+        rotary.table = table
+    return table
+
+
+def _joined(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.stack((cos[..., 0::2], sin[..., 1::2]), dim=-1).flatten(-2)
 
 
 def in_all_rows(rotary: Rotary | None, tokens: int) -> Rotary | None:

@@ -41,10 +41,10 @@ _KEPT = ("_closed", "_earlier", "_open", "_keys", "_values", "_weights", "_unsee
 class MHLAState:
     """What a sequence has left behind, from which :meth:`step` goes on.
 
-    Equal to ``mhla_attention(..., causal=...)`` of the whole sequence, but for rounding, however it is cut. With F
-    frame blocks on the grid it keeps the KV states of at most F + 1, of D (D + 1) numbers for every block and head,
-    whatever the length of the sequence, and with ``linear_weight`` less than a frame block of keys and values. A
-    cache of keys and values keeps 2 N D.
+    Equal to ``mhla_attention(..., causal=...)`` of the whole sequence up to rounding, wherever steps end: after any
+    token, or with ``causal="block"`` after any frame block. With F frame blocks on the grid it keeps the KV states of
+    at most F + 1, of D (D + 1) numbers for every block and head, whatever the length of the sequence, and with
+    ``linear_weight`` less than a frame block of keys and values. A cache of keys and values keeps 2 N D.
 
     Args:
         mixing: (M, M) or (H, M, M); None where every step brings it.

@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Measure time and memory, side by side in one run.", no_args_is_help=True)
 
+_Models = Annotated[list[str] | None, typer.Option("--model", help="wan2.1-1.3b, sana-0.6b, …; several times.")]
+_Sizes = Annotated[list[str] | None, typer.Option("--size", help="480x832, or 512 for a square; several times.")]
+_Frames = Annotated[list[int] | None, typer.Option(help="Of videos; several times.")]
 _Device = Annotated[str, typer.Option(help="auto, cpu, cuda, …")]
 _DType = Annotated[str | None, typer.Option(help="bfloat16 on a GPU and float32 on a CPU, unless you choose.")]
 _Output = Annotated[Path, typer.Option(help="Gets a folder for the device, with CSV and Markdown.")]
-_Seconds = Annotated[float, typer.Option(help="Spent on each variant, as far as 3 to 30 repetitions allow.")]
+_Seconds = Annotated[float, typer.Option(min=1e-9, help="Spent on each variant, as far as 3 to 30 repetitions allow.")]
 _Compile = Annotated[
     bool | None, typer.Option(help="Time torch.compile too; on a GPU unless you decline, on a CPU only if you ask.")
 ]
-_Frames = Annotated[list[int] | None, typer.Option(help="Of videos; several times.")]
 _FOLDER = Path("outputs/benchmark")
 
 
@@ -30,10 +32,12 @@ def main() -> None:
 
 
 @bench.command("op")
-def bench_operation(
-    shape: Annotated[list[str] | None, typer.Option(help="tiny, wan2.1-1.3b-480p, …; several times.")] = None,
+def bench_operator(
+    model: _Models = None,
+    size: _Sizes = None,
+    frames: _Frames = None,
     grid: Annotated[
-        list[str] | None, typer.Option(help="Tokens per axis in place of a shape, 64x64 or 21x30x50; several times.")
+        list[str] | None, typer.Option(help="Tokens per axis in place of a model, 64x64 or 21x30x50; several times.")
     ] = None,
     blocks: Annotated[
         list[str] | None, typer.Option(help="MHLA blocks per axis of a grid, 4x4; several times.")
@@ -48,33 +52,41 @@ def bench_operation(
     output: _Output = _FOLDER,
 ) -> None:
     """One attention: MHLA and plain linear attention against softmax. Checks that MHLA is correct before timing it."""
-    from .measure import Budget, Results
-    from .operation import STAGES, benchmark_operation
-    from .shapes import choose_shapes, shape_on
+    from ..reporting import parse_counts
+    from .cases import BLOCK_SIZE, Shape, choose_cases
+    from .measure import Results
+    from .operator import STAGES, benchmark_operator
 
-    place, precision = _place(device, dtype)
+    place, precision, on_cpu = _place(device, dtype)
     if grid and not blocks:
         raise ValueError(f"--grid {grid[0]} needs --blocks, such as {'x'.join(['4'] * len(grid[0].split('x')))}.")
-    if shape and grid:
-        raise ValueError(f"--shape {shape[0]} and --grid {grid[0]} are two ways to say what to measure; give one.")
+    if grid and (model or size or frames):
+        raise ValueError(f"--grid {grid[0]} stands in place of a model; leave --model, --size and --frames out.")
     shapes = [
-        shape_on(_counts(one, "grid"), _counts(other, "blocks"), heads, head_dim)
+        Shape(
+            f"grid {one}, {other} blocks, {heads} heads of {head_dim}",
+            parse_counts(one, "grid", "21x30x50"),
+            parse_counts(other, "blocks", "7x3x5"),
+            heads,
+            head_dim,
+            BLOCK_SIZE,
+        )
         for one in grid or ()
         for other in blocks or ()
     ]
-    results = Results("op", place, precision, output, Budget(seconds))
-    for one in shapes or choose_shapes(shape, place.type):
-        compiled = place.type != "cpu" if compile is None else compile
-        benchmark_operation(one, results, stage or STAGES, compile=compiled)
+    if not grid:
+        names = model or ["dit-xl-2" if on_cpu else "wan2.1-1.3b"]
+        shapes = [case.shape for case in choose_cases(names, size, frames, smallest=on_cpu)]
+    results = Results("op", place, precision, output, seconds)
+    for shape in shapes:
+        benchmark_operator(shape, results, stage or STAGES, compile=not on_cpu if compile is None else compile)
     results.finish()
 
 
 @bench.command("transformer")
 def bench_transformer(
-    model: Annotated[
-        list[str] | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, deit-s-16, vlt-t, …; several times.")
-    ] = None,
-    size: Annotated[list[str] | None, typer.Option(help="480x832, or 512 for a square; several times.")] = None,
+    model: _Models = None,
+    size: _Sizes = None,
     frames: _Frames = None,
     layers: Annotated[int | None, typer.Option(help="Build only so many; times of all are extrapolated.")] = None,
     batch: Annotated[int, typer.Option(help="Samples per forward.")] = 1,
@@ -89,20 +101,17 @@ def bench_transformer(
     output: _Output = _FOLDER,
 ) -> None:
     """Whole transformers with random weights: softmax through each backend against linear attentions."""
-    from .measure import Budget, Results
-    from .models import choose_sizes, find_models
-    from .transformer import CLASSIFIERS, Case, ClassifierCase, benchmark_transformer
+    from .cases import choose_cases
+    from .forward import benchmark_forward
+    from .measure import Results
 
-    place, precision = _place(device, dtype)
-    cases = [
-        (ClassifierCase if one.name in CLASSIFIERS else Case)(one, chosen, layers, place, precision)
-        for one in find_models(model or ["dit-s-2" if place.type == "cpu" else "wan2.1-1.3b"], CLASSIFIERS)
-        for chosen in choose_sizes(one, size, frames, place.type, batch)
-    ]
-    compiled = place.type != "cpu" and not train if compile is None else compile
-    results = Results("train" if train else "transformer", place, precision, output, Budget(seconds))
+    place, precision, on_cpu = _place(device, dtype)
+    names = model or ["dit-s-2" if on_cpu else "wan2.1-1.3b"]
+    cases = choose_cases(names, size, frames, smallest=on_cpu, batch=batch, layers=layers)
+    compiled = not on_cpu and not train if compile is None else compile
+    results = Results("train" if train else "transformer", place, precision, output, seconds)
     for case in cases:
-        benchmark_transformer(case, results, train=train, checkpointing=checkpointing, compile=compiled)
+        benchmark_forward(case, results, train=train, checkpointing=checkpointing, compile=compiled)
     results.finish()
 
 
@@ -121,29 +130,27 @@ def bench_pipeline(
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
     softmax_steps: Annotated[str | None, typer.Option(help=SOFTMAX_STEPS)] = None,
     refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
-    repetitions: Annotated[int, typer.Option(help="Calls of each, after one to warm up.")] = 3,
+    repetitions: Annotated[int, typer.Option(min=1, help="Calls of each, after one to warm up.")] = 3,
     device: _Device = "auto",
     dtype: _DType = None,
     output: _Output = _FOLDER,
 ) -> None:
     """A whole call of a pipeline and its parts, unpatched and with patches, with PSNR and SSIM of the samples."""
-    from ..devices import FLOAT_TYPES
+    from ..reporting import parse_size
     from .measure import Results
-    from .models import parse_size
     from .pipeline import benchmark_pipeline, choose_pipeline
 
-    place, precision = _place(device, dtype)
+    place, precision, _ = _place(device, dtype)
     height, width = (None, None) if size is None else parse_size(size)
-    asked = {
+    given = {
         "num_inference_steps": steps,
         "guidance_scale": guidance,
         "height": height,
         "width": width,
         "num_frames": frames,
     }
-    settings = {name: value for name, value in asked.items() if value is not None}
-    name = next(name for name, one in FLOAT_TYPES.items() if one == precision)
-    choice = choose_pipeline(model, device=str(place), dtype=name, settings=settings)
+    settings = {name: value for name, value in given.items() if value is not None}
+    choice = choose_pipeline(model, device=str(place), dtype=str(precision).removeprefix("torch."), settings=settings)
     results = Results("pipeline", place, precision, output)
     dense_steps = parse_dense_steps(softmax_steps, refresh)
     benchmark_pipeline(choice, patch or (), results, dense_steps=dense_steps, repetitions=repetitions)
@@ -152,14 +159,14 @@ def bench_pipeline(
 
 @bench.command("parallel")
 def bench_parallel(
-    model: Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b, wan2.1-14b, …; several times.")] = None,
-    size: Annotated[list[str] | None, typer.Option(help="480x832, or 512 for a square; several times.")] = None,
+    model: _Models = None,
+    size: _Sizes = None,
     frames: _Frames = None,
     ring: Annotated[
         list[int] | None,
         typer.Option(help="Processes of a ring, several times; the others exchange heads. All and 1 if left out."),
     ] = None,
-    repetitions: Annotated[int, typer.Option(help="Calls of each, after those to warm up.")] = 10,
+    repetitions: Annotated[int, typer.Option(min=1, help="Calls of each, after those to warm up.")] = 10,
     dtype: _DType = None,
     output: _Output = _FOLDER,
 ) -> None:
@@ -167,27 +174,24 @@ def bench_parallel(
     import torch
     import torch.distributed as dist
 
+    from .cases import choose_cases
     from .measure import Results
-    from .models import choose_sizes, find_models, token_grid
-    from .parallel import benchmark_parallel
-    from .shapes import shape_of
+    from .processes import benchmark_processes
 
     if "LOCAL_RANK" not in os.environ:
         raise ValueError(
             "LOCAL_RANK is not set; start it as torchrun --no-python --nproc_per_node 8 mhla bench parallel."
         )
     has_gpus = torch.cuda.is_available()
-    place, precision = _place(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu", dtype)
+    place, precision, _ = _place(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu", dtype)
     if has_gpus:
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if has_gpus else "gloo")
     try:
         results = Results("parallel", place, precision, output) if dist.get_rank() == 0 else None
-        for one in find_models(model or ["wan2.1-1.3b"]):
-            for chosen in choose_sizes(one, size, frames, "cpu"):
-                shape = shape_of(one, token_grid(one, chosen), f"{one.name} {chosen}")
-                rings = ring or [dist.get_world_size(), 1]
-                benchmark_parallel(shape, place, precision, rings, repetitions, results)
+        for case in choose_cases(model or ["wan2.1-1.3b"], size, frames, smallest=True):
+            rings = ring or [dist.get_world_size(), 1]
+            benchmark_processes(case.shape, place, precision, rings, repetitions, results)
         if results is not None:
             results.finish()
     finally:
@@ -201,11 +205,11 @@ def bench_ceilings(
 ) -> None:
     """Counted, not timed: what every model spends on attention by resolution, and the most that a patch can bring."""
     from ..reporting import write_table
+    from .cases import choose_cases, models
     from .counts import CEILINGS, ceilings
-    from .models import find_models, models
 
-    chosen = find_models(model) if model else [one for one in models().values() if not one.is_tiny]
-    typer.echo(write_table(CEILINGS, ceilings(chosen), output, "ceilings"))
+    names = model or [name for name, one in models().items() if not one.is_tiny]
+    typer.echo(write_table(CEILINGS, ceilings(choose_cases(names)), output, "ceilings"))
 
 
 @bench.command("plot")
@@ -221,17 +225,10 @@ def bench_plot(
     typer.echo(f"Wrote {output}")
 
 
-def _counts(text: str, name: str) -> tuple[int, ...]:
-    """Parse numbers such as 21x30x50; ValueError for anything else."""
-    parts = text.split("x")
-    if not all(part.isdigit() for part in parts):
-        raise ValueError(f"{name}={text!r} is no list of counts; write for example 21x30x50.")
-    return tuple(map(int, parts))
-
-
-def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype]":
-    """Return device and type by their names; ValueError for unknown ones."""
+def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype, bool]":
+    """Return device and type by their names, and whether it is a CPU; ValueError for unknown ones."""
     from ..devices import FLOAT_TYPES, choose_device, dtype_name
 
     place = choose_device(device)
-    return place, FLOAT_TYPES[dtype_name(dtype or ("float32" if place.type == "cpu" else "bfloat16"))]
+    on_cpu = place.type == "cpu"
+    return place, FLOAT_TYPES[dtype_name(dtype or ("float32" if on_cpu else "bfloat16"))], on_cpu

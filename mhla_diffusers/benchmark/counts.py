@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..config import AUTOMATIC, MHLAConfig, PatchConfig, is_automatic
-from ..families import Model, get_family
+from ..families import get_family
 from ..patching.describe import sizes_of
 from ..patching.patch import choose_layers
-from .models import Size, build_transformer, choose_sizes, family_of_model, make_forward_inputs, token_grid
+from .cases import Case
 
 ATTENTION = "self-attention"
 """Without its projections."""
@@ -86,36 +87,31 @@ def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def count_forward(
-    model: Model,
-    size: Size,
-    config: PatchConfig | None = None,
-    *,
-    layers: int | None = None,
-    change: Callable[[Any], object] | None = None,
+    case: Case, config: PatchConfig | None = None, *, change: Callable[[Any], object] | None = None
 ) -> dict[str, int]:
     """Count the FLOPs of one forward by part, from those of one layer and of two, since all are alike.
 
     Args:
-        model: which.
-        size: of the samples.
+        case: the model at a size.
         config: of a patch in the layers that it names; None for none.
-        layers: how many; None for all.
-        change: what is done to the transformer before.
+        change: called with the transformer before.
 
     Raises:
         ValueError: a patch that does not fit the model or the size, or a size that the model does not take.
     """
-    built, meta = layers or model.layers, torch.device("meta")
+    built, meta = case.layers or case.model.layers, torch.device("meta")
     found: list[dict[str, float]] = []
     for count in (1, 2) if built > 1 else (1,):
-        transformer = build_transformer(model, size, count, meta, torch.bfloat16)
+        transformer = replace(case, layers=count).build(meta, torch.bfloat16)
         if change is not None:
             change(transformer)
-        inputs = make_forward_inputs(model, transformer, size, meta, torch.bfloat16)
+        inputs = case.inputs(transformer, torch.bfloat16)
         try:
             plain = count_parts(transformer, inputs)
         except RuntimeError as error:  # of shapes, as where RoPE's table ends
-            raise ValueError(f"{model.name} cannot run at {size}: {error}. Ask for fewer frames, or less.") from error
+            raise ValueError(
+                f"{case.model.name} cannot run at {case.size}: {error}. Ask for fewer frames, or less."
+            ) from error
         found.append({**plain})
         if config is not None:
             # which layers an automatic choice takes is open until it is made, and all cost the same
@@ -126,20 +122,18 @@ def count_forward(
     return {part: round(first + (built - 1) * (found[-1][part] - first)) for part, first in found[0].items()}
 
 
-def ceilings(chosen: Iterable[Model]) -> list[tuple[str, ...]]:
-    """Tabulate every model at all of its sizes, with the patch of ``apply_mhla(pipe)`` in every layer.
+def ceilings(cases: Iterable[Case]) -> list[tuple[str, ...]]:
+    """Tabulate what models spend on attention, and the most that the patch of ``apply_mhla(pipe)`` brings.
 
-    The last cell is the most that a patch brings where arithmetic is all that takes time. Models whose own attention is
-    linear are left out, since a patch saves nothing there.
+    The last cell is the speed-up if arithmetic is all that takes time. Models whose own attention is linear are left
+    out, since a patch saves nothing there.
     """
     rows: list[tuple[str, ...]] = []
-    for model in chosen:
-        family = family_of_model(model)
-        for size in choose_sizes(model, None, None, "cuda") if family.own_attention == "softmax" else ():
-            config = family.default_config
-            plain, patched = count_forward(model, size), count_forward(model, size, config)
+    for case in cases:
+        if case.family.own_attention == "softmax":
+            plain, patched = count_forward(case), count_forward(case, case.family.default_config)
             whole, left = sum(plain.values()), sum(patched.values())
             tera = [f"{one / 1e12:,.0f}" if one >= 1e14 else f"{one / 1e12:.3g}" for one in (whole, left)]
-            share, tokens = f"{plain[ATTENTION] / whole:.0%}", f"{math.prod(token_grid(model, size)):,}"
-            rows.append((model.name, str(size), tokens, tera[0], share, tera[1], f"{whole / left:.2f} x"))
+            share, tokens = f"{plain[ATTENTION] / whole:.0%}", f"{math.prod(case.grid):,}"
+            rows.append((case.model.name, case.size, tokens, tera[0], share, tera[1], f"{whole / left:.2f} x"))
     return rows

@@ -26,8 +26,8 @@ from ..config import (
 from ..families import families
 from ..patching.loading import check_file, read_record
 from ..reporting import scaled, text_table, times
+from .cases import choose_cases
 from .counts import ATTENTION, PARTS, count_forward
-from .models import choose_sizes, family_of_model, find_models, token_grid
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
@@ -45,19 +45,15 @@ def print_info() -> None:
         for transformer in family.transformers
     ]
     _print_table("Supported models", ["family", "transformer", "token grid", "default", "MHLA blocks"], models)
-    patches = []
-    for name in patch_names():
-        patch = load_patch(name)
-        patches.append((name, summary_of(patch.config), str(patch.config.layers), patch.base_model))
-    typer.echo()
-    _print_table("Presets, for --patch", ["name", "attention", "layers", "base model"], patches)
+    presets = [(name, load_patch(name)) for name in patch_names()]
+    patches = [(name, summary_of(one.config), str(one.config.layers), one.base_model) for name, one in presets]
+    _print_table("\nPresets, for --patch", ["name", "attention", "layers", "base model"], patches)
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
         steps = str(len(record.few_steps.times)) if record.few_steps else "any"
         adapted.append((name, record.base_model, next(iter(record.transformers.values())).family, steps))
-    typer.echo()
-    _print_table("Adapted patches, for load_mhla", ["name", "for", "family", "steps"], adapted)
+    _print_table("\nAdapted patches, for load_mhla", ["name", "for", "family", "steps"], adapted)
 
 
 def report(patch: str | None) -> str:
@@ -67,7 +63,7 @@ def report(patch: str | None) -> str:
         patch: name, YAML file or folder of the patch in question.
 
     Raises:
-        ValueError: unknown patch, or a file that is none.
+        ValueError: unknown patch, or a file that is not a patch.
         FileNotFoundError: no such file.
     """
     devices = []
@@ -100,7 +96,7 @@ def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
     """Return family and configuration of every transformer of a patch, given as in :func:`print_any_patch`.
 
     Raises:
-        ValueError: unknown patch, or a file that is none.
+        ValueError: unknown patch, or a file that is not a patch.
         FileNotFoundError: no such file.
     """
     folder = _saved_folder(patch)
@@ -128,23 +124,21 @@ def print_model(
     Raises:
         ValueError: an unknown model, or a size, a patch or a density that it does not take.
     """
-    (model,) = find_models([name])
-    chosen, *_ = choose_sizes(model, size and [size], None if frames is None else [frames], "cpu")
-    family, grid = family_of_model(model), token_grid(model, chosen)
-    if patch is None:
-        config = family.default_config
-        if density is not None and not isinstance(config, SparseConfig):
-            raise ValueError(f"--density {density}: the patch of {name} runs {config.attention}; leave it out.")
-        config = config if density is None else config.replace(density=density)
-    else:
-        of_family, config = patch
-        if density is not None:
+    case, *_ = choose_cases([name], size and [size], None if frames is None else [frames])
+    family = case.family
+    of_family, config = patch or (family.name, family.default_config)
+    if of_family != family.name:
+        raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
+    if density is not None:
+        if patch is not None:
             raise ValueError(f"--density {density} and --patch both give a density; give one of them.")
-        if of_family != family.name:
-            raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
-    plain, patched = count_forward(model, chosen), count_forward(model, chosen, config)
+        if not isinstance(config, SparseConfig):
+            raise ValueError(f"--density {density}: the patch of {name} runs {config.attention}; leave it out.")
+        config = config.replace(density=density)
+    plain, patched = count_forward(case), count_forward(case, config)
     whole, left = sum(plain.values()), sum(patched.values())
-    typer.echo(f"{name} at {chosen}: {times(grid)} = {math.prod(grid):,} tokens; {family.own_attention} attention")
+    tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
+    typer.echo(f"{name} at {case.size}: {tokens}; {family.own_attention} attention")
     typer.echo(f"patched: {summary_of(config)}, in layers {config.layers}\n")
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
@@ -210,23 +204,20 @@ def _print_settings(title: str, patch: Patch) -> None:
 
 
 def _print_costs(patch: Patch) -> None:
-    """Print the FLOPs of a layer at every benchmark grid of the family's models that the patch fits."""
+    """Print the FLOPs of a layer at every size of the family's models that the patch fits."""
     config, rows = patch.config, []
-    header = ["at", "pixels", "grid", "softmax", config.attention]
     family = next(family for family in families() if family.name == patch.family)
-    for model in family.models:
-        for label, grid in model.grids.items():
-            blocks = config.blocks_on(grid) if isinstance(config, MHLAConfig) else (1,) * len(grid)
-            if all(count <= size for count, size in zip(blocks, grid, strict=True)):
-                layer = model.heads, model.head_dim, family.extra_tokens
-                sizes = config.sizes_on(grid, *layer, in_order=family.own_attention_is_causal)
-                pixels = times([count * model.stride * model.patch for count in grid[-2:]])
-                cells = [f"{model.name}-{label}", pixels, times(grid)]
-                flops = sizes.softmax_flops, sizes.flops
-                rows.append([*cells, *(f"{one / 1e9:,.0f}" if one >= 1e11 else f"{one / 1e9:.2f}" for one in flops)])
+    for case in choose_cases([model.name for model in family.models if not model.is_tiny]):
+        grid = case.grid
+        blocks = config.blocks_on(grid) if isinstance(config, MHLAConfig) else (1,) * len(grid)
+        if all(count <= size for count, size in zip(blocks, grid, strict=True)):
+            layer = case.model.heads, case.model.head_dim, family.extra_tokens
+            sizes = config.sizes_on(grid, *layer, in_order=family.own_attention_is_causal)
+            flops = [one / 1e9 for one in (sizes.softmax_flops, sizes.flops)]
+            rows.append([case.name, times(grid), *(f"{one:,.0f}" if one >= 100 else f"{one:.2f}" for one in flops)])
     if rows:
-        typer.echo()
-        _print_table("GFLOP of a self-attention's forward", header, rows, right=True)
+        header = ["at", "grid", "softmax", config.attention]
+        _print_table("\nGFLOP of a self-attention's forward", header, rows, right=True)
 
 
 def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> None:

@@ -11,19 +11,18 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import psutil
 import torch
 
 from ..files import check_writable, read_csv, write_text
-from ..reporting import require_matplotlib
-from ..settings import Settings, allow, check_value
+from ..reporting import markdown_table, progress, require_matplotlib, text_table
 
 _CACHE_BYTES = 2**28
 """More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
@@ -31,43 +30,11 @@ _REFUSALS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 """What a backend raises that cannot run an attention here."""
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "triton")
 _TEXTS = ("case", "stage", "variant", "dtype", "status", "reason")
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Budget(Settings):
-    """How often a variant runs; ValueError for a value that is not allowed."""
-
-    seconds: float = field(default=1.0, metadata=allow(above=0))
-    """Spent on each variant, as far as the numbers of repetitions allow."""
-    least: int = field(default=3, metadata=allow(at_least=1))
-    most: int = 30
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_value("most", self.most, int, at_least=self.least)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One thing to time."""
-
-    name: str
-    run: Callable[[], object] | str
-    """The call, or the reason why it cannot be made here."""
-    baseline: bool = False
-    """Whether it is an attention to be faster than: exact softmax, or the model's own where that is linear."""
-    flops: int | None = None
-    """Counted from shapes; a backward pass counts as two forwards."""
-    blocks: int | None = None
-    """M; None for softmax."""
-    note: str = ""
-    """Remark on its time."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant of one case, measured: a line of the CSV. What does not apply or was not measured is None."""
+    """One variant of one case, and what was measured: a line of the CSV. What does not apply is None."""
 
     variant: str
     case: str = ""
@@ -75,12 +42,14 @@ class Row:
     stage: str = ""
     """forward, forward+backward, training step, denoising, …"""
     baseline: bool = False
+    """Whether it is an attention to be faster than: exact softmax, or the model's own where that is linear."""
     dtype: str = ""
     status: Literal["measured", "absent", "out of memory"] = "measured"
     reason: str = ""
     """Why there is no time, or a remark on it."""
     tokens: int | None = None
     blocks: int | None = None
+    """M; None for softmax."""
     batch: int | None = None
     """Samples per forward of a whole model."""
     median: float | None = None
@@ -91,6 +60,7 @@ class Row:
     peak_bytes: int | None = None
     """Most bytes that the CUDA allocator held, weights and inputs included; None on other devices."""
     flops: int | None = None
+    """Counted from shapes; a backward pass counts as two forwards."""
     whole_seconds: float | None = None
     """Seconds with all layers, extrapolated where only some were built."""
     sent_bytes: int | None = None
@@ -111,78 +81,74 @@ class Row:
         return self.median if self.whole_seconds is None else self.whole_seconds
 
 
+Runs = dict[Row, Callable[[], object] | str]
+"""Row without times → what to time, or the reason why it cannot run here."""
+
+
 # ---- time -----------------------------------------------------------------------------------------------------------
 
 
 def time_interleaved(
-    variants: Mapping[str, Callable[[], object] | str], device: torch.device, budget: Budget
-) -> dict[str, Row]:
+    runs: Runs, device: torch.device, seconds: float = 1.0, *, least: int = 3, most: int = 30
+) -> list[Row]:
     """Warm every variant up, then time round after round until each has its repetitions.
 
-    A slow phase of the machine so affects all of them. A variant that runs out of memory, or whose backend refuses the
-    call, is not timed; its row says why.
+    A slow phase of the machine thus affects all of them. A variant that runs out of memory, or whose backend refuses
+    the call, is not timed; its row says why.
 
     Args:
-        variants: name → the call, or the reason why there is none.
+        runs: what to time.
         device: where they run. CUDA devices are timed with events and an overwritten cache.
-        budget: how often.
+        seconds: spent on each variant, as far as the numbers of repetitions allow.
+        least: repetitions of each.
+        most: repetitions of each.
 
     Returns:
-        Name → row with status, times and peak memory, in the order of ``variants``.
+        The rows with status, times and peak memory.
     """
-    rows = {name: Row(name, status="absent", reason=run) for name, run in variants.items() if isinstance(run, str)}
-    runs = {name: run for name, run in variants.items() if not isinstance(run, str)}
-    counts: dict[str, int] = {}
-    peaks: dict[str, int | None] = {}
-    for name, run in with_progress(runs.items(), "warming up"):
+    rows = {row: replace(row, status="absent", reason=run) for row, run in runs.items() if isinstance(run, str)}
+    calls = {row: run for row, run in runs.items() if not isinstance(run, str)}
+    counts: dict[Row, int] = {}
+    peaks: dict[Row, int | None] = {}
+    for row, run in progress(calls.items(), desc="warming up", leave=False):
         try:
-            seconds = _seconds(run, device)  # of a first run, which compiles and loads
-            if seconds < budget.seconds or device.type != "cpu":
-                seconds = _seconds(run, device)
-            peaks[name] = peak_bytes(run, device)
+            taken = _seconds(run, device)  # by a first run, which compiles and loads
+            if taken < seconds or device.type != "cpu":
+                taken = _seconds(run, device)
+            peaks[row] = peak_bytes(run, device)
+            counts[row] = max(least, min(most, int(seconds / max(taken, 1e-9))))
         except _REFUSALS as error:
-            row = refused_row(name, error)
-            rows[name] = replace(row, reason=_warnings_of(run) or row.reason) if row.status == "absent" else row
+            rows[row] = refused(row, error)
+            if rows[row].status == "absent":
+                rows[row] = replace(rows[row], reason=_warnings_of(run) or rows[row].reason)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        else:
-            counts[name] = max(budget.least, min(budget.most, int(budget.seconds / max(seconds, 1e-9))))
     # after the peaks, which it would add to
     cache = torch.empty(_CACHE_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
-    times: dict[str, list[float]] = {name: [] for name in counts}
-    turns = [name for turn in range(max(counts.values(), default=0)) for name in counts if turn < counts[name]]
-    for name in with_progress(turns, "timing"):
-        if name in rows:
-            continue
-        cache.zero_()
-        try:
-            times[name].append(_seconds(runs[name], device))
-        except _REFUSALS as error:  # memory may have gone to others since it was warmed up
-            rows[name] = refused_row(name, error)
-            del times[name]
-    rows |= {name: measured_row(name, seconds, peaks[name]) for name, seconds in times.items()}
-    return {name: rows[name] for name in variants}
+    times: dict[Row, list[float]] = {row: [] for row in counts}
+    turns = [row for turn in range(max(counts.values(), default=0)) for row in counts if turn < counts[row]]
+    for row in progress(turns, desc="timing", leave=False):
+        if row not in rows:
+            cache.zero_()
+            try:
+                times[row].append(_seconds(calls[row], device))
+            except _REFUSALS as error:  # memory may have gone to others since it was warmed up
+                rows[row] = refused(row, error)
+    return [rows.get(row) or measured(row, times[row], peaks[row]) for row in runs]
 
 
-def measured_row(name: str, seconds: Sequence[float], peak: int | None) -> Row:
-    """Return a row with the median and the percentiles of some repetitions."""
+def measured(row: Row, seconds: Sequence[float], peak: int | None) -> Row:
+    """Return the row with the median and the percentiles of some repetitions, and a peak of memory."""
     quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     p20, median, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(quantiles).tolist()
-    return Row(name, median=median, p20=p20, p80=p80, repetitions=len(seconds), peak_bytes=peak)
+    return replace(row, median=median, p20=p20, p80=p80, repetitions=len(seconds), peak_bytes=peak)
 
 
-def refused_row(name: str, error: BaseException) -> Row:
-    """Return a row of a variant that raised this; the CPU's allocator has no error class of its own."""
+def refused(row: Row, error: BaseException) -> Row:
+    """Return the row with what its variant raised; the CPU's allocator has no error class of its own."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     no_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-    return Row(name, status="out of memory" if no_memory else "absent", reason=lines[0][:300])
-
-
-def with_progress(items: Collection[Item], what: str) -> Iterable[Item]:
-    """Return the items, with a bar in a terminal that goes away at the end."""
-    from tqdm.auto import tqdm
-
-    return tqdm(items, desc=what, leave=False, disable=None)
+    return replace(row, status="out of memory" if no_memory else "absent", reason=lines[0][:300])
 
 
 def synchronize(device: torch.device) -> None:
@@ -235,7 +201,8 @@ def _warnings_of(run: Callable[[], object]) -> str:
     with warnings.catch_warnings(record=True) as caught, suppress(*_REFUSALS):
         warnings.simplefilter("always")
         run()
-    texts = [str(warning.message).splitlines()[0].split(" (Triggered")[0] for warning in caught]
+    reasons = [warning for warning in caught if warning.category is UserWarning]  # and not of what is deprecated
+    texts = [str(warning.message).splitlines()[0].split(" (Triggered")[0] for warning in reasons]
     return " ".join(dict.fromkeys(texts))[:300]
 
 
@@ -244,100 +211,70 @@ def _warnings_of(run: Callable[[], object]) -> str:
 
 def gather_conditions(device: torch.device) -> dict[str, str]:
     """Gather what two runs must share for their times to be comparable: name of a condition → text."""
-    found = {}
+    found = {"device": f"{platform.machine()} {device.type}"}
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
-        if torch.version.hip is None and shutil.which("nvidia-smi") is not None:
-            found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[
-                0
-            ]
+        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[
+            0
+        ]
         found["CUDA or ROCm"] = str(torch.version.cuda or torch.version.hip)
     elif device.type == "cpu":
         file, threads = Path("/proc/cpuinfo"), torch.get_num_threads()
         names = re.findall(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE) if file.is_file() else []
         name = re.sub(r"\((R|TM)\)", "", names[0]) if names else platform.processor() or platform.machine()
         found["device"] = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
-    else:
-        found["device"] = f"{platform.machine()} {device.type}"
     found["Python"] = platform.python_version()
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     git = ("git", "-C", str(Path(__file__).parent))
-    if shutil.which("git") is not None and _output(*git, "ls-files", Path(__file__).name):
+    if _output(*git, "ls-files", Path(__file__).name):
         changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
         found["commit"] = _output(*git, "rev-parse", "HEAD") + ("+changes" if changed else "")
     found["date"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     found["command"] = shlex.join(["mhla", *sys.argv[1:]])
-    return found
+    return {name: text for name, text in found.items() if text}
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints; empty if it fails."""
+    """Return what a command prints; empty if it fails or does not exist."""
+    if shutil.which(command[0]) is None:
+        return ""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     return ended.stdout.strip() if ended.returncode == 0 else ""
 
 
 class Results:
-    """The rows of one command on one device, printed and written case by case.
+    """The rows of one command on one device, printed and written case by case, so that an interrupted run keeps them.
 
-    An interrupted run so keeps its finished cases. Files are ``{command}.csv`` and ``{command}.md`` in a folder of the
-    device, such as ``nvidia-h100-80gb-hbm3``; the Markdown has the conditions too.
+    Files are ``{command}.csv`` and ``{command}.md`` in a folder of the device, such as ``nvidia-h100-80gb-hbm3``; the
+    Markdown has the conditions too.
 
     Args:
         command: name of the files.
         device: where the run measures.
         dtype: of the inputs.
         output: gets the device's folder.
-        budget: how often each variant runs.
+        seconds: spent on each variant, as far as 3 to 30 repetitions allow.
 
     Raises:
         OSError: the folder cannot be written.
     """
 
     def __init__(
-        self,
-        command: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        output: Path,
-        budget: Budget = Budget(),
+        self, command: str, device: torch.device, dtype: torch.dtype, output: Path, seconds: float = 1.0
     ) -> None:
-        self.device, self.dtype, self.budget = device, dtype, budget
+        self.device, self.dtype, self.seconds = device, dtype, seconds
         self.conditions = gather_conditions(device)
         self.file = output / re.sub(r"[^a-z0-9]+", "-", self.conditions["device"].lower()).strip("-") / command
         self.rows: list[Row] = []
         check_writable(self.file.parent)  # before anything is measured
 
-    def measure(self, variants: Iterable[Variant], **what: Any) -> list[Row]:
-        """Time variants in turns; the rows have what is given of their case, and are not added yet."""
-        known = {variant.name: variant for variant in variants}
-        rows = time_interleaved({name: one.run for name, one in known.items()}, self.device, self.budget)
-        return [
-            replace(
-                row,
-                baseline=known[name].baseline,
-                flops=known[name].flops,
-                blocks=known[name].blocks,
-                reason=row.reason or known[name].note,
-                **what,
-            )
-            for name, row in rows.items()
-        ]
-
     def add(self, rows: Sequence[Row]) -> None:
         """Print and write the rows of one case."""
-        from rich.console import Console
-        from rich.table import Table
-
         rows = [replace(row, dtype=str(self.dtype).removeprefix("torch.")) for row in rows]
         self.rows += rows
-        header, lines = table_of(rows)
-        table = Table(*header, title=rows[0].case, title_justify="left")
-        for line in lines:
-            table.add_row(*line)
-        console = Console() if sys.stdout.isatty() else Console(width=200)  # a file is not wrapped at 80 columns
-        console.print(table)
+        sys.stdout.write(f"{rows[0].case}\n{text_table(*table_of(rows))}\n\n")
         text = io.StringIO()
         writer = csv.DictWriter(text, [column.name for column in fields(Row)], lineterminator="\n")
         writer.writeheader()
@@ -345,18 +282,16 @@ class Results:
         write_text(text.getvalue(), self.file.with_suffix(".csv"))
         page = "".join(f"- {name}: {value}\n" for name, value in self.conditions.items())
         for case in dict.fromkeys(row.case for row in self.rows):
-            header, lines = table_of([row for row in self.rows if row.case == case])
-            cells = [header, ["---"] * len(header), *lines]
-            page += f"\n{case}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in cells)
+            table = table_of([row for row in self.rows if row.case == case])
+            page += f"\n{case}\n\n{markdown_table(*table)}"
         write_text(page, self.file.with_suffix(".md"))
 
-    def finish(self) -> list[Row]:
-        """Say where the files are, and return all rows; ValueError with the reasons if nothing was measured."""
+    def finish(self) -> None:
+        """Say where the files are; ValueError with the reasons if nothing was measured."""
         if all(row.median is None for row in self.rows):
             reasons = dict.fromkeys(f"{row.variant} is {row.status} ({row.reason})" for row in self.rows)
             raise ValueError(f"Nothing was measured: {'; '.join(reasons)}.")
         sys.stdout.write(f"Wrote {self.file}.csv and .md\n")
-        return self.rows
 
 
 def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -410,7 +345,7 @@ def read_rows(file: Path) -> list[Row]:
     try:
         return [Row(**{name: value(name, text) for name, text in line.items()}) for line in read_csv(file)]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no result of mhla bench: {error}.") from error
+        raise ValueError(f"{file} is not a result of mhla bench: {error}.") from error
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
@@ -426,23 +361,23 @@ def draw(rows: Sequence[Row], file: Path) -> None:
             panels.setdefault((row.case, row.stage), []).append(row)
     if not panels:
         raise ValueError("Nothing to draw: no row holds a time.")
-    columns = min(2, len(panels))
-    lines, longest = -(-len(panels) // columns), max(map(len, panels.values()))
-    size = (6.2 * columns, (1.1 + 0.3 * longest) * lines)
-    figure, axes = require_matplotlib().subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (key, shown) in zip(axes.flat, panels.items(), strict=False):
+    pyplot, bars = require_matplotlib(), sum(map(len, panels.values()))
+    heights = [len(shown) for shown in panels.values()]
+    size = (6.2, 1.1 * len(panels) + 0.3 * bars)
+    figure, axes = pyplot.subplots(
+        len(panels), figsize=size, height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axis, (key, shown) in zip(axes.flat, panels.items(), strict=True):
         values = [1000 * (row.seconds or 0) for row in shown]
         colours = ["#555555" if row.baseline else "#0072b2" for row in shown]
-        bars = axis.barh([row.variant for row in shown], values, color=colours)
+        drawn = axis.barh([row.variant for row in shown], values, color=colours)
         if max(values) > 20 * min(values):
             axis.set_xscale("log")
-        axis.bar_label(bars, [f"{x:.3g}" for x in values], padding=3, fontsize=8)
+        axis.bar_label(drawn, [f"{x:.3g}" for x in values], padding=3, fontsize=8)
         axis.margins(x=0.2)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(", ".join(key), fontsize=10, loc="left")
         axis.set_xlabel("milliseconds")
     figure.savefig(file, dpi=130)
-    require_matplotlib().close(figure)
+    pyplot.close(figure)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,18 +15,18 @@ import numpy
 import torch
 
 from ..config import adapted_patch_folder, load_patch
+from ..families import TrainedFamily
 from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.pipelines import few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
-from ..settings import check_value
+from ..reporting import progress
 from ..tiny import tiny_pipeline
-from .correctness import check_operation
-from .measure import Results, Row, measured_row, peak_bytes, refused_row, synchronize, with_progress
-from .models import models
-from .operation import SPARSE, fastest_backend
-from .shapes import BLOCK_SIZE, Shape
-from .transformer import CLASSIFIERS, LINEAR_KINDS, PATCHES, patch_settings
+from .cases import BLOCK_SIZE, Shape, models
+from .correctness import check_operator
+from .forward import LINEAR_KINDS, PATCHES, patch_settings
+from .measure import Results, Row, measured, peak_bytes, refused, synchronize
+from .operator import SOFTMAX, SPARSE
 
 UNPATCHED = "unpatched"
 WHOLE = "whole call"
@@ -41,10 +42,10 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
 
     Raises:
         FileNotFoundError: no such pipeline.
-        ValueError: it has no transformer that MHLA supports, does not take a setting, or is no pipeline.
+        ValueError: it has no transformer that MHLA supports, does not take a setting, or is not a pipeline.
     """
     is_tiny = name.startswith("tiny-")
-    if name in CLASSIFIERS.keys() | models().keys() and not is_tiny:
+    if name in models() and not is_tiny:
         raise ValueError(
             f"{name!r} is a configuration without weights and without a pipeline, which mhla bench transformer --model "
             f"{name} measures. Give the Hub id or folder of a pipeline, or tiny-dit, tiny-sana or tiny-wan."
@@ -53,6 +54,50 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
     choice = PipelineChoice(family, model=None if is_tiny else name, **settings)
     choice.check()
     return choice
+
+
+def patcher(name: str, family: TrainedFamily) -> Callable[[Any], object]:
+    """Return what puts a patch on a pipeline.
+
+    Args:
+        name: one of ``PATCHES``, a preset, a YAML file, or the name, folder or Hub id of a saved patch.
+        family: of the pipeline.
+
+    Raises:
+        ValueError: an unknown name, a folder without a saved patch, or sparse attention in place of a linear one.
+        FileNotFoundError: no such YAML file.
+    """
+    if name in PATCHES:
+        if name == SPARSE and family.own_attention != SOFTMAX:
+            raise ValueError(
+                f"patch={name!r} is for softmax attention; that of {family.name} is {family.own_attention}."
+            )
+        return partial(apply_mhla, **patch_settings(name, family.mhla_blocks))
+    saved, is_file = adapted_patch_folder(name) or name, Path(name).suffix in (".yaml", ".yml")
+    if Path(name).is_dir() and not Path(name, CONFIG_NAME).is_file():
+        raise ValueError(f"patch={name!r} holds no saved patch: {CONFIG_NAME} is missing; save one with save_mhla.")
+    if saved != name or Path(name).is_dir() or ("/" in name and not is_file):
+        return lambda pipe: load_result(pipe, saved)
+    try:
+        load_patch(name)
+    except ValueError as error:
+        raise ValueError(f"{error} Kinds without a file: {', '.join(map(repr, PATCHES))}.") from error
+    return lambda pipe: apply_mhla(pipe, name)
+
+
+@contextmanager
+def patched(pipe: Any, patch: Callable[[Any], object] | None, dense_steps: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which the pipeline has a patch; afterwards it is as it was."""
+    if patch is None:
+        yield
+        return
+    patch(pipe)
+    try:
+        if dense_steps:
+            change_mhla(pipe, **dense_steps)
+        yield
+    finally:
+        remove_mhla(pipe)
 
 
 def benchmark_pipeline(
@@ -70,8 +115,7 @@ def benchmark_pipeline(
 
     Args:
         choice: the pipeline and the settings of its call.
-        patches: of ``PATCHES``, presets, YAML files, or names, folders or Hub ids of saved patches; all kinds that the
-            family takes if empty.
+        patches: names that :func:`patcher` takes; all kinds that the family takes if empty.
         results: gets a row per patch for the whole call and for each of its parts.
         dense_steps: settings of all patches that choose steps of the model's own attention, such as ``refresh``.
         repetitions: calls of each.
@@ -80,29 +124,18 @@ def benchmark_pipeline(
         IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
         ImportError: torchmetrics is missing, which compares the samples.
         OSError: no such pipeline or patch.
-        ValueError: a value that is not allowed, or the call fails with every patch.
+        ValueError: an unknown patch or one that does not fit, or the call fails with every patch.
     """
     image_metrics()  # raises before anything is timed
-    check_value("repetitions", repetitions, int, above=0)
     family, device = choice.of_family, results.device
     family.default_config.replace(**dense_steps)  # raises what is not allowed
-    blocks = family.mhla_blocks
-    for name in patches:
-        if name == SPARSE and family.own_attention != "softmax":
-            raise ValueError(
-                f"patch={name!r} is for softmax attention; that of {choice.family} is {family.own_attention}."
-            )
-        if name not in PATCHES:
-            is_saved_patch(name)
-    names = (UNPATCHED, *(patches or (PATCHES if family.own_attention == "softmax" else LINEAR_KINDS)))
-
+    names = patches or (PATCHES if family.own_attention == SOFTMAX else LINEAR_KINDS)
+    patching = {UNPATCHED: None, **{name: patcher(name, family) for name in names}}
     pipe = choice.load()
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
-    size = BLOCK_SIZE if family.own_attention == "softmax" else None
-    shape = Shape(choice.family, blocks, blocks, *family.adapter_of(attn).heads(attn), size)
-    for sparse in (False, SPARSE in names):
-        backend = fastest_backend(shape, device, results.dtype)
-        check_operation(shape, device, results.dtype, backend, sparse=sparse)
+    size = BLOCK_SIZE if SPARSE in names else None
+    shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.adapter_of(attn).heads(attn), size)
+    check_operator(shape, device, results.dtype)
 
     def run() -> Any:
         prompt = "3" if family.prompts_are_classes else "a seven"
@@ -110,78 +143,36 @@ def benchmark_pipeline(
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)], **few_step_arguments(pipe, family))
         return sample
 
-    refused: dict[str, Row] = {}
+    settings = {**choice.settings, **dense_steps}
+    case = ", ".join([choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items())])
+    rows = {name: Row(name, case, WHOLE, baseline=name == UNPATCHED) for name in patching}
     peaks: dict[str, int | None] = {}
     reference: torch.Tensor | None = None
-    for name in with_progress(names, "warming up"):
+    for name, patch in progress(patching.items(), desc="warming up", leave=False):
         try:
-            with patched(pipe, name, choice, dense_steps):
+            with patched(pipe, patch, dense_steps):
                 frames = frames_of(run())
                 peaks[name] = peak_bytes(run, device)
             reference = frames if name == UNPATCHED else reference
         except (RuntimeError, ValueError) as error:
-            refused[name] = refused_row(name, error)
+            rows[name] = refused(rows[name], error)
     if not peaks:
-        raise ValueError(f"{choice.model or choice.family} fails with every patch: {refused[UNPATCHED].reason}.")
+        raise ValueError(f"{choice.model or choice.family} fails with every patch: {rows[UNPATCHED].reason}.")
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
-    samples: dict[str, torch.Tensor] = {}
-    for name in with_progress([name for _ in range(repetitions) for name in peaks], "timing"):
-        with patched(pipe, name, choice, dense_steps):
+    for name in progress([*peaks] * repetitions, desc="timing", leave=False):
+        with patched(pipe, patching[name], dense_steps):
             times, sample = timed_call(pipe, run, device)
         seconds[name].append(times)
-        samples[name] = frames_of(sample)
-
-    settings = {**choice.settings, **dense_steps}
-    case = ", ".join([choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items())])
-    rows = []
-    for stage in (WHOLE, *PARTS):
-        for name in names:
-            if name in refused:
-                row = refused[name]
-            else:
-                peak = peaks[name] if stage == WHOLE else None
-                row = measured_row(name, [call[stage] for call in seconds[name]], peak)
-                if stage == WHOLE and reference is not None:
-                    row = replace(row, **similarities(samples[name], reference))
-            if name not in refused or stage == WHOLE:
-                rows.append(replace(row, case=case, stage=stage, baseline=name == UNPATCHED))
-    results.add(rows)
-
-
-def is_saved_patch(name: str) -> bool:
-    """Whether a patch comes with weights: the name of one that ships, a folder or a Hub id.
-
-    Raises:
-        ValueError: an unknown name, or a folder without a saved patch.
-        FileNotFoundError: no such YAML file.
-    """
-    if Path(name).is_dir() and not Path(name, CONFIG_NAME).is_file():
-        raise ValueError(f"patch={name!r} holds no saved patch: {CONFIG_NAME} is missing; save one with save_mhla.")
-    is_file = Path(name).suffix in (".yaml", ".yml")
-    if adapted_patch_folder(name) is not None or (not is_file and "/" in name) or Path(name).is_dir():
-        return True
-    try:
-        load_patch(name)
-    except ValueError as error:
-        raise ValueError(f"{error} Kinds without a file: {', '.join(map(repr, PATCHES))}.") from error
-    return False
-
-
-@contextmanager
-def patched(pipe: Any, patch: str, choice: PipelineChoice, dense_steps: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which the pipeline has a patch; afterwards it is as it was."""
-    with ExitStack() as stack:
-        if patch in PATCHES:
-            apply_mhla(pipe, **patch_settings(patch, choice.of_family.mhla_blocks))
-        elif patch != UNPATCHED and is_saved_patch(patch):
-            load_result(pipe, adapted_patch_folder(patch) or patch)
-        elif patch != UNPATCHED:
-            apply_mhla(pipe, patch)
-        if patch != UNPATCHED:
-            stack.callback(remove_mhla, pipe)
-            if dense_steps:
-                change_mhla(pipe, **dense_steps)
-        yield
+        if reference is not None:
+            rows[name] = replace(rows[name], **similarities(frames_of(sample), reference))
+    parts = [
+        measured(Row(name, case, part, name == UNPATCHED), [call[part] for call in calls], None)
+        for part in PARTS
+        for name, calls in seconds.items()
+    ]
+    for name, calls in seconds.items():
+        rows[name] = measured(rows[name], [call[WHOLE] for call in calls], peaks[name])
+    results.add([*rows.values(), *parts])
 
 
 def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], Any]:

@@ -19,7 +19,7 @@ import typer
 from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import draw_mixing_matrices
 from ..attention import initial_mixing
-from ..benchmark.measure import Budget, time_interleaved
+from ..benchmark import measure
 from ..config import CausalConfig, MHLAConfig, adapted_patch_names
 from ..devices import free_threads, threads
 from ..families import arguments_of, predict
@@ -151,10 +151,14 @@ class Demo:
         Forwards have two samples, as guidance has them, and all take turns on one thread of a CPU: several that wait
         for each other would measure what else the machine does. On a busy machine there are no times.
         """
-        runs = {name: partial(predict, p.transformer, self._last_samples(p, 2)) for name, p in self.pipes.items()}
+        runs: measure.Runs = {
+            measure.Row(name): partial(predict, pipe.transformer, self._last_samples(pipe, 2))
+            for name, pipe in self.pipes.items()
+        }
         with threads(1), torch.no_grad():
-            timed = time_interleaved(runs, torch.device(self.config.device), Budget(seconds=2.0, least=7))
-        is_steady = all(row.median is not None and row.spread <= speed.STEADY for row in timed.values())
+            found = measure.time_interleaved(runs, torch.device(self.config.device), seconds=2.0, least=7)
+        timed = {row.variant: row for row in found}
+        is_steady = all(row.median is not None and row.spread <= speed.STEADY for row in found)
         pictures, rows, cells = {}, [], []
         for name, pipe in self.pipes.items():
             pictures[name] = self.yardstick.generate(pipe)

@@ -11,12 +11,13 @@ from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..attention import initial_mixing, mhla_attention, sparse_attention
-from ..benchmark.measure import Budget, gather_conditions, time_interleaved
-from ..benchmark.models import models
+from ..benchmark.cases import models
+from ..benchmark.measure import Row, Runs, gather_conditions, time_interleaved
 from ..config import SparseConfig
 from ..files import written_aside
 from ..reporting import html_table, require_matplotlib, times
@@ -30,8 +31,8 @@ GRIDS = (
 )  # fmt: skip
 """Token grids (F, Hg, Wg), from 960 tokens to 122,880, each of twice as many as the one before."""
 _HEADS_ON_CPU = 4
-_BUDGET = Budget(seconds=0.3, least=3, most=20)
-"""For each attention at each N."""
+_BUDGET: dict[str, Any] = {"seconds": 0.3, "least": 3, "most": 20}
+"""Seconds and repetitions of each attention at each N."""
 STEADY = 0.25
 """Spread of repeated times, (80th − 20th percentile) / median, beyond which the machine was busy."""
 
@@ -115,12 +116,12 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
         mixing = initial_mixing(blocks).to(device).repeat(heads, 1, 1)
         linear = partial(mhla_attention, query, key, value, mixing, grid, blocks)
         softmax = torch.nn.functional.scaled_dot_product_attention
-        runs = {
-            SOFTMAX: partial(softmax, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
-            SPARSE: partial(sparse_attention, query, key, value, grid),
-            MHLA: linear,
+        runs: Runs = {
+            Row(SOFTMAX): partial(softmax, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
+            Row(SPARSE): partial(sparse_attention, query, key, value, grid),
+            Row(MHLA): linear,
         }
-        rows = time_interleaved(runs, device, _BUDGET)
+        rows = {row.variant: row for row in time_interleaved(runs, device, **_BUDGET)}
         missing = [f"{name}: {row.reason or row.status}" for name, row in rows.items() if row.median is None]
         if missing:
             ended = f"at {tokens:,} tokens: {'; '.join(missing)}"
@@ -131,7 +132,7 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
             curves[name].append((tokens, median))
             spread = max(spread, row.spread)
             # twice the tokens take four times as long where pairs of them are weighed; each run is warmed up once
-            expected += (_BUDGET.least + 1) * median * (2 if name == MHLA else 4)
+            expected += (_BUDGET["least"] + 1) * median * (2 if name == MHLA else 4)
     if not curves[MHLA]:
         raise RuntimeError(f"Attention cannot be timed on {device} {ended}. Leave it out: --speed-seconds 0.")
     conditions = gather_conditions(device)

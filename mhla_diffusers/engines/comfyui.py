@@ -18,8 +18,8 @@ import torch
 
 from ..attention.layout import Extra
 from ..config import USUAL_REFRESH, SparseConfig, Step
+from ..patching.attend import EngineAttention, EngineSettings
 from ..settings import check
-from .attend import EngineAttention, EngineSettings
 
 Override = Callable[..., torch.Tensor]
 """Attention that ComfyUI calls with its own attention, query, key, value, number of heads and options."""

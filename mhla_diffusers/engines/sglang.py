@@ -2,7 +2,7 @@
 """SGLang plug-in: sparse self-attention in the transformers that SGLang 0.5.23 serves.
 
 SGLang calls :func:`activate` in each of its processes (entry point group ``sglang.multimodal_gen.plugins``). It does
-nothing unless ``MHLA_DENSITY`` or ``MHLA_PATCH`` is set; :meth:`.attend.EngineSettings.from_environment` lists the
+nothing unless ``MHLA_DENSITY`` or ``MHLA_PATCH`` is set; :func:`.environment.settings_from_environment` lists the
 variables. The attention backend that SGLang chooses stays, and attends wherever sparse attention cannot.
 """
 
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ..config import Step
-from .attend import EngineAttention, EngineSettings
+from ..patching.attend import EngineAttention
+from .environment import settings_from_environment
 
 _VERSION = "0.5.23"
 """Version of SGLang that this was written for and is tested with."""
@@ -40,7 +41,7 @@ def activate() -> None:
 
     logger = init_logger(__name__)
     try:
-        settings = EngineSettings.from_environment()
+        settings = settings_from_environment()
     except ValueError as error:
         # SGLang logs other exceptions of a plug-in and goes on without it: dense, where sparse was asked for
         raise SystemExit(f"mhla_diffusers: {error}") from error

@@ -2,7 +2,7 @@
 
 The package's entry point in the group ``vllm_omni.general_plugins`` calls :func:`register` in every process of the
 engine. ``DIFFUSION_ATTENTION_BACKEND=MHLA`` selects the backend, and the ``MHLA_`` variables set it
-(:meth:`.attend.EngineSettings.from_environment`). Written for vLLM-Omni 0.30.0.
+(:func:`.environment.settings_from_environment`). Written for vLLM-Omni 0.30.0.
 """
 
 import atexit
@@ -24,8 +24,9 @@ from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_
 
 from ..attention.layout import Extra
 from ..config import Step
+from ..patching.attend import EngineAttention
 from ..settings import check
-from .attend import EngineAttention, EngineSettings
+from .environment import settings_from_environment
 
 NAME = "MHLA"
 """Name by which users select the backend."""
@@ -45,7 +46,7 @@ def engine_attention() -> EngineAttention:
 
     Its line about a call that was not over is logged when the process ends.
     """
-    attention = EngineAttention(EngineSettings.from_environment(), init_logger("vllm_omni.mhla"))
+    attention = EngineAttention(settings_from_environment(), init_logger("vllm_omni.mhla"))
     atexit.register(attention.end_of_call)
     return attention
 

@@ -105,6 +105,8 @@ def too_few(name: object, count: int, channels: int) -> str | None:
 
 def extract_features(images: Images, extractor: FeatureExtractor, batch_size: int = 50) -> ImageFeatures:
     """Run the extractor over a set of images: float32 features of all, in temporary files that take no memory."""
+    if len(images) < 2:
+        raise ValueError(f"{images.path} holds 1 image; a Fréchet distance needs at least 2, better thousands.")
     kept: dict[str, torch.Tensor] = {}
     done = 0
     for batch in images.batches(batch_size):

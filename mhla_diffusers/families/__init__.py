@@ -37,7 +37,7 @@ from .sana import SanaFamily
 from .sana_video import SanaVideoFamily
 from .sd3 import SD3Family
 from .skyreels_v2 import SkyReelsV2Family
-from .styles import ImageFamily, JointFamily, PackedFamily, VideoFamily
+from .styles import ImageFamily, VideoFamily
 from .trained import TrainedFamily
 from .vision import DeiTFamily, Dinov2Family, PooledViTFamily, SiglipFamily, ViTFamily
 from .wan import WanFamily
@@ -97,13 +97,43 @@ def families() -> list[Family]:
 def find_family(transformer: Any) -> Family | None:
     """Return the family of a transformer, by the name of its class or of a base class, or None.
 
+    A model whose class of that name is not of the family's library, such as a copy of diffusers' class on the Hub,
+    belongs to the family if it has the attentions.
+
     Args:
         transformer: a model, its class, the name of its class, or the name of the family.
     """
-    if isinstance(transformer, str) and transformer in _FAMILIES:
-        return _FAMILIES[transformer]
-    names = {transformer} if isinstance(transformer, str) else {cls.__name__ for cls in _class_of(transformer).__mro__}
-    return next((family for family in families() if names.intersection(family.transformers)), None)
+    if isinstance(transformer, str):
+        named = (family for family in families() if transformer in family.transformers)
+        return _FAMILIES.get(transformer) or next(named, None)
+    found = _families_by_name(transformer)
+    return next((family for family, is_own in found if is_own or not _lacking(family, transformer)), None)
+
+
+def _families_by_name(transformer: Any) -> list[tuple[Family, bool]]:
+    """Return families with the name of a model's class or a base class; those of whose library it is stand first."""
+    found = {
+        family.name: (family, cls.__module__.split(".")[0] == family.library.split(".")[0])
+        for cls in reversed(_class_of(transformer).__mro__)
+        for family in families()
+        if cls.__name__ in family.transformers
+    }
+    return sorted(found.values(), key=lambda one: not one[1])
+
+
+def _lacking(family: Family, transformer: Any) -> str:
+    """Return what a model with the name of a family's lacks of its attentions; empty for nothing, and for a class."""
+    if isinstance(transformer, type):
+        return ""
+    try:
+        attentions = family.self_attentions(transformer)
+        for attn in attentions.values():
+            adapter = family.adapter_of(attn)
+            needed = (adapter.inputs[0], *(("processor",) if family.is_diffusion else ()))
+            adapter.heads(attn), *(getattr(attn, name) for name in needed)
+    except AttributeError as error:
+        return str(error)
+    return "" if attentions else f"no {' or '.join(family.attentions)} in {' or '.join(family.block_lists)}"
 
 
 def get_family(transformer: Any) -> Family:
@@ -114,6 +144,12 @@ def get_family(transformer: Any) -> Family:
     if family is None:
         kind = transformer if isinstance(transformer, str) else _class_of(transformer)
         name = repr(kind) if isinstance(kind, str) else kind.__name__
+        for named, _ in [] if isinstance(kind, str) else _families_by_name(transformer):
+            raise ValueError(
+                f"This {name} is of {kind.__module__}, has the name of a class of {named.library} and not its "
+                f"attentions ({_lacking(named, transformer)}); load it with {named.library}, or add a family with "
+                "register_family() (docs/add-a-model.md)."
+            )
         raise ValueError(f"{name} is not supported; {supported_instead(kind)}")
     return family
 
@@ -225,10 +261,8 @@ __all__ = [
     "LearnedVarianceDDPM",
     "ImageFamily",
     "JointAdapter",
-    "JointFamily",
     "Model",
     "NoisedBatch",
-    "PackedFamily",
     "Sample",
     "TrainedFamily",
     "VideoFamily",

@@ -19,8 +19,8 @@ from ..config import PatchConfig
 
 Arguments = Mapping[str, Any]
 """Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
-rotary_emb (RoPE as the model passes it, under any name), encoder_hidden_states_mask and perturbation_mask. Those that
-are None are left out."""
+rotary_emb (RoPE as the model passes it, under any name), encoder_hidden_states_mask and perturbation_mask; and tables,
+what :meth:`AttentionAdapter.tables` made of RoPE for another layer. Those that are None are left out."""
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
@@ -60,6 +60,8 @@ class AttentionInputs:
     """(B, 1, 1): 1 for samples that attend, 0 for samples whose tokens each get their own value."""
     feed_forward: torch.Tensor | None = None
     """(B, N, ...): hidden channels of the feed-forward that the attention runs too."""
+    first_head: int = 0
+    """Which of the attention's heads the first one is, where diffusers' tensor parallelism splits them."""
 
 
 class AttentionAdapter:
@@ -132,13 +134,12 @@ class AttentionAdapter:
         Raises:
             ValueError: a mask that is no key-padding mask, or another number of tokens than the grid has.
         """
-        extra, rotary = self.extra(arguments, tokens), self.rotary(attn, arguments)
+        extra = self.extra(arguments, tokens)
+        rotary = arguments["tables"] if "tables" in arguments else self.tables(attn, arguments)
         query, key, value = self.project(attn, arguments)
         if rotary is not None and self.pairs_halves:
-            channels = rotary[0].shape[-1]
-            query, key, cos, sin = (_paired(x, channels) for x in (query, key, *rotary))
-            still = query.shape[-1] - channels  # channels that the tables lack are not rotated
-            rotary = functional.pad(cos, (0, still), value=1.0), functional.pad(sin, (0, still))
+            channels = arguments["rotary_emb"][0].shape[-1]
+            query, key = _paired(query, channels), _paired(key, channels)
         elif rotary is not None and self.rope_by_head:
             if self.rotates_halves(attn):
                 query, key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (query, key))
@@ -161,7 +162,14 @@ class AttentionAdapter:
             self.key_mask(arguments),
             arguments.get("encoder_hidden_states"),
             arguments.get("perturbation_mask"),
+            first_head=self._first_head(attn, query.shape[2]),
         )
+
+    def _first_head(self, attn: Any, count: int) -> int:
+        if count == self.heads(attn)[0]:
+            return 0
+        mesh = getattr(attn, self.inputs[0]).weight.device_mesh  # of a DTensor that is split by heads
+        return count * int(mesh.get_local_rank())
 
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """Return (B, N), by default from ``attention_mask``; ValueError for one that is no key-padding mask."""
@@ -182,6 +190,15 @@ class AttentionAdapter:
             found: Rotary | None = rotary
             return found
         return rotary[0][None, :, None], rotary[1][None, :, None]
+
+    def tables(self, attn: Any, arguments: Arguments) -> Rotary | None:
+        """Return what :meth:`rotary` returns for the order of channels that :meth:`read` puts query and key in."""
+        rotary = self.rotary(attn, arguments)
+        if rotary is None or not self.pairs_halves:
+            return rotary
+        cos, sin = (_paired(table, table.shape[-1]) for table in rotary)
+        still = self.heads(attn)[1] - cos.shape[-1]  # channels that the tables lack are not rotated
+        return functional.pad(cos, (0, still), value=1.0), functional.pad(sin, (0, still))
 
     def check_order(self, arguments: Arguments, config: PatchConfig | None) -> None:
         """Raise unless a patch sees the same later frames as the model; by default it must see all."""
@@ -337,7 +354,8 @@ class ParallelAdapter(JointAdapter):
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
         """Run the first layer, and keep the feed-forward's channels for the second."""
         fused = attn.to_qkv_mlp_proj(arguments["hidden_states"])
-        projected, hidden = fused.tensor_split([3 * attn.inner_dim], dim=-1)
+        of_heads = 3 * attn.inner_dim * fused.shape[-1] // attn.to_qkv_mlp_proj.out_features  # may be split by heads
+        projected, hidden = fused.tensor_split([of_heads], dim=-1)
         return replace(super().read(attn, {**arguments, "projected": projected}, grid, tokens), feed_forward=hidden)
 
     def project(self, attn: Any, arguments: Arguments) -> Projected:
@@ -379,20 +397,21 @@ def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, n
 
     Keys and values that groups of heads share are repeated.
     """
+    head_dim = int(attn.inner_dim) // int(attn.heads)  # the heads may be those of one process
 
-    def normed(x: torch.Tensor, norm: Any, heads: int) -> torch.Tensor:
+    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
         weight = getattr(norm, "weight", None)
         if weight is not None and weight.numel() == x.shape[-1]:
-            return norm(x).unflatten(-1, (heads, -1))
-        x = x.unflatten(-1, (heads, -1))
+            return norm(x).unflatten(-1, (-1, head_dim))
+        x = x.unflatten(-1, (-1, head_dim))
         return x if norm is None else norm(x)
 
     query, key, value = projected
     shared = query.shape[-1] // key.shape[-1]
-    key, value = (normed(x, norm, attn.heads // shared) for x, norm in ((key, norm_key), (value, None)))
+    key, value = normed(key, norm_key), normed(value, None)
     if shared > 1:
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
-    return normed(query, norm_query, attn.heads), key, value
+    return normed(query, norm_query), key, value
 
 
 def _paired(x: torch.Tensor, channels: int) -> torch.Tensor:
@@ -430,8 +449,9 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
     mask = attention_mask.reshape(batch, tokens)
     if mask.dtype == torch.bool:
         return mask
-    # as in softmax, only differences between the keys of a sample count
-    return (mask.float() - mask.float().amax(dim=-1, keepdim=True)).exp()
+    # as in softmax, only differences between the keys of a sample count; of one that is -inf throughout, none does
+    mask = mask.float()
+    return (mask - mask.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(mask.dtype).min)).exp()
 
 
 def _count(arguments: Arguments) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from .adapters import JointAdapter
 from .family import Condition
 from .models import image_model, tiny_image
-from .styles import ImageFamily, JointFamily
+from .styles import ImageFamily
 
 _CLASS = "AuraFlowTransformer2DModel"
 _TEXT_TOKENS = 256
@@ -20,7 +20,7 @@ _LARGE: dict[str, Any] = {"settings": {"pos_embed_max_size": 256 * 256}, "more_l
 _TINY = {"caption_projection_dim": 24, "joint_attention_dim": 32, "pos_embed_max_size": 8 * 8}
 
 
-class AuraFlowFamily(JointFamily, ImageFamily):
+class AuraFlowFamily(ImageFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "auraflow"
@@ -28,7 +28,6 @@ class AuraFlowFamily(JointFamily, ImageFamily):
     block_lists = ("joint_transformer_blocks", "single_transformer_blocks")
     adapter = JointAdapter(context_first=True)
     processor = "diffusers.models.attention_processor.AuraFlowAttnProcessor2_0"
-    dispatches_attention = False
     extra_tokens = 8 + _TEXT_TOKENS
     takes_sigma = True
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)

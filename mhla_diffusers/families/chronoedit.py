@@ -16,7 +16,7 @@ _FRAMES = 5
 """Frames of a call without temporal reasoning, regardless of the number asked for."""
 _CLASS = "ChronoEditTransformer3DModel"
 _REAL = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
-_AT_720P: dict[str, Any] = {"blocks": (2, 3, 5), "sizes": ((720, 1280),), "grids": {"720p": (2, 45, 80)}}
+_AT_720P: dict[str, Any] = {"blocks": (2, 3, 5), "sizes": ((720, 1280),)}
 _TINY = {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24}
 
 

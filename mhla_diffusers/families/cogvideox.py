@@ -45,9 +45,9 @@ class CogVideoXFamily(VideoFamily):
     conditions = (Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
     # numbers as in diffusers' conversion script; the pipeline of 1.5 generates 85 frames when asked for 81
     models = (
-        _model("cogvideox-2b", 30, 30, 49, (480, 720), grids={"480p": (13, 30, 45)}),
-        _model("cogvideox-5b", 48, 42, 49, (480, 720), grids={"480p": (13, 30, 45)}, settings=_ROPE),
-        _model("cogvideox1.5-5b", 48, 42, 85, (768, 1360), grids={"768p": (11, 48, 85)}, **_VERSION_1_5),
+        _model("cogvideox-2b", 30, 30, 49, (480, 720)),
+        _model("cogvideox-5b", 48, 42, 49, (480, 720), settings=_ROPE),
+        _model("cogvideox1.5-5b", 48, 42, 85, (768, 1360), **_VERSION_1_5),
         tiny_video("cogvideox", _CLASS, {**_TINY, **_ROPE}, head_dim=16),
     )
 

@@ -38,12 +38,7 @@ class DiTFamily(ImageFamily):
     prompts_are_classes = True
     models = (
         _model("dit-s-2", 6, 64, 12),
-        _model(
-            "dit-xl-2",
-            *(16, 72, 28),
-            source="facebook/DiT-XL-2-256",
-            grids={f"{16 * side}px": (side, side) for side in (32, 64, 128)},
-        ),
+        _model("dit-xl-2", 16, 72, 28, source="facebook/DiT-XL-2-256"),
         tiny_image("dit", _CLASS, {"out_channels": 8}),
     )
 

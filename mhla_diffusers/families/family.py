@@ -1,4 +1,7 @@
-"""What patching needs to know of a family of models. Nothing outside this folder asks for a family's name.
+"""What patching needs to know of a family of models.
+
+Outside of this folder a family's name is compared with that of a patch file or a command alone; nothing else depends on
+it.
 
 A family has no state: class attributes are its facts, and methods cover what facts cannot.
 """
@@ -17,6 +20,7 @@ from ..attention.rope import Rotary
 from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, kind_of
 from .adapters import AttentionAdapter
 from .models import Clip, Model, strides_of
+from .packing import pack
 
 Kwargs = dict[str, Any]
 """Keyword arguments of a transformer's forward."""
@@ -77,9 +81,9 @@ class Family:
 
     block_lists: ClassVar[tuple[str, ...]]
     """Attributes that hold transformer blocks; absent ones are skipped."""
-    attentions: ClassVar[tuple[str, ...]] = ("attn1",)
+    attentions: ClassVar[tuple[str, ...]] = ("attn1", "attn")
     """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are skipped."""
-    feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ffn")
+    feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ffn", "ff_context")
     """Attributes of a block that are feed-forward layers; absent ones are skipped."""
     adapter: ClassVar[AttentionAdapter] = AttentionAdapter()
     """How the self-attentions are called, what they attend with, and what they return."""
@@ -116,6 +120,8 @@ class Family:
 
     latents_name: ClassVar[str] = "hidden_states"
     """Name of the transformer's argument for the latents, from which the token grid is read."""
+    packs_latents: ClassVar[bool] = False
+    """Whether it takes latents as tokens, (B, N, C patch), and predicts them so."""
     channels_name: ClassVar[str] = "in_channels"
     """Name of the setting that counts the channels of the latents that the transformer takes."""
     timestep_name: ClassVar[str] = "timestep"
@@ -372,7 +378,8 @@ class Family:
             timestep: (B,), in the transformer's scale; for classes in :attr:`streamed` also (B, F), one per frame.
             conditioning: as :meth:`conditioning_shapes`, each with a batch axis.
         """
-        arguments = {self.latents_name: latents, self.timestep_name: timestep}
+        taken = pack(latents, self.patch(transformer)) if self.packs_latents else latents
+        arguments = {self.latents_name: taken, self.timestep_name: timestep}
         if self.guidance is not None and transformer.config.guidance_embeds:
             arguments["guidance"] = torch.full_like(timestep, self.guidance, dtype=latents.dtype)
         return {**arguments, **conditioning}

@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .adapters import JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
-from .styles import JointFamily, VideoFamily
+from .styles import VideoFamily
 
 _CLASS = "HunyuanVideoTransformer3DModel"
 _TEXT_TOKENS = 256
@@ -25,16 +26,17 @@ _SHOWN_TOKENS = {"latent_concat": 252 + 576 // 2, "token_replace": 252 + 576 // 
 _TINY: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16}
 _TINY |= {"pooled_projection_dim": 12, "rope_axes_dim": (4, 4, 4)}
 _REAL: dict[str, Any] = {"frames": 129, "temporal_stride": 4, "more_layers": {"num_single_layers": 40}}
-_REAL["grids"] = {"720p": (33, 45, 80)}
 
 
-class HunyuanVideoFamily(JointFamily, VideoFamily):
+class HunyuanVideoFamily(VideoFamily):
     """Text-to-video transformers with a (frames, height, width) token grid."""
 
     name = "hunyuan_video"
     transformers = (_CLASS,)
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     processor = "diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0"
+    adapter = JointAdapter()
+    dispatches_attention = True
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
     has_rope = True

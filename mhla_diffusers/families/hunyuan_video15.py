@@ -15,7 +15,7 @@ from torch import Tensor
 from .adapters import AttentionInputs, JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import Clip, Model, tiny_video
-from .styles import JointFamily, VideoFamily
+from .styles import VideoFamily
 from .values import WithoutValues
 
 _CLASS = "HunyuanVideo15Transformer3DModel"
@@ -24,7 +24,7 @@ _TEXT_TOKENS, _GLYPH_TOKENS, _IMAGE_TOKENS = 1000, 256, 729
 _TINY: dict[str, Any] = {"in_channels": 9, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16}
 _TINY |= {"text_embed_2_dim": 32, "image_embed_dim": 8, "rope_axes_dim": (4, 4, 4), "task_type": "t2v"}
 _REAL: dict[str, Any] = {"settings": {"task_type": "t2v"}, "stride": 16, "patch": 1, "frames": 121}
-_REAL |= {"temporal_stride": 4, "grids": {"480p": (31, 30, 53), "720p": (31, 45, 80)}}
+_REAL["temporal_stride"] = 4
 
 
 class HunyuanVideo15Adapter(JointAdapter):
@@ -39,13 +39,14 @@ class HunyuanVideo15Adapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class HunyuanVideo15Family(JointFamily, VideoFamily):
+class HunyuanVideo15Family(VideoFamily):
     """Text-to-video transformers with a (frames, height, width) token grid."""
 
     name = "hunyuan_video15"
     transformers = (_CLASS,)
     adapter = HunyuanVideo15Adapter()
     processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
+    dispatches_attention = True
     extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
     has_rope = True
     channels_name = "out_channels"  # it also takes given frames

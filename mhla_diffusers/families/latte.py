@@ -23,7 +23,6 @@ _USUAL = {"in_channels": 4, "out_channels": 8, "patch_size": 2, "attention_bias"
 _USUAL |= {"norm_elementwise_affine": False, "norm_eps": 1e-6, "num_embeds_ada_norm": 1000}
 _USUAL |= {"activation_fn": "gelu-approximate"}
 _REAL = {**_USUAL, "cross_attention_dim": 1152, "caption_channels": 4096}
-_GRIDS = {"512px": (32, 32), "1024px": (64, 64)}
 
 
 class LatteFamily(ImageFamily):
@@ -37,7 +36,7 @@ class LatteFamily(ImageFamily):
     conditions = (Condition("encoder_hidden_states", (120, "caption_channels")),)
     default_clip = Clip(frames=16, fps=8.0, sizes=((512, 512),))
     models = (
-        Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16, grids=_GRIDS),
+        Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16),
         tiny_image("latte", _CLASS, {**_USUAL, "cross_attention_dim": 24, "caption_channels": 32}, frames=3),
     )
 

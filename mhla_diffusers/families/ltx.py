@@ -48,9 +48,9 @@ class LTXAdapter(AttentionAdapter):
 
 
 def _model(name: str, head_dim: int, layers: int) -> Model:
-    sizes, grids = ((512, 704), (704, 1216)), {"512p": (21, 16, 22), "704p": (21, 22, 38)}
+    sizes = ((512, 704), (704, 1216))
     settings = {"cross_attention_dim": 32 * head_dim}
-    return Model(name, _CLASS, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, grids=grids, **STRIDES)
+    return Model(name, _CLASS, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, **STRIDES)
 
 
 class LTXFamily(PackedVideoFamily):

@@ -36,8 +36,8 @@ _TINY: dict[str, Any] = {
 
 
 def _model(name: str, settings: dict[str, Any]) -> Model:
-    sizes, grids = ((512, 768), (1088, 1920)), {"512p": (16, 16, 24), "1088p": (16, 34, 60)}
-    return Model(name, _CLASS, 32, 128, 48, (4, 3, 4), sizes, settings, frames=121, grids=grids, **STRIDES)
+    sizes = ((512, 768), (1088, 1920))
+    return Model(name, _CLASS, 32, 128, 48, (4, 3, 4), sizes, settings, frames=121, **STRIDES)
 
 
 class LTX2Adapter(LTXAdapter):

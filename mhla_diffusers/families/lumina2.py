@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..attention.layout import Shape
+from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter, without
 from .family import Condition
 from .models import image_model, tiny_image
-from .styles import ImageFamily, JointFamily
+from .styles import ImageFamily
 from .values import WithoutValues
 
 _CLASS = "Lumina2Transformer2DModel"
@@ -37,16 +38,23 @@ class Lumina2Adapter(JointAdapter):
         """Move the padding."""
         if (mask := self.key_mask(arguments)) is not None:
             padding = _padding(mask)
-            rotary = self.rotary(attn, arguments)
             raw = arguments["attention_mask"].reshape(mask.shape)
             rolled: dict[str, Any] = {
                 "hidden_states": _rolled(arguments["hidden_states"], padding),
                 "attention_mask": _rolled(raw, padding),
             }
-            if rotary is not None:
-                rolled["rotary_emb"] = _rolled(rotary[0], padding), _rolled(rotary[1], padding)
+            if "tables" not in arguments:
+                rolled["tables"] = self.tables(attn, arguments)
             arguments = {**arguments, **rolled}
         return super().read(attn, arguments, grid, tokens)
+
+    def tables(self, attn: Any, arguments: Arguments) -> Rotary | None:
+        """Move the padding."""
+        tables, mask = super().tables(attn, arguments), self.key_mask(arguments)
+        if tables is None or mask is None:
+            return tables
+        padding = _padding(mask)
+        return _rolled(tables[0], padding), _rolled(tables[1], padding)
 
     def run(self, processor: Any, attn: Any, arguments: Arguments) -> Any:
         """Give ``encoder_hidden_states`` back, from which the model's processor takes keys and values."""
@@ -75,7 +83,7 @@ def _rolled(x: Tensor, by: Tensor) -> Tensor:
     return x[torch.arange(len(by), device=x.device)[:, None], places % x.shape[1]]
 
 
-class Lumina2Family(JointFamily, ImageFamily):
+class Lumina2Family(ImageFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "lumina2"
@@ -86,7 +94,6 @@ class Lumina2Family(JointFamily, ImageFamily):
     extra_tokens = _TEXT_TOKENS
     without_values = WithoutValues  # the transformer reads the lengths of texts
     feed_forwards = ("feed_forward",)
-    dispatches_attention = False
     has_rope = True
     takes_sigma = time_is_reversed = True
     # Gemma 2's

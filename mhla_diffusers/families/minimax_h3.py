@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .family import Condition, Kwargs, Sample
+from .family import Condition, Family, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .packed_videos import grid_of_places, lies_on
-from .styles import JointFamily, pack
+from .packing import pack
 from .values import compiled_for, keep_with, read_once
 
 _CLASS = "MiniMaxH3Transformer3DModel"
@@ -33,7 +33,7 @@ class MiniMaxH3Adapter(JointAdapter):
     pairs_halves = rotary_second = True
 
 
-class MiniMaxH3Family(JointFamily):
+class MiniMaxH3Family(Family):
     """Video transformers with sound; the (frames, height, width) token grid is that of the generated video."""
 
     name = "minimax_h3"
@@ -42,6 +42,7 @@ class MiniMaxH3Family(JointFamily):
     block_lists = ("transformer_blocks",)
     adapter = MiniMaxH3Adapter(context_first=True, rotary_argument="rotary_emb")
     processor = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3AttnProcessor"
+    dispatches_attention = True
     extra_tokens = _TEXT_TOKENS + _SOUND_TOKENS
     has_rope = True
     mhla_blocks = (12, 3, 5)

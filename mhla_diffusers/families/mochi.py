@@ -16,7 +16,7 @@ from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter
 from .family import Condition
 from .models import Clip, Model, tiny_video
-from .styles import JointFamily, VideoFamily
+from .styles import VideoFamily
 from .values import WithoutValues
 
 _CLASS = "MochiTransformer3DModel"
@@ -49,16 +49,14 @@ class MochiAdapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class MochiFamily(JointFamily, VideoFamily):
+class MochiFamily(VideoFamily):
     """Text-to-video transformers with a (frames, height, width) token grid."""
 
     name = "mochi"
     transformers = (_CLASS,)
-    attentions = ("attn1",)
     adapter = MochiAdapter()
     processor = "diffusers.models.attention_processor.MochiAttnProcessor2_0"
     attention_class = "MochiAttention"
-    dispatches_attention = False
     extra_tokens = _TEXT_TOKENS
     without_values = staticmethod(partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3))
     """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""
@@ -71,7 +69,7 @@ class MochiFamily(JointFamily, VideoFamily):
         Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
     )
     models = (
-        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), grids={"480p": (28, 30, 53)}, **_FRAMES),
+        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), **_FRAMES),
         tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6),
     )
 

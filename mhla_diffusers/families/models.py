@@ -59,8 +59,6 @@ class Model:
     """Arguments of the class that count other layers; building fewer layers also builds fewer of these."""
     source: str = ""
     """Hub id of the pipeline whose transformer it is, for a dry run of its recipe without the Hub."""
-    grids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Name of a size, such as 480p → token grid, for benchmarks of the attention alone."""
 
     @property
     def is_video(self) -> bool:
@@ -80,8 +78,7 @@ def squares(*sides: int) -> tuple[tuple[int, int], ...]:
 
 def image_model(name: str, transformer: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
     """Return a text-to-image model of 16 pixels per token at 1024, 2048 and 4096 pixels; arguments override."""
-    grids = {f"{side}px": (side // 16, side // 16) for side in (1024, 2048, 4096)}
-    usual = {"blocks": (4, 4), "sizes": squares(1024, 2048, 4096), "grids": grids}
+    usual = {"blocks": (4, 4), "sizes": squares(1024, 2048, 4096)}
     return Model(name, transformer, heads, head_dim, layers, **{**usual, **different})
 
 

@@ -7,17 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from .family import Kwargs, Sample
-from .styles import PackedFamily, VideoFamily, takes_picture
+from .styles import VideoFamily, takes_picture
 from .values import compiled_for, read_once
 
 _SIZE = ("num_frames", "height", "width")
 """Kwargs of a transformer's forward that hold the token grid."""
 
 
-class PackedVideoFamily(PackedFamily, VideoFamily):
+class PackedVideoFamily(VideoFamily):
     """The transformer takes tokens of packed latents, and their grid as numbers."""
 
     dispatches_attention = True
+    packs_latents = True
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the numbers that the pipelines pass; ValueError unless all of them are given."""

@@ -15,7 +15,7 @@ from ..attention.rope import Rotary, rotary_of_complex
 from .adapters import Arguments, JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import image_model, tiny_image
-from .styles import PackedImageFamily, PaddedTextFamily
+from .styles import PackedImageFamily
 from .trained import scaled_latents
 
 _CLASS = "QwenImageTransformer2DModel"
@@ -48,13 +48,14 @@ class QwenImageAdapter(JointAdapter):
         return cos, sin
 
 
-class QwenImageFamily(PaddedTextFamily, PackedImageFamily):
+class QwenImageFamily(PackedImageFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "qwenimage"
     transformers = (_CLASS,)
     adapter = QwenImageAdapter(context_first=True)
     processor = "diffusers.models.transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0"
+    pads_text = True
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("img_mlp", "txt_mlp")
     conditions = (

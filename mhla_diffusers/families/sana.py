@@ -53,12 +53,7 @@ class SanaFamily(ImageFamily):
     )
     models: ClassVar[tuple[Model, ...]] = (
         _model("sana-0.6b", 36, 28, 16, 72, source=_SOURCE.format(600)),
-        _model(
-            "sana-1.6b",
-            *(70, 20, 20, 112),
-            source=_SOURCE.format(1600),
-            grids={f"{32 * side}px": (side, side) for side in (32, 64, 128)},
-        ),
+        _model("sana-1.6b", 70, 20, 20, 112, source=_SOURCE.format(1600)),
         tiny_image("sana", _CLASS, _TINY, head_dim=16, sizes=squares(256), stride=32, patch=1),
     )
 

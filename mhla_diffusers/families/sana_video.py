@@ -16,7 +16,7 @@ from .sana import SanaFamily
 _CLASS = "SanaVideoTransformer3DModel"
 _TINY = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 12, "cross_attention_dim": 24}
 _TINY |= {"caption_channels": 8, "rope_max_seq_len": 32}
-_REAL: dict[str, Any] = {"frames": 81, "temporal_stride": 4, "grids": {"480p": (21, 30, 52)}}
+_REAL: dict[str, Any] = {"frames": 81, "temporal_stride": 4}
 _REAL["settings"] = {"mlp_ratio": 3.0}  # as diffusers' conversion script sets it; the rest are the class's defaults
 
 

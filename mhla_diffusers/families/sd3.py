@@ -7,10 +7,10 @@ blocks are those of all images.
 
 from typing import Any
 
-from .adapters import AttentionAdapter
+from .adapters import AttentionAdapter, JointAdapter
 from .family import Condition
 from .models import Model, image_model, tiny_image
-from .styles import ImageFamily, JointFamily
+from .styles import ImageFamily
 
 _CLASS = "SD3Transformer2DModel"
 _CLIP_TOKENS, _T5_TOKENS = 77, 256
@@ -25,14 +25,14 @@ def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
     return image_model(name, _CLASS, heads, 64, layers, settings={**usual, **settings})
 
 
-class SD3Family(JointFamily, ImageFamily):
+class SD3Family(ImageFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "sd3"
     transformers = (_CLASS,)
     attentions = ("attn", "attn2")
+    adapter = JointAdapter()
     processor = "diffusers.models.attention_processor.JointAttnProcessor2_0"
-    dispatches_attention = False
     extra_tokens = _CLIP_TOKENS + _T5_TOKENS
     text_settings = {"prompt_2": None, "prompt_3": None, "max_sequence_length": _T5_TOKENS}
     # of CLIP and T5, and of CLIP

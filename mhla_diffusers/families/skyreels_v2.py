@@ -75,8 +75,7 @@ class SkyReelsV2Adapter(AttentionAdapter):
 
 
 def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
-    grids = {"540p": (25, 34, 60), "720p": (31, 45, 80)}  # at 720p the models have 121 frames
-    own = {"transformer": _CLASS, "blocks": (8, 3, 6), "sizes": ((544, 960), (720, 1280)), "frames": 97, "grids": grids}
+    own = {"transformer": _CLASS, "blocks": (8, 3, 6), "sizes": ((544, 960), (720, 1280)), "frames": 97}
     return wan_model(name, heads, ffn_dim, layers, **own)
 
 

@@ -1,7 +1,7 @@
-"""What models of one style share: images or videos, text in one sequence with them, packed latents, padded texts."""
+"""What models of one style share: images, videos, packed images, models of transformers."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, ClassVar
 
@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from ..config import PatchConfig
 from .adapters import AttentionAdapter, JointAdapter
-from .family import Family, Kwargs, Sample
-from .models import Clip
+from .family import Family, Sample
 from .processes import KNOWN_FRAMES, DiffusionProcess, FlowMatching
 from .trained import TrainedFamily
 
@@ -84,41 +83,12 @@ class VideoFamily(TrainedFamily):
         return found
 
 
-class JointFamily(Family):
-    """Text is in one sequence with the image or video, after it unless the adapter says otherwise."""
-
-    attentions: ClassVar[tuple[str, ...]] = ("attn",)
-    adapter = JointAdapter()
-    feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ff_context")
-    dispatches_attention = True
-
-
-class PackedFamily(TrainedFamily):
-    """The transformer's input is tokens of packed latents, (B, N, C patch)."""
-
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Add the latents packed."""
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
-        return {**arguments, "hidden_states": pack(latents, self.patch(transformer))}
-
-    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
-        """Unpack the transformer's output."""
-        return unpack(output, self.token_grid(transformer, latents), self.patch(transformer))
-
-    def generate_latents(
-        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
-    ) -> Tensor:
-        """Generate what the pipeline passes to its autoencoder once it has unpacked it: (C, ...)."""
-        latents = super().generate_latents(pipe, prompt, clip, steps, guidance, generator)
-        if latents.ndim > 2:
-            return latents
-        grid = self.grid_of_clip(pipe, pipe.transformer, clip)
-        return unpack(latents[None], grid, self.patch(pipe.transformer))[0]
-
-
-class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
+class PackedImageFamily(ImageFamily):
     """Joint attention over images whose latents are packed 2x2 to a token, as in Flux."""
 
+    adapter: ClassVar[AttentionAdapter] = JointAdapter(context_first=True)
+    dispatches_attention = True
+    packs_latents = True
     takes_sigma = True
     fixed_patch = (2, 2)
     # 16 channels that rotate with the index of the picture, counted as height, and 56 for each axis
@@ -127,24 +97,6 @@ class PackedImageFamily(PackedFamily, JointFamily, ImageFamily):
     def channels(self, config: Any) -> int:
         """Return the channels of a token, without packing."""
         return int(config.in_channels) // 4
-
-
-class PaddedTextFamily(TrainedFamily):
-    """Texts of a batch have different lengths; files hold them padded with zeros, with a mask.
-
-    :attr:`conditions` are the text and its mask.
-    """
-
-    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """Return the text, padded to the pipeline's default maximum length, and the mask of its tokens."""
-        text, mask = self.conditions
-        tokens = {"max_sequence_length": text.shape[0], **(settings or {})}
-        embeddings, own = self.encode_text(pipe, prompt, tokens)
-        # encode_prompt gives a mask, or None, or texts of a negative prompt in its place
-        found = embeddings[0][own[0].bool()] if isinstance(own, Tensor) else embeddings[0]
-        missing = tokens["max_sequence_length"] - len(found)
-        takes_part = torch.arange(tokens["max_sequence_length"], device=found.device) < len(found)
-        return {text.name: functional.pad(found, (0, 0, 0, missing)), mask.name: takes_part.to(mask.dtype)}
 
 
 class TransformersAdapter(AttentionAdapter):
@@ -187,21 +139,3 @@ def takes_picture(pipe: Any) -> bool:
     """Whether a pipeline, or its class, begins every video with a picture; one that takes any conditions need not."""
     known = inspect.signature(pipe.__call__).parameters
     return "image" in known and "conditions" not in known
-
-
-def pack(latents: Tensor, patch: Sequence[int]) -> Tensor:
-    """Return the patches of latents (B, C, ...) in raster order, each a token: (B, N, C patch), channels slowest."""
-    for axis, size in enumerate(patch):
-        latents = latents.unflatten(2 + 2 * axis, (-1, size))
-    axes = range(len(patch))
-    order = [0, *(2 + 2 * axis for axis in axes), 1, *(3 + 2 * axis for axis in axes)]
-    return latents.permute(order).flatten(1, len(patch)).flatten(2)
-
-
-def unpack(tokens: Tensor, grid: Sequence[int], patch: Sequence[int]) -> Tensor:
-    """Undo :func:`pack`: (B, C, ...)."""
-    latents = tokens.unflatten(2, (-1, *patch)).unflatten(1, tuple(grid)).movedim(1 + len(grid), 1)
-    for axis in range(len(grid)):
-        # the axes of the patch that are left come after those of the grid
-        latents = latents.movedim(2 + len(grid), 3 + axis).flatten(2 + axis, 3 + axis)
-    return latents

@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .family import Family, Kwargs, Sample
 from .models import Clip
+from .packing import unpack
 from .processes import DiffusionProcess, FlowMatching
 
 
@@ -19,6 +21,8 @@ class TrainedFamily(Family):
     """How the model was trained."""
     text_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
+    pads_text: ClassVar[bool] = False
+    """Whether samples hold the text, padded with zeros to one length, and its mask, which are the ``conditions``."""
     prompts_are_classes: ClassVar[bool] = False
     """Whether the model is conditioned on classes, by number or name, instead of text."""
 
@@ -45,6 +49,8 @@ class TrainedFamily(Family):
 
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Return the prediction for latents (B, C, ...), of their shape: by default the output, towards the noise."""
+        if self.packs_latents:
+            output = unpack(output, self.token_grid(transformer, latents), self.patch(transformer))
         predicted: Tensor = -output if self.time_is_reversed else output
         return predicted
 
@@ -118,9 +124,22 @@ class TrainedFamily(Family):
         if not conditions:
             raise self.undefined("how prompts are encoded", "encode_prompt")
         usual = {"max_sequence_length": conditions[0].sizes(config)[0], **self.text_settings}
-        outputs = self.encode_text(pipe, prompt, {**usual, **(settings or {})})
+        tokens = {**usual, **(settings or {})}
+        outputs = self.encode_text(pipe, prompt, tokens)
+        if self.pads_text:
+            embeddings, masks = outputs
+            return self._padded(embeddings, masks, tokens["max_sequence_length"])
         found = {one.name: (outputs[one.output][0], one.dtype) for one in conditions}
         return {name: x if dtype.is_floating_point else x.to(dtype) for name, (x, dtype) in found.items()}
+
+    def _padded(self, embeddings: Any, masks: Any, length: int) -> Sample:
+        """Return a text of one sample, padded with zeros to a length, and the mask of its tokens."""
+        text, mask = self.conditions
+        # encode_prompt gives a mask, or None, or texts of a negative prompt in its place
+        found = embeddings[0][masks[0].bool()] if isinstance(masks, Tensor) else embeddings[0]
+        takes_part = torch.arange(length, device=found.device) < len(found)
+        padded = functional.pad(found, (0, 0, 0, length - len(found)))
+        return {text.name: padded, mask.name: takes_part.to(mask.dtype)}
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """Run the pipeline's ``encode_prompt`` without guidance; settings that it does not take are ignored."""
@@ -198,6 +217,9 @@ class TrainedFamily(Family):
         """Generate latents in the transformer's scale: (C, ...)."""
         settings = {"num_inference_steps": steps, "output_type": "latent", **self.guidance_arguments(guidance)}
         latents: Tensor = self.call(pipe, [prompt], [generator], **self.clip_arguments(pipe, clip), **settings)[0]
+        if self.packs_latents and latents.ndim == 2:
+            grid = self.grid_of_clip(pipe, pipe.transformer, clip)
+            latents = unpack(latents[None], grid, self.patch(pipe.transformer))[0]
         return latents
 
 

@@ -34,7 +34,6 @@ _LAID_OUT: set[tuple[int, ...]] = set()
 def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
     """Return a configuration of Wan 2.1 text-to-video, with the differences of a relative."""
     usual = {"transformer": _CLASS, "blocks": (7, 3, 5), "sizes": ((480, 832), (720, 1280)), "frames": 81}
-    usual["grids"] = {"480p": (21, 30, 50), "720p": (21, 45, 80)}  # 480p is the paper's 480x800 (Sec. 5.3)
     settings = {"ffn_dim": ffn_dim, **different.pop("settings", {})}
     shape = {"heads": heads, "head_dim": 128, "layers": layers, "temporal_stride": 4}
     return Model(name, settings=settings, **{**shape, **usual, **different})

@@ -21,7 +21,6 @@ _STRIDE = 4
 _FACELESS = -1.0
 """Pixel value that the pipeline uses for "no face" in its guidance."""
 _REAL: dict[str, Any] = {"transformer": _CLASS, "settings": {"added_kv_proj_dim": 5120}, "sizes": ((720, 1280),)}
-_REAL["grids"] = {"720p": (21, 45, 80)}
 _REAL["more_layers"] = {"inject_face_latents_blocks": 5}  # with fewer layers the face comes after fewer blocks each
 _TINY: dict[str, Any] = {"image_dim": 8, "added_kv_proj_dim": 24, "motion_style_dim": 8, "motion_dim": 4}
 _TINY |= {"motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16, "motion_encoder_dim": 8}

@@ -15,7 +15,7 @@ from torch import Tensor
 from .adapters import JointAdapter
 from .family import Condition, Kwargs, Sample
 from .models import image_model, tiny_image
-from .styles import ImageFamily, JointFamily, PaddedTextFamily
+from .styles import ImageFamily
 
 _CLASS = "ZImageTransformer2DModel"
 _TEXT_TOKENS = 512
@@ -26,7 +26,7 @@ _LAYERS: dict[str, Any] = {"layers_argument": "n_layers"}
 _TINY = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32, "axes_dims": [4, 6, 6]}
 
 
-class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
+class ZImageFamily(ImageFamily):
     """Text-to-image transformers with a (height, width) token grid."""
 
     name = "z_image"
@@ -35,6 +35,8 @@ class ZImageFamily(PaddedTextFamily, JointFamily, ImageFamily):
     attentions = ("attention",)
     adapter = JointAdapter(rotary_argument="freqs_cis")
     processor = "diffusers.models.transformers.transformer_z_image.ZSingleStreamAttnProcessor"
+    dispatches_attention = True
+    pads_text = True
     extra_tokens = _TEXT_TOKENS
     feed_forwards = ("feed_forward",)
     latents_name = "x"

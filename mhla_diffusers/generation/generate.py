@@ -1,4 +1,4 @@
-"""Generate images and videos into a folder: resumable, and independent of batch size and number of processes."""
+"""Generate images and videos into a folder: resumable, with noise that does not depend on batches or processes."""
 
 import hashlib
 import inspect

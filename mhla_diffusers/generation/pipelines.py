@@ -75,6 +75,11 @@ class PipelineChoice:
         choose_device(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_value("frames_per_second", self.frames_per_second, int | None, above=0)
+        if self.frames_per_second is not None and not self.of_family.makes_videos:
+            raise ValueError(
+                f"frames_per_second={self.frames_per_second} is for videos, but {self.family!r} makes images; leave it "
+                "out."
+            )
 
     @property
     def of_family(self) -> TrainedFamily:
@@ -162,9 +167,8 @@ class PipelineChoice:
         settings = {**defaults, **few_step_arguments(pipe, self.of_family), **self.settings, **arguments}
         try:
             return self.of_family.call(pipe, prompts, generators, **settings)
-        except RuntimeError as error:
-            # mismatched sizes; lack of memory and failing devices have their own classes
-            if not self.settings or type(error) is not RuntimeError:
+        except (TypeError, ValueError) as error:
+            if not self.settings:
                 raise
             raise ValueError(f"{type(pipe).__name__} fails with the settings {self.settings}: {error}") from error
 
@@ -175,9 +179,14 @@ def few_step_arguments(pipe: Any, family: TrainedFamily) -> dict[str, Any]:
     return {} if few_steps is None else {"num_inference_steps": len(few_steps.times), **family.guidance_arguments(1.0)}
 
 
-def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtype) -> Any:
-    """Load a pipeline by Hub id or folder, or the family's tiny one for None; without progress bars."""
-    from diffusers import DiffusionPipeline
+def load_pipeline(
+    model: str | None, family: str, device: str, dtype: torch.dtype, without_weights: Iterable[str] = ()
+) -> Any:
+    """Load a pipeline by Hub id or folder, or the family's tiny one for None; without progress bars.
+
+    Of ``without_weights``, transformers of a given model, no weights are read; they stay on the meta device.
+    """
+    import diffusers
 
     place = choose_device(device)
     if model is None:
@@ -186,9 +195,23 @@ def load_pipeline(model: str | None, family: str, device: str, dtype: torch.dtyp
         pipe = pipe if dtype == torch.float32 else pipe.to(dtype)
     else:
         import_module(family_named(family).library)  # diffusers loads classes only from imported modules
-        pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype).to(place)
+        absent = {name: _without_weights(model, family, name) for name in without_weights}
+        name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
+        # DiffusionPipeline would also load a transformer that its own class need not have, as Wan's
+        pipe = getattr(diffusers, str(name), diffusers.DiffusionPipeline).from_pretrained(model, dtype=dtype, **absent)
+        for name in absent:  # cannot be moved
+            setattr(pipe, name, None)
+        pipe.to(place)
+        for name, transformer in absent.items():
+            setattr(pipe, name, transformer)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _without_weights(model: str, family: str, component: str) -> Any:
+    settings = read_json(pipeline_file(model, f"{component}/config.json"))
+    with torch.device("meta"):
+        return family_named(family).transformer_class(settings["_class_name"]).from_config(settings)
 
 
 def load_result(pipe: Any, result: str | Path) -> None:
@@ -269,14 +292,19 @@ def family_of(model: str, component: str = "transformer") -> TrainedFamily:
     """Return the family of a pipeline's transformer, by its class, without its weights."""
     name = component_identity(model, component).split(" ")[0]
     if name == "none":
-        supported = {cls for family in families() for cls in family.transformers}
-        entries = read_json(pipeline_file(model, "model_index.json")).items()
-        parts = [part for part, entry in entries if isinstance(entry, list) and entry[1] in supported]
+        parts = transformers_of(model)
         known = f"its transformers are: {', '.join(parts)}" if parts else "and no other transformer that is supported"
         raise ValueError(f"{model} has no component {component!r}; {known}.")
     if find_family(name) is None:
         raise ValueError(f"The {component} of {model} is {name!r}, which is not supported; {supported_instead(name)}")
     return trained_family(name)
+
+
+def transformers_of(model: str) -> list[str]:
+    """Return the names of a pipeline's components that are supported transformers, read without their weights."""
+    supported = {cls for family in families() for cls in family.transformers}
+    entries = read_json(pipeline_file(model, "model_index.json")).items()
+    return [part for part, entry in entries if isinstance(entry, list) and entry[1] in supported]
 
 
 def pipeline_file(model: str, name: str) -> Path:

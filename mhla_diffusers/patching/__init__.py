@@ -3,8 +3,7 @@
 from .calibrate import TransformerCall, calibrate_output_norm, layer_sensitivity, record_calls
 from .context import call_context
 from .describe import describe, suggest_blocks
-from .handle import (
-    Patched,
+from .finding import (
     find_patched,
     find_transformers,
     is_patched,
@@ -13,6 +12,7 @@ from .handle import (
     require_layers,
     require_patched,
 )
+from .handle import Patched
 from .layer import MHLALayer
 from .loading import load_mhla, read_record
 from .patch import apply_mhla, attn_processors, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor

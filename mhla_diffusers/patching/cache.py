@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from ..attention import MHLAState
 from ..config import CausalConfig
 from ..families import get_family
-from .handle import find_transformers
+from .finding import find_transformers
 from .layer import MHLALayer, layer_of
 
 

@@ -16,7 +16,13 @@ from torch import nn
 from ..config import CausalConfig, PatchConfig
 from ..families import get_family
 from .context import call_context
-from .handle import Patched, mhla_disabled, require_layers, require_patched, supported_transformers
+from .finding import (
+    mhla_disabled,
+    require_layers,
+    require_patched,
+    supported_transformers,
+)
+from .handle import Patched
 from .layer import MHLALayer
 from .processor import adapter_of, tokens_of_grid
 from .steps import refuse_step_cache

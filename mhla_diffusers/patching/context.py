@@ -48,6 +48,8 @@ class CallContext(NamedTuple):
 
     grid: Grid | None = None
     """Token grid of the forward that runs; None outside of one."""
+    tables: dict[Any, Any] | None = None
+    """Tables of RoPE that its attentions have made, by what the model passed; None outside of one, and in graphs."""
     parallel: Parallel | None = None
     """The processes between which its tokens are split."""
     disabled: bool = False

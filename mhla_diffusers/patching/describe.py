@@ -14,8 +14,10 @@ from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and
 from ..config import FEWEST_REFRESHED, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
+from .any_model import any_patches
 from .carry import carried_bytes
-from .handle import Patched, find_patched, find_transformers
+from .finding import find_patched, find_transformers
+from .handle import Patched
 from .layer import layer_of
 from .processor import MHLAProcessor, runs_mhla
 
@@ -108,8 +110,12 @@ class Description(list[LayerDescription]):
     """How the model samples, if its patch was distilled to a few steps."""
     inactive_lora: str | None = None
     """Why the patch's LoRA does not run now; None if it does, or there is none."""
+    any_model: str | None = None
+    """What a patch of a model without a family runs, whose layers are not known."""
 
     def __str__(self) -> str:
+        if self.any_model is not None:
+            return self.any_model
         # what all layers have in common stands outside of the table, so that this fits a terminal
         lines = [*filter(None, dict.fromkeys(layer.summary() for layer in self))]
         columns: dict[str, list[str]] = {"layer": [], "attention": [], "grid": []}
@@ -203,6 +209,10 @@ def describe(
         ValueError: unsupported model, a grid that the blocks do not fit, both a grid and a size, or a size that the
             model does not take.
     """
+    if patches := any_patches(model):
+        found = Description()
+        found.any_model = "\n".join(f"{type(module).__name__}: {patch}" for module, patch in patches.items())
+        return found
     transformers = find_transformers(model)
     grids = dict.fromkeys(transformers, None if grid is None else check_grid(grid, "grid"))
     for component, given in grids.items():

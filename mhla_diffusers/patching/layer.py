@@ -42,8 +42,14 @@ class Gate(nn.Module):
 
     def __init__(self, hidden_size: int, inner_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(inner_size, hidden_size))
-        self.bias = nn.Parameter(torch.full((inner_size,), _UNIT_GATE))
+        self.weight = nn.Parameter(torch.empty(inner_size, hidden_size))
+        self.bias = nn.Parameter(torch.empty(inner_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make it fresh."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, _UNIT_GATE)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(B, N, hidden size) to (B, N, H * D)."""
@@ -61,19 +67,31 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int, size: int, axes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(channels, 1, *(size,) * axes))
-        self.bias = nn.Parameter(torch.zeros(channels))
+        self.weight = nn.Parameter(torch.empty(channels, 1, *(size,) * axes))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
 
-    def forward(self, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None = None) -> torch.Tensor:
-        """(B, N, H * D) of the tokens of the grid, or of those of this process, before and after."""
-        channels, _, size, *rest = self.weight.shape
+    def reset_parameters(self) -> None:
+        """Make it fresh."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(
+        self, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None = None, first: int = 0
+    ) -> torch.Tensor:
+        """(B, N, H * D) of the tokens of the grid, or of those of this process, before and after.
+
+        ``first``: channel of the weights that the first one of the values is, where heads are split.
+        """
+        channels, (size, *rest) = values.shape[-1], self.weight.shape[2:]
+        weight, bias = (parameter[first : first + channels] for parameter in (self.weight, self.bias))
         own = slice(None)
         if parallel is None:
             on_grid = values.unflatten(1, grid)
         else:
             on_grid, own = rows_around(values, grid, size // 2, parallel)
         convolve = _CONVOLUTIONS[1 + len(rest)]
-        output = convolve(on_grid.movedim(-1, 1), self.weight, self.bias, padding=size // 2, groups=channels)
+        output = convolve(on_grid.movedim(-1, 1), weight, bias, padding=size // 2, groups=channels)
         return output.flatten(2).mT[:, own]
 
 
@@ -159,9 +177,10 @@ class SparseLayer(PatchedLayer):
 class MHLALayer(PatchedLayer):
     """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
 
-    Each begins so that a fresh layer computes plain Eq. 4 with the initial mixing matrix: the norm's weight is 1
-    (:func:`calibrate_output_norm` fits it), the gate is 1, the convolution 0. λ is 1 beside the own block of causal
-    attention and 1 / √D beside extra tokens.
+    In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix, but
+    for two parts: an output norm, of weight 1, norms all the same (:func:`calibrate_output_norm` fits it), and softmax
+    over the own block of causal attention or over extra tokens shares the denominator with MHLA, of weight λ: 1 beside
+    the own block, 1 / √D beside extra tokens.
 
     Args:
         config: settings.
@@ -177,22 +196,30 @@ class MHLALayer(PatchedLayer):
         self, config: LinearConfig, heads: int, head_dim: int, hidden_size: int, adapter: AttentionAdapter | None = None
     ) -> None:
         super().__init__(config, heads, head_dim, adapter)
-        mixing = initial_mixing(config.blocks, config.mixing_init)
-        if config.mixing_per_head:
-            mixing = mixing.repeat(heads, 1, 1)
+        count = math.prod(config.blocks)
+        mixing = torch.empty(*(heads,) * config.mixing_per_head, count, count)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
         self.linear_log_weight: nn.Parameter | None = None
         """Log of λ, (H,); of layers that attend to the own block or to extra tokens with softmax."""
         if self.adapter.has_extra or (isinstance(config, CausalConfig) and config.own == "softmax"):
-            # a token of the grid weighs about as much as an extra one: where channels are normed, φ(q) · φ(k) is of the
-            # order of D times a number near 1/6, and exp(q · k / √D) near 1.6
-            first = -0.5 * math.log(head_dim) if self.adapter.has_extra else 0.0
-            self.linear_log_weight = nn.Parameter(torch.full((heads,), first, dtype=torch.float32))
-        self.output_norm = nn.Parameter(torch.ones(head_dim)) if config.output_norm else None
+            self.linear_log_weight = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.output_norm = nn.Parameter(torch.empty(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, heads * head_dim) if config.output_gate else None
         self.convolution: Convolution | None = None
         if isinstance(config, MHLAConfig) and config.convolution is not None:
             self.convolution = Convolution(heads * head_dim, config.convolution, len(config.blocks))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Make mixing matrix, λ and norm those of a fresh layer, as they have to be after ``to_empty()``."""
+        self.mixing.copy_(initial_mixing(self.config.blocks, self.config.mixing_init))
+        if self.linear_log_weight is not None:
+            # a token of the grid weighs about as much as an extra one: where channels are normed, φ(q) · φ(k) is of the
+            # order of D times a number near 1/6, and exp(q · k / √D) near 1.6
+            self.linear_log_weight.fill_(-0.5 * math.log(self.head_dim) if self.adapter.has_extra else 0.0)
+        if self.output_norm is not None:
+            self.output_norm.fill_(1)
 
     def forward(
         self,
@@ -225,17 +252,21 @@ class MHLALayer(PatchedLayer):
         output = attend(call, backend)
         if self.convolution is None:
             return output
-        added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid, parallel)
-        added = added.unflatten(-1, (self.heads, -1))
+        first = inputs.first_head * self.head_dim
+        added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid, parallel, first)
+        added = added.unflatten(-1, (-1, self.head_dim))
         return output + (functional.pad(added, (0, 0, 0, 0, *inputs.extra)) if any(inputs.extra) else added)
 
     def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> MHLACall:
         """Return the call of MHLA with the weights and settings of this layer."""
         config, grid, weight = self.config, inputs.grid, self._weight
         mixing: torch.Tensor = self.mixing
+        heads = slice(inputs.first_head, inputs.first_head + inputs.query.shape[2])
+        mixing, weight = mixing[heads] if mixing.ndim == 3 else mixing, None if weight is None else weight[heads]
         causal = config.causal if isinstance(config, CausalConfig) else None
         call_grid, blocks = config.layout_on(grid)
         if blocks != config.blocks:
+            # in every forward, about 1% of the time at most: one that is kept would miss changes through .data
             extended = causal is not None
             mixing = (
                 extend_mixing(mixing, config.blocks, blocks[0])
@@ -274,7 +305,8 @@ class MHLALayer(PatchedLayer):
         if hidden_states.shape[1] == inputs.query.shape[1]:
             hidden_states = hidden_states[:, before : hidden_states.shape[1] - after]
         projected: torch.Tensor = gate(hidden_states)
-        return projected.unflatten(-1, (self.heads, -1))
+        heads = slice(inputs.first_head, inputs.first_head + inputs.query.shape[2])
+        return projected.unflatten(-1, (self.heads, -1))[..., heads, :]
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
         """For a sequence that goes on, of which every step gives some tokens to :meth:`forward`.

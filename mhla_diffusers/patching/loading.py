@@ -16,7 +16,9 @@ from ..config import KINDS, PatchConfig, adapted_patch_folder, adapted_patch_nam
 from ..families import get_family
 from ..files import check_hash, read_json
 from ..settings import check, check_value, nearest, said_allowed
-from .handle import Patched, find_transformers, is_patched
+from .finding import find_transformers, is_patched
+from .handle import Patched
+from .installing import install, replace_weights
 from .layer import PatchedLayer
 from .patch import plan_patch, remove_mhla
 from .processor import MHLAProcessor
@@ -117,8 +119,8 @@ def load_mhla(
                 with torch.no_grad():
                     for key in [key for key in part if key.startswith(f"{name}.mhla.")]:
                         state[key.removeprefix(f"{name}.mhla.")].copy_(part.pop(key))
-            patched.install(layers, model)
-            patched.replace_weights(part, keep_replaced)
+            install(patched, layers, model)
+            replace_weights(patched, part, keep_replaced)
         for patched, _, _, own_lora in plans:
             if own_lora:
                 load_lora(patched.transformer, own_lora)
@@ -310,6 +312,7 @@ def _check_tensors(
         ValueError: naming what is missing, unexpected or of another shape, or weights that cannot be replaced.
     """
     own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
+    check_writable(patched.transformer, set(tensors) - set(own), "load the patch")  # first: others have other shapes
     base = {}
     if record.weights != "mhla":
         base = {key: places[0] for key, places in base_weights(patched.transformer).items()}
@@ -323,4 +326,3 @@ def _check_tensors(
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"The patch does not fit the model: {'; '.join(problems[:8])}{more}.")
-    check_writable(patched.transformer, set(tensors) - set(own), "load the patch")

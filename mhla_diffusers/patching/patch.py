@@ -19,15 +19,16 @@ from ..config import (
     LinearConfig,
     Patch,
     PatchConfig,
+    SparseConfig,
     is_automatic,
     load_patch,
     parse_layers,
 )
 from ..families import get_family
 from ..settings import check_value
+from .any_model import Extras, Grid, any_patches, apply_to_any, remove_from_any
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
-from .handle import (
-    Patched,
+from .finding import (
     find_patched,
     find_transformers,
     is_patched,
@@ -35,6 +36,8 @@ from .handle import (
     refuse_wrapped,
     require_layers,
 )
+from .handle import Patched
+from .installing import check_removable, install, remove
 from .layer import MHLALayer, PatchedLayer, attentions_of, share_parameters
 from .processor import MHLAProcessor, holds_weights, make_layer
 from .steps import DenoisingLoop
@@ -54,6 +57,8 @@ def apply_mhla(
     *,
     backend: str = "auto",
     calibration: Callable[[], object] | None = None,
+    grid: Grid | None = None,
+    extra: Extras = (0, 0),
     **settings: Any,
 ) -> Model:
     """Replace the self-attention of a pipeline or transformer, in place.
@@ -71,6 +76,10 @@ def apply_mhla(
         calibration: with ``layers="auto:2/3"``, runs the model on typical inputs, for example
             ``lambda: pipe("a cat", num_inference_steps=4)``. Those layers are replaced whose replacement alone moves
             the output least, which costs one run of each call per layer; their list is recorded in the configuration.
+        grid: for a model without a family, whose calls of PyTorch's ``scaled_dot_product_attention`` sparse attention
+            then takes: the token grid, such as (21, 30, 52), or a function of the forward's arguments that returns it.
+        extra: with ``grid``, the tokens before and after those of the grid in one sequence, such as text, or such a
+            function.
         **settings: fields of :class:`MHLAConfig`, :class:`SparseConfig` or :class:`CausalConfig` that replace those of
             ``patch``.
 
@@ -81,6 +90,14 @@ def apply_mhla(
         ValueError: unsupported model, already patched, a patch for another family, settings that do not fit, or a
             calibration without layers to choose.
     """
+    if grid is not None:
+        if not isinstance(patch, SparseConfig | None) or backend != "auto" or calibration is not None:
+            raise ValueError(
+                f"A model without a family (grid={grid!r}) runs sparse attention alone: give fields of SparseConfig, "
+                "and neither backend nor calibration."
+            )
+        apply_to_any(model, (patch or SparseConfig()).replace(**settings), grid, extra)
+        return model
     transformers = find_transformers(model)
     if not isinstance(patch, PatchConfig | str | Path | None):
         raise ValueError(
@@ -107,7 +124,7 @@ def apply_mhla(
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [plan_patch(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
     for patched, layers in plans:
-        patched.install(layers, model)
+        install(patched, layers, model)
     for patched, _ in plans:
         _tell_what_runs(patched)
     return model
@@ -165,11 +182,11 @@ def _choose_automatically(
     calls = record_calls(transformers, calibration)
     chosen = {}
     for name, (patched, layers) in plans.items():
-        patched.install(layers, None)
+        install(patched, layers, None)
         try:
             sensitivities = measure_sensitivity(patched, calls[name])
         finally:
-            patched.remove()
+            remove(patched)
         values = list(sensitivities.values())
         least = sorted(range(len(values)), key=values.__getitem__)
         count = len(choose_layers(str(configs[name].layers).removeprefix(AUTOMATIC), len(values)))
@@ -191,7 +208,7 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
     refuse_wrapped(transformer)
     if isinstance(processor, MHLAProcessor):
         patched, layers = plan_patch(transformer, processor)
-        patched.install(layers, None)
+        install(patched, layers, None)
         return
     get_family(transformer)
     attentions = attentions_of(transformer)
@@ -241,13 +258,16 @@ def remove_mhla(model: Model) -> Model:
             unchanged then.
     """
     handles = find_patched(model).values()
+    if not handles and any_patches(model):
+        remove_from_any(model)
+        return model
     if not handles:
         refuse_wrapped(model)
         raise ValueError("The model is not patched with MHLA; there is nothing to remove.")
     for patched in handles:
-        patched.check_removable()
+        check_removable(patched)
     for patched in handles:
-        patched.remove(model)
+        remove(patched, model)
     return model
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..attention import BACKENDS, MHLAState
 from ..attention.layout import check_grid
+from ..attention.rope import SteadyRotary, steady
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
@@ -100,7 +101,11 @@ class MHLAProcessor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to attentions that are not copied."""
-        return vars(self) | {"_left": WeakKeyDictionary()}
+        return {name: value for name, value in vars(self).items() if name != "_left"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copied or pickled processor."""
+        vars(self).update(state, _left=WeakKeyDictionary())
 
     def enter(self, attn: Any) -> Any:
         """Begin to belong to a patch of an attention; return the processor that the attention had before."""
@@ -195,16 +200,13 @@ class MHLAProcessor:
                 stacklevel=2,
             )
             return adapter.run(original, attn, arguments)
-        if "encoder_hidden_states" in arguments and not adapter.has_extra:  # cross-attention
+        if "encoder_hidden_states" in arguments and not adapter.has_extra:
             if layer is None and family is None and getattr(attn, "is_cross_attention", True) is False:
                 raise _unknown_model(attn)
-            processor = default_cross_attention_processor(attn)
-            processor._attention_backend = self._attention_backend
-            processor._parallel_config = self._parallel_config
             rotated = {} if image_rotary_emb is None else {"image_rotary_emb": image_rotary_emb}
             if key_rotary_emb is not None:
                 rotated = {"query_rotary_emb": rotary_emb, "key_rotary_emb": key_rotary_emb}
-            return processor(attn, hidden_states, encoder_hidden_states, attention_mask, **rotated)
+            return self._cross_processor(attn)(attn, hidden_states, encoder_hidden_states, attention_mask, **rotated)
         # identity first: under torch.compile(dynamic=True) numbers inside an equality would become symbols
         if layer is None or (layer.config is not self.config and layer.config != self.config):
             self._check_layer(layer)
@@ -214,16 +216,27 @@ class MHLAProcessor:
             if layer is None or skips_scores or attn.training or not self._carries:
                 return output
             return carry.add(output, layer.number)
+        dense = adapter.run(self._own_processor(attn, family), attn, arguments)
+        if layer is None or not context.shows or self.is_off:
+            return dense
+        return carry.show(dense, self._run_patched(attn, arguments, adapter, family, skips_scores=False), layer.number)
+
+    def _cross_processor(self, attn: Any) -> Any:
+        """Return what runs a cross-attention, which has this processor in diffusers' own form."""
+        processor = default_cross_attention_processor(attn)
+        processor._attention_backend = self._attention_backend
+        processor._parallel_config = self._parallel_config
+        return processor
+
+    def _own_processor(self, attn: Any, family: Family | None) -> Any:
+        """Return what ran a self-attention before the patch; diffusers' own form keeps none, and its family says it."""
         original = replaced_processor(attn)
-        if original is None:  # diffusers' own form keeps none
+        if original is None:
             family = family or family_of_attention(attn)
             if family is None:
                 raise _unknown_model(attn)
             original = family.self_attention_processor(attn)
-        dense = adapter.run(with_backend_of(self, original), attn, arguments)
-        if layer is None or not context.shows or self.is_off:
-            return dense
-        return carry.show(dense, self._run_patched(attn, arguments, adapter, family, skips_scores=False), layer.number)
+        return with_backend_of(self, original)
 
     @property
     def _carries(self) -> bool:
@@ -263,7 +276,7 @@ class MHLAProcessor:
                 "mhla_diffusers.apply_mhla(pipe, ...)."
             )
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
-        inputs, stream = adapter.read(attn, arguments, grid, tokens), context.stream
+        inputs, stream = adapter.read(attn, _with_tables(adapter, attn, arguments), grid, tokens), context.stream
         if layer is None:  # a refused first forward leaves no weights behind
             attn.mhla = make_layer(attn, self.config, family)
         if skips_scores:
@@ -404,6 +417,11 @@ class PerturbedMHLAProcessor(MHLAProcessor):
         return torch.cat([attended, adapter.project_output(attn, alone.value, alone)])
 
 
+def is_fused(processor: Any) -> bool:
+    """Whether it is one of diffusers' that run projections fused into one."""
+    return type(processor).__name__.startswith("Fused")
+
+
 def holds_weights(processor: Any) -> bool:
     """Whether a processor has weights, as an IP-Adapter's, which lets an attention look at a picture besides."""
     return isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None
@@ -476,8 +494,8 @@ def make_layer(attn: Any, config: PatchConfig, family: Family | None) -> Patched
         dtype = casting.compute_dtype
     else:
         dtype = weight.dtype if weight is not None else getattr(projection, "compute_dtype", None) or torch.float32
-    # an attention that first runs under inference_mode must still get weights that can be trained
-    with torch.inference_mode(False):
+    # whatever mode or default device an attention is patched in, its weights are real ones that can be trained
+    with torch.inference_mode(False), torch.device("cpu"):
         layer: PatchedLayer
         if isinstance(config, SparseConfig):
             layer = SparseLayer(config, heads, head_dim, adapter)
@@ -555,6 +573,22 @@ def tokens_of_grid(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], x: 
     tokens = math.prod(current().grid or _grid_of_rotary(attn, adapter, arguments))
     before, x = adapter.extra(arguments, tokens)[0], adapter.ordered(arguments, x)
     return x[:, before : before + tokens] if x.shape[1] > tokens else x
+
+
+def _with_tables(adapter: AttentionAdapter, attn: Any, arguments: Arguments) -> Arguments:
+    """Add the tables of RoPE, which layers of a forward that get the same tensors from the model share."""
+    given, known = arguments.get("rotary_emb"), current().tables
+    if given is None or known is None or torch.compiler.is_compiling():
+        return arguments
+    tensors = tuple(given) if isinstance(given, tuple | list) else (given,)
+    count = sum(arguments[name].shape[1] for name in ("hidden_states", "encoder_hidden_states") if name in arguments)
+    place = id(adapter), count, *map(id, tensors)
+    if place not in known:
+        tables = steady(adapter.tables(attn, arguments))
+        if not isinstance(tables, SteadyRotary):
+            return {**arguments, "tables": tables}
+        known[place] = tables, tensors  # which keeps their ids theirs
+    return {**arguments, "tables": known[place][0]}
 
 
 def _grid_of_rotary(attn: Any, adapter: AttentionAdapter, arguments: Arguments) -> tuple[int, ...]:

@@ -23,7 +23,8 @@ from ..files import file_hash, write_json, write_tensors
 from ..settings import Settings, allow, check_choice
 from .describe import describe
 from .few_steps import FewSteps
-from .handle import Patched, find_transformers, mhla_layers, require_layers, require_patched
+from .finding import find_transformers, mhla_layers, require_layers, require_patched
+from .handle import Patched
 from .weights import base_weights, check_plain, has_lora, lora_weights, refuse_weights_on_disk
 
 logger = logging.getLogger(__name__)

@@ -100,6 +100,17 @@ class DenoisingLoop:
         return Step(index - self._first, _count_steps(scheduler) - self._first)
 
 
+def step_by_counting(scheduler: Any) -> Step | None:
+    """Return the step of the next forward by the scheduler's own count; None of one that does not count."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or not len(timesteps) or not hasattr(scheduler, "step_index"):
+        return None
+    done, first = scheduler.step_index, getattr(scheduler, "begin_index", None) or 0
+    index = _step_of(scheduler, int(done if done is not None else first)) - _step_of(scheduler, int(first))
+    count = _count_steps(scheduler) - _step_of(scheduler, int(first))
+    return Step(index, count) if index < count else None
+
+
 def _step_of(scheduler: Any, forward: int) -> int:
     """Return the step of ``num_inference_steps`` of a forward, by its place among the scheduler's timesteps."""
     runge_kutta = getattr(scheduler, "prk_timesteps", None)

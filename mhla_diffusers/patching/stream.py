@@ -17,7 +17,7 @@ from ..attention.rope import Rotary
 from ..families import get_family, unwrapped
 from ..settings import check, check_names, check_value
 from .context import Grid, call_context
-from .handle import find_transformers
+from .finding import find_transformers
 from .layer import MHLALayer, layer_of
 from .parallel import parallel_of
 

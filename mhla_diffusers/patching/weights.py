@@ -35,9 +35,11 @@ def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
 
     A fused projection is given by its parts, which lie there and in the single projections.
     """
+    # some quantised parameters are not in the state by their own names
+    tensors = dict(transformer.named_parameters()) | transformer.state_dict(keep_vars=True)
     state = {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): [tensor]
-        for name, tensor in transformer.state_dict(keep_vars=True).items()
+        for name, tensor in tensors.items()
         if not any(mark in name for mark in _ADDED)
     }
     for path in attentions_of(transformer):
@@ -75,7 +77,7 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
     refuse_weights_on_disk(transformer, purpose)
     places = base_weights(transformer)
     whole = all(tensor.is_meta for tensor in transformer.state_dict().values())
-    for name in names:
+    for name in filter(places.__contains__, names):
         place = places[name][0]
         check_plain(name, place, purpose, whole)
 

@@ -50,7 +50,7 @@ def finetune_command(
     except TrainingDivergedError as error:
         raise ValueError(error) from error
     if not result.finished:
-        raise typer.Exit(143)
+        raise typer.Exit(result.exit_code)
     typer.echo(f"Wrote {result.result}")
 
 
@@ -80,7 +80,7 @@ def encode_command(
     captions = dict.fromkeys(item.caption for item in find_media(source) if item.offset is None)
     check_classes(model, family_of(model).name, captions)
     with folder_for_results(output, lock=False):
-        pipe, clip = _load(model, device, precision, frames, fps, sizes)
+        pipe, clip = _load(model, device, precision, frames, fps, sizes, uses_transformer=False)
         index = encode_folder(pipe, model, source, output, clip, workers)
     typer.echo(f"{output} holds {len(index.samples)} samples; {len(index.skipped)} files were skipped.")
 
@@ -107,27 +107,30 @@ def synthesize_command(
     lines = read_prompts(prompts)
     check_classes(model, family_of(model).name, lines)
     with folder_for_results(output, lock=False):
-        pipe, clip = _load(model, device, precision, frames, None, sizes)
+        pipe, clip = _load(model, device, precision, frames, None, sizes, uses_transformer=steps != 0)
         index = synthesize(pipe, model, lines, output, clip, steps=steps, guidance=guidance, seed=seed)
     typer.echo(f"{output} holds {len(index.samples)} samples.")
 
 
 def _load(
-    model: str, device: str, precision: str, frames: int | None, fps: float | None, sizes: Sequence[str] | None
+    model: str,
+    device: str,
+    precision: str,
+    frames: int | None,
+    fps: float | None,
+    sizes: Sequence[str] | None,
+    uses_transformer: bool,
 ) -> tuple[Any, "Clip"]:
     """Load a pipeline, and return it with its family's default clip, overridden by the values given."""
     from dataclasses import replace
 
     from ..devices import FLOAT_TYPES, dtype_name
     from ..generation import family_of, load_pipeline
+    from ..generation.pipelines import transformers_of
+    from ..reporting import parse_size
 
-    pairs = []
-    for size in sizes or ():
-        height, _, width = size.partition("x")
-        if not (height.isdigit() and width.isdigit()):
-            raise ValueError(f"Size {size!r} must look like HEIGHTxWIDTH, for example 480x832.")
-        pairs.append((int(height), int(width)))
-    given: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(pairs) or None}
+    given: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(map(parse_size, sizes or ())) or None}
     family, dtype = family_of(model), FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
     clip = replace(family.default_clip, **{name: value for name, value in given.items() if value is not None})
-    return load_pipeline(model, family.name, device, dtype), clip
+    unused = () if uses_transformer else transformers_of(model)
+    return load_pipeline(model, family.name, device, dtype, unused), clip

@@ -159,7 +159,7 @@ class ValidationConfig(Settings):
     timesteps: int = field(default=4, metadata=_POSITIVE)
     """Timesteps per sample, at equally spaced quantiles of the training distribution."""
     prompts: tuple[str, ...] = ()
-    """Prompts (classes for DiT) to generate from at every validation; keeps the rest of the pipeline in memory."""
+    """Prompts (classes for DiT) to generate from at every validation; the rest of the pipeline stays on the device."""
     inference_steps: int = field(default=20, metadata=_POSITIVE)
     """Sampler steps for ``prompts``."""
 
@@ -292,7 +292,7 @@ class TrainingConfig(Settings):
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """Read what ``to_dict`` returns."""
+        """Read what ``to_dict`` returns; a float may be text, since YAML reads ``1e-4`` so."""
         return cls.read(settings)
 
     @classmethod

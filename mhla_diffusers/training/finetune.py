@@ -13,6 +13,7 @@ from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpu
 from ..families import Clip, Model, families, trained_family
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
+from ..generation.pipelines import transformers_of
 from ..patching import apply_mhla, load_mhla, read_record
 from ..settings import check
 from .checks import check_fits, check_installed, check_start
@@ -191,17 +192,20 @@ class NamedRun:
         state = _process_state()
         with state.main_process_first():
             if state.is_main_process:
-                pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype)
+                unused = transformers_of(self.model)
+                pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype, unused)
                 encode_folder(pipe, self.model, self.data, folder, self.clip, self.config.workers)
         return LatentCache(folder)
 
     def sampler(self) -> PromptSampler:
         """Make what generates at every validation."""
         validation, few_steps = self.config.validation, self.config.few_steps
-        pipe = load_pipeline(self.model, self.family.name, str(_process_state().device), self._dtype)
+        device, component = str(_process_state().device), self.config.component
+        # the one in training takes the place of its transformer
+        pipe = load_pipeline(self.model, self.family.name, device, self._dtype, [component])
         sampling = None if few_steps is None else few_steps.sampling
         steps = validation.inference_steps
-        return PromptSampler(pipe, validation.prompts, self.clip, steps, self.config.component, sampling)
+        return PromptSampler(pipe, validation.prompts, self.clip, steps, component, sampling)
 
 
 def _process_state() -> Any:

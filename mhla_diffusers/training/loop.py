@@ -22,6 +22,8 @@ from ..config import load_patch
 from ..devices import is_first_process, launched_on_cpus, launched_processes
 from ..families import NoisedBatch, trained_family
 from ..files import content_of, folder_for_results
+from ..patching import mhla_layers
+from ..reporting import progress
 from .checks import check_fits, check_start
 from .config import TrainingConfig
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
@@ -47,6 +49,8 @@ class TrainingResult:
     """False if SIGTERM or Ctrl-C stopped it; its last checkpoint is then at ``step``."""
     result: Path | None
     """Folder with the trained weights; None while unfinished."""
+    exit_code: int = 0
+    """Of a command: 130 after Ctrl-C, and 143 after SIGTERM or where another process got the signal."""
 
 
 def train(
@@ -111,7 +115,8 @@ def train_checked(
                         run.save(must_succeed=must_stop or run.step == end)
                     if must_stop and run.step < config.total_steps:
                         logger.warning("Stopped by a signal after step %d; resume with --resume latest.", run.step)
-                        return TrainingResult(run.step, finished=False, result=None)
+                        code = 128 + (signals[0] if signals else signal.SIGTERM)
+                        return TrainingResult(run.step, finished=False, result=None, exit_code=code)
                 if is_last:
                     result = run.export()
     return TrainingResult(run.step, finished=True, result=result)
@@ -201,15 +206,15 @@ class _Run:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which metrics and progress are recorded."""
-        from tqdm.auto import tqdm
-
         if self._is_first:
             self._folder.path.mkdir(parents=True, exist_ok=True)
             self._folder.go_back_to(self.step)
         self._accelerator.wait_for_everyone()
-        self._accelerator.init_trackers("mhla")
-        shown: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "disable": not self._is_first}
-        self._progress = tqdm(total=self.config.total_steps, initial=self.step, **shown)
+        # TensorBoard keeps the points after the checkpoint that is resumed from, unless it is told
+        first_new = self.step + 1 if self.step else 0
+        self._accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
+        shown: dict[str, Any] = {"unit": "step", "disable": not self._is_first}
+        self._progress = progress(total=self.config.total_steps, initial=self.step, **shown)
         try:
             with self._progress:
                 yield
@@ -265,6 +270,11 @@ class _Run:
         self._loaded = {}
         try:
             yield
+        except ValueError as error:  # as the operator raises it for a λ that has become 0 or infinite
+            logs = [getattr(layer, "linear_log_weight", None) for layer in mhla_layers(self._transformer).values()]
+            if all(bool(log.exp().log().isfinite().all()) for log in logs if log is not None):
+                raise
+            raise self._diverged(f"λ after step {self.step} is 0 or not finite") from error
         finally:  # free the optimizer and unwrap, so that another stage can begin
             accelerator.free_memory(self._prepared)
             if not self._sharded:
@@ -342,8 +352,9 @@ class _Run:
         if self._is_first:
             self._folder.add_metrics({"step": self.step, "stage": self._stage, **values, "skipped": skipped})
             accelerator.log({**values, "tokens_per_second": speed}, step=self.step)
+            shown = {"loss": f"{values['loss']:.4g}", "lr": f"{rate:.3g}", "tokens_per_s": f"{speed:.3g}"}
+            self._progress.set_postfix(shown, refresh=False)
             self._progress.update(self.step - self._progress.n)
-            self._progress.set_postfix(loss=f"{values['loss']:.4g}", lr=f"{rate:.3g}", tokens_per_s=f"{speed:.3g}")
         return bool(stop_votes > 0)
 
     def validate(self) -> None:

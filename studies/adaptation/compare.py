@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from mhla_diffusers import MHLAConfig, SparseConfig
-from mhla_diffusers.benchmark.measure import Budget, time_interleaved
+from mhla_diffusers.benchmark.measure import Row, time_interleaved
 from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, TRANSFER_STEPS, Adaptation, held_out_curve
 from mhla_diffusers.families import predict
@@ -154,8 +154,8 @@ def main() -> None:
         batch = first_samples(adaptation, pipe, arguments.batch_size)
         return lambda: predict(pipe.transformer, batch).square().mean().backward()
 
-    updates = {attention: update(attention) for attention in sorted({attention for _, attention in runs})}
-    timed = time_interleaved(updates, torch.device("cpu"), Budget(seconds=arguments.timing_seconds))
+    updates = {Row(attention): update(attention) for attention in sorted({attention for _, attention in runs})}
+    timed = {row.variant: row for row in time_interleaved(updates, torch.device("cpu"), arguments.timing_seconds)}
     columns, rows = [column for column in COLUMNS if column <= arguments.steps], []
     for (name, attention), found in curves.items():
         cells = [mean_and_spread([curve[min(curve)] for curve in found], ".4f")]

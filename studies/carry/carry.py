@@ -87,6 +87,8 @@ def rows_of(steps: int) -> list[Row]:
     ]
     others = ["TaylorSeer 2", "TaylorSeer 3", "MagCache 0.02", "MagCache 0.06"]
     rows += [Row(cache=cache) for cache in others] + [Row(0.15, cheap, cache) for cache in others]
+    seldom = {"refresh": round(0.35 * steps)}
+    rows += [Row(0.15, seldom), Row(0.1, seldom), Row(0.1, cheap)]
     rows += [Row(0.05, between), Row(0.025, dear), Row(0.05, {"softmax_steps": 2} | cheap), Row(0.25)]
     rows += [Row(0.05, {"softmax_steps": steps // 5}), Row(0.05, {"softmax_steps": steps // 5} | dropped)]
     return [*rows, Row(0.05, cheap | {"carry_dtype": "bfloat16"}), Row(0.15, cheap | dropped)]

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from scenes import Clips, ColourClassifier, Scenes, fine_detail, look, train_classifier
 
 from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla, mhla_layers
-from mhla_diffusers.benchmark.measure import Budget, time_interleaved
+from mhla_diffusers.benchmark import measure
 from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, train_or_go_on
 from mhla_diffusers.devices import choose_device
@@ -297,7 +297,8 @@ class Study:
             with self.autocast():
                 predict(model, batch)
 
-        outcome = time_interleaved({row.name: forward}, self.device, Budget(size.timing_seconds, 3, 10))[row.name]
+        timed = {measure.Row(row.name): forward}
+        (outcome,) = measure.time_interleaved(timed, self.device, size.timing_seconds, most=10)
         if outcome.median is None:
             raise RuntimeError(outcome.reason)
         found: dict[str, Any] = {

@@ -167,6 +167,17 @@ def test_empty_tensors_give_empty_tensors_and_gradients(shape):
     assert state.step(x, x, x).requires_grad
 
 
+@pytest.mark.parametrize("how", ["in place", ".data", "NumPy"])
+def test_rotary_tables_that_were_rewritten_are_read_again(how):
+    problem = make_problem((12,), (3,), rotary=True)
+    tables = problem.options["rotary"]
+    before = problem.attend()
+    for table in tables:
+        {"in place": table, ".data": table.data, "NumPy": torch.from_numpy(table.numpy())}[how].copy_(table.flip(1))
+    expected = problem.attend(rotary=tuple(table.clone() for table in tables))
+    assert torch.equal(problem.attend(), expected) and not torch.equal(before, expected)
+
+
 @pytest.mark.parametrize("causal", [None, "token"])
 def test_rotary_tables_of_one_row_are_those_of_all_tokens(causal):
     problem = make_problem((12,), (3,), rotary=True, causal=causal)
@@ -236,11 +247,15 @@ def test_a_query_that_gives_weight_to_masked_keys_alone_gets_nothing(weight, dty
         assert error <= {torch.float64: 1e-12, torch.float32: 5e-6}[dtype], f"{name}: {error:.2e}"
 
 
-def test_softmax_features_of_large_inputs_are_no_nan():
+@pytest.mark.parametrize("apart", [0, 8])
+def test_softmax_features_of_large_inputs_are_no_nan(apart):
+    """Also where a query and its keys have no channel in common: its features at theirs are 0 in float32."""
     problem = make_problem((12,), (3,), feature_map="softmax")
-    for name in ("query", "key"):
+    for channel, name in enumerate(("query", "key")):
+        problem.tensors[name][..., channel] += apart
         problem.tensors[name] *= 50
-    assert all(x.isfinite().all() for x in problem.run(mhla_attention).values())
+    found = problem.run(mhla_attention)
+    assert all(x.isfinite().all() for x in found.values()) and found["output"].any(dim=-1).all()
     for name, error in errors_against_reference(problem, torch.float32, "eager").items():
         assert error <= 5e-5, f"{name}: {error:.2e}"
 

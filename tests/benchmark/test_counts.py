@@ -6,17 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mhla_diffusers.benchmark.cases import Case, choose_cases, models, small_case
 from mhla_diffusers.benchmark.counts import ATTENTION, PARTS, ceilings, count_forward, count_parts
-from mhla_diffusers.benchmark.models import (
-    Size,
-    build_transformer,
-    family_of_model,
-    find_models,
-    make_forward_inputs,
-    models,
-    small_size,
-    token_grid,
-)
 from mhla_diffusers.cli import app
 from mhla_diffusers.config import MHLAConfig, SparseConfig
 from mhla_diffusers.patching import apply_mhla
@@ -36,46 +27,43 @@ def info(*options):
 
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-flux"])
 def test_layers_are_extrapolated_exactly(name):
-    (model,) = find_models([name])
-    size = Size(*model.sizes[0], model.frames)
-    transformer = build_transformer(model, size, None, META, torch.bfloat16)
-    whole = count_parts(transformer, make_forward_inputs(model, transformer, size, META, torch.bfloat16))
-    assert count_forward(model, size) == whole and all(whole[part] >= 0 for part in PARTS)
+    (case,) = choose_cases([name], smallest=True)
+    transformer = case.build(META, torch.bfloat16)
+    whole = count_parts(transformer, case.inputs(transformer, torch.bfloat16))
+    assert count_forward(case) == whole and all(whole[part] >= 0 for part in PARTS)
 
 
 @pytest.mark.parametrize("config", [MHLAConfig(blocks=(7, 3, 5)), SparseConfig()], ids=["MHLA", "sparse"])
 def test_counts_are_those_that_follow_from_sizes(config):
     """For Wan2.1-1.3B, the products of its layers, and costs of its attention as computed from sizes."""
-    (model,) = find_models(["wan2.1-1.3b"])
-    size = Size(480, 800, 81)  # which 7 x 3 x 5 blocks divide
-    plain, patched = count_forward(model, size), count_forward(model, size, config)
+    model = models()["wan2.1-1.3b"]
+    case = Case(model, 480, 800, 81)  # which 7 x 3 x 5 blocks divide
+    plain, patched = count_forward(case), count_forward(case, config)
     tokens, width = 31_500, model.heads * model.head_dim
-    sizes = config.sizes_on(token_grid(model, size), model.heads, model.head_dim)
+    sizes = config.sizes_on(case.grid, model.heads, model.head_dim)
     assert plain[ATTENTION] == model.layers * sizes.softmax_flops
     assert patched[ATTENTION] == model.layers * sizes.flops
     assert plain["projections"] == patched["projections"] == model.layers * 4 * 2 * tokens * width**2
     assert plain["feed-forward"] == patched["feed-forward"] == model.layers * 2 * 2 * tokens * width * 8960
-    half = count_forward(model, size, config.replace(layers=range(15)))
+    half = count_forward(case, config.replace(layers=range(15)))
     assert half[ATTENTION] == (plain[ATTENTION] + patched[ATTENTION]) / 2
 
 
 def test_blocks_that_do_not_fit_are_refused():
-    (model,) = find_models(["wan2.1-1.3b"])
     with pytest.raises(ValueError, match=r"\(64, 64, 64\)"):
-        count_forward(model, Size(480, 800, 81), MHLAConfig(blocks=(64, 64, 64)))
+        count_forward(Case(models()["wan2.1-1.3b"], 480, 800, 81), MHLAConfig(blocks=(64, 64, 64)))
 
 
 def test_sizes_are_what_a_patched_model_computes():
     """Counted operator by operator, of whole blocks; sums of normalisers are no products, and count in sizes alone."""
-    (model,) = find_models(["tiny-wan"])
-    size = small_size(model)
-    config = family_of_model(model).complete({"blocks": model.blocks})
-    patched = count_forward(model, size, change=lambda transformer: apply_mhla(transformer, config))
-    assert sum(patched.values()) == pytest.approx(sum(count_forward(model, size, config).values()), rel=0.02)
+    case = small_case(models()["tiny-wan"])
+    config = case.family.complete({"blocks": case.model.blocks})
+    patched = count_forward(case, change=lambda transformer: apply_mhla(transformer, config))
+    assert sum(patched.values()) == pytest.approx(sum(count_forward(case, config).values()), rel=0.02)
 
 
 def test_a_patch_pays_at_large_sizes_and_not_where_the_own_attention_is_linear():
-    rows = ceilings(find_models(["dit-xl-2", "sana-0.6b"]))
+    rows = ceilings(choose_cases(["dit-xl-2", "sana-0.6b"]))
     assert {row[0] for row in rows} == {"dit-xl-2"}
     most = [float(row[-1].removesuffix(" x")) for row in rows]
     assert most == sorted(most) and most[0] < 1.1 and most[-1] > 5
@@ -88,15 +76,15 @@ def test_ceilings_command_and_the_table_that_ships(tmp_path):
         shipped = (ROOT / f"assets/models/ceilings{suffix}").read_text().splitlines()
         assert len(lines) == rows and set(lines) <= set(shipped)
     assert {line.split(",")[0] for line in (ROOT / "assets/models/ceilings.csv").read_text().splitlines()[1:]} == {
-        name
-        for name, model in models().items()
-        if not model.is_tiny and family_of_model(model).own_attention == "softmax"
+        case.model.name
+        for case in map(small_case, models().values())
+        if not case.model.is_tiny and case.family.own_attention == "softmax"
     }
 
 
 def test_info_on_a_model():
     shown = info("--model", "wan2.1-1.3b", "--size", "720x1280", "--frames", "81")
-    (row,) = [row for row in ceilings(find_models(["wan2.1-1.3b"])) if row[1] == "720x1280x81"]
+    (row,) = [row for row in ceilings(choose_cases(["wan2.1-1.3b"])) if row[1] == "720x1280x81"]
     assert "21x45x80 = 75,600 tokens" in shown and f"at most {row[-1].removesuffix(' x')};" in shown
     assert f"Self-attention is {row[4]}" in shown
     assert info("--model", "dit-xl-2", "--density", "0.3") != info("--model", "dit-xl-2")

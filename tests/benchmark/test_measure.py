@@ -1,6 +1,5 @@
 """Timing in turns, ratios, and the files of results."""
 
-from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -8,13 +7,11 @@ import pytest
 import torch
 
 from mhla_diffusers.benchmark.measure import (
-    Budget,
     Results,
     Row,
-    Variant,
     free_bytes,
     gather_conditions,
-    measured_row,
+    measured,
     read_rows,
     table_of,
     time_interleaved,
@@ -23,23 +20,23 @@ from mhla_diffusers.benchmark.measure import (
 from .commands import bench
 
 CPU = torch.device("cpu")
-SHORT = Budget(seconds=1e-9, least=3)
+SHORT = 1e-9
 
 
 def row(variant, seconds, **what):
     known = {"case": "a", "stage": "forward", "baseline": variant.startswith("softmax")}
-    return replace(measured_row(variant, [seconds] * 3, 2**30), **known | what)
+    return measured(Row(variant, **known | what), [seconds] * 3, 2**30)
 
 
 def test_variants_take_turns():
     calls = []
-    rows = time_interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, CPU, SHORT)
+    rows = time_interleaved({Row(name): lambda name=name: calls.append(name) for name in "ab"}, CPU, SHORT)
     assert calls[-6:] == ["a", "b", "a", "b", "a", "b"]
-    assert rows["a"].repetitions == 3 and rows["a"].peak_bytes is None and rows["a"].median > 0
+    assert rows[0].repetitions == 3 and rows[0].peak_bytes is None and rows[0].median > 0
 
 
 def test_median_and_percentiles_by_hand():
-    found = measured_row("a", [6.0, 1.0, 2.0, 3.0, 5.0, 4.0], None)
+    found = measured(Row("a"), [6.0, 1.0, 2.0, 3.0, 5.0, 4.0], None)
     assert (found.p20, found.median, found.p80, found.repetitions) == pytest.approx((2, 3.5, 5, 6))
 
 
@@ -50,11 +47,11 @@ def test_what_cannot_run_is_listed_with_its_reason():
     def refused():
         raise RuntimeError("No available kernel.\nmore")
 
-    variants = {"gone": "not installed", "large": too_large, "refused": refused, "runs": lambda: None}
-    rows = time_interleaved(variants, CPU, SHORT)
-    assert [(name, one.variant) for name, one in rows.items()] == [(name, name) for name in variants]
-    assert [one.status for one in rows.values()] == ["absent", "out of memory", "absent", "measured"]
-    assert (rows["gone"].reason, rows["refused"].reason) == ("not installed", "No available kernel.")
+    runs = {"gone": "not installed", "large": too_large, "refused": refused, "runs": lambda: None}
+    rows = time_interleaved({Row(name): run for name, run in runs.items()}, CPU, SHORT)
+    assert [one.variant for one in rows] == list(runs)
+    assert [one.status for one in rows] == ["absent", "out of memory", "absent", "measured"]
+    assert (rows[0].reason, rows[2].reason) == ("not installed", "No available kernel.")
 
 
 def test_memory_that_runs_out_while_timing_takes_one_row_alone():
@@ -64,9 +61,8 @@ def test_memory_that_runs_out_while_timing_takes_one_row_alone():
         if next(calls) > 3:
             torch.empty(2**58)
 
-    rows = time_interleaved({"later": later, "runs": lambda: None}, CPU, Budget(seconds=1e-9, least=9))
-    assert [one.status for one in rows.values()] == ["out of memory", "measured"]
-    assert rows["runs"].repetitions == 9
+    later_row, row = time_interleaved({Row("later"): later, Row("runs"): lambda: None}, CPU, SHORT, least=9)
+    assert (later_row.status, row.status, row.repetitions) == ("out of memory", "measured", 9)
 
 
 def test_memory_that_holds_cached_files_counts_as_free(monkeypatch):
@@ -77,12 +73,9 @@ def test_memory_that_holds_cached_files_counts_as_free(monkeypatch):
 @pytest.mark.parametrize(("seconds", "repetitions"), [(1e-3, 2), (10.0, 4)])
 def test_the_budget_bounds_repetitions(seconds, repetitions):
     calls = []
-    found = time_interleaved(
-        {"a": lambda: (calls.append(0), torch.ones(2**16).exp_())}, CPU, Budget(seconds=seconds, least=2, most=4)
-    )
-    assert found["a"].repetitions in (repetitions, 4) and len(calls) >= repetitions
-    with pytest.raises(ValueError, match="seconds=0"):
-        Budget(seconds=0)
+    runs = {Row("a"): lambda: (calls.append(0), torch.ones(2**16).exp_())}
+    (found,) = time_interleaved(runs, CPU, seconds, least=2, most=4)
+    assert found.repetitions in (repetitions, 4) and len(calls) >= repetitions
 
 
 def test_ratios_are_to_the_fastest_baseline_of_case_and_stage():
@@ -98,8 +91,12 @@ def test_ratios_are_to_the_fastest_baseline_of_case_and_stage():
 def test_results_are_read_as_they_were_written(tmp_path):
     results = Results("op", CPU, torch.float32, tmp_path, SHORT)
     for case in ("a", "b, c"):
-        variants = [Variant("softmax", lambda: None, baseline=True, flops=10**9), Variant("gone", "x | y", blocks=4)]
-        results.add(results.measure(variants, case=case, stage="forward", tokens=7))
+        what = {"case": case, "stage": "forward", "tokens": 7}
+        runs = {
+            Row("softmax", baseline=True, flops=10**9, **what): lambda: None,
+            Row("gone", blocks=4, **what): "x | y",
+        }
+        results.add(time_interleaved(runs, CPU, SHORT))
         assert read_rows(results.file.with_suffix(".csv")) == results.rows, "also of a run that is cut off"
     assert [(one.flops, one.blocks, one.tokens, one.dtype) for one in results.rows[:2]] == [
         (10**9, None, 7, "float32"),
@@ -117,7 +114,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
 def test_an_output_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="Cannot write to the output folder"):
-        bench("op", "--shape", "tiny", "--device", "cpu", "--output", tmp_path / "file")
+        bench("op", "--model", "tiny-dit", "--device", "cpu", "--output", tmp_path / "file")
     assert capsys.readouterr().out == ""
 
 

@@ -5,9 +5,18 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark.operation import SPARSE
-from mhla_diffusers.benchmark.pipeline import PARTS, UNPATCHED, WHOLE, choose_pipeline, frames_of, patched, similarities
-from mhla_diffusers.benchmark.transformer import LINEAR_KINDS
+from mhla_diffusers.benchmark.forward import LINEAR_KINDS
+from mhla_diffusers.benchmark.operator import SPARSE
+from mhla_diffusers.benchmark.pipeline import (
+    PARTS,
+    UNPATCHED,
+    WHOLE,
+    choose_pipeline,
+    frames_of,
+    patched,
+    patcher,
+    similarities,
+)
 from mhla_diffusers.patching import require_patched
 from mhla_diffusers.patching.few_step_scheduler import sample_in
 from mhla_diffusers.patching.few_steps import FewSteps
@@ -51,7 +60,7 @@ def test_a_patch_is_put_on_and_leaves_no_trace():
     pipe, choice = load_tiny("wan"), choose_pipeline("tiny-wan")
     scheduler, weights = pipe.scheduler, [weight.clone() for weight in pipe.transformer.parameters()]
     for name in ("MHLA", "tiny-wan-sparse", "tiny-wan-4-steps", "wan2.1-t2v-1.3b"):
-        with patched(pipe, name, choice, 0):
+        with patched(pipe, patcher(name, choice.of_family), {}):
             assert is_patched(pipe)
         assert not is_patched(pipe) and pipe.scheduler is scheduler
         assert all(map(torch.equal, pipe.transformer.parameters(), weights))
@@ -83,8 +92,7 @@ def test_a_frame_by_hand():
     ("options", "error", "offending"),
     [
         (["--model", "tiny-flux"], ValueError, "'flux'"),
-        (["--model", "vlt-s"], ValueError, "'vlt-s'"),
-        (["--repetitions", 0], ValueError, "repetitions=0"),
+        (["--model", "dit-s-2"], ValueError, "'dit-s-2'"),
         (["--size", 64], ValueError, "'height'"),
         (["--model", "."], OSError, r"model_index\.json"),
         (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mhla_diffusers import load_mhla
-from mhla_diffusers.benchmark.measure import Budget
+from mhla_diffusers.benchmark.measure import time_interleaved
 from mhla_diffusers.demo import run
 from mhla_diffusers.demo.run import STREAM_HEADER, DemoConfig, run_demo, stream_cells, stream_scenes
 from mhla_diffusers.tiny import TINY, load_tiny
@@ -19,7 +19,9 @@ def hasty(monkeypatch):
     """Measure times for a moment, and sample in few steps."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(run, "free_threads", lambda: 1)  # as many as are free give other last bits in another run
-    monkeypatch.setattr(run, "Budget", lambda **_: Budget(seconds=0.05, least=1))
+    monkeypatch.setattr(
+        run.measure, "time_interleaved", lambda runs, device, **_: time_interleaved(runs, device, 0.05, least=1)
+    )
     monkeypatch.setattr(run.speed, "GRIDS", ((1, 6, 10), (2, 6, 10)))
     for family in ("wan", "dit"):
         monkeypatch.setitem(TINY[family].call_settings, "num_inference_steps", 2)

@@ -41,8 +41,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'^echo "(from mhla_diffusers.*)" > .*', r'python -c "\1"'),
     (
         r"^(?:DIFFUSION_ATTENTION_BACKEND=MHLA )?MHLA_DENSITY=(\S+) MHLA_REFRESH=(\S+) (?:vllm|sglang) .*",
-        "python -c \"from mhla_diffusers.engines.attend import EngineSettings; "
-        r"EngineSettings.from_environment(dict(MHLA_DENSITY='\1', MHLA_REFRESH='\2'))" + '"',
+        "python -c \"from mhla_diffusers.engines.environment import settings_from_environment; "
+        r"settings_from_environment(dict(MHLA_DENSITY='\1', MHLA_REFRESH='\2'))" + '"',
     ),
     # models of the Hub
     ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", TINY_WAN),
@@ -97,12 +97,11 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
     (r"--blocks 3,5,10", "--blocks 2,2,3"),
     # measuring
-    (r"--shape wan2.1-1.3b-480p", "--shape tiny --seconds 0.01"),
+    (r"bench op --model wan2.1-1.3b --size 480x800", "bench op --model tiny-dit --seconds 0.01"),
     (r"--grid 64x64 --grid 128x128 --blocks 4x4", "--grid 4x4 --blocks 2x2 --heads 1 --head-dim 8 --seconds 0.01"),
     (r"--model wan2.1-1.3b --layers 3", "--model tiny-dit --layers 1 --seconds 0.01"),
     (r"--train --model dit-s-2", "--train --model tiny-dit --layers 1 --seconds 0.01"),
     (r"--model deit-s-16 --model deit-t-16 --size 224 --size 512", "--model tiny-pooled-vit --size 32 --seconds 0.01"),
-    (r"--model vlt-t --model vlt-s --size 224 --size 512", "--model tiny-vlt --size 64 --seconds 0.01"),
     (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
     (r"--model tiny-wan --steps 20", "--model tiny-wan --steps 1 --frames 6 --repetitions 1"),
     (r"--batch 8$", "--batch 1"),

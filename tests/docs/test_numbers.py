@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
+from mhla_diffusers.families import families
 from mhla_diffusers.training import TrainingConfig
 
 from .snippets import PAGES, ROOT, snippets
@@ -94,9 +95,9 @@ def test_flops_of_sparse_attention_and_mhla():
     for name, tokens, softmax, *numbers in rows:
         model, pixels = name.split(",")[0].lower(), name.split()[-1]
         for kind, number in zip(("MHLA", "sparse"), numbers, strict=True):
-            (line,) = [line for line in shown[kind] if line.startswith(f"{model}-") and f" {pixels} " in line]
+            (line,) = [line for line in shown[kind] if line.startswith(f"{model} {pixels}x81 ")]
             assert line.split()[-2:] == [cell.replace(" ", ",") for cell in (softmax, number)], kind
-        assert tokens.replace(" ", "") in ("31500", "75600")
+        assert tokens.replace(" ", "") in ("32760", "75600")
 
 
 def test_few_steps():
@@ -184,3 +185,8 @@ def test_dense_steps_and_what_they_show_are_those_of_the_study():
         assert float(cost) == pytest.approx(float(row["cost"]), abs=0.0051)
         assert float(psnr.partition(" ")[0]) == pytest.approx(float(row["psnr"]), abs=0.051)
         assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(row["digits"]), abs=0.51)
+
+
+def test_families_of_diffusers_are_counted():
+    said = re.search(r"self-attention of \[(\d+) model families\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert int(said[1]) == sum(family.library == "diffusers" for family in families())

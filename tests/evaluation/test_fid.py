@@ -228,3 +228,11 @@ def test_command_reports_and_writes(folders, tmp_path):
     assert written["samples"] == 80
     missing = mhla("eval", "fid", *map(str, folders))
     assert "download https://" in str(missing.exception)
+
+
+@pytest.mark.parametrize("single", [0, 1])
+def test_a_set_of_one_image_is_named(tmp_path, folders, single):
+    pair = list(folders)
+    pair[single] = write_pictures(tmp_path / "one", 1)
+    with pytest.raises(ValueError, match=f"{tmp_path}/one holds 1 image; a Fréchet distance needs at least 2"):
+        measure(*pair)

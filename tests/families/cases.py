@@ -18,7 +18,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 
-from mhla_diffusers.benchmark.models import models, small_size
+from mhla_diffusers.benchmark.cases import models, small_case
 from mhla_diffusers.families import Family, get_family
 
 from ..models import FAMILIES, inputs, seeded
@@ -423,8 +423,8 @@ class Case:
     def transformer(self, **config: Any) -> Any:
         """The model; arguments of the class may differ."""
         model = models()[f"tiny-{self.of_family.name}"]
-        size = small_size(model)
-        settings = {**self.of_family.class_settings(model, size.height, size.frames), **self.settings, **config}
+        small = small_case(model)
+        settings = {**self.of_family.class_settings(model, small.height, small.frames), **self.settings, **config}
         return seeded(self.of_family.transformer_class(model.transformer), noise=self.noise, **settings)
 
     def short(self) -> Any:

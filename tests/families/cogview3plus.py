@@ -2,22 +2,20 @@
 
 import torch
 
-from mhla_diffusers.families import Condition, ImageFamily, JointAdapter, JointFamily, Model
+from mhla_diffusers.families import Condition, ImageFamily, JointAdapter, Model
 from mhla_diffusers.families.processes import VelocityDDPM
 
 _TEXT_TOKENS = 224
 """Length that the pipeline pads text to."""
 
 
-class CogView3PlusFamily(JointFamily, ImageFamily):
+class CogView3PlusFamily(ImageFamily):
     """Text-to-image transformers with a (height, width) token grid; joint attention with the text, without RoPE."""
 
     name = "cogview3plus"
     transformers = ("CogView3PlusTransformer2DModel",)
-    attentions = ("attn1",)
     adapter = JointAdapter(context_first=True)
     processor = "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
-    dispatches_attention = False
     extra_tokens = _TEXT_TOKENS
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
     models = (
@@ -29,7 +27,6 @@ class CogView3PlusFamily(JointFamily, ImageFamily):
             layers=30,
             blocks=(4, 4),
             sizes=((1024, 1024), (2048, 2048)),
-            grids={"1024px": (64, 64), "2048px": (128, 128)},
         ),
         Model(
             name="tiny-cogview3plus",
@@ -40,7 +37,6 @@ class CogView3PlusFamily(JointFamily, ImageFamily):
             layers=4,
             blocks=(2, 2),
             sizes=((64, 64),),
-            grids={"64px": (4, 4)},
         ),
     )
 

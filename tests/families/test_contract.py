@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
+from mhla_diffusers.attention import rope
+from mhla_diffusers.benchmark.cases import choose_cases, models
 from mhla_diffusers.benchmark.counts import count_forward
-from mhla_diffusers.benchmark.models import choose_sizes, models
 from mhla_diffusers.families import TrainedFamily, get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
 from mhla_diffusers.patching import attn_processors, layer_sensitivity
@@ -203,6 +204,18 @@ def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
     expected = torch.zeros(sum(case.extra) + tokens, dtype=torch.bool)
     expected[case.extra[0] :][:tokens] = True
     assert (changed == expected).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_of_a_forward_share_the_tables_of_rope(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each kind of attention, as Flux.2 and Lumina 2 have two; the next forward makes its own."""
+    case, joined, join = case_of(name), [], rope._joined
+    monkeypatch.setattr(rope, "_joined", lambda cos, sin: (joined.append(cos), join(cos, sin))[1])
+    model = mhla.apply_mhla(case.transformer(), **plain(name))
+    for forward in (1, 2):
+        with torch.no_grad():
+            output(model, case.inputs())
+        assert len(joined) <= 2 * forward < forward * len(mhla.mhla_layers(model))
 
 
 @pytest.mark.parametrize("name", [*NAMES, "sana_qk_norm", "wan_ti2v", "z_image_uneven"])
@@ -470,9 +483,9 @@ def test_real_models_are_counted_without_weights(name: str) -> None:
     family = get_family(case_of(name).transformer())
     assert any(not model.is_tiny for model in family.models) and f"tiny-{family.name}" in models()
     model = family.models[0]
-    size = choose_sizes(model, None, None, "cpu")[0]
+    (case,) = choose_cases([model.name], smallest=True, layers=1)
     config = family.complete({"blocks": model.blocks})
-    own, patched = (sum(count_forward(model, size, one, layers=1).values()) for one in (None, config))
+    own, patched = (sum(count_forward(case, one).values()) for one in (None, config))
     assert own > 0 and patched > 0
 
 

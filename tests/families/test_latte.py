@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.benchmark.models import Size, find_models, token_grid
-from mhla_diffusers.benchmark.transformer import Case
+from mhla_diffusers.benchmark.cases import Case, models, small_case
+from mhla_diffusers.benchmark.correctness import check_patched
+from mhla_diffusers.benchmark.forward import MHLA, with_attention
 from mhla_diffusers.training import InMemoryData
 from mhla_diffusers.training.checks import check_fits
 
@@ -43,9 +44,9 @@ def test_training_takes_latents_of_videos():
 
 def test_measured_at_any_number_of_frames():
     """The model has a table of as many positions; the small input that is checked first has one frame."""
-    (model,) = find_models(["tiny-latte"])
-    case = Case(model, Size(64, 96, 5), 1, torch.device("cpu"), torch.float32)
-    transformer = case.build()
+    case = Case(models()["tiny-latte"], 64, 96, 5, layers=1)
+    transformer = case.build(torch.device("cpu"), torch.float32)
     assert transformer.config.video_length == 5
-    case.check(transformer)
-    assert token_grid(model, case.size) == (4, 6)
+    inputs = small_case(case.model).inputs(transformer, torch.float32)
+    check_patched(with_attention(case, transformer, MHLA), inputs)
+    assert case.grid == (4, 6)

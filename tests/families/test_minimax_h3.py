@@ -7,9 +7,9 @@ import torch
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
 import mhla_diffusers as mhla
-from mhla_diffusers.benchmark.models import Size, models, token_grid
+from mhla_diffusers.benchmark.cases import Case, models
 from mhla_diffusers.families import Clip, get_family, trained_family
-from mhla_diffusers.families.styles import pack
+from mhla_diffusers.families.packing import pack
 
 from ..models import assert_changed, relative_change
 from .cases import ROUNDING, SOUND_CALL, case_of, output, plain
@@ -96,7 +96,7 @@ def test_latent_frames_are_those_of_the_pipeline():
         assert FAMILY.latent_frames(None, frames, 1) == latent
     model = models()["minimax-h3"]
     assert model.frames == FAMILY.default_clip.frames == 124
-    assert token_grid(model, Size(768, 1344, 124)) == (37, 24, 42)
+    assert Case(model, 768, 1344, 124).grid == (37, 24, 42)
 
 
 def test_training_and_other_times_in_a_batch_are_refused():

@@ -1,5 +1,6 @@
 """Generating into a folder, from Python and by the command."""
 
+import functools
 import json
 import shutil
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import DiTPipeline
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
 from PIL import Image, ImageChops
@@ -130,11 +132,7 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
         (("dit", "seven", "a cat", *FAST_SET), "'a cat' is no class"),
-        # of sizes that do not fit torch raises a RuntimeError, from somewhere within the pipeline
-        (
-            ("sana", "a seven", *FAST_SET, "--set", "height=16777216", "--set", "width=16777216"),
-            "fails with the settings",
-        ),
+        (("wan", "x", *FAST_SET, "--set", "height=33"), "fails with the settings {'num_inference_steps': 1, 'height'"),
         (("wan", "x", "--model", str(Path(__file__).parent)), "no diffusers pipeline: model_index.json is missing"),
     ],
 )
@@ -144,6 +142,18 @@ def test_command_says_what_is_wrong_and_leaves_no_folder(tmp_path, arguments, me
     assert isinstance(ended.exception, ValueError | OSError)
     assert message in str(ended.exception)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
+def test_errors_of_the_call_name_the_settings_but_those_of_what_runs_do_not(tmp_path, monkeypatch, error):
+    def fail(*arguments, **settings):
+        raise error("it is so")
+
+    monkeypatch.setattr("diffusers.DiTPipeline.__call__", functools.wraps(DiTPipeline.__call__)(fail))
+    expected = RuntimeError if error is RuntimeError else ValueError
+    message = "it is so" if error is RuntimeError else "DiTPipeline fails with the settings .*: it is so"
+    with pytest.raises(expected, match=f"^{message}"):
+        made(numbered(tmp_path))
 
 
 def test_modular_pipeline_is_named_as_what_it_is(tmp_path):
@@ -233,6 +243,7 @@ def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
         ({"patch": "a", "weights": "b"}, "either patch"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"frames_per_second": 0}, "frames_per_second=0"),
+        ({"frames_per_second": 8}, "frames_per_second=8 is for videos, but 'dit' makes images"),
         ({"device": "tpu9"}, "device='tpu9'.*cpu"),
     ],
 )

@@ -199,3 +199,10 @@ def test_decoding_is_timed_beside_keys_and_values(tmp_path, monkeypatch):
     runpy.run_path(str(ROOT / "studies/language/decoding.py"), run_name="__main__")
     rows = [line.split(" | ") for line in (tmp_path / "decoding.md").read_text().splitlines()[2:]]
     assert [row[0].strip("| ") for row in rows] == ["64", "128"]
+
+
+def test_settings_that_the_page_and_the_script_override_are_allowed():
+    page, head = (ROOT / "docs" / "language.md").read_text(), language.__doc__
+    named = re.search(r"overrides single settings, such as `(.*?)`", page)[1], re.search("for example: (.*)", head)[1]
+    for words in named:
+        assert language.LanguageConfig.from_yaml(CONFIGS / "language-tiny.yaml", words.split()).steps == 100

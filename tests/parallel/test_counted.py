@@ -3,28 +3,22 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mhla_diffusers.attention.parallel.place import Parallel
-from mhla_diffusers.benchmark.measure import Budget, Results, read_rows
-from mhla_diffusers.benchmark.parallel import (
-    MHLA,
-    SOFTMAX,
-    Traffic,
-    attend,
-    benchmark_parallel,
-    make_config,
-    make_share,
-)
-from mhla_diffusers.benchmark.shapes import TINY
-from mhla_diffusers.patching.parallel import parallel_of
+from mhla_diffusers.benchmark.cases import Shape
+from mhla_diffusers.benchmark.measure import Results, read_rows
+from mhla_diffusers.benchmark.operator import MHLA, SOFTMAX
+from mhla_diffusers.benchmark.processes import benchmark_processes, make_config, make_run, sent_bytes
 
 from ..benchmark.commands import bench
 from .diffusers_on_cpu import diffusers_on_cpu
 
+TINY = Shape("tiny", (4, 6, 6), (2, 2, 3), 2, 16, block_size=16, rope=True)
 CPU = torch.device("cpu")
 PAGE = (Path(__file__).parents[2] / "docs/scale.md").read_text(encoding="utf-8")
 RING, ULYSSES = "ring", "Ulysses"
@@ -47,62 +41,54 @@ def expected_bytes(attention: str, form: str, processes: int) -> float:
     return formula("softmax and MHLA, Ulysses", processes) * 2 + (tables if attention == MHLA else 0)
 
 
-@pytest.mark.parametrize(("processes", "form"), [(2, RING), (4, RING), (2, ULYSSES)])
-def test_processes_send_what_the_page_says(processes, form, request):
-    everyone = request.getfixturevalue({2: "two", 4: "four"}[processes])
+@pytest.mark.parametrize("processes", [2, 8])
+@pytest.mark.parametrize("form", [RING, ULYSSES])
+@pytest.mark.parametrize("attention", [SOFTMAX, MHLA])
+def test_bytes_are_those_of_the_page(attention, form, processes):
     degrees = (processes, 1) if form == RING else (1, processes)
+    assert sent_bytes(attention, TINY, *degrees, itemsize=2) == expected_bytes(attention, form, processes)
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that one of P processes sends in the collectives of a context."""
+
+    bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+            name, size = func._schema.name.split("::")[1], args[0].numel() * args[0].itemsize
+            if name.startswith("all_reduce"):
+                processes = dist.distributed_c10d._resolve_process_group(args[2]).size()
+                self.bytes += 2 * (processes - 1) / processes * size
+            elif name.startswith("all_gather"):
+                self.bytes += (args[1] - 1) * size
+            elif name.startswith("all_to_all"):
+                rows, group = args[2], dist.distributed_c10d._resolve_process_group(args[3])
+                kept = rows[group.rank()] / sum(rows) if rows else 1 / group.size()
+                self.bytes += (1 - kept) * size
+            else:
+                assert name.startswith("wait_tensor") or "wrap" in name, name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("processes", "ring"), [(2, 2), (2, 1), (4, 4), (4, 2)])
+def test_bytes_are_those_of_the_collectives(processes, ring, request):
+    everyone = request.getfixturevalue({2: "two", 4: "four"}[processes])
     for attention in (SOFTMAX, MHLA):
-        forward, backward = expected_bytes(attention, form, processes), 2
-        if attention == SOFTMAX and form == RING:
-            # keys and values once more, and their gradients, in float32, once round the ring
-            backward = 2 + 2 * processes / (processes - 1)
-        for sent in everyone.run(_send, attention, degrees):
-            assert sent[0] == forward
-            tables = expected_bytes(attention, form, processes) - expected_bytes(SOFTMAX, form, processes)
-            learnt = forward - tables if attention == MHLA and form == ULYSSES else forward
-            assert sent[1] == pytest.approx(forward + (backward - 1) * learnt)
+        expected = [sent_bytes(attention, TINY, ring, processes // ring, 2, backward=backward) for backward in (0, 1)]
+        for sent in everyone.run(_send, attention, (ring, processes // ring)):
+            assert sent == pytest.approx(expected), attention
 
 
 def _send(attention: str, degrees: tuple[int, int]) -> list[float]:
     """Bytes of a forward, and of forward and backward."""
     found, config = [], make_config(*degrees)
     for backward in (False, True):
-        share = make_share(TINY, config, CPU, torch.bfloat16)
-        for name in ("query", "key", "value", "mixing"):
-            share[name].requires_grad_(backward)
-        with diffusers_on_cpu(), Traffic() as traffic:
-            output = attend(attention, share, config)
-            if backward:
-                output.sum().backward()
-        found.append(traffic.bytes)
+        run = make_run(attention, TINY, config, CPU, torch.bfloat16, backward=backward)
+        with diffusers_on_cpu(), Sent() as sent:
+            run()
+        found.append(sent.bytes)
     return found
-
-
-def test_the_ring_that_is_counted_is_softmax(two):
-    """Diffusers' ring with PyTorch's kernel for CPUs, output and gradients, against one process; float32."""
-    two.run(_compare)
-
-
-def _compare() -> None:
-    config = make_config(2, 1)
-    torch.manual_seed(0)
-    size = (3, 1, TINY.tokens, TINY.heads, TINY.head_dim)
-    whole, direction = torch.randn(size).requires_grad_(), torch.randn(size[1:])
-    place = parallel_of(config)
-    assert isinstance(place, Parallel)
-    first, count = place.own_share(TINY.tokens)
-    mine = slice(first, first + count)
-    names = ("query", "key", "value")
-    share = {name: x[:, mine].detach().clone().requires_grad_() for name, x in zip(names, whole, strict=True)}
-    with diffusers_on_cpu():
-        output = attend(SOFTMAX, share, config)
-        output.backward(direction[:, mine])
-    query, key, value = (x.transpose(1, 2) for x in whole)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-    expected.backward(direction)
-    assert_close(output, expected[:, mine], rtol=1e-5, atol=1e-6)
-    for name, gradient in zip(names, whole.grad, strict=True):
-        assert_close(share[name].grad, gradient[:, mine], rtol=1e-5, atol=1e-5)
 
 
 def test_bytes_and_times_of_the_command(two, tmp_path):
@@ -120,12 +106,11 @@ def test_bytes_and_times_of_the_command(two, tmp_path):
 
 def _benchmark(folder: Path) -> None:
     first = torch.distributed.get_rank() == 0
-    results = Results("parallel", CPU, torch.bfloat16, folder, Budget()) if first else None
+    results = Results("parallel", CPU, torch.bfloat16, folder) if first else None
     with diffusers_on_cpu():
-        benchmark_parallel(TINY, CPU, torch.bfloat16, [2, 1], 2, results)
-    for rings, repetitions in (([3], 1), ([2], 0)):
-        with pytest.raises(ValueError, match="3|0"):
-            benchmark_parallel(TINY, CPU, torch.bfloat16, rings, repetitions, None)
+        benchmark_processes(TINY, CPU, torch.bfloat16, [2, 1], 2, results)
+    with pytest.raises(ValueError, match="ring=3"):
+        benchmark_processes(TINY, CPU, torch.bfloat16, [3], 1, None)
 
 
 def test_without_torchrun_the_command_says_how(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from mhla_diffusers.attention import BlockLists, mhla_attention, sparse_attention
 from mhla_diffusers.attention.layout import block_count
 from mhla_diffusers.attention.parallel.place import Group, Parallel, parts
-from mhla_diffusers.benchmark.parallel import make_config
+from mhla_diffusers.benchmark.processes import make_config
 from mhla_diffusers.patching.parallel import parallel_of
 
 from .processes import Processes

@@ -131,6 +131,17 @@ def test_a_change_tells_what_is_lost_of_what_was_learned(name):
         mhla.change_mhla(model, mixing_learnable=False)
 
 
+def test_a_warning_that_is_an_error_comes_when_both_transformers_are_changed():
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1), convolution=3)
+    for layer in mhla.mhla_layers(pipe).values():
+        torch.nn.init.uniform_(layer.convolution.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="is dropped"):
+            mhla.change_mhla(pipe, convolution=None)
+    assert all(layer.convolution is None for layer in mhla.mhla_layers(pipe).values())
+
+
 def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
     pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1))
     mhla.change_mhla(pipe, blocks=(2, 1, 1))

@@ -7,7 +7,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import MHLACall, reference_attention
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
-from .shared import MODELS
+from .shared import EVERYTHING, MODELS
 
 
 def layer_calls(model, arguments):
@@ -106,3 +106,26 @@ def test_the_convolution_runs_over_the_token_grid(name):
     expected = torch.zeros_like(value)
     expected.narrow(axis, 0, width - 1).copy_(value.narrow(axis, 1, width - 1))
     torch.testing.assert_close(shifted, expected.flatten(1, axis), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["wan", "dit"])
+def test_a_default_device_is_not_that_of_a_patch(name):
+    expected = mhla.apply_mhla(FAMILIES[name].build(), blocks=FAMILIES[name].blocks, **EVERYTHING)
+    model = FAMILIES[name].build()
+    with torch.device("meta"):
+        mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, **EVERYTHING)
+    assert torch.equal(output(model, inputs(name)), output(expected, inputs(name)))
+
+
+@pytest.mark.parametrize("settings", [EVERYTHING, {"mixing_per_head": True, "mixing_init": "uniform"}])
+def test_what_to_empty_leaves_undefined_is_reset(settings):
+    """By the method that PyTorch's modules have for it, which FSDP calls."""
+    expected = mhla.apply_mhla(FAMILIES["wan"].build(), blocks=FAMILIES["wan"].blocks, **settings)
+    model = mhla.apply_mhla(FAMILIES["wan"].build().to("meta"), blocks=FAMILIES["wan"].blocks, **settings)
+    for layer in mhla.mhla_layers(model.to_empty(device="cpu")).values():
+        for parameter in layer.parameters():
+            parameter.data.fill_(torch.nan)
+        for module in layer.modules():
+            module.reset_parameters()
+    found = model.state_dict()
+    assert all(torch.equal(found[key], value) for key, value in expected.state_dict().items() if ".mhla." in key)

@@ -12,8 +12,8 @@ from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import own_form
 
 
-def masked_attention(name, tokens, mask):
-    """First self-attention of ``name`` on the first ``tokens`` of 64 tokens on a grid 8 wide."""
+def masked_attention(name, tokens, mask, **settings):
+    """First self-attention of ``name`` on the first ``tokens`` of 64 tokens on a grid 8 wide, by default with MHLA."""
     case = FAMILIES[name]
     if len(case.blocks) == 3:
         grid, blocks = (2, tokens // 16, 8), (1, 2, 2)
@@ -21,7 +21,7 @@ def masked_attention(name, tokens, mask):
         grid, blocks = (tokens // 8, 8), (2, 2)
     model = FAMILIES[name].build()
     attn = next(module for path, module in model.named_modules() if path.endswith("attn1"))
-    attn.set_processor(mhla.MHLAProcessor(blocks=blocks, grid=grid))
+    attn.set_processor(mhla.MHLAProcessor(grid=grid, **settings or {"blocks": blocks}))
     width = model.config.num_attention_heads * model.config.attention_head_dim
     x = torch.randn(2, *(grid[:-2] or (1,)), 8, 8, width, generator=torch.Generator().manual_seed(0))
     x = x[..., : grid[-2], :, :].reshape(2, tokens, width)
@@ -170,6 +170,16 @@ def test_a_bias_that_masks_every_key_alike_masks_none():
     tokens = 64
     masked = masked_attention("sana", tokens, torch.full((2, tokens), -10000.0))
     torch.testing.assert_close(masked, masked_attention("sana", tokens, torch.zeros(2, tokens)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"density": 0.3, "block_size": 16}], ids=["MHLA", "sparse"])
+def test_a_bias_of_minus_infinity_throughout_masks_a_sample(settings):
+    """Its heads give 0, as PyTorch's do, so only the output projection's bias is left; the other sample is as alone."""
+    mask = bias(torch.tensor([[False], [True]]).expand(2, 64), -math.inf)
+    found = masked_attention("sana", 64, mask, **settings)
+    attn = FAMILIES["sana"].build().transformer_blocks[0].attn1
+    torch.testing.assert_close(found[0], attn.to_out[0].bias.detach().expand(64, -1))
+    torch.testing.assert_close(found[1], masked_attention("sana", 64, None, **settings)[1])
 
 
 def test_a_residual_and_a_rescaled_output_are_those_of_the_attention():

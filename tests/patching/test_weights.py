@@ -165,16 +165,28 @@ def test_an_adapted_patch_and_lora_that_is_merged_are_refused_by_name(tmp_path):
     torch.testing.assert_close(output(patched, inputs("wan")), expected)
 
 
-def test_quantised_parameters_are_refused_by_their_class(tmp_path):
-    """Libraries hold them as parameters of a class of their own, whose data is a plain tensor."""
+class Int8Params(torch.nn.Parameter):
+    """As libraries hold quantised weights, of a class of their own whose data is a plain tensor."""
 
-    class Int8Params(torch.nn.Parameter):
-        pass
 
-    folder, _ = saved("wan", tmp_path)
+class SavedInParts(torch.nn.Linear):
+    """As Quanto's, whose weight is saved under the names of its parts."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination |= {f"{prefix}weight._data": self.weight.data, f"{prefix}bias": self.bias}
+
+
+@pytest.mark.parametrize("weights", ["changed", "all"])
+@pytest.mark.parametrize("form", ["of the shape of the weight", "packed", "saved in parts"])
+def test_quantised_parameters_are_refused_by_their_class(form, weights, tmp_path):
+    """Packed as GGUF's and those of 4 bits, which have another shape than the weight."""
+    folder, _ = saved("wan", tmp_path, weights)
     model = FAMILIES["wan"].build()
-    weight = model.blocks[0].ffn.net[2].weight.detach()
-    model.blocks[0].ffn.net[2].weight = Int8Params(weight.to(torch.int8), requires_grad=False)
+    layer = model.blocks[0].ffn.net[2]
+    weight = layer.weight.detach().to(torch.int8)
+    layer.weight = Int8Params(weight[:, : 16 if form == "packed" else None], requires_grad=False)
+    if form == "saved in parts":
+        layer.__class__ = SavedInParts
     with pytest.raises(ValueError, match=r"blocks.0.ffn.net.2.weight is a Int8Params, quantised"):
         mhla.load_mhla(model, folder)
     assert not mhla.mhla_layers(model)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from weakref import WeakSet
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import handle
+from mhla_diffusers.patching import recompiling
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from .shared import EVERYTHING, ONE_PER_CLASS, assert_equal_up_to_order
@@ -55,8 +56,8 @@ def test_the_whole_transformer_compiles_to_one_graph_per_resolution(name, counte
 @pytest.mark.slow
 def test_more_resolutions_than_pytorch_allows_graphs(counter, monkeypatch):
     """PyTorch's limit is raised, 8 as it comes and 2 here, and back after removal."""
-    monkeypatch.setattr(handle, "_owners", WeakSet())
-    monkeypatch.setattr(handle, "_limits_before", [])
+    monkeypatch.setattr(recompiling, "_owners", WeakSet())
+    monkeypatch.setattr(recompiling, "_limits_before", [])
     model, other = FAMILIES["sana"].build(), FAMILIES["sana"].build()
     del model.transformer_blocks[1:]
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -80,6 +81,19 @@ def test_dynamic_compilation_is_right_at_every_resolution(counter):
     del model.transformer_blocks[1:]
     expected = [output(model, arguments) for arguments in requests]
     runs(torch.compile(model, backend=counter, fullgraph=True, dynamic=True), counter, requests, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_another_graph_for_another_resolution_is_logged_once(in_blocks, counter, caplog):
+    caplog.set_level("INFO", "mhla_diffusers")
+    model = patched("sana")
+    del model.transformer_blocks[1:]
+    said = "SanaTransformer2DModel is compiled again: .* one graph per resolution"
+    (model.transformer_blocks[0] if in_blocks else model).compile(backend=counter, fullgraph=True, dynamic=True)
+    for ragged, count in ((False, 0), (False, 0), (True, 1), (False, 1), (True, 1)):
+        output(model, inputs("sana", ragged=ragged))
+        assert sum(re.match(said, record.getMessage()) is not None for record in caplog.records) == count
 
 
 @pytest.mark.slow
@@ -124,8 +138,8 @@ def test_export_gives_a_program_for_one_resolution(name):
 
 
 def test_a_copy_of_a_patched_model_and_one_that_is_gone_count_too(monkeypatch):
-    monkeypatch.setattr(handle, "_owners", WeakSet())
-    monkeypatch.setattr(handle, "_limits_before", [])
+    monkeypatch.setattr(recompiling, "_owners", WeakSet())
+    monkeypatch.setattr(recompiling, "_limits_before", [])
     with torch._dynamo.config.patch(recompile_limit=2):
         model = mhla.apply_mhla(FAMILIES["sana"].build(), blocks=(1, 1))
         copied = copy.deepcopy(model)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import mhla_diffusers as mhla
 from mhla_diffusers.patching import MHLALayer, register_mixing_clip
-from mhla_diffusers.patching.handle import find_patched
+from mhla_diffusers.patching.finding import find_patched
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import wan_pipeline

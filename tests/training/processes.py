@@ -23,7 +23,7 @@ _FAMILIES = {"wan": (tiny_wan, wan_data), "sana": (tiny_sana, sana_data), "dit":
 def start_training(
     config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None, family: str = "wan"
 ) -> BaseProcess:
-    """Begin to train a tiny patched model; the process exits with 0 when finished, 143 when stopped."""
+    """Begin to train a tiny patched model; the process exits as the command does."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     process = CONTEXT.Process(target=train_as_launched, args=(config.to_dict(), resume, environment or {}, family))
     process.start()
@@ -87,4 +87,4 @@ def train_as_launched(
         result = train(transformer, data(), config, resume=resume)
     if "ACCELERATE_USE_FSDP" in environment:
         assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())
-    sys.exit(0 if result.finished else 143)
+    sys.exit(result.exit_code)

@@ -3,6 +3,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import families
 from mhla_diffusers.training import TrainingConfig, read_metrics
-from mhla_diffusers.training.finetune import dry_run, finetune
+from mhla_diffusers.training.finetune import NamedRun, dry_run, finetune
 from mhla_diffusers.training.latents.cache import CacheWriter
 
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
@@ -330,3 +331,36 @@ def test_missing_data_names_the_commands_that_make_it(tmp_path: Path, model: str
         assert (values["frames"], values["sizes"], values["precision"]) == (5, sizes, config.precision)
     assert _parse(encode)[1]["fps"] == 8
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("make", [wan_pipeline, sana_pipeline])
+def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: Path, make: Callable[[], Any]) -> None:
+    """Encoding, prompts alone, and samples of a training, which put the transformer in training in its place."""
+    model, is_video = tmp_path / "model", make is wan_pipeline
+    make().save_pretrained(model)
+    (model / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    common = ("--model", model, "--device", "cpu", "--frames", 5 if is_video else 1, "--size", "32x32")
+    if is_video:
+        write_video(tmp_path / "data" / "a.mp4")
+    else:
+        write_image(tmp_path / "data" / "a.png")
+    (tmp_path / "data" / "a.txt").write_text("5")
+    made = _cli("encode", *common, "--source", tmp_path / "data", "--output", tmp_path / "encoded", "--workers", 0)
+    assert "holds 1 samples" in made
+    prompts = ("--prompts", tmp_path / "data" / "a.txt", "--output", tmp_path / "prompts", "--steps", 0)
+    assert "holds 1 samples" in _cli("synthesize", *common, *prompts)
+    stages = ({"steps": 1, "learning_rate": 1, "trainable": "all", "objectives": {"diffusion": 1}},)
+    settings = {"model": str(model), "data": str(tmp_path / "encoded"), "output": str(tmp_path), "stages": stages}
+    validation = {"prompts": ["5"], "inference_steps": 1}
+    transformer = make().transformer
+    NamedRun(TrainingConfig.from_dict({**settings, "validation": validation})).sampler()(transformer, tmp_path / "made")
+    assert [path.stem for path in (tmp_path / "made").iterdir()] == ["00"]
+
+
+def test_help_of_the_script_does_not_wait_for_torch() -> None:
+    script = ROOT / "finetune" / "adapt.py"
+    code = "import runpy, sys\nsys.argv[1:] = ['--help']\ntry:\n"
+    code += f"    runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    code += "except SystemExit:\n    print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "--quiet" in shown and shown.endswith("False\n")

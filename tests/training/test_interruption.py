@@ -95,7 +95,7 @@ def test_signals_save_and_exit(tmp_path: Path, number: signal.Signals) -> None:
     for _ in range(2):
         psutil.Process(process.pid).send_signal(number)
     process.join(timeout=60)
-    assert process.exitcode == 143
+    assert process.exitcode == 128 + number
     steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "state.json").is_file()
     assert not (tmp_path / "run" / "result").exists()

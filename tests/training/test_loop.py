@@ -1,4 +1,5 @@
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla
+from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig, apply_mhla
 from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import BatchOrder
 
@@ -44,6 +45,14 @@ def test_a_run_that_diverged_ends_with_an_error_and_without_a_result(tmp_path: P
     _diverges(tmp_path / "c", "after step 1 .* no good checkpoint", checkpoint_every=1)
     endless = poisoned_wan_data(*range(16), value=float("inf"))
     _diverges(tmp_path / "d", "4 updates in a row, up to step 4", endless, steps=50, max_skipped=3)
+
+
+def test_a_weight_of_the_linear_branch_that_leaves_its_range_is_told_as_divergence(tmp_path: Path) -> None:
+    """It is the exponential of what is trained, and the operator takes neither 0 nor infinity."""
+    causal = CausalConfig(blocks=(2, 1, 1), block_length=1, causal="block")
+    config = one_stage(tmp_path, steps=6, patch=causal, trainable="mhla", learning_rate=1e9)
+    with pytest.raises(TrainingDivergedError, match="has diverged"):
+        train(apply_mhla(tiny_wan(), causal), wan_data(), config)
 
 
 def test_weights_that_no_loss_depends_on_are_looked_at_too(tmp_path: Path) -> None:
@@ -148,13 +157,33 @@ def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch
         assert not (tmp_path / "run").exists()
     train(tiny_wan(), wan_data(), config)
     (events,) = tmp_path.rglob("events.out.tfevents*")
-    shown = EventAccumulator(str(events))
+    shown = EventAccumulator(str(events.parent))
     shown.Reload()
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     for name in ("loss", "learning_rate", "gradient_norm", "validation_loss"):
         written = {record["step"]: record[name] for record in records if name in record}
         assert {event.step: event.value for event in shown.Scalars(name)} == pytest.approx(written)
     assert all(event.value > 0 for event in shown.Scalars("tokens_per_second"))
+
+
+def test_progress_without_a_terminal_is_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=2))
+    assert capsys.readouterr().err == "", "of what takes no half minute"
+
+
+def test_tensorboard_shows_the_points_of_a_resumed_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    validation = ValidationConfig(samples=2, every=2, timesteps=1)
+    config = one_stage(tmp_path, steps=6, tracker="tensorboard", validation=validation, checkpoint_every=2)
+    train(tiny_wan(), wan_data(), config)
+    time.sleep(1)  # the names of the files have their second
+    train(tiny_wan(), wan_data(), config, resume=str(tmp_path / "checkpoints" / "step-00000004"))
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in shown.Scalars("validation_loss")] == [0, 2, 4, 6]
 
 
 @pytest.fixture(scope="module")

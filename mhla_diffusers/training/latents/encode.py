@@ -15,6 +15,7 @@ from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
+from ...reporting import progress
 from ...settings import check, check_value
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
 from .data import ignore_interrupts
@@ -48,7 +49,7 @@ def encode_folder(
     Raises:
         FileNotFoundError: nothing to encode.
         ValueError: missing captions, or captions that are no class of a DiT; sizes that the model cannot take; a cache
-            made with other settings; or no readable file.
+            made with other settings; latents that are not finite; or no readable file.
         OSError: the folder cannot be written, or another run has it.
     """
     family = trained_family(pipe.transformer)
@@ -74,14 +75,17 @@ def encode_folder(
             worker_init_fn=ignore_interrupts,
         )
         with writer:
-            for item, pixels, lacks in _progress(reading, len(media), len(media) - len(media_left), "encode"):
+            shown = {"total": len(media), "initial": len(media) - len(media_left), "desc": "encode"}
+            for item, pixels, lacks in progress(reading, **shown):
                 made_up.update(lacks)
                 if isinstance(pixels, str):
                     writer.skip(item.name, pixels, contents[item.name])
                     continue
                 # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
                 given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-                sample = {"latents": family.encode_pixels(pipe, given)[0], **family.encode_picture(pipe, given)}
+                latents = family.encode_pixels(pipe, given)[0]
+                _check_finite(latents, model, item.name, "use another precision, or leave the file out")
+                sample = {"latents": latents, **family.encode_picture(pipe, given)}
                 sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
                 writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name])
     index = writer.index
@@ -152,15 +156,13 @@ def synthesize(
         left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" in missing]
         pipe.set_progress_bar_config(disable=True)
         with writer:
-            for number, prompt in _progress(left, len(prompts), len(prompts) - len(left), "synthesize"):
+            shown = {"total": len(prompts), "initial": len(prompts) - len(left), "desc": "synthesize"}
+            for number, prompt in progress(left, **shown):
                 if steps:
                     generator = generator_for(seed, "synthesize", number)
                     latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
-                    check(
-                        bool(latents.isfinite().all()),
-                        f"{model} makes latents that are not finite for {prompt!r}; use another precision, fewer or "
-                        "more steps, or another guidance.",
-                    )
+                    remedy = "use another precision, fewer or more steps, or another guidance"
+                    _check_finite(latents, model, prompt, remedy)
                 else:
                     shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
                     latents = torch.zeros(shape, dtype=torch.uint8)
@@ -255,10 +257,8 @@ def _read(clip: Clip, item: Media) -> tuple[Media, torch.Tensor | str, set[str]]
         return item, str(error), set()
 
 
-def _progress(items: Any, total: int, done: int, name: str) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(items, total=total, initial=done, desc=name, dynamic_ncols=True)
+def _check_finite(latents: torch.Tensor, model: str, of: str, remedy: str) -> None:
+    check(bool(latents.isfinite().all()), f"{model} makes latents that are not finite for {of!r}; {remedy}.")
 
 
 def _on_cpu(sample: Sample) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ damage do not name the sample.
 """
 
 import hashlib
-import json
 import logging
 import os
 import tarfile
@@ -22,7 +21,16 @@ from typing import Any
 import torch
 
 from ...families import Clip
-from ...files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, content_of, read_csv, read_json_lines, read_text, visible_files
+from ...files import (
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    content_of,
+    parse_json,
+    read_csv,
+    read_json_lines,
+    read_text,
+    visible_files,
+)
 from ...settings import check
 
 logger = logging.getLogger(__name__)
@@ -153,6 +161,7 @@ def _metadata(folder: Path) -> dict[str, str] | None:
         if "file_name" not in names or key is None:
             has = ", ".join(map(str, names)) or repr(row)
             raise ValueError(f"{file} must have file_name and text in every row; a row has {has}.")
+        check(bool(row["file_name"]), f"Row {number} of {file}: file_name={row['file_name']!r} must name a file.")
         name, caption = os.path.normpath(str(row["file_name"])), "" if row[key] is None else row[key]
         check(name not in captions, f"Row {number} of {file} names {name}, as an earlier row does; keep one of them.")
         check(
@@ -242,7 +251,7 @@ def _caption(members: dict[str, Media]) -> str:
     check(len(text) == members[extension].size, "the archive ends in the middle of it")
     if extension == "txt":
         return text.decode("utf-8").strip()
-    content: Any = json.loads(text)
+    content = parse_json(text)
     names = content if isinstance(content, dict) else {}
     return str(next((names[key] for key in CAPTION_KEYS if names.get(key) is not None), "")).strip()
 

@@ -12,8 +12,8 @@ import torch
 
 from mhla_diffusers import apply_mhla, mhla_layers
 from mhla_diffusers.attention import BlockLists, mhla_attention, sparse_attention
+from mhla_diffusers.benchmark.cases import models, small_case
 from mhla_diffusers.benchmark.measure import free_bytes
-from mhla_diffusers.benchmark.models import build_transformer, make_forward_inputs, models, small_size
 
 from ..problems import Problem, make_problem, make_sparse_problem, random_lists, relative_error
 from .test_kernels import EVERYTHING
@@ -136,10 +136,10 @@ def test_a_device_that_is_not_the_current_one():
 
 def patched(name: str, backend: str, **settings):
     """A seeded transformer in float32, every layer patched, by MHLA if nothing else is said; and its arguments."""
-    model = models()[name]
-    transformer = build_transformer(model, small_size(model), None, GPU, torch.float32)
-    inputs = make_forward_inputs(model, transformer, small_size(model), GPU, torch.float32)
-    settings = settings or {"blocks": model.blocks}
+    case = small_case(models()[name])
+    transformer = case.build(GPU, torch.float32)
+    inputs = case.inputs(transformer, torch.float32)
+    settings = settings or {"blocks": case.model.blocks}
     return apply_mhla(transformer, layers="all", backend=backend, **settings), inputs
 
 

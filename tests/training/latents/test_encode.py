@@ -336,3 +336,15 @@ def test_a_shard_is_hashed_once_however_many_processes_read_it(tmp_path: Path) -
     list(DataLoader(cache, batch_size=None, num_workers=1))  # type: ignore[arg-type]
     _flipped(tmp_path / "shard-00000.safetensors")
     cache[0]  # was compared in the worker
+
+
+def test_latents_that_are_not_finite_are_told_by_their_file(
+    tmp_path: Path, wan: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, model = wan
+    write_video(tmp_path / "videos" / "a.mp4")
+    (tmp_path / "videos" / "a.txt").write_text("a ball")
+    encoded = torch.full((1, 4, 2, 4, 4), float("nan"))
+    monkeypatch.setattr("mhla_diffusers.families.wan.WanFamily.encode_pixels", lambda *_: encoded)
+    with pytest.raises(ValueError, match=r"not finite for 'a.mp4'; use another precision"):
+        encode_folder(pipe, model, tmp_path / "videos", tmp_path / "cache", WAN_CLIP)

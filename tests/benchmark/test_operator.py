@@ -1,4 +1,4 @@
-"""``mhla bench op``: shapes and their costs, what is timed, and that it is right before it is timed."""
+"""``mhla bench op``: costs, what is timed, and that it is right before it is timed."""
 
 from dataclasses import replace
 
@@ -9,47 +9,40 @@ from torch.utils.flop_counter import FlopCounterMode
 from mhla_diffusers.attention import initial_mixing, mhla_attention, sparse_attention
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.benchmark import correctness
-from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operation, cut
-from mhla_diffusers.benchmark.operation import GIVEN, LISTED, SPARSE, flex_over_lists, softmax_attention
-from mhla_diffusers.benchmark.shapes import (
-    Shape,
-    choose_shapes,
-    draw_lists,
-    flops_of,
-    make_inputs,
-)
+from mhla_diffusers.benchmark.cases import Shape, choose_cases
+from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operator, cut
+from mhla_diffusers.benchmark.operator import GIVEN, LISTED, SPARSE, flex_over_lists, softmax_attention
 
 from .commands import bench, measure, medians
 
 CPU = torch.device("cpu")
 FLEX = f"{LISTED} FlexAttention"
+OF_GRID = ("--grid", "4x6", "--blocks", "2x2", "--heads", 2, "--head-dim", 16)
 
 
-def shape_named(name):
-    (shape,) = choose_shapes([name], "cpu")
-    return shape
+def shape_of(model, size):
+    (case,) = choose_cases([model], [size])
+    return case.shape
 
 
 def test_costs_are_those_of_the_paper():
     """Sec. 5.3: N = 31 500, D = 128, M = 105: mixing is about a sixth more arithmetic, and softmax 123 times plain."""
-    shape = shape_named("wan2.1-1.3b-480p")
-    plain, mixed = (flops_of(one, "linear") for one in (shape.plain, shape))
+    shape = shape_of("wan2.1-1.3b", "480x800")
+    plain, mixed = (one.flops("linear") for one in (shape.plain, shape))
     assert (shape.tokens, shape.blocks) == (31_500, (7, 3, 5))
     assert mixed / plain == pytest.approx(1 + 105**2 / (2 * 31_500))
-    assert flops_of(shape, "softmax") / plain == pytest.approx(31_500**2 / (31_500 * 129))
+    assert shape.flops("softmax") / plain == pytest.approx(31_500**2 / (31_500 * 129))
     # 25 of 985 blocks of keys are listed, each has a mean, and 493 blocks of queries mix the states of 124 stretches
-    listed, sparse = flops_of(shape, "lists"), flops_of(shape, "sparse")
-    assert listed == pytest.approx(flops_of(shape, "softmax") * 25 / 985)
+    assert shape.flops("lists") == pytest.approx(shape.flops("softmax") * 25 / 985)
     means, states = 4 * shape.tokens * 985 * 128, (4 * shape.tokens + 2 * 493 * 124) * 128**2
-    assert sparse == pytest.approx(listed + 12 * (means + states))
-    assert flops_of(shape, "sparse", backward=True) == 3 * sparse
-    assert shape_named("sana-1.6b-1024px").block_size is None, "SANA's own attention is linear"
+    assert shape.flops("sparse") == pytest.approx(shape.flops("lists") + 12 * (means + states))
+    assert shape_of("sana-1.6b", "1024").block_size is None, "SANA's own attention is linear"
 
 
 def test_flops_are_those_that_pytorch_counts():
     shape = Shape("", (16, 16), (2, 2), 3, 16, block_size=32, density=0.25)
-    inputs, ones = make_inputs(shape, CPU, torch.float32), torch.ones(3)
-    lists = {"lists": draw_lists(shape, CPU), "pooled_bias": ones, "state_weight": ones}
+    inputs, ones = shape.draw_inputs(CPU, torch.float32), torch.ones(3)
+    lists = {"lists": shape.draw_lists(CPU), "pooled_bias": ones, "state_weight": ones}
     calls = {
         "sparse": lambda: sparse_attention(*inputs, shape.grid, **lists),
         "linear": lambda: mhla_attention(*inputs, initial_mixing(shape.blocks), shape.grid, shape.blocks),
@@ -60,19 +53,19 @@ def test_flops_are_those_that_pytorch_counts():
         with FlopCounterMode(display=False) as counter:
             call()
         counted[work] = counter.get_total_flops()
-    assert counted["softmax"] == flops_of(shape, "softmax")
+    assert counted["softmax"] == shape.flops("softmax")
     # PyTorch counts products, and not the sums of keys for the normaliser
-    assert counted["linear"] == flops_of(shape, "linear") - 2 * shape.tokens * shape.heads * shape.head_dim
+    assert counted["linear"] == shape.flops("linear") - 2 * shape.tokens * shape.heads * shape.head_dim
     # and logits of means of blocks
-    assert counted["sparse"] == pytest.approx(flops_of(shape, "sparse"), rel=0.01)
+    assert counted["sparse"] == pytest.approx(shape.flops("sparse"), rel=0.01)
 
 
 def test_lists_are_the_same_ones_every_time_and_of_one_length():
     shape = Shape("", (5, 8), (1, 1), 3, 16, block_size=1, density=0.1)
-    mask = draw_lists(shape, CPU).mask()[0]
+    mask = shape.draw_lists(CPU).mask()[0]
     assert mask.shape == (3, 40, 40) and (mask.sum(dim=-1) == 4).all()
-    assert torch.equal(mask, draw_lists(shape, CPU).mask()[0]) and not torch.equal(mask[0], mask[1])
-    few = draw_lists(replace(shape, grid=(2, 2), density=0.05), CPU)
+    assert torch.equal(mask, shape.draw_lists(CPU).mask()[0]) and not torch.equal(mask[0], mask[1])
+    few = replace(shape, grid=(2, 2), density=0.05).draw_lists(CPU)
     assert (few.mask().sum(dim=-1) == 1).all()
 
 
@@ -80,7 +73,7 @@ def test_lists_are_the_same_ones_every_time_and_of_one_length():
 @pytest.mark.parametrize(("grid", "block_size"), [((7, 9), 16), ((9, 16), 64)], ids=["16", "64 queries, 32 keys"])
 def test_flex_attention_attends_to_the_same_blocks(grid, block_size):
     shape = Shape("", grid, (2, 2), 2, 16, block_size=block_size, density=0.5)
-    inputs, lists = make_inputs(shape, CPU, torch.float32), draw_lists(shape, CPU)
+    inputs, lists = shape.draw_inputs(CPU, torch.float32), shape.draw_lists(CPU)
     assert lists.key_block_size == min(32, block_size)
     with torch.no_grad():
         found = flex_over_lists(shape, inputs, lists)()
@@ -93,7 +86,7 @@ def test_flex_attention_attends_to_the_same_blocks(grid, block_size):
 
 
 def test_every_variant_has_a_row(tmp_path):
-    rows = measure(tmp_path, "op", "--shape", "tiny")
+    rows = measure(tmp_path, "op", "--model", "tiny-wan")
     for stage in ("forward", "forward+backward"):
         measured = set(medians(rows, stage))
         assert {"MHLA eager", f"{SPARSE} eager", f"{GIVEN} eager", "plain linear eager", "softmax flash"} <= measured
@@ -103,7 +96,7 @@ def test_every_variant_has_a_row(tmp_path):
     assert "--compile" in absent["MHLA torch.compile"] and "--compile" in absent[FLEX]
     assert {row.variant.split()[0] for row in rows if row.baseline} == {"softmax"}
     forward, backward = (row for row in rows if row.variant == "MHLA eager")
-    assert (forward.tokens, forward.blocks, backward.flops) == (144, 12, 3 * forward.flops)
+    assert (forward.tokens, forward.blocks, backward.flops) == (72, 4, 3 * forward.flops)
 
 
 def test_n_and_m_vary_with_grids_and_blocks(tmp_path):
@@ -116,7 +109,7 @@ def test_n_and_m_vary_with_grids_and_blocks(tmp_path):
 def test_what_compiles_is_timed_when_asked_for(tmp_path, monkeypatch):
     """Uncompiled here: the test of FlexAttention compiles."""
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda function: function))
-    rows = measure(tmp_path, "op", "--shape", "tiny", "--compile", "--stage", "forward")
+    rows = measure(tmp_path, "op", *OF_GRID, "--compile", "--stage", "forward")
     assert {row.stage for row in rows} == {"forward"}
     assert {"MHLA torch.compile", FLEX} <= set(medians(rows))
 
@@ -133,32 +126,31 @@ def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
 
     monkeypatch.setattr(correctness, name, attend)
     with pytest.raises(IncorrectAttentionError, match=f"{kind} eager on cpu .* {wrong} "):
-        measure(tmp_path, "op", "--shape", "tiny")
+        measure(tmp_path, "op", *OF_GRID)
     assert not list(tmp_path.rglob("*.csv"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_check_passes_at_the_blocks_of_real_models(dtype):
-    shape = replace(shape_named("dit-xl-2-1024px"), head_dim=16)
-    assert 0 < check_operation(shape, CPU, dtype, "eager", sparse=True) < correctness.LARGEST_ERROR[dtype]
+    check_operator(replace(shape_of("dit-xl-2", "1024"), head_dim=16), CPU, dtype)
 
 
-@pytest.mark.parametrize("name", ["wan2.1-1.3b-480p", "sana-1.6b-2048px"])
-def test_blocks_of_a_cut_shape_are_the_real_ones(name):
-    real = shape_named(name)
-    small = cut(real, 4096)
-    lengths = [[n // b for n, b in zip(one.grid, one.blocks, strict=True)] for one in (small, real)]
-    assert lengths[0] == lengths[1]
-    assert (small.head_dim, small.block_size) == (real.head_dim, real.block_size) and 1000 < small.tokens <= 4096
-    least = cut(real, 30)
-    assert least.blocks == (1,) * len(real.blocks)
-    assert least.tokens <= 30 if real.block_size is None else least.tokens > real.block_size
+@pytest.mark.parametrize(
+    ("model", "size", "grid"), [("dit-xl-2", "1024", (32, 32)), ("wan2.1-1.3b", "480x800", (6, 16, 16))]
+)
+def test_a_few_blocks_are_checked(model, size, grid):
+    """As long as the real ones, 16 x 16 and 3 x 8 x 8 of 3 x 10 x 10, and more than one uniform block."""
+    real = shape_of(model, size)
+    small = cut(real)
+    assert (small.grid, small.blocks) == (grid, (2,) * len(grid))
+    assert (small.head_dim, small.block_size) == (real.head_dim, real.block_size)
+    assert cut(replace(real, grid=real.blocks)).tokens > real.block_size
 
 
 @pytest.mark.parametrize(
     ("options", "offending"),
     [
-        (("--shape", "wan"), "'wan'.*tiny, .*dit-xl-2-512px"),
+        (("--model", "wan"), "'wan'.*wan2.1-1.3b"),
         (("--stage", "backward"), r"'backward'"),
         (("--device", "gpu"), "'gpu'"),
         (("--grid", "8x8"), "--grid 8x8 .*4x4"),
@@ -166,7 +158,7 @@ def test_blocks_of_a_cut_shape_are_the_real_ones(name):
         (("--grid", "8x8", "--blocks", "2"), r"blocks=\(2,\)"),
         (("--grid", "8x8", "--blocks", "9x2"), r"blocks=\(9, 2\)"),
         (("--grid", "8x8", "--blocks", "2x2", "--heads", 0), "heads=0"),
-        (("--shape", "tiny", "--grid", "8x8", "--blocks", "2x2"), "--shape tiny and --grid 8x8"),
+        (("--model", "tiny-dit", "--grid", "8x8", "--blocks", "2x2"), "--grid 8x8 stands in place of a model"),
     ],
 )
 def test_unknown_values_are_refused(tmp_path, options, offending):

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import CausalConfig, MHLAConfig, SparseConfig, Step, load_patch
-from mhla_diffusers.engines.attend import EngineAttention, EngineSettings
+from mhla_diffusers.engines.environment import settings_from_environment
+from mhla_diffusers.patching.attend import EngineAttention, EngineSettings
 from mhla_diffusers.patching.carry import FIRST_FADING
 
 GRID, HEADS, HEAD_DIM = (4, 8, 8), 3, 16
@@ -96,9 +97,11 @@ def test_settings_of_another_attention_are_refused():
 
 
 @pytest.mark.parametrize("grid", [(0, 8), (-4, -64)])
-def test_a_grid_without_tokens_is_refused_by_name(grid):
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("min_tokens", [0, 1000])
+def test_a_grid_without_tokens_is_refused_by_name(grid, fits, min_tokens):
     with pytest.raises(ValueError, match=re.escape(f"grid={grid}")) as error:
-        attention().attend(*tensors(), grid, extra=(256 - math.prod(grid), 0))
+        attention(min_tokens).attend(*tensors(), grid, extra=(256 - math.prod(grid) if fits else 0, 0))
     assert "clamp_blocks" not in str(error.value)
 
 
@@ -141,7 +144,7 @@ def test_other_patches_are_refused_with_the_way_out(config, words):
 
 
 def test_settings_from_the_environment():
-    read = EngineSettings.from_environment
+    read = settings_from_environment
     assert read({"PATH": "/bin", "MHLA_DENSITY": ""}) == EngineSettings()
     settings = read(
         {
@@ -175,7 +178,7 @@ def test_settings_from_the_environment():
 )
 def test_wrong_variables_are_refused(variables, words):
     with pytest.raises(ValueError, match=words):
-        EngineSettings.from_environment(variables)
+        settings_from_environment(variables)
 
 
 def test_what_a_dense_step_shows_is_added_at_the_steps_that_follow():

@@ -8,33 +8,23 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
 from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark import operation
+from mhla_diffusers.benchmark import forward, operator
+from mhla_diffusers.benchmark.cases import Case, choose_cases, models, small_case
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
-from mhla_diffusers.benchmark.measure import Budget, Results, read_rows
-from mhla_diffusers.benchmark.models import (
-    Size,
-    build_transformer,
-    choose_sizes,
-    find_models,
-    make_forward_inputs,
-    models,
-    small_size,
-    token_grid,
-)
-from mhla_diffusers.benchmark.operation import PLAIN, SPARSE
-from mhla_diffusers.benchmark.transformer import (
+from mhla_diffusers.benchmark.forward import (
+    COMPILED,
     FORWARD,
     HYBRID,
     LINEAR_KINDS,
-    MHLA,
-    PATCHES,
+    OWN,
     TRAINING_STEP,
     WITHOUT,
-    Case,
-    Choice,
-    benchmark_transformer,
-    forward_of,
+    forward_runs,
+    softmax_backends,
+    with_attention,
 )
+from mhla_diffusers.benchmark.measure import read_rows
+from mhla_diffusers.benchmark.operator import MHLA, PLAIN, SOFTMAX, SPARSE
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import layer
 from mhla_diffusers.tiny import pipeline_folder
@@ -44,24 +34,15 @@ from .commands import bench, measure, medians
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def a_case(name, layers=None):
-    (model,) = find_models([name])
-    return Case(model, choose_sizes(model, None, None, "cpu")[0], layers, CPU, torch.float32)
+def a_case(name, size=None, **different):
+    (case,) = choose_cases([name], size and [size], smallest=True, **different)
+    return case
 
 
-def on_meta(name, size=None, batch=1, dtype=torch.float32):
-    """Model, transformer and inputs of its forward, at its smallest size."""
-    (model,) = find_models([name])
-    chosen = choose_sizes(model, size, None, "cpu", batch)[0]
-    transformer = build_transformer(model, chosen, None, META, dtype)
-    return model, transformer, make_forward_inputs(model, transformer, chosen, META, dtype)
-
-
-@torch.no_grad()
-def output(case, transformer, choice):
-    variant = case.variant(transformer, choice)
-    torch.manual_seed(0)
-    return variant, forward_of(variant, choice, case.inputs(variant))()[0]
+def on_meta(case, dtype=torch.float32):
+    """Transformer and inputs of its forward."""
+    transformer = case.build(META, dtype)
+    return transformer, case.inputs(transformer, dtype)
 
 
 # ---- models and sizes
@@ -69,7 +50,7 @@ def output(case, transformer, choice):
 
 def test_inputs_are_of_the_types_and_sizes_that_the_model_takes():
     """PixArt-α's text has a mask of integers, and at 1024 px it is told the size of the picture."""
-    _, _, inputs = on_meta("tiny-pixart", ["1024"], batch=3, dtype=torch.bfloat16)
+    _, inputs = on_meta(a_case("tiny-pixart", "1024", batch=3), torch.bfloat16)
     text, mask = inputs["encoder_hidden_states"], inputs["encoder_attention_mask"]
     assert (text.shape, text.dtype) == ((3, 120, 32), torch.bfloat16)
     assert (mask.shape, mask.dtype) == ((3, 120), torch.int64)
@@ -80,18 +61,18 @@ def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
     """But for the length of its RoPE, which has no weights."""
     ships = json.loads((pipeline_folder("wan") / "transformer" / "config.json").read_text())
     model = models()["tiny-wan"]
-    built = build_transformer(model, small_size(model), None, META, torch.float32).config
+    built = small_case(model).build(META, torch.float32).config
     built = {name: list(value) if isinstance(value, tuple) else value for name, value in built.items()}
     differ = {name for name, value in ships.items() if name[0] != "_" and built.get(name) != value}
     assert differ == {"rope_max_seq_len"} and (model.layers, model.heads, model.head_dim) == (4, 3, 32)
 
 
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-dit"])
-def test_the_small_size_has_two_tokens_per_block_and_axis(name):
-    model, transformer, _ = on_meta(name)
-    latents = make_forward_inputs(model, transformer, small_size(model), META, torch.float32)["hidden_states"]
-    grid = get_family(transformer).token_grid(transformer, latents)
-    assert grid == token_grid(model, small_size(model)) == tuple(2 * count for count in model.blocks)
+def test_the_small_case_has_two_tokens_per_block_and_axis(name):
+    case = small_case(models()[name])
+    transformer, inputs = on_meta(case)
+    grid = get_family(transformer).token_grid(transformer, inputs["hidden_states"])
+    assert grid == case.grid == tuple(2 * count for count in case.model.blocks)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +84,15 @@ def test_the_small_size_has_two_tokens_per_block_and_axis(name):
     ],
 )
 def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
-    model, transformer, inputs = on_meta(name)
+    case = a_case(name)
+    transformer, inputs = on_meta(case)
     # diffusers' DiT holds class and time embedders in every layer, which the published count does not
     count = sum(parameter.numel() for parameter in transformer.parameters())
     assert count == pytest.approx(parameters, rel=0.25 if "dit" in name else 0.02)
     grid = get_family(transformer).token_grid(transformer, inputs["hidden_states"])
     assert torch.Size(grid).numel() == tokens
     attn = next(iter(get_family(transformer).self_attentions(transformer).values()))
-    assert (attn.heads, attn.inner_dim // attn.heads) == (model.heads, model.head_dim)
+    assert (attn.heads, attn.inner_dim // attn.heads) == (case.model.heads, case.model.head_dim)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +104,7 @@ def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
         (("tiny-wan", "--frames", "80"), "frames=80.*77 and 81"),
         (("tiny-dit", "--frames", "9"), "--frames 9 .*tiny-dit"),
         (("tiny-dit", "--size", "big"), "'big'"),
+        (("tiny-dit", "--size", "64x64x9"), "64x64x9.* 3 numbers"),
         (("tiny-dit", "--batch", "0"), "batch=0"),
         (("tiny-dit", "--layers", "9"), "layers=9.*1 to 3"),
     ],
@@ -135,71 +118,67 @@ def test_wrong_sizes_are_refused_before_anything_is_measured(tmp_path, capsys, o
 # ---- the self-attentions that a transformer is measured with
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["tiny-wan", "tiny-sana", "tiny-dit"])
 def test_variants_share_weights_and_compute_what_they_say(name):
     case = a_case(name)
-    transformer = case.build()
-    _, expected = output(case, transformer, Choice("softmax native", "softmax"))
-    choices = case.choices()
-    for choice in choices:
-        if choice.absent is not None:
-            continue
-        variant, found = output(case, transformer, choice)
-        own = zip(variant.parameters(), transformer.parameters(), strict=False)
-        assert is_patched(variant) or all(one is other for one, other in own)
+    transformer = case.build(CPU, torch.float32)
+    runs, copies = forward_runs(case, transformer, case.inputs(transformer, torch.float32), compile=False)
+    outputs = {row: run()[0] for row, run in runs.items() if not isinstance(run, str)}
+    expected = next(found for row, found in outputs.items() if row.variant == "softmax native")
+    for (row, found), changed in zip(outputs.items(), copies, strict=True):
+        own = zip(changed.parameters(), transformer.parameters(), strict=False)
+        assert is_patched(changed) or all(weight is other for weight, other in own)
         change = float((found - expected).norm() / expected.norm())
-        if choice.kind == "softmax":
-            assert change < 1e-4, choice
-        if choice.kind in PATCHES:
-            is_softmax = "100.0% of the pairs" in choice.note  # of a grid of one block
-            assert is_patched(variant) and (change > 1e-5) != is_softmax, choice
-    assert [choice.kind for choice in choices].count(SPARSE) == (name != "tiny-sana")
+        if row.variant.startswith(SOFTMAX):
+            assert change < 1e-4, row
+        if is_patched(changed):
+            is_softmax = "100.0% of the pairs" in row.reason  # of a grid of one block
+            assert (change > 1e-5) != is_softmax, row
+    assert sum(map(is_patched, copies)) == (3 if name == "tiny-sana" else 4)
+    assert [row.variant for row in runs].count(SPARSE) == (name != "tiny-sana")
     assert not is_patched(transformer)
     assert _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
 
 
+@torch.no_grad()
 def test_plain_linear_attention_is_what_sana_has():
     case = a_case("tiny-sana")
-    transformer = case.build()
-    own, plain, softmax = (output(case, transformer, Choice(kind, kind))[1] for kind in ("own", PLAIN, "softmax"))
+    transformer = case.build(CPU, torch.float32)
+    inputs = case.inputs(transformer, torch.float32)
+    kinds = (OWN, PLAIN, SOFTMAX)
+    own, plain, softmax = (with_attention(case, transformer, kind)(**inputs)[0] for kind in kinds)
     assert (plain - own).norm() < 1e-3 * (softmax - own).norm() + 1e-5 * own.norm()
 
 
 def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
     """So what weights of softmax need grows with their number, and not with its square."""
-    monkeypatch.setattr(operation, "free_bytes", lambda device: 10 * 2 * 4 * 2 * 64**2)
-    case = replace(a_case("tiny-pooled-vit", layers=1), size=Size(32, 32, None, batch=10))
-    (choice,) = [choice for choice in case.choices() if choice.name == "softmax math"]
-    assert choice.absent is None
+    monkeypatch.setattr(operator, "free_bytes", lambda device: 10 * 2 * 4 * 2 * 64**2)
+    case = Case(models()["tiny-pooled-vit"], 32, 32, batch=10)
+    assert softmax_backends(case, CPU)["math"] is None
+    assert softmax_backends(replace(case, batch=11), CPU)["math"] is not None
 
 
 @pytest.mark.parametrize(("size", "note"), [("1024", "2.3% of the pairs of 128 "), ("256", "3.1% of the pairs of 64 ")])
 def test_the_note_tells_the_density_that_there_is(size, note):
-    (model,) = find_models(["dit-xl-2"])
-    case = Case(model, choose_sizes(model, [size], None, "cpu")[0], None, CPU, torch.float32)
-    assert case.choices()[-1].note.startswith(note)
+    case = a_case("dit-xl-2", size)
+    runs, _ = forward_runs(replace(case, layers=3), *on_meta(replace(case, layers=3)), compile=False)
+    assert next(row.reason for row in runs if row.variant == SPARSE).startswith(note)
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same(tmp_path, monkeypatch):
-    """What is timed, called once more."""
-    outputs, measured = {}, Results.measure
-
-    def call(results, variants, **what):
-        for one in variants:
-            if not isinstance(one.run, str):
-                torch.manual_seed(0)
-                outputs[one.name] = one.run()[0]
-        return measured(results, variants, **what)
-
-    choices = [Choice(MHLA, MHLA), Choice("softmax flash", "softmax", backend="flash"), Choice(WITHOUT, WITHOUT)]
-    monkeypatch.setattr(Case, "choices", lambda case: choices)
-    monkeypatch.setattr(Results, "measure", call)
-    results = Results("transformer", CPU, torch.float32, tmp_path, Budget(0.01))
-    benchmark_transformer(a_case("tiny-dit", layers=1), results, compile=True)
-    assert outputs.keys() == {MHLA, f"{MHLA} + torch.compile", "softmax flash", WITHOUT}
-    torch.testing.assert_close(outputs[f"{MHLA} + torch.compile"], outputs[MHLA], rtol=1e-3, atol=1e-4)
-    assert [row.variant for row in results.rows if row.status == "absent"] == ["softmax flash + torch.compile"]
+def test_compiled_layers_compute_the_same(monkeypatch):
+    case = a_case("tiny-dit", layers=1)
+    monkeypatch.setattr(forward, "softmax_backends", lambda *_: {"flash": None})
+    transformer = case.build(CPU, torch.float32)
+    inputs = case.inputs(transformer, torch.float32)
+    rows, _ = forward_runs(case, transformer, inputs, compile=True)
+    runs = {row.variant: run for row, run in rows.items()}
+    assert {name for name in runs if name + COMPILED not in runs and COMPILED not in name} == {WITHOUT}
+    assert isinstance(runs[f"softmax flash{COMPILED}"], str)
+    with torch.no_grad():
+        torch.testing.assert_close(runs[MHLA + COMPILED]()[0], runs[MHLA]()[0], rtol=1e-3, atol=1e-4)
+    torch.compiler.reset()
 
 
 # ---- measured
@@ -238,7 +217,7 @@ def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_is_a_row(tmp_path, monkeypatch):
-    monkeypatch.setattr("mhla_diffusers.benchmark.transformer.free_bytes", lambda device: 1000)
+    monkeypatch.setattr(forward, "free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match="all is out of memory"):
         measure(tmp_path, "transformer", "--model", "tiny-dit")
     ((row,),) = map(read_rows, tmp_path.glob("*/transformer.csv"))
@@ -269,11 +248,11 @@ def test_a_step_of_every_attention(tmp_path, monkeypatch, options):
 
 def test_a_family_of_the_users_own_is_measured(tmp_path, cogview3plus):
     """It tells its models and what conditions them."""
-    _, _, inputs = on_meta("tiny-cogview3plus", ["256"], batch=3, dtype=torch.bfloat16)
+    _, inputs = on_meta(a_case("tiny-cogview3plus", "256", batch=3), torch.bfloat16)
     text = inputs["encoder_hidden_states"]
     assert (text.shape, text.dtype) == ((3, 224, 32), torch.bfloat16)
     rows = measure(tmp_path, "transformer", "--model", "tiny-cogview3plus", "--size", "64x96")
     assert {"softmax native", *LINEAR_KINDS, SPARSE} <= set(medians(rows))
     assert rows[0].tokens == 24
-    rows = measure(tmp_path / "op", "op", "--shape", "tiny-cogview3plus-64px", "--stage", "forward")
+    rows = measure(tmp_path / "op", "op", "--model", "tiny-cogview3plus", "--stage", "forward")
     assert {"MHLA eager", f"{SPARSE} eager"} <= set(medians(rows))

@@ -1,40 +1,27 @@
-"""Sparse attention for an engine: query, key and value in, output or a reason for dense attention out.
+"""Sparse attention on query, key and value alone: output, or a reason for dense attention.
 
-Engines hand over query, key and value after RoPE, which is all that :func:`mhla_diffusers.attention.sparse_attention`
-needs. MHLA's mixing matrices are weights of a patched diffusers model, so MHLA runs there alone.
+Engines and models without a family hand over query, key and value after RoPE, which is all that
+:func:`mhla_diffusers.attention.sparse_attention` needs. MHLA's mixing matrices are weights of a patched diffusers
+model, so MHLA runs there alone.
 """
 
 import logging
 import math
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..attention import sparse_attention
-from ..attention.layout import Extra
-from ..config import SparseConfig, Step, load_patch
-from ..patching.carry import CarriedForward, Half
-from ..settings import Settings, allow, check, check_names
+from ..attention.layout import Extra, check_grid
+from ..config import SparseConfig, Step
+from ..settings import Settings, allow, check
+from .carry import CarriedForward, Half
 
-_VARIABLES = {
-    "MHLA_DENSITY": "density",
-    "MHLA_ORDER": "order",
-    "MHLA_BLOCK_SIZE": "block_size",
-    "MHLA_KEY_BLOCK_SIZE": "key_block_size",
-    "MHLA_SOFTMAX_STEPS": "softmax_steps",
-    "MHLA_SOFTMAX_LAST": "softmax_last",
-    "MHLA_REFRESH": "refresh",
-    "MHLA_CARRY_DTYPE": "carry_dtype",
-    "MHLA_CARRY_DEVICE": "carry_device",
-}
-"""Environment variables and the settings of :class:`SparseConfig` that they stand for."""
 _DENSE_STEP = "dense steps"
-_OTHER_VARIABLES = ("MHLA_PATCH", "MHLA_SOFTMAX_LAYERS", "MHLA_MIN_TOKENS")
 
 
 @dataclass(frozen=True)
@@ -63,45 +50,6 @@ class EngineSettings(Settings):
             "diffusers, with apply_mhla() or load_mhla().",
         )
         super().__post_init__()
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "EngineSettings":
-        """Read settings from variables such as ``MHLA_DENSITY=0.1``.
-
-        ``MHLA_PATCH`` is a preset or the path of its YAML file, whose settings the other variables change.
-        ``MHLA_SOFTMAX_LAYERS`` is a list such as ``0,1``.
-
-        Raises:
-            ValueError: an unknown variable that begins with ``MHLA_``, or a value that is not allowed.
-        """
-        given = {name: text for name, text in environment.items() if name.startswith("MHLA_") and text}
-        check_names(given, (*_VARIABLES, *_OTHER_VARIABLES), "environment variable")
-        config: Any = load_patch(given["MHLA_PATCH"]).config if "MHLA_PATCH" in given else SparseConfig()
-        changes = {setting: _value(name, given[name]) for name, setting in _VARIABLES.items() if name in given}
-        others: dict[str, Any] = {}
-        if "MHLA_SOFTMAX_LAYERS" in given:
-            layers = filter(None, map(str.strip, given["MHLA_SOFTMAX_LAYERS"].split(",")))
-            others["softmax_layers"] = tuple(_value("MHLA_SOFTMAX_LAYERS", layer) for layer in layers)
-        if "MHLA_MIN_TOKENS" in given:
-            others["min_tokens"] = _value("MHLA_MIN_TOKENS", given["MHLA_MIN_TOKENS"])
-        try:
-            settings = cls(config, **others)
-            return replace(settings, config=settings.config.replace(**changes))
-        except ValueError as error:
-            said = ", ".join(f"{name}={text}" for name, text in sorted(given.items()))
-            raise ValueError(f"{said} in the environment: {error}") from None
-
-
-def _value(name: str, text: str) -> Any:
-    """Return a variable's number, which is a count if it has no point, or a word."""
-    if name in ("MHLA_ORDER", "MHLA_CARRY_DTYPE", "MHLA_CARRY_DEVICE"):
-        return text
-    if name == "MHLA_REFRESH" and text in ("auto", "none"):
-        return None if text == "none" else text
-    try:
-        return int(text) if text.strip().isdigit() else float(text)
-    except ValueError:
-        raise ValueError(f"{name}={text!r} must be a number.") from None
 
 
 class EngineAttention:
@@ -132,6 +80,8 @@ class EngineAttention:
         self._calls_in_step: Counter[tuple[str, int]] = Counter()
         """How often each layer has attended in the present step."""
         self._end: weakref.finalize[Any, Any] | None = None
+        self.latest = ""
+        """:meth:`summary` of the latest call of the model that has ended."""
 
     def attend(
         self,
@@ -168,8 +118,9 @@ class EngineAttention:
             (B, N, H, D) in the type of ``query``; None for dense attention, which is counted and logged.
 
         Raises:
-            ValueError: an axis of the grid has no tokens.
+            ValueError: the grid is not 1 to 3 positive integers.
         """
+        grid = None if grid is None else check_grid(grid)
         if step is not None and step.index < self._step:
             self.end_of_call()
         carried = self._carried(step, layer, half) if dense is not None else None
@@ -177,11 +128,7 @@ class EngineAttention:
         reason = asked_for or obstacle or _obstacle(query, key, value, grid, extra)
         output = None
         if reason:
-            self._dense[reason] += 1
-            if (reason, tuple(query.shape)) not in self._logged:
-                self._logged.add((reason, tuple(query.shape)))
-                level = logging.INFO if asked_for else logging.WARNING
-                self.logger.log(level, "MHLA: dense attention for query %s: %s", tuple(query.shape), reason)
+            self.stay_dense(reason, query.shape, logging.INFO if asked_for else logging.WARNING)
             shows = reason == _DENSE_STEP and step is not None and self.settings.config.shows(step)
             if shows and carried is not None and not (obstacle or _obstacle(query, key, value, grid, extra)):
                 assert dense is not None
@@ -195,6 +142,13 @@ class EngineAttention:
         if step is not None:
             self._count_in_step(step)
         return output
+
+    def stay_dense(self, reason: str, shape: Sequence[int], level: int) -> None:
+        """Count an attention that stays dense, and log its reason once for each shape of query."""
+        self._dense[reason] += 1
+        if (reason, tuple(shape)) not in self._logged:
+            self._logged.add((reason, tuple(shape)))
+            self.logger.log(level, "MHLA: dense attention for query %s: %s", tuple(shape), reason)
 
     def _attend_sparsely(
         self,
@@ -210,7 +164,7 @@ class EngineAttention:
             query,
             key,
             value,
-            tuple(grid),
+            grid,
             density=config.density,
             block_size=config.block_size,
             key_block_size=config.key_block_size,
@@ -258,12 +212,17 @@ class EngineAttention:
                 self._end()
             self._end = weakref.finalize(owner, self.end_of_call)
 
+    def summary(self) -> str:
+        """Return how many attentions of the present call were sparse, and why the others were not; empty for none."""
+        count = self._sparse + self._dense.total()
+        reasons = "".join(f", {number:,} dense: {reason}" for reason, number in self._dense.most_common())
+        return f"sparse in {self._sparse:,} of {count:,} attentions{reasons}" if count else ""
+
     def end_of_call(self) -> None:
         """Log how many attentions were sparse since the last call of the model, and why the others were not."""
-        count = self._sparse + self._dense.total()
-        if count:
-            reasons = "".join(f", {number:,} dense: {reason}" for reason, number in self._dense.most_common())
-            self.logger.info("MHLA: sparse in %s of %s attentions%s", f"{self._sparse:,}", f"{count:,}", reasons)
+        if summary := self.summary():
+            self.logger.info("MHLA: %s", summary)
+            self.latest = summary
         self._sparse, self._step, self._in_step, self._per_step = 0, -1, 0, 0
         self._dense.clear()
         self._halves.clear()

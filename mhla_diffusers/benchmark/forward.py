@@ -1,0 +1,242 @@
+"""A whole transformer with random weights, a forward or a training step: softmax against linear attentions.
+
+All variants share the weights that they have in common.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+
+from ..attention.layout import block_count
+from ..config import SparseConfig
+from ..families import imported
+from ..patching import apply_mhla
+from .cases import Case, small_case
+from .correctness import check_operator, check_patched
+from .counts import count_forward
+from .measure import Results, Row, Runs, free_bytes, time_interleaved
+from .operator import MHLA, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE, why_no_softmax
+
+FORWARD, TRAINING_STEP = "forward", "training step"
+OWN = "own"
+"""The model's own attention, where it is linear."""
+HYBRID = "MHLA hybrid 2/3"
+"""The model's own attention in every third layer."""
+LINEAR_KINDS = (PLAIN, MHLA, HYBRID)
+PATCHES = (*LINEAR_KINDS, SPARSE)
+"""Attentions that are a patch; sparse attention is for models whose own attention is softmax."""
+COMPILED = " + torch.compile"
+"""Ends the name of a variant whose repeated blocks are compiled."""
+WITHOUT = "without layers"
+"""A transformer whose layers return their input, from which the times of all layers are extrapolated."""
+
+
+def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
+    """Return arguments of :func:`apply_mhla` for one of ``PATCHES``; plain linear attention has one block."""
+    if kind == SPARSE:
+        return {"density": SparseConfig.density}
+    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": "2/3" if kind == HYBRID else "all"}
+
+
+def change_attention(case: Case, transformer: Any, kind: str, backend: str | None = None) -> Any:
+    """Give a transformer of a case another self-attention, in place, and return it.
+
+    Args:
+        case: which the transformer was built for.
+        transformer: unpatched.
+        kind: ``OWN``, ``SOFTMAX``, ``WITHOUT`` or one of ``PATCHES``.
+        backend: diffusers' name of a backend, for families that dispatch attention.
+    """
+    family = case.family
+    if kind == WITHOUT:
+        for block in family.blocks_of(transformer).values():
+            # DiT asks its first layer for the time embedding, so layers must stay
+            block.forward = lambda hidden_states, *_, **__: hidden_states
+    if kind == SOFTMAX and family.own_attention != SOFTMAX:
+        for attn in family.self_attentions(transformer).values():
+            attn.set_processor(imported(family.softmax_processor or family.processor)())
+    if kind in PATCHES:
+        apply_mhla(transformer, **patch_settings(kind, case.model.blocks))
+    if backend is not None and family.dispatches_attention:
+        from diffusers.models.attention_dispatch import attention_backend
+
+        with attention_backend("native"):  # which restores what set_attention_backend changes for all models
+            transformer.set_attention_backend(backend)
+    return transformer
+
+
+def with_attention(case: Case, transformer: Any, kind: str, backend: str | None = None) -> Any:
+    """Return a copy with another self-attention, as :func:`change_attention`; what weights both have, they share."""
+    tensors = (*transformer.parameters(), *transformer.buffers())
+    shared = copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
+    return change_attention(case, shared, kind, backend)
+
+
+def softmax_backends(case: Case, device: torch.device) -> dict[str, str | None]:
+    """Map every backend of softmax attention to why it cannot run here, or to None.
+
+    Backends are diffusers' where the family dispatches attention, and PyTorch's for all others.
+    """
+    heads = case.model.heads * case.batch
+    if not case.family.dispatches_attention:
+        return {name: why_no_softmax(name, device, math.prod(case.grid), heads) for name in SOFTMAX_BACKENDS}
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+
+    found: dict[str, str | None] = {}
+    for name in (backend.value for backend in AttentionBackendName):
+        if name == "native" or any(word in name for word in ("varlen", "npu", "xla")):
+            continue  # the default, packed sequences and other accelerators
+        if name.endswith("_hub"):
+            found[name] = "its kernels are downloaded from the Hub, and benchmarks download nothing"
+            continue
+        found[name] = why_no_softmax(name.removeprefix("_native_"), device, math.prod(case.grid), heads)
+        try:
+            with attention_backend(name):
+                pass
+        except (RuntimeError, ValueError) as error:
+            found[name] = str(error)
+    return found
+
+
+def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compile: bool) -> tuple[Runs, list[Any]]:
+    """Return the forwards of a transformer with every self-attention that it can be measured with, its own first.
+
+    Args:
+        case: which the transformer was built for.
+        transformer: unpatched; variants are copies that share its weights.
+        inputs: of the forward.
+        compile: add every variant with its repeated blocks compiled as well.
+
+    Returns:
+        Row → the forward, or the reason why it cannot run; and the copies that run.
+    """
+    model, family, own_is_softmax = case.model, case.family, case.family.own_attention == SOFTMAX
+    blocks = {OWN: 1, PLAIN: 1} | dict.fromkeys((MHLA, HYBRID), math.prod(model.blocks))
+    runs: Runs = {}
+    copies: list[Any] = []
+
+    @cache
+    def flops(kind: str) -> int:
+        config = family.complete(patch_settings(kind, model.blocks)) if kind in PATCHES else None
+        change = None if config else partial(change_attention, case, kind=kind)
+        return sum(count_forward(case, config, change=change).values())
+
+    def add(name: str, kind: str, backend: str | None = None, absent: str | None = None, note: str = "") -> None:
+        is_baseline = kind == (SOFTMAX if own_is_softmax else OWN) and "sage" not in name  # which multiplies in 8 bits
+        row = Row(name, case.name, FORWARD, is_baseline, reason=note, tokens=math.prod(case.grid), batch=case.batch)
+        counted = None if kind == WITHOUT or (absent and kind in PATCHES) else flops(kind)
+        row = replace(row, blocks=blocks.get(kind), flops=counted)
+        for compiled in (False, True) if compile and kind != WITHOUT else (False,):
+            run: Callable[[], object] | str = absent or ""
+            if compiled and backend in SOFTMAX_BACKENDS:
+                run = absent or "torch.compile chooses PyTorch's backend itself"
+            if not run:
+                changed = with_attention(case, transformer, kind, backend)
+                for block in family.blocks_of(changed).values() if compiled else ():
+                    block.compile(dynamic=False)
+                copies.append(changed)
+                run = partial(_forward, changed, inputs, None if family.dispatches_attention else backend)
+            runs[replace(row, variant=name + COMPILED) if compiled else row] = run
+
+    if not own_is_softmax:
+        add(f"own {family.own_attention}", OWN)
+    add("softmax native", SOFTMAX)
+    for backend, absent in softmax_backends(case, next(transformer.parameters()).device).items():
+        add(f"softmax {backend}", SOFTMAX, backend, absent)
+    for kind in (PLAIN, MHLA):
+        add(kind, kind)
+    uneven = case.is_cut and (case.layers or 0) % 3
+    cut = f"{case.layers} of {model.layers} layers cannot stand for two of every three; use a multiple of 3"
+    add(HYBRID, HYBRID, absent=cut if uneven else None)
+    if own_is_softmax:
+        rule = SparseConfig().rule_on(case.grid)
+        count = block_count(case.grid, rule.key_block_size)
+        # of few blocks, one for every query block is more than the density that is asked for
+        pairs = f"{rule.listed_on(case.grid):.1%} of the pairs of {count} blocks of {rule.key_block_size} keys"
+        add(SPARSE, SPARSE, note=f"{pairs}, chosen at every call")
+    if case.is_cut:
+        add(WITHOUT, WITHOUT)
+    return runs, copies
+
+
+def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> Any:
+    """Run a forward, with one of PyTorch's backends of softmax attention if it is given."""
+    with nullcontext() if backend is None else sdpa_kernel([SOFTMAX_BACKENDS[backend]]):
+        return transformer(**inputs)
+
+
+def _training_step(forward: Callable[[], Any], optimizer: torch.optim.Optimizer) -> None:
+    try:
+        forward()[0].float().square().mean().backward()
+        optimizer.step()
+    finally:
+        optimizer.zero_grad(set_to_none=True)  # also after running out of memory
+
+
+def benchmark_forward(
+    case: Case, results: Results, *, train: bool = False, checkpointing: bool = False, compile: bool = False
+) -> None:
+    """Check the patched attention, then time a forward, or a training step, of all variants in turns.
+
+    Args:
+        case: the model at a size.
+        results: gets a row per variant.
+        train: time forward, backward and optimizer step; all weights train.
+        checkpointing: compute activations again in the backward pass instead of keeping them.
+        compile: time every variant with its repeated blocks compiled as well.
+
+    Raises:
+        IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
+    """
+    device, dtype = results.device, results.dtype
+    weights = case.build(torch.device("meta"), dtype).parameters()
+    # weights, gradients and both moments of AdamW
+    needed, free = (4 if train else 1) * sum(x.numel() * x.itemsize for x in weights), free_bytes(device)
+    if needed > free:  # asked beforehand, as Linux ends a process that tries
+        reason = f"the weights need {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
+        results.add([Row("all", case.name, TRAINING_STEP if train else FORWARD, status="out of memory", reason=reason)])
+        return
+    transformer = case.build(device, dtype)
+    small = small_case(case.model).inputs(transformer, dtype)
+    check_patched(with_attention(case, transformer, MHLA), small)
+    check_operator(case.shape, device, dtype)
+
+    runs, copies = forward_runs(case, transformer, case.inputs(transformer, dtype), compile=compile)
+    if train:
+        parameters = {id(weight): weight for one in copies for weight in one.parameters()}
+        # a learning rate of 0 moves the same bytes and leaves every repetition the same weights
+        optimizer = torch.optim.AdamW(list(parameters.values()), lr=0.0)
+        for one in copies:
+            one.train()
+            if checkpointing:  # by the method that diffusers gives its models, or transformers
+                (getattr(one, "enable_gradient_checkpointing", None) or one.activation_checkpointing_enable)()
+        runs = {
+            replace(row, stage=TRAINING_STEP, flops=row.flops and 3 * row.flops): (
+                run if isinstance(run, str) else partial(_training_step, run, optimizer)
+            )
+            for row, run in runs.items()
+        }
+    # every variant compiles the same code again; beyond the limit torch would silently stop compiling
+    with torch.set_grad_enabled(train), torch._dynamo.config.patch(cache_size_limit=64):
+        rows = time_interleaved(runs, device, results.seconds)
+    torch.compiler.reset()
+    results.add([extrapolated(row, rows, case) for row in rows] if case.is_cut else rows)
+
+
+def extrapolated(row: Row, rows: Sequence[Row], case: Case) -> Row:
+    """Add the time of all layers to a row, from its own and that of the model without layers, if both were measured."""
+    if row.variant == WITHOUT:
+        return replace(row, stage=f"{row.stage}, {WITHOUT}", batch=None)
+    rest = next(other.median for other in rows if other.variant == WITHOUT)
+    if row.median is None or rest is None:
+        return row
+    whole = rest + (row.median - rest) * case.model.layers / int(case.layers or 1)
+    cut = f"{case.layers} of {case.model.layers} layers were timed"
+    return replace(row, whole_seconds=whole, reason="; ".join(filter(None, (row.reason, cut))))

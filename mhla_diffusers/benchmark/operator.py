@@ -1,0 +1,207 @@
+"""One attention by itself: MHLA, sparse and plain linear attention against softmax, ``mhla bench op``."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
+from ..attention.layout import layout_of
+from .cases import Shape, Work
+from .correctness import check_operator, check_same, why_no_triton
+from .measure import Results, Row, Runs, free_bytes, time_interleaved
+
+STAGES = ("forward", "forward+backward")
+SOFTMAX = "softmax"
+MHLA = "MHLA"
+PLAIN = "plain linear"
+SPARSE = "sparse"
+"""As in a patch: keys are sorted, lists chosen, and β and γ fitted at every call."""
+GIVEN = "sparse, lists given"
+"""The same without sorting, choosing and fitting."""
+LISTED = "listed blocks alone"
+"""Softmax over the same lists without means and states, which FlexAttention lacks."""
+SOFTMAX_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""Backends of PyTorch's scaled_dot_product_attention."""
+_FLASH = {"flash-attn": ("flash_attn",), "FlashAttention-3": ("fa3_fwd_interface", "flash_attn_interface")}
+"""Package → modules to try in order; FlashAttention-3 is in fa3-fwd and in flash-attn-3."""
+Attend = Callable[[], torch.Tensor]
+
+
+# ---- attentions, and why one cannot run here ------------------------------------------------------------------------
+
+
+def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Run PyTorch's softmax attention of (B, N, H, D) tensors by one backend; RuntimeError if it cannot."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    with sdpa_kernel([SOFTMAX_BACKENDS[backend]]):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) -> str | None:
+    """Return why a softmax backend should not be tried; None if it should, though it may still refuse the call.
+
+    Heads are those of all samples of the batch.
+    """
+    if device.type != "cpu":
+        return None
+    if backend in ("cudnn", "efficient"):
+        return "PyTorch has this backend on GPUs only"
+    # Linux promises memory that it does not have and ends the process that takes it, so this must be known beforehand
+    needed, free = 2 * 4 * heads * tokens**2, free_bytes(device)
+    if backend in ("math", "flex") and needed > free:
+        return f"its N x N weights need {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free"
+    return None
+
+
+def flash_attention(package: str, inputs: Sequence[torch.Tensor]) -> Attend | str:
+    """Return a call of a package's FlashAttention of query, key and value (B, N, H, D), or why there is none."""
+    if inputs[0].device.type == "cpu":
+        return f"{package} runs on GPUs only"
+    installed = [module for module in _FLASH[package] if find_spec(module) is not None]
+    if not installed:
+        return f"{package} is not installed: no module {' or '.join(_FLASH[package])}"
+
+    def attend() -> torch.Tensor:
+        output: Any = import_module(installed[0]).flash_attn_func(*inputs)
+        found: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some return the log-sum-exp too
+        return found
+
+    return attend
+
+
+def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLists) -> Attend:
+    """Return a call of compiled FlexAttention over listed blocks alone, which gives (B, N, H, D).
+
+    Tokens are brought into the order of the uniform blocks and back again.
+    """
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    device, block, keys = inputs[0].device, lists.block_size, lists.key_block_size
+    layout = layout_of(shape.grid, block, device=str(device))
+    rows, back, is_token = layout.order.clamp_min(0), layout.rows, layout.order >= 0
+    listed = lists.mask()
+    listed = torch.nn.functional.pad(listed, (0, len(is_token) // keys - listed.shape[-1]))  # blocks of padding alone
+    count = listed.sum(dim=-1, dtype=torch.int32)
+    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    sizes: dict[str, Any] = {"BLOCK_SIZE": (block, keys), "seq_lengths": (len(is_token), len(is_token))}
+
+    def holds_token(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return is_token[key]
+
+    if len(is_token) == shape.tokens:  # all blocks are full; FlexAttention confuses tensors given twice
+        nothing = torch.zeros_like(count), torch.zeros_like(order)
+        mask = BlockMask.from_kv_blocks(*nothing, count, order, **sizes)
+    else:
+        mask = BlockMask.from_kv_blocks(count, order, mask_mod=holds_token, **sizes)
+    # on GPUs its kernels need smaller tiles where blocks are small
+    small: Any = {"BLOCK_M": block, "BLOCK_N": keys} if block <= 64 and device.type != "cpu" else None
+
+    @torch.compile(dynamic=False)
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.index_select(1, rows).transpose(1, 2) for x in (query, key, value))
+        output: Any = flex_attention(q, k, v, block_mask=mask, kernel_options=small)
+        return output.transpose(1, 2).index_select(1, back)
+
+    return lambda: attend(*inputs)
+
+
+# ---- mhla bench op --------------------------------------------------------------------------------------------------
+
+
+def benchmark_operator(shape: Shape, results: Results, stages: Sequence[str], *, compile: bool) -> None:
+    """Check every MHLA backend against the reference, then time all variants in turns, for each stage.
+
+    MHLA is timed with a mixing matrix per head, and both with RoPE where the model has it. Softmax attention is timed
+    without RoPE. With ``compile`` torch.compile of the eager backend and FlexAttention are timed too, which take a
+    minute to compile.
+
+    Raises:
+        IncorrectAttentionError: a backend is wrong here; then nothing is timed.
+        ValueError: an unknown stage.
+    """
+    device, dtype = results.device, results.dtype
+    if unknown := set(stages) - set(STAGES):
+        raise ValueError(f"Unknown stage {unknown.pop()!r}; allowed: {', '.join(STAGES)}.")
+    check_operator(shape, device, dtype)
+    for stage in stages:
+        torch.compiler.reset()
+        runs = operator_runs(shape, device, dtype, stage, compile=compile)
+        if stage == "forward" and device.type == "cuda":  # a small grid does not show a fault that needs many tokens
+            by_name: dict[str, Any] = {row.variant: run for row, run in runs.items()}
+            for kind in (MHLA, GIVEN):
+                fused, eager = (by_name.get(f"{kind} {backend}", "") for backend in ("triton", "eager"))
+                if not isinstance(fused, str) and not isinstance(eager, str):
+                    check_same(fused(), eager(), f"{kind} triton")
+        results.add(time_interleaved(runs, device, results.seconds))
+
+
+def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage: str, *, compile: bool) -> Runs:
+    """Return MHLA, sparse and plain linear attention and softmax, each by all backends."""
+    backward = stage == "forward+backward"
+    inputs = tuple(x.requires_grad_(backward) for x in shape.draw_inputs(device, dtype))
+    upstream = torch.ones_like(inputs[0])
+    rotary: dict[str, Any] = {"rotary": shape.draw_rotary(device)} if shape.rope else {}
+    not_asked = None if compile else "not asked for; add --compile"
+    lists = None if shape.block_size is None else shape.draw_lists(device)
+    runs: Runs = {}
+
+    def add(kind: str, backend: str, work: Work, attend: Attend | str, leaves: Sequence[torch.Tensor] = ()) -> None:
+        """Add a variant: a forward without gradients, or with those of inputs and leaves."""
+        run: Callable[[], object] | str = attend
+        if not isinstance(attend, str):
+            run = torch.no_grad()(attend)
+            if backward:
+                run = lambda: torch.autograd.grad(attend(), (*inputs, *leaves), upstream)  # noqa: E731
+        counted = shape.plain if kind == PLAIN else shape
+        flops = (3 if backward else 1) * counted.flops(work)
+        blocks = math.prod(counted.blocks) if work == "linear" else None
+        note = "without RoPE" if kind in (SOFTMAX, LISTED) and shape.rope else ""
+        row = Row(f"{kind} {backend}", shape.name, stage, kind == SOFTMAX, reason=note, tokens=shape.tokens)
+        runs[replace(row, blocks=blocks, flops=flops)] = run
+
+    def add_mhla(kind: str, backend: str, absent: str | None) -> None:
+        """Add MHLA or plain linear attention, whose mixing matrix takes gradients."""
+        blocks = (shape.plain if kind == PLAIN else shape).blocks
+        mixing = initial_mixing(blocks).to(device).repeat(shape.heads, 1, 1).requires_grad_()
+        function: Any = mhla_attention
+        if backend == "torch.compile" and absent is None:
+            function = torch.compile(mhla_attention, dynamic=False)
+        by = {"backend": "triton" if backend == "triton" else "eager"}
+        attend = absent or partial(function, *inputs, mixing, shape.grid, blocks, **by, **rotary)
+        add(kind, backend, "linear", attend, (mixing,))
+
+    for backend in ("eager", "triton"):
+        absent = why_no_triton(shape, device, dtype) if backend == "triton" else None
+        add_mhla(MHLA, backend, absent)
+        add_mhla(PLAIN, backend, absent)
+        if lists is not None:
+            heads = torch.ones(shape.heads, device=device)
+            names = ("density", "block_size", "key_block_size")
+            chosen: dict[str, Any] = {name: getattr(shape.sparse_config, name) for name in names}
+            given: dict[str, Any] = {"lists": lists, "pooled_bias": 0 * heads, "state_weight": heads}
+            function: Any = sparse_attention
+            for kind, options in ((SPARSE, chosen), (GIVEN, given)):
+                run = partial(function, *inputs, shape.grid, backend=backend, **rotary, **options)
+                add(kind, backend, "sparse", absent or run)
+    add_mhla(MHLA, "torch.compile", not_asked)
+    if lists is not None:
+        no_flex = not_asked or ("it has no backward pass on CPUs" if backward and device.type == "cpu" else None)
+        add(LISTED, "FlexAttention", "lists", no_flex or flex_over_lists(shape, inputs, lists))
+    for backend in SOFTMAX_BACKENDS:
+        absent = why_no_softmax(backend, device, shape.tokens, shape.heads)
+        add(SOFTMAX, backend, "softmax", absent or partial(softmax_attention, backend, *inputs))
+    for package in _FLASH:
+        add(SOFTMAX, package, "softmax", flash_attention(package, inputs))
+    return runs

@@ -1,0 +1,269 @@
+"""Models without a family: sparse attention wherever they call PyTorch's attention, known by a token grid."""
+
+import copy
+import logging
+import math
+import re
+import threading
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention import sparse_attention
+
+from ..models import assert_changed, seeded
+
+GRID, HEADS, HEAD_DIM, TEXT = (4, 6, 8), 2, 16, 5
+TOKENS = math.prod(GRID) + TEXT
+
+
+class Plain(nn.Module):
+    """A transformer of nobody: text behind the video in one sequence, and cross-attention to a caption."""
+
+    def __init__(self, layers: int = 3, causal: bool = False) -> None:
+        super().__init__()
+        size = HEADS * HEAD_DIM
+        self.layers = nn.ModuleList(nn.Linear(size, 3 * size) for _ in range(layers))
+        self.cross, self.causal = nn.Linear(size, size), causal
+
+    def forward(self, hidden_states, caption, mask=None):
+        def split(x):
+            return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+        for layer in self.layers:
+            query, key, value = map(split, layer(hidden_states).chunk(3, dim=-1))
+            attended = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=self.causal)
+            hidden_states = hidden_states + attended.transpose(1, 2).flatten(2)
+            crossed = functional.scaled_dot_product_attention(split(self.cross(hidden_states)), *[split(caption)] * 2)
+            hidden_states = hidden_states + crossed.transpose(1, 2).flatten(2)
+        return hidden_states
+
+
+def plain(**settings):
+    return seeded(Plain, **settings)
+
+
+def inputs(tokens=TOKENS):
+    torch.manual_seed(1)
+    return torch.randn(2, tokens, HEADS * HEAD_DIM), torch.randn(2, 7, HEADS * HEAD_DIM)
+
+
+def run(model, arguments):
+    with torch.no_grad():
+        return model(*arguments)
+
+
+def allegro():
+    model = seeded(
+        diffusers.AllegroTransformer3DModel,
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        cross_attention_dim=48,
+        sample_height=12,
+        sample_width=16,
+        sample_frames=4,
+        caption_channels=8,
+    )
+    torch.manual_seed(1)
+    arguments = {
+        "hidden_states": torch.randn(1, 4, 4, 12, 16),
+        "encoder_hidden_states": torch.randn(1, 1, 6, 8),
+        "timestep": torch.tensor([500]),
+        "attention_mask": None,
+        "image_rotary_emb": None,
+    }
+    return model, arguments
+
+
+def longcat():
+    axes = {"axes_dims_rope": (4, 6, 6)}
+    model = seeded(
+        diffusers.LongCatImageTransformer2DModel,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        **axes,
+    )
+    torch.manual_seed(1)
+    rows, columns = (torch.arange(size).float() for size in (8, 12))
+    arguments = {
+        "hidden_states": torch.randn(1, 96, 16),
+        "encoder_hidden_states": torch.randn(1, TEXT, 8),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.cartesian_prod(torch.zeros(1), rows, columns),
+        "txt_ids": torch.zeros(TEXT, 3),
+    }
+    return model, arguments
+
+
+def test_density_1_is_the_model_itself_and_removal_leaves_nothing():
+    model, arguments = plain(), inputs()
+    before, expected = (dict(vars(model)), type(model)), run(model, arguments)
+    mhla.apply_mhla(model, grid=GRID, extra=(0, TEXT), density=1.0)
+    assert mhla.is_patched(model) and isinstance(model, Plain)
+    torch.testing.assert_close(run(model, arguments), expected, atol=1e-5, rtol=1e-5)
+    mhla.remove_mhla(model)
+    assert (dict(vars(model)), type(model)) == before and not mhla.is_patched(model)
+    assert torch.equal(run(model, arguments), expected)
+
+
+def test_attentions_on_the_grid_are_the_operator_and_all_others_stay(caplog):
+    caplog.set_level(logging.INFO)
+    model, arguments = plain(layers=1), inputs()
+    expected = run(model, arguments)
+    mhla.apply_mhla(model, grid=GRID, extra=(0, TEXT), density=0.2)
+    found = run(model, arguments)
+    hidden_states, caption = arguments
+    query, key, value = (
+        x.unflatten(-1, (-1, HEAD_DIM)) for x in model.layers[0](hidden_states).detach().chunk(3, dim=-1)
+    )
+    attended = sparse_attention(query, key, value, GRID, density=0.2, extra=(0, TEXT))
+
+    def sparse(*_, **__):
+        return attended.transpose(1, 2)
+
+    own = functional.scaled_dot_product_attention
+    calls = iter([sparse, own])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "scaled_dot_product_attention", lambda *x, **y: next(calls)(*x, **y))
+        assert torch.equal(run(plain(layers=1), arguments), found)
+    assert_changed(found, expected)
+    assert "sparse in 1 of 2 attentions, 1 dense: keys of another sequence" in str(mhla.describe(model))
+    assert sum("cross-attention" in line for line in caplog.messages if line.startswith("MHLA: dense")) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "mask", "tokens", "reason"),
+    [
+        ({"causal": True}, None, 197, "causal attention"),
+        ({}, torch.ones(197, 197, dtype=torch.bool), 197, "a mask"),
+        ({}, None, 180, "180 tokens are not those of the grid"),
+    ],
+)
+def test_what_does_not_fit_stays_dense_and_is_told_once(settings, mask, tokens, reason, caplog):
+    model, arguments = plain(**settings), (*inputs(tokens), mask)
+    expected = run(model, arguments)
+    mhla.apply_mhla(model, grid=GRID, extra=(0, TEXT))
+    for _ in range(2):
+        assert torch.equal(run(model, arguments), expected)
+    assert sum(reason in line for line in caplog.messages) == 1
+    assert reason in str(mhla.describe(model))
+
+
+def test_grid_and_extra_as_functions_of_the_arguments():
+    model = plain()
+    mhla.apply_mhla(
+        model, grid=lambda x, caption: (x.shape[1] // 48, 6, 8), extra=lambda x, caption: (0, x.shape[1] % 48)
+    )
+    for frames, text in ((4, 5), (3, 2)):
+        arguments = inputs(frames * 48 + text)
+        expected = plain()
+        mhla.apply_mhla(expected, grid=(frames, 6, 8), extra=(0, text))
+        assert torch.equal(run(model, arguments), run(expected, arguments))
+
+
+@pytest.mark.parametrize(("make", "grid", "extra"), [(allegro, (4, 6, 8), (0, 0)), (longcat, (8, 12), (TEXT, 0))])
+def test_classes_of_diffusers_without_a_family(make, grid, extra):
+    model, arguments = make()
+
+    def predict():
+        with torch.no_grad():
+            return model(**arguments, return_dict=False)[0]
+
+    expected = predict()
+    mhla.apply_mhla(model, grid=grid, extra=extra, density=1.0)
+    torch.testing.assert_close(predict(), expected, atol=1e-4, rtol=1e-4)
+    mhla.remove_mhla(model)
+    mhla.apply_mhla(model, grid=grid, extra=extra, density=0.2)
+    assert_changed(predict(), expected)
+    assert "sparse in 2 of" in str(mhla.describe(model))
+    with mhla.mhla_disabled(model):
+        assert torch.equal(predict(), expected)
+    mhla.remove_mhla(model)
+    assert torch.equal(predict(), expected)
+
+
+def test_threads_copies_and_other_models_are_left_alone():
+    model, other, arguments = plain(), plain(), inputs()
+    expected = run(other, arguments)
+    mhla.apply_mhla(model, grid=GRID, extra=(0, TEXT))
+    clone, found, sparse = copy.deepcopy(model), [], run(model, arguments)
+    threads = [threading.Thread(target=lambda m: found.append(run(m, arguments)), args=(m,)) for m in (model, clone)]
+    for thread in threads:
+        thread.start()
+    assert torch.equal(run(other, arguments), expected)
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, sparse) for one in found)
+    mhla.remove_mhla(model)
+    assert torch.equal(run(clone, arguments), sparse)
+
+
+class Scheduler:
+    """Counts steps, as schedulers of diffusers do."""
+
+    def __init__(self, steps: int) -> None:
+        self.timesteps, self.step_index, self.begin_index, self.order = torch.arange(steps), None, None, 1
+
+
+class Pipe:
+    def __init__(self, transformer: nn.Module) -> None:
+        self.components, self.scheduler = {"transformer": transformer}, None
+
+    def __call__(self, arguments, steps):
+        self.scheduler, outputs = Scheduler(steps), []
+        for index in range(steps):
+            outputs.append(run(self.components["transformer"], arguments))
+            self.scheduler.step_index = index + 1
+        return outputs
+
+
+def test_dense_steps_and_what_they_show_in_a_pipeline():
+    arguments, expected = inputs(), run(plain(), inputs())
+    pipe = mhla.apply_mhla(Pipe(plain()), grid=GRID, extra=(0, TEXT), refresh=3)
+    first, second, third, fourth, *_ = pipe(arguments, 6)
+    assert torch.equal(first, expected) and torch.equal(fourth, expected)
+    dropped = mhla.apply_mhla(Pipe(plain()), grid=GRID, extra=(0, TEXT), refresh=3, carry=False)(arguments, 6)
+    distances = [float((x - expected).norm()) for x in (second, third, dropped[1])]
+    assert distances[0] < distances[1] < distances[2]  # the input stays the same, so what is carried is what is lost
+    assert torch.equal(pipe(arguments, 6)[1], second)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"grid": (4, 0)}, "grid=(4, 0)"),
+        ({"grid": GRID, "extra": 5}, "extra=5"),
+        ({"grid": GRID, "layers": "2/3"}, "2/3"),
+        ({"grid": GRID, "softmax_steps": 2}, "softmax_steps=2"),
+        ({"grid": GRID, "backend": "triton"}, "backend"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_and_nothing_is_changed(arguments, words):
+    model = plain()
+    with pytest.raises(ValueError, match=re.escape(words)):
+        mhla.apply_mhla(model, **arguments)
+    assert not mhla.is_patched(model) and type(model) is Plain
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_compiled_model_attends_alike(whole):
+    model = mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT))
+    expected = run(model, inputs())
+    if whole:
+        model.compile(backend="eager")
+    else:
+        for layer in model.layers:
+            layer.compile(backend="eager")
+    assert torch.equal(run(model, inputs()), expected)
