@@ -36,7 +36,7 @@ USUAL_REFRESH, FEWEST_REFRESHED = 0.2, 20
 
 
 def _layers(choice: Any) -> LayerChoice:
-    """Return a choice of layers, of which a list becomes a tuple."""
+    """Return a choice of layers; a list becomes a tuple."""
     layers: LayerChoice = tuple(choice) if isinstance(choice, list | tuple | range) else choice
     parse_layers(layers)
     return layers
@@ -259,7 +259,7 @@ class LinearConfig(PatchConfig):
     """
     normalize: bool = True
     """Divide by the normaliser of Eq. 4."""
-    eps: float = field(default=1e-6, metadata=allow(at_least=0, at_most=1, example=1e-6))
+    eps: float = field(default=1e-6, metadata=allow(at_least=0, at_most=1, example="1e-6"))
     """Floor that the relu and elu+1 feature maps add; softmax and identity need none."""
     mixing_init: MixingInit = "locality"
     """Mixing matrix before training: locality, uniform or identity."""

@@ -13,7 +13,6 @@ a YAML file with overrides of the command line (:func:`read_yaml`). An error nam
 """
 
 import math
-import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -201,9 +200,6 @@ def parse_yaml(text: str, source: str) -> Any:
                     raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
             return super().construct_mapping(node, deep)
 
-    # YAML 1.2 reads 1e-4 as a number; PyYAML's YAML 1.1 wants a point and a sign
-    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
         loader = UniqueKeys(text)
         loader.name = source  # in its errors, beside line and column
@@ -280,10 +276,18 @@ def _convert(value: Any, kind: Any, allowed: _Allowed, path: Place) -> Any:
             return {name: _convert(x, arguments[1], _Allowed(), (*path, name)) for name, x in value.items()}
         if of is Literal and any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and (one is float or (one is int and isinstance(value, int))) and allowed.holds(value):
-            return one(value)
+        number = _number(value) if one is float else value if isinstance(value, int) else None
+        if one in (int, float) and number is not None and not isinstance(value, bool) and allowed.holds(number):
+            return one(number)
     raise _misfit(value, kind, allowed, path)
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, also one that is given as text, since YAML reads ``1e-4`` so; None for anything else."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else None
+    except ValueError:
+        return None
 
 
 def _misfit(value: Any, kind: Any, allowed: _Allowed, path: Place) -> SettingError:

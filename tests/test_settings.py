@@ -9,8 +9,9 @@ from mhla_diffusers.engines.attend import EngineSettings
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig
 from mhla_diffusers.demo.run import DemoConfig
 from mhla_diffusers.families import Clip
+from mhla_diffusers.patching.attend import EngineSettings
 from mhla_diffusers.patching.few_steps import FewSteps
-from mhla_diffusers.settings import Settings, allow, check_choice, check_value, parse_yaml, read_yaml
+from mhla_diffusers.settings import Settings, allow, check_choice, check_value, read_yaml
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
 from mhla_diffusers.training.config import ContextParallel, FewStepsConfig
 
@@ -111,7 +112,7 @@ def test_errors_say_where_and_what(text, overrides, message):
 
 
 def test_numbers_of_yaml_and_arguments_of_functions():
-    assert parse_yaml("[1e-4, -1.5E3, 3, abc1e3]", "it") == [1e-4, -1500.0, 3, "abc1e3"]
+    assert check_value("rate", "1e-4", float, above=0) == 1e-4
     assert check_value("count", 3, int, above=0) == 3
     for check, message in (
         (lambda: check_value("count", 0, int, above=0), "count=0 must be an integer above 0."),

@@ -174,7 +174,7 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
     if not is_hub_id:
         near = nearest(path.name, adapted_patch_names(), count=3, cutoff=0.4) if len(path.parts) == 1 else ""
         raise FileNotFoundError(
-            f"{patch} is no folder, no Hub id (owner/name) and no adapted patch that ships{near and '; ' + near} "
+            f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch{'; ' + near if near else '.'} "
             f"These ship: {', '.join(adapted_patch_names()) or 'none'}."
         )
     if path.parent.is_dir() and revision is None:

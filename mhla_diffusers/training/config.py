@@ -292,7 +292,7 @@ class TrainingConfig(Settings):
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """Read what ``to_dict`` returns."""
+        """Read what ``to_dict`` returns; a float may be text, since YAML reads ``1e-4`` so."""
         return cls.read(settings)
 
     @classmethod
