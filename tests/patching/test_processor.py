@@ -145,7 +145,7 @@ REFUSED = [
     ((), {"blocks": (2, 2), "far": "means"}, "blocks belongs to .*far to sparse"),
     ((), {"blocs": (2, 2, 2)}, "'blocs'"),
     ((), {"grid": (2, 2)}, "density .*blocks"),
-    ((), {"blocks": (2, 2, 2), "grid": (4, -8, 8)}, r"grid=\(4, -8, 8\) .*got -8"),
+    ((), {"blocks": (2, 2, 2), "grid": (4, -8, 8)}, r"grid=\(4, -8, 8\) must be 1 to 3"),
     ((), {"blocks": (2, 2), "backend": "eagr"}, "'eagr'.*auto.*eager"),
 ]
 
