@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from ..attention.layout import Extra, Shape, check_grid
 from ..config import SparseConfig, Step
 from ..families import find_family, unwrapped
-from ..families.patched_classes import switch, switch_back
 from .attend import EngineAttention, EngineSettings
 from .context import current, enter
 from .steps import step_by_counting
@@ -177,6 +176,8 @@ def apply_to_any(model: Any, config: SparseConfig, grid: Grid, extra: Extras) ->
     Raises:
         ValueError: a model that has a family or is patched, nothing to patch, or what :class:`AnyPatch` refuses.
     """
+    from ..families.patched_classes import switch
+
     modules = _modules(model)
     if not modules:
         raise ValueError(f"{type(model).__name__} is no model and no pipeline with a transformer or a unet.")
@@ -203,6 +204,8 @@ def any_patches(model: Any) -> dict[nn.Module, AnyPatch]:
 
 def remove_from_any(model: Any) -> None:
     """Undo :func:`apply_to_any`."""
+    from ..families.patched_classes import switch_back
+
     for module in any_patches(model):
         switch_back(module)
         delattr(module, ATTRIBUTE)
