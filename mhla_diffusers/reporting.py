@@ -137,6 +137,11 @@ def set_quiet(quiet: bool) -> None:
     _shown["quiet"] = quiet
 
 
+def shows_bars() -> bool:
+    """Whether progress is shown by bars: on a terminal, unless it is to be quiet."""
+    return sys.stderr.isatty() and not _shown["quiet"]
+
+
 def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
     """Make a tqdm: a bar on a terminal or in a notebook, else a line every half minute, which has no bar."""
     from tqdm.auto import tqdm

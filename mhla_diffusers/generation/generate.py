@@ -117,8 +117,16 @@ def name_of_prompt(prompt: str) -> str:
     return f"{name}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
 
 
-def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterator[tuple[Sample, bool]]:
+def generate(
+    config: SampleSet, process: int = 0, processes: int = 1, steps_bar: bool = False
+) -> Iterator[tuple[Sample, bool]]:
     """Generate this process's missing samples.
+
+    Args:
+        config: which, and how.
+        process: number of this process.
+        processes: that share the samples.
+        steps_bar: whether diffusers shows a bar of the denoising steps.
 
     Yields:
         Each sample, and whether it was generated (True) or existed already (False); those that existed first.
@@ -145,6 +153,8 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
             else:
                 missing.append(sample)
         pipe = config.load(sorted({sample.text for sample in config.samples})) if missing else None
+        if pipe is not None and steps_bar:
+            pipe.set_progress_bar_config(disable=False, leave=False)
         for start in range(0, len(missing), config.batch_size):
             batch = missing[start : start + config.batch_size]
             noise = [

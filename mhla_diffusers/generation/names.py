@@ -127,8 +127,10 @@ def pipeline_options(
     weights: Annotated[
         str | None, typer.Option(help="Result of mhla finetune, or folder or Hub id of a patch.")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 (or bf16) or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Of the weights: float32, bfloat16, float16; auto: bfloat16 on a GPU.")
+    ] = "auto",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Argument of the pipeline's call; repeatable."),

@@ -42,7 +42,7 @@ class PipelineChoice:
     """dit, sana, wan, or the name of a registered family."""
     _: KW_ONLY
     model: str | None = None
-    """Hub id or folder; None for the tiny pipeline that ships with the package."""
+    """Hub id or folder; None, or such as "tiny-wan", for the tiny pipeline that ships with the package."""
     patch: str | None = None
     """Name or YAML file of a patch to apply, untrained; "default" for the family's own."""
     patch_settings: dict[str, Any] = field(default_factory=dict)
@@ -52,15 +52,18 @@ class PipelineChoice:
     """Result of ``mhla finetune``, or the folder or Hub id of a patch."""
     frames_per_second: int | None = None
     """Frame rate of videos; default: that of the family's clips or of the tiny pipeline."""
-    device: str = "cpu"
-    """For example cuda:1, or "auto" for a GPU if there is one."""
-    dtype: str = "float32"
-    """Type of the weights, for example bfloat16; bf16 is stored as bfloat16."""
+    device: str = "auto"
+    """For example cuda:1; "auto" is a GPU if there is one."""
+    dtype: str = "auto"
+    """Type of the weights, for example bfloat16; bf16 is stored as bfloat16, and "auto" is that on a GPU, else float32.
+    """
     settings: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's call, for example height, width, num_frames, num_inference_steps."""
 
     def __post_init__(self) -> None:
         family_named(self.family)
+        if self.model == f"tiny-{self.family}":
+            object.__setattr__(self, "model", None)
         if self.model is None and self.family not in TINY:
             raise ValueError(
                 f"family={self.family!r} has no tiny pipeline; give model, the Hub id or folder of a pipeline. Tiny "
@@ -72,8 +75,9 @@ class PipelineChoice:
             )
         if self.weights is not None:
             object.__setattr__(self, "weights", str(_result_in(self.weights)))
-        choose_device(self.device)
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        on_gpu = choose_device(self.device).type != "cpu"
+        usual = "bfloat16" if on_gpu else "float32"
+        object.__setattr__(self, "dtype", usual if self.dtype == "auto" else dtype_name(self.dtype))
         check_value("frames_per_second", self.frames_per_second, int | None, above=0)
         if self.frames_per_second is not None and not self.of_family.makes_videos:
             raise ValueError(
@@ -85,6 +89,15 @@ class PipelineChoice:
     def of_family(self) -> TrainedFamily:
         """The registered family."""
         return family_named(self.family)
+
+    def __str__(self) -> str:
+        """What runs where, in one line."""
+        runs = self.weights or self.patch or (DEFAULT if self.patch_settings else "")
+        patch = f"patch {runs}" if runs else "no patch"
+        changes = "".join(f", {name}={value}" for name, value in self.patch_settings.items())
+        return (
+            f"{self.model or f'tiny-{self.family}'} on {choose_device(self.device)} in {self.dtype}, {patch}{changes}"
+        )
 
     @property
     def named_patch(self) -> str | None:
