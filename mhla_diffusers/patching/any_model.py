@@ -69,10 +69,10 @@ class AnyPatch:
         """Whether its model is within ``mhla_disabled`` in this thread."""
         return any(one is self for one in current().off)
 
-    def step(self) -> Step | None:
-        """Return the denoising step of the next forward; None if it is unknown."""
-        pipe = None if self._pipe is None else self._pipe()
-        return step_by_counting(getattr(pipe, "scheduler", None))
+    @property
+    def scheduler(self) -> Any:
+        """Scheduler of the pipeline; None without a pipeline."""
+        return getattr(None if self._pipe is None else self._pipe(), "scheduler", None)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,7 +80,10 @@ class AnyPatch:
         grid = check_blocks(self.grid(*args, **kwargs), "grid") if callable(self.grid) else self.grid
         extra = _check_extra(self.extra(*args, **kwargs)) if callable(self.extra) else self.extra
         attention = self._attentions.setdefault(threading.get_ident(), EngineAttention(self.settings, logger))
-        calls = _SparseCalls(attention, grid, extra, self.step())
+        scheduler = self.scheduler
+        calls = _SparseCalls(attention, grid, extra, step_by_counting(scheduler))
+        if calls.step is not None:
+            attention.end_with(scheduler.timesteps)  # every call of a pipeline makes new ones
         try:
             with calls:
                 output = forward(*args, **kwargs)
