@@ -7,6 +7,7 @@ that see the past alone. What all have in common is in :class:`PatchConfig`. Pre
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -684,5 +685,6 @@ def _parse_patch(content: Any) -> Patch:
     if not isinstance(settings, Mapping):
         raise ValueError(f"patch must hold settings such as density or blocks, got {settings!r}.")
     if isinstance(settings.get("eps"), str):  # YAML reads 1e-6, without a point, as text
-        settings = {**settings, "eps": float(settings["eps"])}
+        with suppress(ValueError):
+            settings = {**settings, "eps": float(settings["eps"])}
     return Patch(content["family"], content["base_model"], content["description"], PatchConfig.from_dict(settings))

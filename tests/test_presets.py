@@ -56,6 +56,7 @@ REFUSED = {
     "key more": (f"{HEAD}patch: {{blocks: [1]}}\nextra: 1\n", "unknown: extra"),
     "setting": (f"{HEAD}patch: {{block: [1]}}\n", "'block'; did you mean 'blocks'"),
     "no blocks": (f"{HEAD}patch: {{eps: 1.0}}\n", "needs blocks"),
+    "text for a number": (f"{HEAD}patch: {{blocks: [1], eps: small}}\n", "eps='small'"),
     "number": (f"{HEAD}patch: 3\n", "patch must hold settings"),
     "two attentions": (f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n", "blocks belongs to .*, and density to "),
     "settings of a list": (f"{HEAD}patch: [2, 2]\n", r"\[2, 2\]"),
