@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..attention.layout import Extra, Shape, check_blocks
-from ..config import SparseConfig, Step
+from ..config import SparseConfig, Step, check
 from ..families import find_family, unwrapped
 from ..families.patched_classes import switch, switch_back
 from .attend import EngineAttention, EngineSettings
@@ -48,6 +48,10 @@ class AnyPatch:
     """
 
     def __init__(self, config: SparseConfig, grid: Grid, extra: Extras, pipe: Any) -> None:
+        check(
+            config.layers == "all",
+            f"layers={config.layers!r}: layers can be chosen of models with a family alone; leave it out.",
+        )
         self.settings = EngineSettings(config, min_tokens=0)
         self.grid = grid if callable(grid) else check_blocks(grid, "grid")
         self.extra = extra if callable(extra) else _check_extra(extra)

@@ -256,7 +256,7 @@ def test_every_call_of_a_pipeline_begins_afresh(before):
     [
         ({"grid": (4, 0)}, "grid=(4, 0)"),
         ({"grid": GRID, "extra": 5}, "extra=5"),
-        ({"grid": GRID, "layers": "2/3"}, "2/3"),
+        ({"grid": GRID, "layers": "2/3"}, "layers='2/3': layers can be chosen of models with a family alone"),
         ({"grid": GRID, "softmax_steps": 2}, "softmax_steps=2"),
         ({"grid": GRID, "backend": "triton"}, "backend"),
     ],
