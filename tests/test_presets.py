@@ -57,6 +57,7 @@ REFUSED = {
     "setting": (f"{HEAD}patch: {{block: [1]}}\n", "line 4: .*'patch.block'; did you mean 'blocks'"),
     "no blocks": (f"{HEAD}patch: {{eps: 1.0}}\n", "needs blocks"),
     "number": (f"{HEAD}patch: 3\n", "line 4: patch=3 must be"),
+    "text for a number": (f"{HEAD}patch: {{blocks: [1], eps: small}}\n", "eps='small'"),
     "two attentions": (f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n", "blocks belongs to .*, and density to "),
     "settings of a list": (f"{HEAD}patch: [2, 2]\n", r"\[2, 2\]"),
     "list": ("- 1\n", "named settings"),

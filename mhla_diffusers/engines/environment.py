@@ -60,4 +60,5 @@ def _value(name: str, text: str) -> Any:
     try:
         return int(text) if text.strip().isdigit() else float(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} must be a number.") from None
+        words = ", 'auto' or 'none'" if name == "MHLA_REFRESH" else ""
+        raise ValueError(f"{name}={text!r} must be a number{words}.") from None

@@ -191,7 +191,8 @@ def supported_instead(kind: str | type) -> str:
     nearest = f"the nearest family is {owners[stems[near[0]]].name!r} ({stems[near[0]]}). " if near else ""
     return (
         f'{nearest}{"T" if nearest else "t"}he page "Models" of the documentation (docs/models.md) lists what is '
-        'supported, and "Add a model" (docs/add-a-model.md) shows how to add a family with register_family().'
+        'supported, and "Add a model" (docs/add-a-model.md) shows how to add a family with register_family(). Without '
+        "one, apply_mhla(model, grid=...) runs sparse attention."
     )
 
 

@@ -18,8 +18,13 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+<<<<<<< HEAD
 from ..attention.layout import Extra, Shape, check_grid
 from ..config import SparseConfig, Step
+=======
+from ..attention.layout import Extra, Shape, check_blocks
+from ..config import SparseConfig, Step, check
+>>>>>>> 98e05b32249bc520f3cac06e0d135ba4dcf01ed2
 from ..families import find_family, unwrapped
 from .attend import EngineAttention, EngineSettings
 from .context import current, enter
@@ -47,6 +52,10 @@ class AnyPatch:
     """
 
     def __init__(self, config: SparseConfig, grid: Grid, extra: Extras, pipe: Any) -> None:
+        check(
+            config.layers == "all",
+            f"layers={config.layers!r}: layers can be chosen of models with a family alone; leave it out.",
+        )
         self.settings = EngineSettings(config, min_tokens=0)
         self.grid = grid if callable(grid) else check_grid(grid)
         self.extra = extra if callable(extra) else _check_extra(extra)
@@ -68,10 +77,10 @@ class AnyPatch:
         """Whether its model is within ``mhla_disabled`` in this thread."""
         return any(one is self for one in current().off)
 
-    def step(self) -> Step | None:
-        """Return the denoising step of the next forward; None if it is unknown."""
-        pipe = None if self._pipe is None else self._pipe()
-        return step_by_counting(getattr(pipe, "scheduler", None))
+    @property
+    def scheduler(self) -> Any:
+        """Scheduler of the pipeline; None without a pipeline."""
+        return getattr(None if self._pipe is None else self._pipe(), "scheduler", None)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +88,10 @@ class AnyPatch:
         grid = check_grid(self.grid(*args, **kwargs)) if callable(self.grid) else self.grid
         extra = _check_extra(self.extra(*args, **kwargs)) if callable(self.extra) else self.extra
         attention = self._attentions.setdefault(threading.get_ident(), EngineAttention(self.settings, logger))
-        calls = _SparseCalls(attention, grid, extra, self.step())
+        scheduler = self.scheduler
+        calls = _SparseCalls(attention, grid, extra, step_by_counting(scheduler))
+        if calls.step is not None:
+            attention.end_with(scheduler.timesteps)  # every call of a pipeline makes new ones
         try:
             with calls:
                 output = forward(*args, **kwargs)

@@ -221,9 +221,9 @@ class Pipe:
     def __init__(self, transformer: nn.Module) -> None:
         self.components, self.scheduler = {"transformer": transformer}, None
 
-    def __call__(self, arguments, steps):
+    def __call__(self, arguments, steps, until=None):
         self.scheduler, outputs = Scheduler(steps), []
-        for index in range(steps):
+        for index in range(steps)[:until]:
             outputs.append(run(self.components["transformer"], arguments))
             self.scheduler.step_index = index + 1
         return outputs
@@ -240,12 +240,23 @@ def test_dense_steps_and_what_they_show_in_a_pipeline():
     assert torch.equal(pipe(arguments, 6)[1], second)
 
 
+@pytest.mark.parametrize("before", [{"steps": 1}, {"steps": 6, "until": 1}, {"steps": 4, "until": 2}])
+def test_every_call_of_a_pipeline_begins_afresh(before):
+    """Also where the call before ended in the step in which this one begins, which no index of a step tells."""
+    arguments, others = inputs(), [-one for one in inputs()]
+    settings = {"grid": GRID, "extra": (0, TEXT), "softmax_steps": 1}
+    expected = mhla.apply_mhla(Pipe(plain()), **settings)(arguments, 6)
+    pipe = mhla.apply_mhla(Pipe(plain()), **settings)
+    pipe(others, **before)
+    assert all(torch.equal(one, other) for one, other in zip(pipe(arguments, 6), expected, strict=True))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"grid": (4, 0)}, "grid=(4, 0)"),
         ({"grid": GRID, "extra": 5}, "extra=5"),
-        ({"grid": GRID, "layers": "2/3"}, "2/3"),
+        ({"grid": GRID, "layers": "2/3"}, "layers='2/3': layers can be chosen of models with a family alone"),
         ({"grid": GRID, "softmax_steps": 2}, "softmax_steps=2"),
         ({"grid": GRID, "backend": "triton"}, "backend"),
     ],

@@ -168,6 +168,7 @@ def test_settings_from_the_environment():
     [
         ({"MHLA_DENSTY": "0.1"}, "MHLA_DENSITY"),
         ({"MHLA_DENSITY": "high"}, "must be a number"),
+        ({"MHLA_REFRESH": "None"}, "must be a number, 'auto' or 'none'"),
         ({"MHLA_DENSITY": "2"}, "MHLA_DENSITY=2 .*: density=2"),
         ({"MHLA_SOFTMAX_LAYERS": "0,-1"}, "softmax_layers"),
         ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens=1.5"),

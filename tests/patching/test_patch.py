@@ -192,7 +192,7 @@ def test_models_that_are_not_supported_are_refused():
     parts = SimpleNamespace(components={"text_encoder": torch.nn.Linear(1, 1), "transformer": dancer})
     for model, words in (
         (pipe, "DDPMPipeline has no transformer.*components: unet, scheduler"),
-        (pipe.unet, r"^UNet2DModel is not supported; the page.*Add a model"),
+        (pipe.unet, r"^UNet2DModel is not supported; the page.*Add a model.*apply_mhla\(model, grid="),
         (None, "NoneType"),
         (dancer, r"^WanDancerTransformer3DModel is not.*nearest family is 'wan'.*register_family\(\)"),
         (parts, "^WanDancerTransformer3DModel is not.*nearest family is 'wan'"),
