@@ -7,13 +7,7 @@ that see the past alone. What all have in common is in :class:`PatchConfig`. Pre
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-<<<<<<< HEAD
 from dataclasses import dataclass, field, fields, replace
-=======
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
->>>>>>> 98e05b32249bc520f3cac06e0d135ba4dcf01ed2
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -599,31 +593,4 @@ def load_patch(name_or_path: str | Path) -> Patch:
                 f"Presets: {', '.join(patch_names())}; or give the path of a .yaml file."
             )
         path = patch_folder() / f"{name_or_path}.yaml"
-<<<<<<< HEAD
     return read_yaml(Patch, read_text(path), path)
-=======
-    if not path.is_file():
-        raise FileNotFoundError(f"Patch file {path} does not exist.")
-    try:
-        return _parse_patch(parse_yaml(read_text(path), "it"))
-    except ValueError as error:
-        raise ValueError(f"Patch file {path}: {error}") from error
-
-
-def _parse_patch(content: Any) -> Patch:
-    keys = {"family", "base_model", "description", "patch"}
-    found = set(content) if isinstance(content, Mapping) else set()
-    if found != keys:
-        raise ValueError(
-            f"expected exactly the keys {', '.join(sorted(keys))}; "
-            f"unknown: {', '.join(sorted(map(str, found - keys))) or 'none'}, "
-            f"missing: {', '.join(sorted(keys - found)) or 'none'}."
-        )
-    settings = content["patch"]
-    if not isinstance(settings, Mapping):
-        raise ValueError(f"patch must hold settings such as density or blocks, got {settings!r}.")
-    if isinstance(settings.get("eps"), str):  # YAML reads 1e-6, without a point, as text
-        with suppress(ValueError):
-            settings = {**settings, "eps": float(settings["eps"])}
-    return Patch(content["family"], content["base_model"], content["description"], PatchConfig.from_dict(settings))
->>>>>>> 98e05b32249bc520f3cac06e0d135ba4dcf01ed2

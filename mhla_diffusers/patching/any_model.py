@@ -18,14 +18,10 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-<<<<<<< HEAD
 from ..attention.layout import Extra, Shape, check_grid
 from ..config import SparseConfig, Step
-=======
-from ..attention.layout import Extra, Shape, check_blocks
-from ..config import SparseConfig, Step, check
->>>>>>> 98e05b32249bc520f3cac06e0d135ba4dcf01ed2
 from ..families import find_family, unwrapped
+from ..settings import check
 from .attend import EngineAttention, EngineSettings
 from .context import current, enter
 from .steps import step_by_counting
