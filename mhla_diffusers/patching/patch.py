@@ -239,7 +239,7 @@ def attn_processors(transformer: Any) -> dict[str, Any]:
     return {f"{name}.processor": module.get_processor() for name, module in attentions_of(transformer).items()}
 
 
-def remove_mhla(model: Model) -> Model:
+def remove_mhla(model: Model, *, strict: bool = False) -> Model:
     """Undo :func:`apply_mhla` and :func:`load_mhla`: restore processors, modules, hooks and methods.
 
     Weights of the model that an adapted patch replaced are restored bit for bit.
@@ -247,12 +247,16 @@ def remove_mhla(model: Model) -> Model:
     Attentions that were patched through diffusers' own ``set_attn_processor``, which keeps no record, get the
     processors that diffusers gives a new model.
 
+    Args:
+        model: pipeline or transformer. One that is not patched stays as it is, and the log says so.
+        strict: raise for a model that is not patched.
+
     Returns:
         ``model``.
 
     Raises:
-        ValueError: if the model is not patched, or weights that the patch replaced cannot be brought back. The model is
-            unchanged then.
+        ValueError: no model, with ``strict`` one that is not patched, or weights that the patch replaced and that
+            cannot be brought back. The model is unchanged then.
     """
     handles = find_patched(model).values()
     if not handles and any_patches(model):
@@ -260,7 +264,9 @@ def remove_mhla(model: Model) -> Model:
         return model
     if not handles:
         refuse_wrapped(model)
-        raise ValueError("The model is not patched with MHLA; there is nothing to remove.")
+        if strict or not (isinstance(model, nn.Module) or hasattr(model, "components")):
+            raise ValueError(f"{type(model).__name__} is not patched with MHLA; there is nothing to remove.")
+        logger.warning("%s is not patched; nothing was removed.", type(model).__name__)
     for patched in handles:
         patched.check_removable()
     for patched in handles:
