@@ -251,15 +251,15 @@ def remove_mhla(model: Model, *, strict: bool = False) -> Model:
     processors that diffusers gives a new model.
 
     Args:
-        model: pipeline or transformer. One that is not patched is left as it is, with a warning.
-        strict: raise in place of that warning.
+        model: pipeline or transformer. One that is not patched stays as it is, and the log says so.
+        strict: raise for a model that is not patched.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: weights that the patch replaced cannot be brought back, or with ``strict`` the model is not patched.
-            The model is unchanged then.
+        ValueError: no model, with ``strict`` one that is not patched, or weights that the patch replaced and that
+            cannot be brought back. The model is unchanged then.
     """
     handles = find_patched(model).values()
     if not handles and any_patches(model):
@@ -267,9 +267,9 @@ def remove_mhla(model: Model, *, strict: bool = False) -> Model:
         return model
     if not handles:
         refuse_wrapped(model)
-        if strict or not isinstance(model, nn.Module) and not hasattr(model, "components"):
-            raise ValueError(f"This {type(model).__name__} is not patched with MHLA; there is nothing to remove.")
-        logger.warning("This %s is not patched with MHLA, so nothing was removed.", type(model).__name__)
+        if strict or not (isinstance(model, nn.Module) or hasattr(model, "components")):
+            raise ValueError(f"{type(model).__name__} is not patched with MHLA; there is nothing to remove.")
+        logger.warning("%s is not patched; nothing was removed.", type(model).__name__)
     for patched in handles:
         check_removable(patched)
     for patched in handles:

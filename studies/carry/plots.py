@@ -23,13 +23,13 @@ SHOWN = {
 
 def main() -> None:
     """Draw a panel for each table."""
-    names = sorted((file.stem for file in HERE.glob("*-*.csv")), reverse=True)
+    names = sorted((file.stem for file in HERE.glob("*-50.csv")), reverse=True)
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.6 * len(names), 3.6), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         rows = list(csv.DictReader((HERE / f"{name}.csv").open()))
         for label, (belongs, colour, marker) in SHOWN.items():
-            points = sorted((float(row["cost"]), float(row["psnr"]), row) for row in rows if belongs(row))
-            points = [point for point in points if point[1] < 90]
+            points = [(float(row["cost"]), float(row["psnr"]), row) for row in rows if belongs(row)]
+            points = sorted((point for point in points if point[1] < 90), key=lambda point: point[0])
             if not points:
                 continue
             style = "-" if label == "density alone" else "none"
@@ -45,6 +45,11 @@ def main() -> None:
                     density = f"{float(row['density']):.1%}".replace(".0%", "%")
                     axis.annotate(density, (cost, psnr), (3, 4), textcoords="offset points", fontsize=7, color=colour)
         family, steps = name.split("-")
+        every = round(0.2 * int(steps))  # refresh="auto"
+        for row in rows:
+            if (row["density"], row["dense steps"], row["carried"]) == ("0.025", f"refresh {every}", "yes"):
+                spot = float(row["cost"]), float(row["psnr"])
+                axis.plot(*spot, "o", ms=13, mfc="none", mec="black", zorder=3, label="the default")
         axis.set(xlabel="keys that a query attends to / N, mean over steps", title=f"tiny-{family}, {steps} steps")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("PSNR to the unpatched samples (dB)")

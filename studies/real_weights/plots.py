@@ -43,6 +43,9 @@ def draw_error_over_cost(plt: Any) -> None:
                 chosen = [rows[f"sparse {density:.1%}{ending}"] for density in DENSITIES]
                 points = [(float(row["cost"]), float(row[measured])) for row in chosen]
                 axis.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
+            default = rows["sparse 2.5%"]
+            spot = float(default["cost"]), float(default[measured])
+            axis.plot(*spot, "o", ms=13, mfc="none", mec="black", label="the default")
             for name, style in (("MHLA", "--"), ("plain linear", ":")):
                 axis.axhline(float(rows[name][measured]), color="#2ca02c", linestyle=style, label=name)
             axis.set_yscale("log")

@@ -111,6 +111,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
 ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^make ", "it would run these tests, or the demo for minutes"),
     (r"^\.ci/run", "it would run these tests"),
+    (r"^git clone ", "readers put in the address of the page that they read"),
     (r"^pip (install|download|wheel) ", "it would change the environment, or download packages"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^mhla finetune .* --dry-run --processes 8", "it reads a model of the Hub; tests/training counts tiny ones"),
@@ -245,6 +246,8 @@ def check(command: list[str]) -> None:
     if program == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert re.search(rf"^{arguments[0]}:", makefile, re.MULTILINE), f"no target {arguments[0]}"
+    elif program == "git":
+        assert arguments[0] == "clone"
     elif program == "pip":
         check_pip(arguments)
     elif program == "accelerate":

@@ -84,6 +84,23 @@ def test_what_a_patch_brings_at_most():
     assert checked > 25
 
 
+def test_readme_repeats_what_is_counted_and_measured():
+    """Its bounds are rows of the table that ships, its milliseconds stand in the results."""
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    with (ROOT / "assets/models/ceilings.csv").open(encoding="utf-8") as file:
+        most = {(row["model"], row["size"]): row["at most"].removesuffix(" x") for row in csv.DictReader(file)}
+    large, small = most["wan2.1-1.3b", "720x1280x81"], most["wan2.1-1.3b", "480x832x81"]
+    assert f"{large} times for Wan2.1-1.3B at 720x1280x81, {small} at 480x832x81" in readme
+    assert f"{most['flux-dev', '2048x2048']} for Flux at 2048 px" in readme
+    assert f"Flux gains at most {most['flux-dev', '1024x1024']}" in readme
+    assert f"five dense steps of 50 turn {large} into {50 / (5 + 45 / float(large)):.1f}." in readme
+    for size, softmax, prototype in re.findall(r"one forward, (\S+) \| H100, \S+ \| ([\d,]+) \| (\d+) \|", readme):
+        (row,) = [row for row in rows_of(H100[H100.index("480x800x81") :]) if row[-1] == prototype]
+        assert softmax.replace(",", "") in re.search(r"softmax took (\d+) and (\d+) ms", H100).groups(), (size, row)
+    (cells,) = re.findall(r"one attention, 15,360 tokens.*?CPU threads \| ([\d,]+) \| (\d+) \| (\d+) \|", readme)
+    assert list(cells) == [row[-1] for row in rows_of(RESULTS[RESULTS.index("| tokens N") :].partition("\n\n")[0])[2:]]
+
+
 def test_flops_of_sparse_attention_and_mhla():
     shown = {
         kind: CliRunner().invoke(app, ["info", "--patch", f"wan2.1-t2v-1.3b{ending}"]).output.splitlines()

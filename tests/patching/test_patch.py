@@ -222,10 +222,16 @@ def test_a_dict_of_other_names_and_what_is_no_processor_change_nothing():
         assert_same_footprint(model, before)
 
 
-def test_what_is_not_patched_can_be_neither_disabled_nor_removed():
+def test_what_is_not_patched_can_be_neither_disabled_nor_strictly_removed(caplog):
     model = FAMILIES["sana"].build()
     with pytest.raises(ValueError, match="not patched"):
-        mhla.remove_mhla(model)
+        mhla.remove_mhla(model, strict=True)
+    assert not caplog.records
+    assert mhla.remove_mhla(model) is model, "as in the second run of a notebook's cell"
+    assert "SanaTransformer2DModel is not patched; nothing was removed" in caplog.text
+    for no_model in ("model", type(model)):
+        with pytest.raises(ValueError):
+            mhla.remove_mhla(no_model)
     with pytest.raises(ValueError, match="not patched"), mhla.mhla_disabled(model):
         pass
 
