@@ -96,9 +96,10 @@ class CacheIndex:
         """Write it whole."""
         samples = [asdict(sample) for sample in self.samples]
         content = {"format_version": FORMAT_VERSION, "header": self.header, "samples": samples}
-        further: dict[str, Any] = {"skipped": self.skipped, "contents": self.contents, "hashes": self.hashes, "source": self.source}
-        further["originals"] = {name: asdict(original) for name, original in self.originals.items()}
-        write_checked_json({**content, **further}, self.folder / INDEX_NAME)
+        further = {"skipped": self.skipped, "contents": self.contents, "hashes": self.hashes}
+        originals = {name: asdict(original) for name, original in self.originals.items()}
+        files = {"source": self.source, "originals": originals}
+        write_checked_json({**content, **further, **files}, self.folder / INDEX_NAME)
 
 
 def _way_out(folder: Path) -> str:

@@ -13,13 +13,12 @@ import torch
 from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
-from ...generation.pixels import UnreadableMediaError
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import check, check_value
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
 from .data import in_workers
-from .media import Media, Original, contents_of, find_media, read_clip
+from .media import Media, contents_of, find_media, try_read
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def encode_folder(
     """
     family = trained_family(pipe.transformer)
     clip = clip or family.default_clip
-    check_clip(family, pipe, pipe.transformer, pipe.vae.config, clip)
+    _check_clip(family, pipe, clip)
     media = _check_captions(family, pipe, find_media(source))
     settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
     # one transformer may be that of text-to-video too, whose samples differ
@@ -66,7 +65,7 @@ def encode_folder(
         media_left = [item for item in media if item.name in left]
         writer.index.source = str(Path(source).absolute())
         made_up: Counter[str] = Counter()
-        reading = in_workers(media_left, partial(_read, clip), workers)
+        reading = in_workers(media_left, partial(try_read, clip), workers)
         with writer:
             shown = {"total": len(media), "initial": len(media) - len(media_left), "desc": "encode"}
             for item, pixels, original in progress(reading, **shown):
@@ -136,7 +135,7 @@ def synthesize(
     for prompt in prompts:
         family.check_prompt(pipe, prompt)
     clip = clip or family.default_clip
-    check_clip(family, pipe, pipe.transformer, pipe.vae.config, clip)
+    _check_clip(family, pipe, clip)
     check(
         len(clip.sizes) == 1,
         f"sizes={clip.sizes} are several, and all samples of a cache from prompts have one; synthesize each size into "
@@ -194,15 +193,22 @@ def _writer(
     return writer, missing
 
 
-def check_clip(family: TrainedFamily, pipe: Any, transformer: Any, vae: Mapping[str, Any], clip: Clip) -> None:
-    """Raise unless the model can take the frames and sizes; the error names the nearest ones.
+def _check_clip(family: TrainedFamily, pipe: Any, clip: Clip) -> None:
+    """Raise unless the model can take the frames and sizes."""
+    check_clip(family, pipe.transformer, pipe.vae.config, clip, family.keeps_first_frame(pipe, pipe.transformer.config))
+
+
+def check_clip(
+    family: TrainedFamily, transformer: Any, vae: Mapping[str, Any], clip: Clip, begins_with_picture: bool
+) -> None:
+    """Raise unless a model can take the frames and sizes; the error names the nearest ones.
 
     Args:
         family: the model's.
-        pipe: its pipeline, or the class.
         transformer: its own, without weights if need be.
         vae: configuration of its autoencoder.
         clip: frames and sizes.
+        begins_with_picture: whether its pipeline gives the first frame to the transformer.
     """
     temporal, spatial = family.strides(vae)
     step = spatial * family.patch(transformer)[-1]
@@ -220,7 +226,7 @@ def check_clip(family: TrainedFamily, pipe: Any, transformer: Any, vae: Mapping[
         fits = frames >= 1 and (frames - 1) % temporal == 0
         check(fits, f"frames={frames} must be 1 more than a multiple of {temporal}; try {near}.")
         check(
-            frames > 1 or not family.keeps_first_frame(pipe, transformer.config),
+            frames > 1 or not begins_with_picture,
             "frames=1 is the picture alone, which image-to-video does not predict; ask for more frames.",
         )
     else:
@@ -246,16 +252,6 @@ def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) ->
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ValueError(f"The captions of {name}{more} cannot be used: {problem}")
     return checked
-
-
-def _read(clip: Clip, item: Media) -> tuple[Media, torch.Tensor | str, Original | None]:
-    """Read the pixels of a file, uint8 (3, F, H, W), and what it is; or return why they cannot be, and None."""
-    if item.problem is not None:
-        return item, item.problem, None
-    try:
-        return item, *read_clip(item, clip)
-    except UnreadableMediaError as error:
-        return item, str(error), None
 
 
 def _check_finite(latents: torch.Tensor, model: str, of: str, remedy: str) -> None:

@@ -31,7 +31,14 @@ from ...files import (
     read_text,
     visible_files,
 )
-from ...generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape, video_seconds
+from ...generation.pixels import (
+    UnreadableMediaError,
+    opened_video,
+    read_picture,
+    shown_pixels,
+    shown_shape,
+    video_seconds,
+)
 from ...settings import check
 
 logger = logging.getLogger(__name__)
@@ -89,6 +96,10 @@ class Original:
     def scale_to(self, size: tuple[int, int]) -> float:
         """Return the factor by which it is scaled to cover a size; above 1 it is enlarged."""
         return max(size[0] / self.height, size[1] / self.width)
+
+    def share_cropped(self, size: tuple[int, int]) -> float:
+        """Return the share of its picture that is cut off."""
+        return 1 - size[0] * size[1] / (self.height * self.width * self.scale_to(size) ** 2)
 
 
 def contents_of(media: Sequence[Media]) -> dict[str, str]:
@@ -336,6 +347,16 @@ def read_clip(media: Media, clip: Clip) -> tuple[torch.Tensor, Original]:
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
     shown = pixels.view(height, width, 3).permute(2, 0, 1)[:, None]
     return shown, Original(picture.height, picture.width)
+
+
+def try_read(clip: Clip, media: Media) -> tuple[Media, torch.Tensor | str, Original | None]:
+    """Return the media with what :func:`read_clip` returns, or with why it cannot be used, and None."""
+    if media.problem is not None:
+        return media, media.problem, None
+    try:
+        return media, *read_clip(media, clip)
+    except UnreadableMediaError as error:
+        return media, str(error), None
 
 
 def _read_frames(source: Path | BytesIO, clip: Clip) -> tuple[torch.Tensor, Original]:
