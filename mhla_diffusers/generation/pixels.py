@@ -69,6 +69,13 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     return turned.convert("RGB")
 
 
+def video_seconds(container: Any, stream: Any) -> float:
+    """Return the length of a video of PyAV as its header says; 0 if it does not say."""
+    if stream.duration is not None:
+        return float(stream.duration * stream.time_base)
+    return (container.duration or 0) / 1e6  # FFmpeg's AV_TIME_BASE
+
+
 def shown_shape(frame: Any, stream: Any) -> tuple[int, int]:
     """Return height and width of a frame of PyAV as it is shown, with square pixels."""
     height, width = frame.height, round(frame.width * float(stream.sample_aspect_ratio or 1))

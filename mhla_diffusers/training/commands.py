@@ -1,4 +1,4 @@
-"""``mhla finetune``, ``mhla encode`` and ``mhla synthesize``; their modules are imported when one is called."""
+"""``mhla data``, ``encode``, ``synthesize`` and ``finetune``; their modules are imported when one is called."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 _Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline.")]
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
 _Frames = Annotated[int | None, typer.Option(help="Per video; default: the family's, 81 for Wan.")]
+_Fps = Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")]
 _Sizes = Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH; repeat for aspect buckets.")]
+_Workers = Annotated[int, typer.Option(help="Processes that read files.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
 _Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]
 
@@ -54,6 +56,38 @@ def finetune_command(
     typer.echo(f"Wrote {result.result}")
 
 
+def data_command(
+    source: Annotated[
+        Path, typer.Argument(help="Folder of videos or images with captions, tar shards, or folder of latents.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the pipeline to encode with, or that encoded the latents.")
+    ] = None,
+    frames: _Frames = None,
+    fps: _Fps = None,
+    sizes: _Sizes = None,
+    preview: Annotated[int, typer.Option(min=0, help="Samples to show on a page; latents with --model.")] = 0,
+    page: Annotated[Path, typer.Option(help="HTML file of --preview.")] = Path("data.html"),
+    workers: _Workers = 4,
+    device: _Device = "auto",
+    precision: _Precision = "bf16",
+) -> None:
+    """Summarize videos or images before they are encoded, or latents: what is used, and what is left out and why."""
+    import logging
+
+    from ..devices import FLOAT_TYPES, dtype_name
+    from .latents.preview import write_preview
+    from .latents.summary import summarize
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
+    summary = summarize(source, _clip(model, frames, fps, sizes), model, workers)
+    typer.echo(str(summary))
+    if preview:
+        count = write_preview(summary, preview, page, device, dtype)
+        typer.echo(f"\nWrote {page} with {count} samples.")
+
+
 def encode_command(
     model: _Model,
     source: Annotated[
@@ -62,9 +96,9 @@ def encode_command(
     ],
     output: _Output,
     frames: _Frames = None,
-    fps: Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")] = None,
+    fps: _Fps = None,
     sizes: _Sizes = None,
-    workers: Annotated[int, typer.Option(help="Processes that read files.")] = 4,
+    workers: _Workers = 4,
     device: _Device = "auto",
     precision: _Precision = "bf16",
 ) -> None:
@@ -74,6 +108,7 @@ def encode_command(
     from ..generation.pipelines import check_classes, family_of
     from .latents.encode import encode_folder
     from .latents.media import find_media
+    from .latents.summary import DataModel, summarize_cache
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # before anything is loaded; captions in shards are skipped where they are no class
@@ -82,7 +117,7 @@ def encode_command(
     with folder_for_results(output, lock=False):
         pipe, clip = _load(model, device, precision, frames, fps, sizes, uses_transformer=False)
         index = encode_folder(pipe, model, source, output, clip, workers)
-    typer.echo(f"{output} holds {len(index.samples)} samples; {len(index.skipped)} files were skipped.")
+    typer.echo(str(summarize_cache(index, DataModel(model))))
 
 
 def synthesize_command(
@@ -122,15 +157,32 @@ def _load(
     uses_transformer: bool,
 ) -> tuple[Any, "Clip"]:
     """Load a pipeline, and return it with its family's default clip, overridden by the values given."""
-    from dataclasses import replace
-
     from ..devices import FLOAT_TYPES, dtype_name
     from ..generation import family_of, load_pipeline
     from ..generation.pipelines import transformers_of
-    from ..reporting import parse_size
 
-    given: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(map(parse_size, sizes or ())) or None}
     family, dtype = family_of(model), FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
-    clip = replace(family.default_clip, **{name: value for name, value in given.items() if value is not None})
+    clip = _clip(model, frames, fps, sizes) or family.default_clip
     unused = () if uses_transformer else transformers_of(model)
     return load_pipeline(model, family.name, device, dtype, unused), clip
+
+
+def _clip(model: str | None, frames: int | None, fps: float | None, sizes: Sequence[str] | None) -> "Clip | None":
+    """Return a model's default clip, overridden by the values given; None if none is given."""
+    from dataclasses import replace
+
+    from ..families import Clip
+    from ..generation import family_of
+    from ..reporting import parse_size
+
+    wanted: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(map(parse_size, sizes or ())) or None}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if not given:
+        return None
+    if model is not None:
+        return replace(family_of(model).default_clip, **given)
+    if len(given) < len(wanted):
+        names = {"frames": "--frames", "fps": "--fps", "sizes": "--size"}
+        missing = ", ".join(option for name, option in names.items() if name not in given)
+        raise ValueError(f"Without --model all of --frames, --fps and --size are needed; give {missing} too.")
+    return Clip(**given)

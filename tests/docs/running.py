@@ -77,6 +77,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     # adapting
     (r"finetune/prompts/tiny-(dit|wan).txt", r"prompts-\1.txt"),
     (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0 --precision no"),
+    (r"^mhla data videos .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0"),
     (r"--steps 50 --guidance 5.0", "--steps 1 --frames 9 --size 64x64 --precision no"),
     (r"^(mhla synthesize .*)--steps 20", r"\1--steps 1"),
     (r"stages.0.steps=200", "stages.0.steps=1"),

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from ...families import Clip, Sample
 from ...files import check_hash, file_hash, read_checked_json, write_checked_json, write_tensors
 from ...settings import check
+from .media import Original
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 2
@@ -65,6 +66,10 @@ class CacheIndex:
         """Skipped files, and why."""
         self.contents: dict[str, str] = {}
         """Source of a sample, or skipped file → what identifies its content and its caption."""
+        self.source: str | None = None
+        """Folder or pattern of the files, as an absolute path; None for prompts and in older caches."""
+        self.originals: dict[str, Original] = {}
+        """Source of a sample → what the file was; lacks those of older caches."""
         self.hashes: dict[str, str] = {}
         """File of the cache → SHA-256 of its content."""
 
@@ -81,6 +86,8 @@ class CacheIndex:
             index = cls(folder, content["header"])
             index.samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]
             index.skipped, index.contents, index.hashes = (content[name] for name in ("skipped", "contents", "hashes"))
+            index.source = content.get("source")
+            index.originals = {name: Original(**values) for name, values in content.get("originals", {}).items()}
             return index
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no valid index: {error} {_way_out(folder)}") from error
@@ -90,7 +97,9 @@ class CacheIndex:
         samples = [asdict(sample) for sample in self.samples]
         content = {"format_version": FORMAT_VERSION, "header": self.header, "samples": samples}
         further = {"skipped": self.skipped, "contents": self.contents, "hashes": self.hashes}
-        write_checked_json({**content, **further}, self.folder / INDEX_NAME)
+        originals = {name: asdict(original) for name, original in self.originals.items()}
+        files = {"source": self.source, "originals": originals}
+        write_checked_json({**content, **further, **files}, self.folder / INDEX_NAME)
 
 
 def _way_out(folder: Path) -> str:
@@ -256,19 +265,24 @@ class CacheWriter:
         for source in sources:
             self.index.skipped.pop(source, None)
             self.index.contents.pop(source, None)
+            self.index.originals.pop(source, None)
 
     def skip(self, source: str, reason: str, content: str) -> None:
         """Note why a file makes no sample."""
         self.index.skipped[source], self.index.contents[source] = reason, content
 
-    def add(self, source: str, caption: str, sample: Sample, content: str = "") -> None:
-        """Add one sample; ``content`` identifies what it was made of."""
+    def add(
+        self, source: str, caption: str, sample: Sample, content: str = "", original: Original | None = None
+    ) -> None:
+        """Add one sample; ``content`` identifies what it was made of, and ``original`` is what its file was."""
         key = str(len(self._entries))
         self._tensors |= {f"{key}/{name}": tensor.cpu().contiguous() for name, tensor in sample.items()}
         shards = sorted(self.index.hashes.keys() - {_EMPTY_NAME})
         shard = f"shard-{int(shards[-1][6:11]) + 1 if shards else 0:05d}.safetensors"
         self._entries.append(CachedSample(source, caption, shard, tuple(sample["latents"].shape), key))
         self.index.contents[source] = content
+        if original is not None:
+            self.index.originals[source] = original
         is_full = sum(tensor.nbytes for tensor in self._tensors.values()) >= self._shard_bytes
         if is_full or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self.flush()

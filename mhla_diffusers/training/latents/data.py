@@ -7,7 +7,7 @@ arguments of its forward, for example ``encoder_hidden_states`` (L, channels) or
 import logging
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -202,6 +202,18 @@ class NoisedBatches:
         latents = sample.pop("latents")
         generator = generator_for(self.config.seed, purpose, number)
         return latents, torch.randn(latents.shape, generator=generator).to(self.device), sample
+
+
+def in_workers(items: Sequence[Any], function: Callable[[Any], Any], workers: int) -> Iterable[Any]:
+    """Apply a function to each item, in order, in processes; in this one for 0."""
+    # a list is read in the workers by what would else make a batch of it
+    return DataLoader(
+        items,  # type: ignore[arg-type]
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=function,
+        worker_init_fn=ignore_interrupts,
+    )
 
 
 def ignore_interrupts(worker: int) -> None:

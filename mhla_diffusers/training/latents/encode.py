@@ -2,25 +2,23 @@
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from ...families import Clip, Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
-from ...generation.pixels import UnreadableMediaError
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import check, check_value
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
-from .data import ignore_interrupts
-from .media import Media, contents_of, find_media, read_clip
+from .data import in_workers
+from .media import Media, contents_of, find_media, try_read
 
 logger = logging.getLogger(__name__)
 
@@ -65,32 +63,26 @@ def encode_folder(
     with folder_for_results(Path(output)):
         writer, left = _writer(pipe, model, family, output, settings, contents)
         media_left = [item for item in media if item.name in left]
-        # a list is read in the workers by what would else make a batch of it
-        read: Any = partial(_read, clip)
+        writer.index.source = str(Path(source).absolute())
         made_up: Counter[str] = Counter()
-        reading: DataLoader[Any] = DataLoader(
-            media_left,  # type: ignore[arg-type]
-            batch_size=None,
-            num_workers=workers,
-            collate_fn=read,
-            worker_init_fn=ignore_interrupts,
-        )
+        reading = in_workers(media_left, partial(try_read, clip), workers)
         with writer:
             shown = {"total": len(media), "initial": len(media) - len(media_left), "desc": "encode"}
-            for item, pixels, lacks in progress(reading, **shown):
-                made_up.update(lacks)
-                if isinstance(pixels, str):
+            for item, pixels, original in progress(reading, **shown):
+                if original is None:
                     writer.skip(item.name, pixels, contents[item.name])
                     continue
+                made_up["frames"] += original.repeats
+                made_up["pixels"] += original.scale_to(pixels.shape[2:]) > 1
                 # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
                 given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
                 latents = family.encode_pixels(pipe, given)[0]
                 _check_finite(latents, model, item.name, "use another precision, or leave the file out")
                 sample = {"latents": latents, **family.encode_picture(pipe, given)}
                 sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
-                writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name])
+                writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name], original)
     index = writer.index
-    for what, count in made_up.items():
+    for what, count in (+made_up).items():
         logger.warning("%d of %d files have too few %s; %s.", count, len(media_left), what, _REMEDIES[what])
     for name, reason in index.skipped.items():
         logger.warning("Skipped %s: %s.", name, reason.rstrip("."))
@@ -202,9 +194,24 @@ def _writer(
 
 
 def _check_clip(family: TrainedFamily, pipe: Any, clip: Clip) -> None:
-    """Raise unless the model can take the frames and sizes; the error names the nearest ones."""
-    temporal, spatial = family.strides(pipe.vae.config)
-    step = spatial * family.patch(pipe.transformer)[-1]
+    """Raise unless the model can take the frames and sizes."""
+    check_clip(family, pipe.transformer, pipe.vae.config, clip, family.keeps_first_frame(pipe, pipe.transformer.config))
+
+
+def check_clip(
+    family: TrainedFamily, transformer: Any, vae: Mapping[str, Any], clip: Clip, begins_with_picture: bool
+) -> None:
+    """Raise unless a model can take the frames and sizes; the error names the nearest ones.
+
+    Args:
+        family: the model's.
+        transformer: its own, without weights if need be.
+        vae: configuration of its autoencoder.
+        clip: frames and sizes.
+        begins_with_picture: whether its pipeline gives the first frame to the transformer.
+    """
+    temporal, spatial = family.strides(vae)
+    step = spatial * family.patch(transformer)[-1]
     for size in clip.sizes:
         nearest = tuple(max(step, round(side / step) * step) for side in size)
         divides = all(side > 0 and side % step == 0 for side in size)
@@ -219,8 +226,8 @@ def _check_clip(family: TrainedFamily, pipe: Any, clip: Clip) -> None:
         fits = frames >= 1 and (frames - 1) % temporal == 0
         check(fits, f"frames={frames} must be 1 more than a multiple of {temporal}; try {near}.")
         check(
-            frames > 1 or not family.keeps_first_frame(pipe, pipe.transformer.config),
-            f"frames=1 is the picture alone, which {type(pipe).__name__} does not predict; ask for more frames.",
+            frames > 1 or not begins_with_picture,
+            "frames=1 is the picture alone, which image-to-video does not predict; ask for more frames.",
         )
     else:
         check(frames == 1, f"frames={frames} is for video models; this one makes images, so frames must be 1.")
@@ -245,17 +252,6 @@ def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) ->
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ValueError(f"The captions of {name}{more} cannot be used: {problem}")
     return checked
-
-
-def _read(clip: Clip, item: Media) -> tuple[Media, torch.Tensor | str, set[str]]:
-    """Read the pixels of a file, uint8 (3, F, H, W), or return why they cannot be; and what of them is made up."""
-    made_up: set[str] = set()
-    if item.problem is not None:
-        return item, item.problem, made_up
-    try:
-        return item, read_clip(item, clip, made_up), made_up
-    except UnreadableMediaError as error:
-        return item, str(error), set()
 
 
 def _check_finite(latents: torch.Tensor, model: str, of: str, remedy: str) -> None:

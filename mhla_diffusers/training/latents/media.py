@@ -31,7 +31,14 @@ from ...files import (
     read_text,
     visible_files,
 )
-from ...generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
+from ...generation.pixels import (
+    UnreadableMediaError,
+    opened_video,
+    read_picture,
+    shown_pixels,
+    shown_shape,
+    video_seconds,
+)
 from ...settings import check
 
 logger = logging.getLogger(__name__)
@@ -41,6 +48,10 @@ CAPTION_KEYS = ("text", "caption", "prompt", "label")
 _MADE_UP = 0.9
 """Share of a clip's frames that its video must have; with fewer it repeats some."""
 _SUFFIXES = VIDEO_SUFFIXES + IMAGE_SUFFIXES
+NO_CAPTION = "it has no caption, or an empty one"
+"""Problem of a file, or of a sample of a shard."""
+_NO_FILE = "the metadata lists it, but it does not exist"
+_NOT_LISTED = "the metadata does not list it"
 _DOTS = "its name has a dot before that of its suffix, and members of a sample share their name up to the first dot"
 
 
@@ -66,6 +77,29 @@ class Media:
         with self.path.open("rb") as file:
             file.seek(self.offset or 0)
             return file.read(self.size)
+
+
+@dataclass(frozen=True)
+class Original:
+    """What a video or image is before a clip is cut out of it."""
+
+    height: int
+    """As it is shown, with square pixels."""
+    width: int
+    fps: float = 0.0
+    """Frames per second; 0 for images, and where the video does not say."""
+    seconds: float = 0.0
+    """Length; 0 for images. Of a video that does not say, what was read."""
+    repeats: bool = False
+    """Whether frames were repeated to reach the clip's rate."""
+
+    def scale_to(self, size: tuple[int, int]) -> float:
+        """Return the factor by which it is scaled to cover a size; above 1 it is enlarged."""
+        return max(size[0] / self.height, size[1] / self.width)
+
+    def share_cropped(self, size: tuple[int, int]) -> float:
+        """Return the share of its picture that is cut off."""
+        return 1 - size[0] * size[1] / (self.height * self.width * self.scale_to(size) ** 2)
 
 
 def contents_of(media: Sequence[Media]) -> dict[str, str]:
@@ -95,6 +129,35 @@ def find_media(source: str | Path) -> list[Media]:
         ValueError: missing, empty or unreadable captions beside files, metadata that names a file twice or has a
             caption that is no text, two files of metadata, or a folder of both files and shards.
     """
+    media = list_media(source)
+    names: dict[str | None, list[str]] = {}
+    for item in media:
+        if item.offset is None:
+            names.setdefault(item.problem, []).append(item.name)
+    if absent := names.get(_NO_FILE):
+        raise FileNotFoundError(
+            f"{source}: {len(absent)} files of the metadata do not exist, such as {', '.join(absent[:5])}."
+        )
+    empty, unlisted = names.get(NO_CAPTION, []), names.get(_NOT_LISTED, [])
+    check(
+        not empty,
+        f"{source}: {len(empty)} of {len(media) - len(unlisted)} files have no caption or an empty one, such as "
+        f"{', '.join(empty[:5])}. Write one into a .txt of the same name, or list the files with file_name and text in "
+        "metadata.jsonl or metadata.csv.",
+    )
+    if unlisted:
+        logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), source, unlisted[0])
+    return [item for item in media if item.problem != _NOT_LISTED]
+
+
+def list_media(source: str | Path) -> list[Media]:
+    """Return what :func:`find_media` does, and files without a caption, or in metadata alone, with their problem.
+
+    Raises:
+        FileNotFoundError: no such source, or no videos or images in it.
+        ValueError: unreadable captions, metadata that names a file twice or has a caption that is no text, two files
+            of metadata, or a folder of both files and shards.
+    """
     folder = Path(source)
     shards = _find_shards(folder)
     if shards:
@@ -103,6 +166,7 @@ def find_media(source: str | Path) -> list[Media]:
         raise FileNotFoundError(f"{folder} is no folder, no .tar file and no pattern of any.")
     captions = _metadata(folder)
     files = {name: path for name, path in visible_files(folder).items() if path.suffix.lower() in _SUFFIXES}
+    unlisted: list[str] = []
     if captions is None:
         captions = {}
         for name, path in files.items():
@@ -114,22 +178,16 @@ def find_media(source: str | Path) -> list[Media]:
                 "%d captions in %s have no video or image beside them (%s), such as %s.",
                 *(len(alone), folder, ", ".join(_SUFFIXES), alone[0]),
             )
-    elif unlisted := sorted(files.keys() - captions.keys()):
-        logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), folder, unlisted[0])
+    else:
+        unlisted = sorted(files.keys() - captions.keys())
     if not captions:
         raise FileNotFoundError(f"{folder} holds no videos or images ({', '.join(_SUFFIXES)}).")
-    absent = [name for name in captions if not (folder / name).is_file()]
-    if absent:
-        names = ", ".join(absent[:5])
-        raise FileNotFoundError(f"{folder}: {len(absent)} files of the metadata do not exist, such as {names}.")
-    empty = [name for name, caption in captions.items() if not caption]
-    check(
-        not empty,
-        f"{folder}: {len(empty)} of {len(captions)} files have no caption or an empty one, such as "
-        f"{', '.join(empty[:5])}. Write one into a .txt of the same name, or list the files with file_name and text in "
-        "metadata.jsonl or metadata.csv.",
-    )
-    return [Media(folder / name, name, caption) for name, caption in captions.items()]
+    media = []
+    for name, caption in captions.items():
+        problem = None if caption else NO_CAPTION
+        path = folder / name
+        media.append(Media(path, name, caption, problem if path.is_file() else _NO_FILE))
+    return media + [Media(folder / name, name, problem=_NOT_LISTED) for name in unlisted]
 
 
 def _captions_alone(folder: Path, files: Mapping[str, Path]) -> list[str]:
@@ -227,7 +285,7 @@ def _media_of_shard(name: str, path: Path) -> list[Media]:
         found = next((members[suffix[1:]] for suffix in _SUFFIXES if suffix[1:] in members), None)
         if found is None:
             continue
-        caption, lack = "", "it has no caption, neither .txt nor .json, or an empty one"
+        caption, lack = "", NO_CAPTION
         try:
             caption = _caption(members)
         except ValueError as error:
@@ -253,22 +311,20 @@ def _caption(members: dict[str, Media]) -> str:
     return str(next((names[key] for key in CAPTION_KEYS if names.get(key) is not None), "")).strip()
 
 
-def read_clip(media: Media, clip: Clip, made_up: set[str] | None = None) -> torch.Tensor:
+def read_clip(media: Media, clip: Clip) -> tuple[torch.Tensor, Original]:
     """Read the frames of a video, or an image, resized to cover the size and center-cropped.
 
     Args:
         media: which.
         clip: frames, rate and size.
-        made_up: gets "frames" if frames were repeated to reach the rate, and "pixels" if the picture was enlarged.
 
     Returns:
-        uint8 (3, frames, height, width).
+        uint8 (3, frames, height, width), and what the file is.
 
     Raises:
         UnreadableMediaError: with the reason.
         ImportError: a video, but PyAV is missing.
     """
-    made_up = set() if made_up is None else made_up
     source: Path | BytesIO = media.path
     if media.offset is None:
         size = media.path.stat().st_size if media.path.is_file() else 0
@@ -280,24 +336,33 @@ def read_clip(media: Media, clip: Clip, made_up: set[str] | None = None) -> torc
     if size == 0:
         raise UnreadableMediaError("the file is empty")
     if Path(media.name).suffix.lower() not in IMAGE_SUFFIXES:
-        return torch.stack(list(_read_frames(source, clip, made_up)), dim=1)
+        return _read_frames(source, clip)
     if clip.frames != 1:
         raise UnreadableMediaError(f"an image has no {clip.frames} frames")
     from PIL import Image, ImageOps
 
     picture = read_picture(source)
     height, width = clip.size_for(picture.height, picture.width)
-    if height > picture.height or width > picture.width:
-        made_up.add("pixels")
     fitted = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-    return pixels.view(height, width, 3).permute(2, 0, 1)[:, None]
+    shown = pixels.view(height, width, 3).permute(2, 0, 1)[:, None]
+    return shown, Original(picture.height, picture.width)
 
 
-def _read_frames(source: Path | BytesIO, clip: Clip, made_up: set[str]) -> Iterator[torch.Tensor]:
-    """Yield (3, height, width) of the frames nearest to 0, 1 / fps, 2 / fps, … seconds, which FFmpeg's filter finds."""
-    given = found = 0
-    last_time = 0.0
+def try_read(clip: Clip, media: Media) -> tuple[Media, torch.Tensor | str, Original | None]:
+    """Return the media with what :func:`read_clip` returns, or with why it cannot be used, and None."""
+    if media.problem is not None:
+        return media, media.problem, None
+    try:
+        return media, *read_clip(media, clip)
+    except UnreadableMediaError as error:
+        return media, str(error), None
+
+
+def _read_frames(source: Path | BytesIO, clip: Clip) -> tuple[torch.Tensor, Original]:
+    """Read the frames nearest to 0, 1 / fps, 2 / fps, … seconds, which FFmpeg's filter finds."""
+    given, last_time = 0, 0.0
+    found: list[torch.Tensor] = []
     with opened_video(source) as (container, stream):
         start, graph = None, None
         for frame in chain(container.decode(stream), (None,)):
@@ -310,12 +375,11 @@ def _read_frames(source: Path | BytesIO, clip: Clip, made_up: set[str]) -> Itera
                 break
             graph.push(frame)
             for kept in _pulled(graph):
-                yield _fit_frame(kept, stream, clip, made_up)
-                found += 1
-                if found == clip.frames:
-                    if given < _MADE_UP * found:
-                        made_up.add("frames")
-                    return
+                found.append(_fit_frame(kept, stream, clip))
+                if len(found) == clip.frames:
+                    shape, seconds = shown_shape(kept, stream), video_seconds(container, stream) or last_time
+                    fps, repeats = float(stream.average_rate or 0), given < _MADE_UP * len(found)
+                    return torch.stack(found, dim=1), Original(*shape, fps, seconds, repeats)
     needed = (clip.frames - 1) / clip.fps
     raise UnreadableMediaError(
         f"too short: {last_time:.2f} s of video, but {clip.frames} frames at {clip.fps:g} fps span {needed:.2f} s"
@@ -344,12 +408,10 @@ def _pulled(graph: Any) -> Iterator[Any]:
             yield graph.pull()
 
 
-def _fit_frame(frame: Any, stream: Any, clip: Clip, made_up: set[str]) -> torch.Tensor:
+def _fit_frame(frame: Any, stream: Any, clip: Clip) -> torch.Tensor:
     shown = shown_shape(frame, stream)
     height, width = clip.size_for(*shown)
     scale = max(height / shown[0], width / shown[1])
-    if scale > 1:
-        made_up.add("pixels")
     rows, columns = max(height, round(shown[0] * scale)), max(width, round(shown[1] * scale))
     top, left = (rows - height) // 2, (columns - width) // 2
     return shown_pixels(frame, rows, columns)[top : top + height, left : left + width].permute(2, 0, 1)

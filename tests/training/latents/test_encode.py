@@ -68,7 +68,7 @@ def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tm
     alone, several = caches
     for index in range(3):
         assert torch.equal(alone[index]["latents"], several[index]["latents"])
-    pixels = read_clip(Media(videos / "1.mp4", "1.mp4"), WAN_CLIP)[None].float() / 127.5 - 1
+    pixels = read_clip(Media(videos / "1.mp4", "1.mp4"), WAN_CLIP)[0][None].float() / 127.5 - 1
     with torch.no_grad():
         raw = pipe.vae.encode(pixels).latent_dist.mode()[0]
     assert torch.allclose(alone[1]["latents"] * 0.5 + 0.1, raw, atol=1e-5)

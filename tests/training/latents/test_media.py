@@ -25,7 +25,7 @@ IMAGE = Clip(1, 1.0, ((32, 32),))
 
 
 def _read(file: Path, clip: Clip = CLIP) -> torch.Tensor:
-    return read_clip(Media(file, file.name), clip)
+    return read_clip(Media(file, file.name), clip)[0]
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path, video: bytes) -> Non
     shard = _write_shard(tmp_path / "shards" / "0.tar", members)
     assert _captions(shard) == {"0.tar/a/000.mp4": "a red ball", "0.tar/000.mp4": "a blue ball"}
     for media in find_media(shard):
-        assert torch.equal(read_clip(media, CLIP), _read(tmp_path / "video.mp4"))
+        assert torch.equal(read_clip(media, CLIP)[0], _read(tmp_path / "video.mp4"))
 
 
 def test_folder_and_pattern_mean_the_same_shards(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_folder_and_pattern_mean_the_same_shards(tmp_path: Path) -> None:
     everything = {f"{number}.tar/x.png": f"{number}" for number in range(3)}
     assert _captions(tmp_path / "shards") == _captions(tmp_path / "shards" / "*.tar") == everything
     assert list(_captions(tmp_path / "shards" / "[01].tar")) == ["0.tar/x.png", "1.tar/x.png"]
-    assert read_clip(find_media(tmp_path / "shards")[0], IMAGE).shape == (3, 1, 32, 32)
+    assert read_clip(find_media(tmp_path / "shards")[0], IMAGE)[0].shape == (3, 1, 32, 32)
 
 
 def test_shards_come_with_their_problems(tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""What is told of data, and shown of it, before and after encoding."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from mhla_diffusers.cli import app
+from mhla_diffusers.families import Clip
+from mhla_diffusers.tiny import pipeline_folder
+from mhla_diffusers.training.latents.preview import write_preview
+from mhla_diffusers.training.latents.summary import summarize
+
+from ..pipelines import write_frames, write_image, write_video
+
+CLIP = Clip(frames=9, fps=6.0, sizes=((64, 64), (64, 96)))
+OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--precision", "no", "--workers", 0)
+TINY_WAN = str(pipeline_folder("wan"))
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    """Seven files: three are used, one of each problem is left out."""
+    folder = tmp_path / "videos"
+    ramp = np.linspace(0, 255, 96, dtype=np.uint8)
+    wide = np.stack([np.tile(np.roll(ramp, 4 * frame)[None, :, None], (64, 1, 3)) for frame in range(20)])
+    write_frames(folder / "wide.mp4", wide, fps=12)
+    write_video(folder / "small.mp4", frames=9, fps=6, size=(32, 32))
+    write_video(folder / "slow.mp4", frames=8, fps=3, size=(64, 72))
+    write_video(folder / "short.mp4", frames=4, fps=6, size=(64, 64))
+    write_video(folder / "mute.mp4", frames=12, fps=6, size=(64, 64))
+    write_image(folder / "picture.png", (64, 64))
+    (folder / "broken.mp4").write_bytes(b"no video")
+    for name in ("small", "slow", "short", "picture", "broken"):
+        (folder / f"{name}.txt").write_text("a seven moving left")
+    (folder / "wide.txt").write_text("a <three> bouncing")
+    return folder
+
+
+def _rows(text: str) -> dict[str, dict[str, str]]:
+    """Size → column → cell of the printed table."""
+    lines = text.split("\n\n")[1].splitlines()
+    header, *rows = (re.split(r"\s{2,}", line.strip()) for line in lines)
+    return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+
+
+def test_numbers_of_files(videos: Path) -> None:
+    text = str(summarize(videos, CLIP, TINY_WAN))
+    assert f"{videos}: 3 of 7 files are used, as 9 frames of 64x64, 64x96 at 6 fps (1.5 s)." in text
+    rows = _rows(text)
+    assert rows.keys() == {"64x64", "64x96", "all"}
+    assert rows["64x96"]["files"] == "1" and rows["64x96"]["of sizes"] == "64x96"
+    assert rows["64x96"]["fps"] == "12" and rows["64x96"]["seconds"] == "1.67"
+    every = rows["all"]
+    assert every["of sizes"] == "32x32 to 64x96" and every["fps"] == "3 to 12"
+    assert (every["new rate"], every["repeated"], every["enlarged"]) == ("2", "1", "1 (to 2 x)")
+    assert every["cropped"] == "to 11%"  # 64x72 to a square
+    assert float(every["hours used"]) == pytest.approx(3 * 1.5 / 3600, rel=0.01)
+    assert rows["64x64"]["latents"] == "4x9x16x16" and rows["64x96"]["latents"] == "4x9x16x24"
+    tokens = [int(rows[size]["tokens"]) for size in ("64x64", "64x96")]
+    assert tokens[1] == tokens[0] * 3 // 2 and every["tokens"] == f"{tokens[0]} to {tokens[1]}"
+    for reason in ("short.mp4: too short", "mute.mp4: it has no caption", "picture.png: an image", "broken.mp4: not a"):
+        assert f"1  {reason}" in text
+    assert "1 missing; 2 files share theirs with another, the most (2) 'a seven moving left'" in text
+
+
+def test_files_without_a_clip_are_told_as_they_are(videos: Path, tmp_path: Path) -> None:
+    summary = summarize(videos)
+    rows = _rows(str(summary))
+    assert "5 of 7 files are readable; with --model" in str(summary)
+    assert rows["64x64"]["files"] == "2" and rows["64x64"]["seconds"] == "0.667" and "hours used" not in rows["all"]
+    assert write_preview(summary, 9, tmp_path / "page.html") == 5
+    assert (tmp_path / "page.html").read_text().count("data:image/jpeg") == 5
+
+
+def test_options_that_do_not_fit_are_refused(videos: Path) -> None:
+    for options, error in (
+        (("--frames", 9), "give --fps, --size too"),
+        (("--model", TINY_WAN, "--size", "63x64"), r"must be divisible by 8; the nearest is \(64, 64\)"),
+    ):
+        result = CliRunner().invoke(app, ["data", str(videos), *map(str, options)])
+        assert isinstance(result.exception, ValueError) and re.search(error, str(result.exception))
+    for file in videos.iterdir():
+        if file.stem != "broken":
+            file.unlink()
+    with pytest.raises(ValueError, match="nothing to show"):
+        write_preview(summarize(videos), 1, videos / "page.html")
+
+
+def test_an_encoded_folder_shows_its_latents_beside_the_source(videos: Path, tmp_path: Path) -> None:
+    (videos / "mute.txt").write_text("a seven")
+    page, latents = tmp_path / "page.html", tmp_path / "latents"
+
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--page", page)
+    assert page.read_text().count("data:image/jpeg") == 4 and "&lt;three&gt;" in page.read_text()
+    encoded = run("encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS)
+    after = run("data", latents, "--model", TINY_WAN, "--precision", "no", "--preview", 3, "--page", page)
+    assert _rows(encoded) == _rows(before) == _rows(after)
+    assert "Left out:" in after and "4 of 7 files are used" in after
+    content = page.read_text()
+    assert content.count("data:image/jpeg") == 6 and content.count("<h3>") == 3
+    assert all(float(found) > 20 for found in re.findall(r"PSNR ([\d.]+) dB", content))
+    assert "http" not in content  # self-contained
+    run("data", latents, "--preview", 2, "--page", page)
+    assert page.read_text().count("data:image/jpeg") == 2
+    videos.rename(tmp_path / "elsewhere")
+    run("data", latents, "--model", TINY_WAN, "--precision", "no", "--preview", 2, "--page", page)
+    assert page.read_text().count("the file is not where") == 2 and page.read_text().count("data:image/jpeg") == 2
+    with pytest.raises(ValueError, match="is encoded"):
+        summarize(latents, CLIP)
