@@ -25,7 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for target in sorted(linked):
         source = root / target
         if not source.is_file():
-            raise FileNotFoundError(f"A page links to {target}, which is no file of the repository.")
+            raise FileNotFoundError(f"A page links to {target}, which is not a file of the repository.")
         files.append(File.generated(config, f"repository/{target}", abs_src_path=str(source)))
     return files
 

@@ -566,7 +566,7 @@ def load_classifier(name: str, patch: Path | None = None) -> Any:
 
     Raises:
         OSError: there is no such model.
-        ValueError: it is no classifier of images, or the patch does not fit.
+        ValueError: it is not a classifier of images, or the patch does not fit.
     """
     found: str = (PreTrainedConfig.get_config_dict(name)[0].get("architectures") or ["nothing"])[0]
     check(
@@ -607,7 +607,7 @@ def evaluate(
     Raises:
         FileNotFoundError: no such folder of pictures.
         OSError: no such model.
-        ValueError: a model that is no classifier, has other classes or another number of them, or tells no size.
+        ValueError: a model that is not a classifier, has other classes or another number of them, or tells no size.
     """
     model = load_classifier(name, patch).to(device)
     processor = processor_of(name)

@@ -290,7 +290,7 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no UTF-8 text: {error}.") from error
+        raise ValueError(f"{file} is not UTF-8 text: {error}.") from error
 
 
 def read_lines(file: Path) -> list[str]:
@@ -315,7 +315,7 @@ def read_json(file: Path) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{file} is no readable JSON file: {str(error).rstrip('.')}.") from error
+        raise ValueError(f"{file} is not a readable JSON file: {str(error).rstrip('.')}.") from error
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -406,7 +406,7 @@ def read_json_lines(file: Path) -> list[Any]:
             try:
                 values.append(parse_json(line))
             except ValueError as error:
-                raise ValueError(f"Line {number} of {file} is no JSON: {str(error).rstrip('.')}.") from error
+                raise ValueError(f"Line {number} of {file} is not JSON: {str(error).rstrip('.')}.") from error
     if not values:
         raise ValueError(f"{file} is empty.")
     return values

@@ -123,7 +123,7 @@ def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], folder: Pa
 
 
 class _Lines:
-    """Standard error that is no terminal, to which tqdm writes a line where it would overwrite its bar."""
+    """Standard error that is not a terminal, to which tqdm writes a line where it would overwrite its bar."""
 
     def write(self, text: str) -> None:
         sys.stderr.write(f"{text.strip()}\n" if text.strip() else "")
@@ -154,7 +154,7 @@ def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
 
 
 def show_progress(done: int, total: int) -> None:
-    """Count on one line of the terminal, or on a line every half minute if the output is no terminal."""
+    """Count on one line of the terminal, or on a line every half minute if the output is not a terminal."""
     if _shown["quiet"]:
         return
     if sys.stderr.isatty():

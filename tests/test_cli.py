@@ -41,7 +41,7 @@ def test_info_lists_what_there_is():
     assert shown.returncode == 0, shown.stderr
     words = shown.stdout.split()
     for word in ("diffusers", "WanVACETransformer3DModel", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", *patch_names()):
-        assert word in words, "whole, although this is no terminal"
+        assert word in words, "whole, although this is not a terminal"
 
 
 def test_info_on_one_patch():

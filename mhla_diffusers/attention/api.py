@@ -302,7 +302,7 @@ def check_causal(causal: str, grid: Shape) -> None:
     """Ensure that a grid has such an order.
 
     Raises:
-        ValueError: another name, or "token" where a block is no run of the sequence.
+        ValueError: another name, or "token" where a block is not a run of the sequence.
     """
     check_choice("causal", causal, get_args(Causal))
     if causal == "token" and math.prod(grid[1:]) > 1:

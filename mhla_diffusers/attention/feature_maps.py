@@ -55,7 +55,7 @@ def register_feature_map(name: str, feature_map: FeatureMap) -> None:
     A function that was defined again, as by a notebook cell that is run again, takes the place of its former self.
 
     Raises:
-        ValueError: if the name is no text or taken by another function, or the feature map cannot be called.
+        ValueError: if the name is not text or taken by another function, or the feature map cannot be called.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"name={name!r} of a feature map must be text, such as register_feature_map('squared', f).")

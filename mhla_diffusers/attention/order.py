@@ -31,7 +31,7 @@ def blocks_per_state(block_size: int) -> int:
 def content_order(keys: torch.Tensor, exists: torch.Tensor, block_size: int) -> torch.Tensor:
     """Sort the keys of every stretch by content.
 
-    Equal keys stay in order, and what is no key comes last in its stretch. Sums are kept in the type of the keys: the
+    Equal keys stay in order, and keys that do not count come last. Sums are kept in the type of the keys: the
     kernels keep them in float32, so float32 keys are sorted alike.
 
     Args:
@@ -69,7 +69,7 @@ def _sorted_stretches(keys: torch.Tensor, exists: torch.Tensor, block_size: int)
         apart = (rows - (weight * rows).sum(dim=2, keepdim=True) / total) * weight
         channel = apart.square().sum(dim=2, keepdim=True).argmax(dim=-1, keepdim=True)
         column = rows.gather(-1, channel.expand(-1, -1, length, 1))
-        # NaN would come after what is no key
+        # NaN would come after what is not a key
         column = column.masked_fill((weight == 0) | column.isnan(), torch.inf).squeeze(-1)
         order = order.unflatten(1, (-1, length)).gather(-1, column.argsort(dim=-1, stable=True)).flatten(1)
         length //= 2

@@ -162,7 +162,7 @@ def known_scores(folder: Path) -> dict[str, torch.Tensor]:
     """Read every score of :data:`SCORE_FILES`: name → float64 (n,), with n = 1 for a single number.
 
     Raises:
-        ValueError: a damaged file, a value that is no score, or a score in two files.
+        ValueError: a damaged file, a value that is not a score, or a score in two files.
     """
     scores: dict[str, torch.Tensor] = {}
     for file in (folder / name for name in SCORE_FILES if (folder / name).is_file()):

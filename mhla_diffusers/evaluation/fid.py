@@ -174,7 +174,7 @@ def reference_statistics(reference: Path, extractor: Extractor, batch_size: int 
             if not values.isfinite().all():
                 raise ValueError(f"{name} of {reference} has values that are not finite; get the statistics again.")
             if name.startswith("sigma") and not is_covariance(values):
-                raise ValueError(f"{name} of {reference} is no covariance, symmetric without negative eigenvalues.")
+                raise ValueError(f"{name} of {reference} is not a covariance, symmetric without negative eigenvalues.")
         published = found if "mu" in found else {}
         if published and not has_images:
             return published
@@ -185,7 +185,7 @@ def reference_statistics(reference: Path, extractor: Extractor, batch_size: int 
     found = {}
     if file.is_file():
         with suppress(SafetensorError), safe_open(file, "pt") as opened:
-            kept = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+            kept = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is not a mapping
             if opened.metadata() == made_of | {"content": _hash(kept)}:
                 found = kept
     if not found:

@@ -19,7 +19,7 @@ def read_geneval_metadata(file: str | Path) -> list[dict[str, Any]]:
     entries = read_json_lines(Path(file))
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not {"prompt", "tag"} <= entry.keys():
-            raise ValueError(f"Line {number + 1} of {file} is no metadata of GenEval: it needs prompt and tag.")
+            raise ValueError(f"Line {number + 1} of {file} is not metadata of GenEval: it needs prompt and tag.")
     return entries
 
 
@@ -49,7 +49,7 @@ def geneval_score(results: str | Path) -> dict[str, float]:
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get("correct"), bool) or entry.get("tag") not in TAGS:
             raise ValueError(
-                f"Line {number + 1} of {results} is no result of GenEval: it needs correct (true or false) and a tag "
+                f"Line {number + 1} of {results} is not a GenEval result: it needs correct (true or false) and a tag "
                 f"of {', '.join(TAGS)}."
             )
         right[entry["tag"]].append(entry["correct"])

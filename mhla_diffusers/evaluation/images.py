@@ -133,7 +133,9 @@ def npz_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, EOFError, OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is no readable npz file: {error}. Get it again, with arrays of numbers.") from error
+        raise ValueError(
+            f"{path} is not a readable npz file: {error}. Get it again, with arrays of numbers."
+        ) from error
 
 
 @contextmanager

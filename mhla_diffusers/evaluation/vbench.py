@@ -58,7 +58,7 @@ def read_suite(file: str | Path) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and {"prompt_en", "dimension"} <= entry.keys() for entry in entries
     ):
-        raise ValueError(f"{file} is no prompt suite of VBench: a list of entries with prompt_en and dimension.")
+        raise ValueError(f"{file} is not a prompt suite of VBench: a list of entries with prompt_en and dimension.")
     return entries
 
 

@@ -132,7 +132,7 @@ class AttentionAdapter:
             tokens: of the grid, on this process.
 
         Raises:
-            ValueError: a mask that is no key-padding mask, or another number of tokens than the grid has.
+            ValueError: a mask that is not a key-padding mask, or another number of tokens than the grid has.
         """
         extra = self.extra(arguments, tokens)
         rotary = arguments["tables"] if "tables" in arguments else self.tables(attn, arguments)
@@ -172,7 +172,7 @@ class AttentionAdapter:
         return count * int(mesh.get_local_rank())
 
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
-        """Return (B, N), by default from ``attention_mask``; ValueError for one that is no key-padding mask."""
+        """Return (B, N), by default from ``attention_mask``; ValueError for one that is not a key-padding mask."""
         mask, hidden_states = arguments.get("attention_mask"), arguments["hidden_states"]
         return None if mask is None else key_padding_mask(mask, len(hidden_states), _count(arguments))
 

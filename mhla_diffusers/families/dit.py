@@ -67,7 +67,7 @@ class DiTFamily(ImageFamily):
         """Raise ValueError unless the pipeline has the class, one of the names that DiTPipeline reads."""
         named = index.get("id2label") or {}
         labels = {name.strip(): int(label) for label, names in named.items() for name in names.split(",")}
-        if labels or "num_embeds_ada_norm" in config:  # else it is no DiT, which loading says
+        if labels or "num_embeds_ada_norm" in config:  # else it is not a DiT, which loading says
             class_label(prompt, labels, config.get("num_embeds_ada_norm", 0))
 
     def check_prompt(self, pipe: Any, prompt: str) -> None:
@@ -126,5 +126,5 @@ def class_label(prompt: str, labels: Mapping[str, int], count: int) -> int:
     more = f" and {len(names) - _SHOWN_LABELS} more" if len(names) > _SHOWN_LABELS else ""
     or_name = f", or one of its labels: {', '.join(names[:_SHOWN_LABELS])}{more}" if names else "; it has no labels"
     raise ValueError(
-        f"{prompt!r} is no class of this DiT; give a number from {min(numbers)} to {max(numbers)}{or_name}."
+        f"{prompt!r} is not a class of this DiT; give a number from {min(numbers)} to {max(numbers)}{or_name}."
     )

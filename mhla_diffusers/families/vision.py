@@ -36,7 +36,7 @@ class VisionAdapter(TransformersAdapter):
         """Return (B, N) from transformers' mask: (B, N), (B, 1, 1, N), or (B, 1, N, N) with equal rows.
 
         Raises:
-            ValueError: a mask that differs between queries or is no tensor.
+            ValueError: a mask that differs between queries or is not a tensor.
         """
         mask, (batch, tokens) = arguments.get("attention_mask"), arguments["hidden_states"].shape[:2]
         if mask is None:
@@ -190,7 +190,7 @@ class Dinov2Family(VisionFamily):
 class SiglipFamily(VisionFamily):
     """SigLIP's vision tower, alone, under a classifier, or beside the text tower, which is not patched.
 
-    Its tokens are patches only; its pooling is no self-attention.
+    Its tokens are patches only; its pooling is not a self-attention.
     """
 
     name = "siglip"

@@ -36,7 +36,7 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
     Paths of pictures are relative to the file's folder; the column may be absent.
 
     Raises:
-        ValueError: a file without prompts, a row without one, or with a picture that is no path.
+        ValueError: a file without prompts, a row without one, or with a picture that is not a path.
     """
     reader = {".csv": read_csv, ".jsonl": read_json_lines}.get(path.suffix.lower())
     if reader is None:

@@ -280,7 +280,7 @@ def class_count(model: str | None, family: str) -> int:
 
 
 def check_classes(model: str | None, family: str, prompts: Iterable[str]) -> None:
-    """Raise ValueError for a prompt that is no class of a pipeline for classes, read without its weights."""
+    """Raise ValueError for a prompt that is not a class of a pipeline for classes, read without its weights."""
     if family_named(family).prompts_are_classes:
         found = _index_and_config(model, family)
         for prompt in prompts:
@@ -326,7 +326,7 @@ def pipeline_file(model: str, name: str) -> Path:
         path = Path(model, name)
         if not path.is_file():
             modular = f" {_MODULAR}" if Path(model, _MODULAR_INDEX).is_file() else ""
-            raise FileNotFoundError(f"{model} is no diffusers pipeline: {name} is missing.{modular}")
+            raise FileNotFoundError(f"{model} is not a diffusers pipeline: {name} is missing.{modular}")
         return path
     from huggingface_hub import file_exists, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -52,7 +52,7 @@ def read_sample_list(folder: Path) -> list[Sample] | None:
         entries = read_json(file)
         samples = [Sample(str(x["file"]), str(x["text"]), x.get("image"), x.get("seed")) for x in entries]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no list of samples with file and text.") from error
+        raise ValueError(f"{file} is not a list of samples with file and text.") from error
     listed: set[str] = set()
     for sample in samples:
         path = os.path.normpath(sample.file)

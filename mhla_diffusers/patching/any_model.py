@@ -188,7 +188,7 @@ def apply_to_any(model: Any, config: SparseConfig, grid: Grid, extra: Extras) ->
 
     modules = _modules(model)
     if not modules:
-        raise ValueError(f"{type(model).__name__} is no model and no pipeline with a transformer or a unet.")
+        raise ValueError(f"{type(model).__name__} is neither a model nor a pipeline with a transformer or a unet.")
     for module in modules:
         family = find_family(module)
         if family is not None:

@@ -73,7 +73,7 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
     """Run something and keep the inputs of every forward of the transformers.
 
     Raises:
-        ValueError: ``run`` is no function, or did not reach a transformer, or a step cache is enabled.
+        ValueError: ``run`` is not a function, or did not reach a transformer, or a step cache is enabled.
     """
     check_run(run)
     for transformer in transformers.values():

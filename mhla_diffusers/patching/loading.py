@@ -161,7 +161,9 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
             f"{patch} is a preset, settings without weights; apply_mhla(model, {str(patch)!r}) opens it, or --patch."
         )
     if path.exists():
-        raise FileNotFoundError(f"{patch} is no folder; load_mhla takes the folder that save_mhla wrote, or a Hub id.")
+        raise FileNotFoundError(
+            f"{patch} is not a folder; load_mhla takes the folder that save_mhla wrote, or a Hub id."
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import validate_repo_id
@@ -218,7 +220,7 @@ def read_record(folder: Path) -> PatchRecord:
             PatchConfig.read(part.patch)
         return record
     except ValueError as error:
-        raise ValueError(f"{path} is no valid patch: {error}") from error
+        raise ValueError(f"{path} is not a valid patch: {error}") from error
 
 
 def check_file(folder: Path, record: PatchRecord) -> Path:
@@ -226,14 +228,14 @@ def check_file(folder: Path, record: PatchRecord) -> Path:
 
     Raises:
         FileNotFoundError: it is missing.
-        ValueError: it is no safetensors file of this folder, damaged, or was saved with other settings.
+        ValueError: it is not a safetensors file of this folder, damaged, or was saved with other settings.
     """
     path = _check_content(folder, record.file, record.sha256)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     except SafetensorError as error:
-        raise ValueError(f"{path} is no readable safetensors file: {error}.") from error
+        raise ValueError(f"{path} is not a readable safetensors file: {error}.") from error
     check(
         "mhla" in metadata,
         f"{record.file} was written again without its settings, so it is unknown whether those in {CONFIG_NAME} "
@@ -253,7 +255,7 @@ def check_file(folder: Path, record: PatchRecord) -> Path:
 def _check_content(folder: Path, file: str, sha256: str) -> Path:
     path = folder / file
     if path.suffix != ".safetensors" or path.parent != folder:
-        raise ValueError(f"{CONFIG_NAME} names {file!r}, which is no safetensors file in {folder}.")
+        raise ValueError(f"{CONFIG_NAME} names {file!r}, which is not a safetensors file in {folder}.")
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
     check_hash(path, sha256, CONFIG_NAME)

@@ -202,7 +202,7 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
     each its own; the dict is left as it is.
 
     Raises:
-        ValueError: unsupported transformer or a class of one, already patched, what is no processor, or a dict whose
+        ValueError: unsupported transformer or a class of one, already patched, what is not a processor, or a dict whose
             names are not those of the attentions.
     """
     refuse_wrapped(transformer)
@@ -216,7 +216,7 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
     for one in processor.values() if isinstance(processor, Mapping) else [processor]:
         if isinstance(one, type) or not callable(one):
             raise ValueError(
-                f"processor={one!r} is no attention processor; allowed: MHLAProcessor(...), a processor of diffusers "
+                f"processor={one!r} is not a processor; allowed: MHLAProcessor(...), a processor of diffusers "
                 "such as AttnProcessor2_0(), or a dict of them as attn_processors(transformer) gives it."
             )
     if isinstance(processor, Mapping):

@@ -180,7 +180,7 @@ class MHLAProcessor:
             (B, N, hidden size); where the model's own attention returns the context as well, the pair of both.
 
         Raises:
-            ValueError: the token grid is unknown or does not fit, or the mask is no key-padding mask.
+            ValueError: the token grid is unknown or does not fit, or the mask is not a key-padding mask.
         """
         layer = layer_of(attn)
         original, adapter = self._left.get(attn, (None, None)) if layer is None else (None, layer.adapter)

@@ -120,7 +120,7 @@ class VideoStream:
             What the transformer returns.
 
         Raises:
-            ValueError: ``keep`` that is no bool, arguments that the transformer's forward lacks; latents of another
+            ValueError: ``keep`` that is not a bool, arguments that the transformer's forward lacks; latents of another
                 type than its weights; frames that are no whole blocks, of another size or of another batch than before,
                 too late for the model's RoPE or with ``beyond="error"`` for the patch; tokens that are split between
                 processes; or a call in which not all layers attend with MHLA. The stream is then as before.

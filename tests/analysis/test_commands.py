@@ -67,7 +67,7 @@ def test_commands(tmp_path, command, settings, said, written):
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("analyze", ("",), "'' is no class"),
+        ("analyze", ("",), "'' is not a class"),
         ("analyze", ("seven", "--seed", "-1"), "seed=-1"),
         ("analyze", ("seven", "--model", "docs"), "model_index.json"),
         ("analyze", ("seven", "--output", "file"), "file"),

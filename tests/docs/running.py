@@ -286,7 +286,7 @@ def check_pip(arguments: list[str]) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         wanted = re.fullmatch(r"\.(?:\[(.+)\])?", arguments[1])
         assert wanted, f"{arguments[1]} is not this project"
-        assert set((wanted[1] or "").split(",")) - {""} <= set(extras), f"{wanted[1]} is no extra of {set(extras)}"
+        assert set((wanted[1] or "").split(",")) - {""} <= set(extras), f"{wanted[1]} is not an extra of {set(extras)}"
 
 
 def check_script(arguments: list[str]) -> None:

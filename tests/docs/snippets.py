@@ -21,7 +21,7 @@ class Snippet:
     line: int
     """Where it begins, counted from 1."""
     language: str
-    """"python", "bash", or "" for a block that is no code."""
+    """"python", "bash", or "" for a block that is not code."""
     text: str
 
     @property

@@ -190,7 +190,7 @@ def test_npz_and_folders_of_several_sizes_are_measured_and_damage_is_named(folde
     with pytest.raises(UnreadableMediaError, match="0003.png is not a readable image"):
         measure(*folders)
     flipped(tmp_path / "made.npz")
-    with pytest.raises(ValueError, match="made.npz is no readable npz file"):
+    with pytest.raises(ValueError, match="made.npz is not a readable npz file"):
         measure(tmp_path / "made.npz", folders[1])
     with pytest.raises(ValueError, match="batch_size=0"):
         measure_images(folders[1], folders[1], Extractor(blocks, "blocks", ""), batch_size=0)

@@ -86,7 +86,7 @@ def test_classes_are_those_of_the_model_and_go_into_adm_s_npz(tmp_path):
 @pytest.mark.parametrize(
     ("family", "arguments", "message"),
     [
-        ("dit", ("--labels", 5000, "--label-order", "random"), r"'\d+' is no class of this DiT.* 0 to 9"),
+        ("dit", ("--labels", 5000, "--label-order", "random"), r"'\d+' is not a class of this DiT.* 0 to 9"),
         ("sana", (), "sana"),
     ],
 )

@@ -39,7 +39,7 @@ def of(module: Any) -> list[Callable[[str], None]]:
 
 
 LACKING = ("methods", "own_form", "step_of_the_pipeline", "compiles", "calibration")
-"""What CogView3-Plus is no example of, or few families are asked for."""
+"""What CogView3-Plus is not an example of, or few families are asked for."""
 CHECKS = [one for module in (test_contract, test_pipelines) for one in of(module)]
 
 

@@ -132,7 +132,7 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
         (("dit", "3", "--weights", "nowhere"), "nowhere"),
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
-        (("dit", "seven", "a cat", *FAST_SET), "'a cat' is no class"),
+        (("dit", "seven", "a cat", *FAST_SET), "'a cat' is not a class"),
         (("wan", "x", *FAST_SET, "--set", "height=33"), "fails with the settings {'num_inference_steps': 1, 'height'"),
         (("wan", "x", "--model", str(Path(__file__).parent)), "no diffusers pipeline: model_index.json is missing"),
     ],
@@ -186,13 +186,13 @@ def test_classes_are_given_by_number_name_or_phrase():
     for prompt in ("7", "07", "seven", "a seven", "a Seven", "SEVEN "):
         assert class_label(prompt, labels, 1000) == 7
     for prompt in ("", "  ", "²", "-1", "10", "99", "1000", "1001", "9" * 5000):
-        with pytest.raises(ValueError, match="is no class of this DiT.*0 to 9"):
+        with pytest.raises(ValueError, match="is not a class of this DiT.*0 to 9"):
             class_label(prompt, labels, 1000)
     # "Cardigan" is a dog of ImageNet, "cardigan" a piece of clothing
     labels = {"Cardigan": 264, "cardigan": 474}
     assert [class_label(name, labels, 1000) for name in ("Cardigan", "a cardigan")] == [264, 474]
     assert class_label("999", {}, 1000) == 999
-    with pytest.raises(ValueError, match="'1000' is no class.*0 to 999"):
+    with pytest.raises(ValueError, match="'1000' is not a class.*0 to 999"):
         class_label("1000", {}, 1000)
 
 
@@ -202,7 +202,7 @@ def test_a_run_that_failed_does_not_bind_the_folder_and_one_that_did_not_does(tm
         with pytest.raises(ValueError, match="'5000'"):
             made(prompted(tmp_path, "3", "5000"))
     assert not list(tmp_path.iterdir())
-    # what a run that was stopped while it wrote has left is no sample
+    # what a run that was stopped while it wrote has left is not a sample
     (tmp_path / ".0000-0-3.png").write_text("")
     assert made(prompted(tmp_path, "3")) == [True]
     with pytest.raises(ValueError, match="num_inference_steps': 2}, now {}.*another output folder"):

@@ -72,7 +72,7 @@ def test_prompts_come_from_a_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no .*none.txt"):
         read_prompts(tmp_path / "none.txt")
     file.write_bytes(bytes(range(256)))
-    with pytest.raises(ValueError, match=r"prompts.txt is no UTF-8 text"):
+    with pytest.raises(ValueError, match=r"prompts.txt is not UTF-8 text"):
         read_prompts(file)
     with pytest.raises(IsADirectoryError, match="is a folder"):
         read_prompts(tmp_path)

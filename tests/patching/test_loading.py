@@ -181,7 +181,7 @@ def test_pickles_are_refused(tmp_path):
     with pytest.raises(ValueError, match="pickle file, which is never loaded"):
         load_mhla(models.wan(), tmp_path / "mhla.bin")
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
         load_mhla(models.wan(), tmp_path / "file")
 
 

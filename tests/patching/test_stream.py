@@ -247,7 +247,7 @@ def test_a_clip_that_the_blocks_do_not_fit_is_refused_in_words_of_frames():
         model(**_arguments(model, 5))
     with pytest.raises(ValueError, match=refused):
         mhla.describe(model, grid=(5, *_SIDES))
-    mhla.describe(model)  # the grid of the call that failed is no error
+    mhla.describe(model)  # the grid of the call that failed is not an error
     with pytest.raises(ValueError, match=r"width axis.*use at most 2 on that axis\.$"):
         mhla.describe(model, grid=(4, 4, 2))
     stream, arguments = VideoStream(model), _arguments(model, 10)

@@ -310,7 +310,7 @@ def test_an_output_that_is_a_file_and_unknown_classes_are_said_before_weights_ar
     write_image(tmp_path / "images" / "a.png")
     (tmp_path / "images" / "a.txt").write_text("horse")
     for source in (("synthesize", "--prompts", tmp_path / "bad.txt"), ("encode", "--source", tmp_path / "images")):
-        with pytest.raises(ValueError, match="'horse' is no class"):
+        with pytest.raises(ValueError, match="'horse' is not a class"):
             _cli(*source, "--model", empty, "--output", tmp_path / "x")
     with pytest.raises(OSError, match="file is a file; give a folder"):
         finetune(TrainingConfig.from_yaml(config_file, [f"data={latents}", f"output={tmp_path / 'file'}"]))

@@ -167,7 +167,7 @@ def deciding_column(
         is_chosen = tl.arange(0, CHUNK)[None, :] == spread_rows(which, LENGTH)[:, None]
         column = tl.where(spread_rows(variance > largest, LENGTH), tl.sum(tl.where(is_chosen, keys, 0.0), 1), column)
         largest = tl.maximum(largest, variance)
-    return tl.where(is_key & (column == column), column, float("inf"))  # NaN would come after what is no key
+    return tl.where(is_key & (column == column), column, float("inf"))  # NaN would come after what is not a key
 
 
 @triton.jit

@@ -90,7 +90,7 @@ class CacheIndex:
             index.originals = {name: Original(**values) for name, values in content.get("originals", {}).items()}
             return index
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no valid index: {error} {_way_out(folder)}") from error
+            raise ValueError(f"{path} is not a valid index: {error} {_way_out(folder)}") from error
 
     def write(self) -> None:
         """Write it whole."""

@@ -127,7 +127,7 @@ def find_media(source: str | Path) -> list[Media]:
     Raises:
         FileNotFoundError: no such source, no videos or images in it, or files of the metadata are missing.
         ValueError: missing, empty or unreadable captions beside files, metadata that names a file twice or has a
-            caption that is no text, two files of metadata, or a folder of both files and shards.
+            caption that is not text, two files of metadata, or a folder of both files and shards.
     """
     media = list_media(source)
     names: dict[str | None, list[str]] = {}
@@ -155,7 +155,7 @@ def list_media(source: str | Path) -> list[Media]:
 
     Raises:
         FileNotFoundError: no such source, or no videos or images in it.
-        ValueError: unreadable captions, metadata that names a file twice or has a caption that is no text, two files
+        ValueError: unreadable captions, metadata that names a file twice or has a caption that is not text, two files
             of metadata, or a folder of both files and shards.
     """
     folder = Path(source)
@@ -163,7 +163,7 @@ def list_media(source: str | Path) -> list[Media]:
     if shards:
         return [media for name, path in shards.items() for media in _media_of_shard(name, path)]
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder, no .tar file and no pattern of any.")
+        raise FileNotFoundError(f"{folder} is neither a folder, a .tar file nor a pattern of any.")
     captions = _metadata(folder)
     files = {name: path for name, path in visible_files(folder).items() if path.suffix.lower() in _SUFFIXES}
     unlisted: list[str] = []

@@ -232,7 +232,7 @@ def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, ca
         ({"metadata.csv": b"file_name,text,text\na.png,a,b\n"}, ".", ValueError, "metadata.csv.*'text' is given twice"),
         ({"metadata.csv": b"file_name,text\na.png,a\nb/../a.png,b\n"}, ".", ValueError, "Row 2 of .* a.png, as an"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x", "text": "y"}\n'}, ".", ValueError, "Line 1.*'text'"),
-        ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl is no UTF-8"),
+        ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl is not UTF-8"),
         ({"metadata.csv": b"file_name,text\na.png,a\na.png,b\n"}, ".", ValueError, "Row 2 of .* a.png, as an earlier"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": ["x"]}\n'}, ".", ValueError, r"Row 1 of .*text=\['x'\]"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": NaN}\n'}, ".", ValueError, "Row 1 of .*text=nan"),
