@@ -16,8 +16,8 @@ SHOWN = {
     "density alone": (lambda row: not row["dense steps"] and not row["cache"], "C7", "s"),
     "dense steps, dropped": (lambda row: row["carried"] == "no" and not row["cache"], "C1", "x"),
     "dense steps, carried": (lambda row: row["carried"] == "yes" and not row["cache"], "C0", "o"),
-    "First Block Cache alone": (lambda row: row["cache"].startswith("First") and not row["density"], "C2", "^"),
-    "carried, with First Block Cache": (lambda row: row["cache"].startswith("First") and row["carried"], "C3", "D"),
+    "a step cache alone": (lambda row: row["cache"] and not row["density"], "C2", "^"),
+    "a step cache with a sparse patch": (lambda row: row["cache"] and row["density"], "C3", "D"),
 }
 
 
