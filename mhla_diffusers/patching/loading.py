@@ -94,8 +94,11 @@ def load_mhla(
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
-    came_from = base_model_name(loaded_from(model, next(iter(transformers.values()))))
-    if record.weights != "all" and record.base_model and came_from not in ("", record.base_model):
+    source = loaded_from(model, next(iter(transformers.values())))
+    came_from = base_model_name(source)
+    lies_beside = source == str(patch) or folder.resolve() in (Path(source).resolve(), Path(source).resolve().parent)
+    belongs = lies_beside or not record.base_model or came_from in ("", record.base_model)
+    if record.weights != "all" and not belongs:
         warnings.warn(
             f"This patch was made for {record.base_model}, and the model was loaded from {came_from}. Unless that is a "
             "copy of it, the two do not belong together.",

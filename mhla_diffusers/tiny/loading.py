@@ -1,6 +1,8 @@
 """Load the tiny pipelines that ship with the package, once their files are checked to be whole."""
 
+import functools
 import hashlib
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from torch import nn
 
 from ..devices import choose_device
 from ..settings import check_value
-from .pipelines import tiny_pipeline
+from .digits import parse_caption
+from .pipelines import TinyPipeline, tiny_pipeline
 
 ASSET_FOLDER = Path(__file__).parent / "assets"
 CHECKSUM_FILE = ASSET_FOLDER / "checksums.json"
@@ -35,6 +38,9 @@ def control_file(family: str) -> Path:
 def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool = False) -> Any:
     """Load the tiny pipeline of a family: a ``DiTPipeline``, ``SanaPipeline`` or ``WanPipeline`` in float32.
 
+    Arguments that its call is not given are those of :func:`call_settings`, and that of DiT takes a text:
+    ``load_tiny("wan")("a seven moving left").frames[0]``, ``load_tiny("dit")("a seven").images[0]``.
+
     Args:
         family: dit, sana or wan.
         device: where it runs; "auto" for a GPU if there is one.
@@ -56,7 +62,23 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
         load_control(pipe.transformer, control_file(family))
     pipe = pipe.to(place)
     pipe.set_progress_bar_config(disable=True)
+    _use_call_settings(pipe, tiny_pipeline(family))
     return pipe
+
+
+def _use_call_settings(pipe: Any, tiny: TinyPipeline) -> None:
+    """Switch a pipeline to a subclass of its class, with its name, whose call has the tiny pipeline's defaults."""
+    kind: Any = type(pipe)
+    signature = inspect.signature(kind.__call__)
+
+    @functools.wraps(kind.__call__)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        given = signature.bind_partial(self, *arguments, **keywords).arguments
+        if tiny.prompts_are_classes and isinstance(text := given.get("class_labels"), str):
+            given["class_labels"] = [parse_caption(text).labels[0]]
+        return kind.__call__(**tiny.call_settings | given)
+
+    pipe.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
 
 
 def load_control(transformer: nn.Module, file: Path) -> None:
@@ -73,7 +95,8 @@ def load_control(transformer: nn.Module, file: Path) -> None:
 def call_settings(family: str) -> dict[str, Any]:
     """Return the call's arguments that the tiny pipeline of a family was trained for; ValueError if there is none.
 
-    For example ``load_tiny("wan")("a seven moving left", **call_settings("wan")).frames[0]``.
+    :func:`load_tiny` uses them by itself; a pipeline loaded from :func:`pipeline_folder` needs them:
+    ``pipe("a seven moving left", **call_settings("wan")).frames[0]``.
     """
     return dict(tiny_pipeline(family).call_settings)
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from diffusers import DiTPipeline
 from safetensors.torch import load_file
 
 import mhla_diffusers as mhla
+from mhla_diffusers.tiny import load_tiny
 
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import dit_pipeline
@@ -45,6 +47,18 @@ def test_a_saved_pipeline_of_a_patched_dit_names_the_class_of_diffusers(made, tm
     pipe.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["transformer"] == ["diffusers", "DiTTransformer2DModel"]
+
+
+def test_a_patch_beside_diffusers_own_files_opens_without_a_warning(tmp_path, recwarn):
+    """The pipeline was loaded from the folder that its patch lies in, so the two belong together."""
+    pipe = load_tiny("dit")
+    mhla.save_mhla(mhla.apply_mhla(pipe, blocks=(4, 2)), tmp_path)
+    pipe.save_pretrained(tmp_path)
+    for again in (DiTPipeline.from_pretrained(tmp_path), DiTPipeline.from_pretrained(tmp_path).transformer):
+        mhla.load_mhla(again, tmp_path)
+    assert not [one for one in recwarn if "belong together" in str(one.message)]
+    with pytest.warns(UserWarning, match="belong together"):  # of another folder
+        mhla.load_mhla(DiTPipeline.from_pretrained(tmp_path), shutil.copytree(tmp_path, tmp_path / "other"))
 
 
 def test_a_deep_copy_of_an_adapted_model_is_independent():

@@ -37,6 +37,24 @@ def test_unknown_words_still_work(family):
     assert output is not None
 
 
+@pytest.mark.parametrize("family", TINY)
+def test_called_without_settings_it_has_those_that_it_was_trained_for(family, tmp_path):
+    pipe = load_tiny(family)
+    prompt = "a seven moving left" if family == "wan" else "a seven"
+    noise = torch.Generator().manual_seed
+    short = {"num_inference_steps": 1, "output_type": "np"}
+    same = [7] if family == "dit" else prompt
+    settings = {**call_settings(family), **short}
+    plain = type(pipe).__mro__[1].from_pretrained(loading.pipeline_folder(family))
+    (expected,) = plain(same, generator=noise(0), **settings).values()
+    (found,) = pipe(prompt, generator=noise(0), **short).values()
+    assert (found == expected).all()
+    pipe.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "model_index.json").read_text())["_class_name"] == type(plain).__name__
+    with pytest.raises(TypeError, match="stepz"):
+        pipe(prompt, stepz=1)
+
+
 def test_video_has_at_least_512_tokens():
     pipe = load_tiny("wan")
     family = get_family(pipe.transformer)
