@@ -62,7 +62,7 @@ class PipelineChoice:
 
     def __post_init__(self) -> None:
         family_named(self.family)
-        if self.model == f"tiny-{self.family}":
+        if self.family in TINY and self.model == f"tiny-{self.family}":
             object.__setattr__(self, "model", None)
         if self.model is None and self.family not in TINY:
             raise ValueError(

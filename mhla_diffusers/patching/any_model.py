@@ -7,6 +7,7 @@ whose tokens are not those of the token grid, and masked or causal ones, stay as
 
 import logging
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -78,7 +79,6 @@ class AnyPatch:
         """Scheduler of the pipeline; None without a pipeline."""
         return getattr(None if self._pipe is None else self._pipe(), "scheduler", None)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the model with sparse attention; ValueError for a grid that is none."""
         grid = check_grid(self.grid(*args, **kwargs)) if callable(self.grid) else self.grid
@@ -116,14 +116,14 @@ class _SparseCalls(TorchFunctionMode):
         super().__init__()
         self.attention, self.grid, self.extra, self.step = attention, grid, extra, step
         self._layer = 0
+        self._attends = _untraced(self._attend)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of PyTorch, or what stands in its place."""
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        output = self._attend(*args, **kwargs)
+        output = self._attends(*args, **kwargs)
         return func(*args, **kwargs) if output is None else output
 
     def _attend(
@@ -166,6 +166,11 @@ class _SparseCalls(TorchFunctionMode):
         return None if output is None else output.transpose(1, 2)
 
 
+def _untraced(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
+    """Keep torch.compile out of a function; where it was never imported, which takes a second, it compiles nothing."""
+    return torch.compiler.disable(function, recursive=recursive) if "torch._dynamo" in sys.modules else function
+
+
 class _SparseForward:
     """Mixin of a patched model, whose forward runs within the patch."""
 
@@ -175,7 +180,7 @@ class _SparseForward:
         patch: AnyPatch = getattr(self, ATTRIBUTE)
         if patch.is_off:
             return inherited.forward(*args, **kwargs)
-        return patch.run(inherited.forward, args, kwargs)
+        return _untraced(patch.run, recursive=False)(inherited.forward, args, kwargs)
 
 
 def apply_to_any(model: Any, config: SparseConfig, grid: Grid, extra: Extras) -> None:

@@ -60,11 +60,11 @@ def test_all_pairs_listed_is_what_softmax_attention_costs():
 @pytest.mark.parametrize("own", ["softmax", "linear"])
 @pytest.mark.parametrize("causal", ["token", "block"])
 def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, own):
-    """Of a sequence that ends inside its third block: by hand from which token sees which.
+    """Of three blocks, a text ends inside its third: by hand from which token sees which.
 
     Softmax attention in its place sees all of a video, and of a text what is earlier.
     """
-    blocks, grid = ((4,), (20,)) if causal == "token" else ((4, 1), (20, 3))
+    blocks, grid = ((4,), (20,)) if causal == "token" else ((4, 1), (24, 3))
     config = CausalConfig(blocks=blocks, causal=causal, block_length=8, own=own)
     frame = torch.arange(math.prod(grid)) // (8 * math.prod(grid[1:]))
     place = torch.arange(math.prod(grid)) if causal == "token" else frame

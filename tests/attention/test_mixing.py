@@ -35,7 +35,7 @@ def test_locality_measures_distance_on_the_block_grid():
 
 
 def test_unknown_initialisation():
-    with pytest.raises(ValueError, match="'random'; allowed: locality, uniform, identity"):
+    with pytest.raises(ValueError, match="'random' must be 'locality', 'uniform' or 'identity'"):
         initial_mixing((2,), "random")
 
 

@@ -42,7 +42,7 @@ def test_what_holds_no_images_is_refused(tmp_path):
     for name, error, message in (
         ("absent", FileNotFoundError, "no images at"),
         ("empty", FileNotFoundError, "holds no images"),
-        ("text.npz", ValueError, "no readable npz file"),
+        ("text.npz", ValueError, "not a readable npz file"),
         ("objects.npz", ValueError, r"object \(1,\)"),
         ("floats.npz", ValueError, r"float64 \(2, 4, 4, 3\)"),
         ("none.npz", ValueError, r"uint8 \(0, 4, 4, 3\)"),

@@ -53,7 +53,7 @@ def test_sets_that_are_not_whole_are_refused(tmp_path, listed, error, message):
     with pytest.raises(error, match=message):
         require_samples(folder)
     (folder / "samples.json").write_text('[{"name": 3}]')
-    with pytest.raises(ValueError, match="no list of samples"):
+    with pytest.raises(ValueError, match="not a list of samples"):
         require_samples(folder)
 
 

@@ -36,7 +36,7 @@ class Projections(nn.Module):
 
 @pytest.mark.parametrize(
     ("attention", "lacking"),
-    [(None, "no attn1 in blocks"), (nn.MultiheadAttention(8, 2), "heads"), (Projections(), "processor")],
+    [(None, "no attn1 or attn in blocks"), (nn.MultiheadAttention(8, 2), "heads"), (Projections(), "processor")],
 )
 def test_a_class_of_another_library_is_refused_by_what_it_lacks(attention: Any, lacking: str) -> None:
     model = WanTransformer3DModel(attention)

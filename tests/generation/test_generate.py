@@ -134,7 +134,7 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
         (("dit", "seven", "a cat", *FAST_SET), "'a cat' is not a class"),
         (("wan", "x", *FAST_SET, "--set", "height=33"), "fails with the settings {'num_inference_steps': 1, 'height'"),
-        (("wan", "x", "--model", str(Path(__file__).parent)), "no diffusers pipeline: model_index.json is missing"),
+        (("wan", "x", "--model", str(Path(__file__).parent)), "not a diffusers pipeline: model_index.json is missing"),
     ],
 )
 def test_command_says_what_is_wrong_and_leaves_no_folder(tmp_path, arguments, message):
