@@ -116,6 +116,11 @@ def set_quiet(quiet: bool) -> None:
     _shown["quiet"] = quiet
 
 
+def shows_bars() -> bool:
+    """Whether progress is shown, on a terminal."""
+    return not _shown["quiet"] and sys.stderr.isatty()
+
+
 def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
     """Make a tqdm: a bar on a terminal or in a notebook, else a line every half minute, which has no bar."""
     from tqdm.auto import tqdm

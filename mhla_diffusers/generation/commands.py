@@ -29,7 +29,7 @@ def generate_command(
 ) -> None:
     """Generate images or videos, one per prompt and seed. Resumes where it stopped.
 
-    mhla generate wan "a seven moving left" "a three" --seed 0 --seed 1 --set num_inference_steps=20
+    mhla generate wan "a seven moving left" "a three" --patch default --seed 0 --seed 1
     """
     from .generate import SampleSet, generate, plan_samples
     from .pipelines import family_named
@@ -39,5 +39,7 @@ def generate_command(
     images = [own or image for _, own in rows]
     samples = plan_samples([prompt for prompt, _ in rows], family_named(family).suffix, seeds or (0,), images)
     folder = output or Path("outputs", family)
-    for sample, made in generate(SampleSet(family, samples, folder, seed=None, **options)):
+    chosen = SampleSet(family, samples, folder, seed=None, **options)
+    typer.echo(chosen.summary, err=True)
+    for sample, made in generate(chosen, show_steps=True):
         typer.echo(f"{'wrote' if made else 'kept '} {folder / sample.file}")

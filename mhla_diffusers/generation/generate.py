@@ -13,6 +13,7 @@ import torch
 
 from ..families.styles import takes_picture
 from ..files import file_hash, folder_for_results
+from ..reporting import shows_bars
 from .noise import generator_for
 from .pipelines import PipelineChoice, check_classes
 from .record import (
@@ -122,8 +123,10 @@ def name_of_prompt(prompt: str) -> str:
     return f"{name}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
 
 
-def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterator[tuple[Sample, bool]]:
-    """Generate this process's missing samples.
+def generate(
+    config: SampleSet, process: int = 0, processes: int = 1, *, show_steps: bool = False
+) -> Iterator[tuple[Sample, bool]]:
+    """Generate this process's missing samples, with diffusers' bar of the steps on a terminal if asked for.
 
     Yields:
         Each sample, and whether it was generated (True) or existed already (False); those that existed first.
@@ -150,6 +153,8 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
             else:
                 missing.append(sample)
         pipe = config.load(sorted({sample.text for sample in config.samples})) if missing else None
+        if pipe is not None:
+            pipe.set_progress_bar_config(disable=not (show_steps and shows_bars()))
         for start in range(0, len(missing), config.batch_size):
             batch = missing[start : start + config.batch_size]
             noise = [
