@@ -1,5 +1,6 @@
-"""What mkdocs is told beyond its configuration: files of the repository that pages link to, and roles in docstrings."""
+"""What mkdocs is told beyond its configuration: the notebook, files that pages link to, and roles in docstrings."""
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ _ROLE = re.compile(r":(?:func|class|meth|mod):(?=<code>)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Give the site a copy of every file of the repository that a page links to.
+    """Give the site the notebook as a page, and a copy of every file of the repository that a page links to.
 
     Raises:
         FileNotFoundError: a link to a file that is not there.
@@ -27,7 +28,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not source.is_file():
             raise FileNotFoundError(f"A page links to {target}, which is not a file of the repository.")
         files.append(File.generated(config, f"repository/{target}", abs_src_path=str(source)))
+    files.append(File.generated(config, "tour.md", content=_page_of(root / "docs/tour.ipynb")))
     return files
+
+
+def _page_of(notebook: Path) -> str:
+    """Return the text and the code of a notebook as Markdown."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in texts)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

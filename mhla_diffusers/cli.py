@@ -21,6 +21,7 @@ from .training.commands import data_command, encode_command, finetune_command, s
 app = typer.Typer(
     help="Cheap attention at long sequences for diffusers pipelines.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # its commands inherit them
     pretty_exceptions_show_locals=False,
 )
 

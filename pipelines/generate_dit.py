@@ -1,7 +1,7 @@
 """Generate an image with DiT and MHLA. A script to copy and edit; `mhla generate dit` does many classes and seeds.
 
-python pipelines/generate_dit.py "golden retriever" --weights my-patch            # adapted: a folder or Hub id
-python pipelines/generate_dit.py "golden retriever" --patch dit-xl-2-256          # as it is before it is adapted
+python pipelines/generate_dit.py "golden retriever"                          # sparse attention, without training
+python pipelines/generate_dit.py "golden retriever" --weights my-patch     # an adapted patch: a folder or Hub id
 """
 
 import argparse
@@ -14,9 +14,9 @@ from mhla_diffusers import apply_mhla, load_mhla
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("label", help="name of a class, as pipe.labels has it")
 parser.add_argument("--model", default="facebook/DiT-XL-2-256", help="Hub id or folder")
-which = parser.add_mutually_exclusive_group(required=True)
+which = parser.add_mutually_exclusive_group()
 which.add_argument("--weights", help="what mhla finetune left, or folder or Hub id of a patch")
-which.add_argument("--patch", help="name or YAML file of a patch")
+which.add_argument("--patch", help="preset or YAML file, untrained; default: sparse attention")
 parser.add_argument("--output", default="image.png")
 parser.add_argument("--steps", type=int, default=50, help="of the sampler")
 arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """Generate an image with SANA and MHLA. A script to copy and edit; `mhla generate sana` does many prompts and seeds.
 
 python pipelines/generate_sana.py "a cat surfing" --weights my-patch      # adapted: a folder or Hub id
-python pipelines/generate_sana.py "a cat surfing" --patch sana-0.6b       # as it is before it is adapted
+python pipelines/generate_sana.py "a cat surfing" --patch sana-0.6b       # untrained, to be adapted
 """
 
 import argparse
@@ -16,7 +16,7 @@ parser.add_argument("prompt")
 parser.add_argument("--model", default="Efficient-Large-Model/Sana_600M_1024px_diffusers", help="Hub id or folder")
 which = parser.add_mutually_exclusive_group(required=True)
 which.add_argument("--weights", help="what mhla finetune left, or folder or Hub id of a patch")
-which.add_argument("--patch", help="name or YAML file of a patch")
+which.add_argument("--patch", help="preset or YAML file of a patch, untrained: MHLA is to be adapted")
 parser.add_argument("--output", default="image.png")
 parser.add_argument("--height", type=int, default=1024)
 parser.add_argument("--width", type=int, default=1024)

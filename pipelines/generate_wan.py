@@ -1,7 +1,7 @@
 """Generate a video with Wan and MHLA. A script to copy and edit; `mhla generate wan` does many prompts and seeds.
 
-python pipelines/generate_wan.py "a cat surfing" --weights my-patch                  # adapted: a folder or Hub id
-python pipelines/generate_wan.py "a cat surfing" --patch wan2.1-t2v-1.3b-hybrid      # as it is before it is adapted
+python pipelines/generate_wan.py "a cat surfing"                          # sparse attention, without training
+python pipelines/generate_wan.py "a cat surfing" --weights my-patch     # an adapted patch: a folder or Hub id
 """
 
 import argparse
@@ -16,9 +16,9 @@ from mhla_diffusers.generation.record import write_video
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("prompt")
 parser.add_argument("--model", default="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", help="Hub id or folder")
-which = parser.add_mutually_exclusive_group(required=True)
+which = parser.add_mutually_exclusive_group()
 which.add_argument("--weights", help="what mhla finetune left, or folder or Hub id of a patch")
-which.add_argument("--patch", help="name or YAML file of a patch")
+which.add_argument("--patch", help="preset or YAML file, untrained; default: sparse attention")
 parser.add_argument("--output", default="video.mp4")
 parser.add_argument("--frames", type=int, default=81)
 parser.add_argument("--height", type=int, default=480)

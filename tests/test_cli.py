@@ -44,6 +44,11 @@ def test_info_lists_what_there_is():
         assert word in words, "whole, although this is not a terminal"
 
 
+@pytest.mark.parametrize("command", [(), ("generate",), ("bench", "op"), ("eval", "fid")])
+def test_help_has_a_short_name(command):
+    assert "Usage: " in mhla_here(*command, "-h")
+
+
 def test_info_on_one_patch():
     shown = mhla_here("info", "--patch", "wan2.1-t2v-1.3b-hybrid")
     assert "[7, 3, 5]" in shown

@@ -9,7 +9,7 @@ import typer
 def demo(
     family: Annotated[str, typer.Option(help="dit, sana or wan.")] = "wan",
     output: Annotated[Path, typer.Option(help="Folder for the table, pictures and page.")] = Path("outputs/demo"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, …, auto")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
     updates: Annotated[int, typer.Option(help="Of each attention that is adapted live; 0 for none.")] = 60,
     speed_seconds: Annotated[float, typer.Option(help="For timing attention over growing N; 0 for none.")] = 40.0,

@@ -29,9 +29,8 @@ def generate_command(
 ) -> None:
     """Generate images or videos, one per prompt and seed. Resumes where it stopped.
 
-    mhla generate wan "a seven moving left" "a three" --seed 0 --seed 1 --set num_inference_steps=20
+    mhla generate wan "a seven moving left" "a three" --patch default --seed 0 --seed 1
     """
-    from ..reporting import shows_bars
     from .generate import SampleSet, generate, plan_samples
     from .pipelines import family_named
 
@@ -40,7 +39,7 @@ def generate_command(
     images = [own or image for _, own in rows]
     samples = plan_samples([prompt for prompt, _ in rows], family_named(family).suffix, seeds or (0,), images)
     folder = output or Path("outputs", family)
-    samples_of = SampleSet(family, samples, folder, seed=None, **options)
-    typer.echo(str(samples_of), err=True)
-    for sample, made in generate(samples_of, steps_bar=shows_bars()):
+    chosen = SampleSet(family, samples, folder, seed=None, **options)
+    typer.echo(chosen.summary, err=True)
+    for sample, made in generate(chosen, show_steps=True):
         typer.echo(f"{'wrote' if made else 'kept '} {folder / sample.file}")

@@ -13,6 +13,7 @@ import torch
 
 from ..families.styles import takes_picture
 from ..files import file_hash, folder_for_results
+from ..reporting import shows_bars
 from ..settings import check_value
 from .noise import generator_for
 from .pipelines import PipelineChoice, check_classes
@@ -118,15 +119,15 @@ def name_of_prompt(prompt: str) -> str:
 
 
 def generate(
-    config: SampleSet, process: int = 0, processes: int = 1, steps_bar: bool = False
+    config: SampleSet, process: int = 0, processes: int = 1, *, show_steps: bool = False
 ) -> Iterator[tuple[Sample, bool]]:
-    """Generate this process's missing samples.
+    """Generate this process's missing samples, with diffusers' bar of the steps on a terminal if asked for.
 
     Args:
         config: which, and how.
         process: number of this process.
         processes: that share the samples.
-        steps_bar: whether diffusers shows a bar of the denoising steps.
+        show_steps: whether diffusers shows its bar of the steps.
 
     Yields:
         Each sample, and whether it was generated (True) or existed already (False); those that existed first.
@@ -153,8 +154,8 @@ def generate(
             else:
                 missing.append(sample)
         pipe = config.load(sorted({sample.text for sample in config.samples})) if missing else None
-        if pipe is not None and steps_bar:
-            pipe.set_progress_bar_config(disable=False, leave=False)
+        if pipe is not None:
+            pipe.set_progress_bar_config(disable=not (show_steps and shows_bars()))
         for start in range(0, len(missing), config.batch_size):
             batch = missing[start : start + config.batch_size]
             noise = [

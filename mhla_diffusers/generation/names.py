@@ -119,9 +119,14 @@ def _types(annotation: Any) -> set[type]:
 
 
 def pipeline_options(
-    model: Annotated[str | None, typer.Option(help="Hub id or folder; default: the tiny pipeline.")] = None,
-    patch: Annotated[str | None, typer.Option(help="Name or YAML file of a patch, untrained; or default.")] = None,
-    density: Annotated[float | None, typer.Option(help="Of a sparse patch, such as 0.025.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hub id, folder, or tiny-wan, tiny-sana, tiny-dit; default: the tiny one.")
+    ] = None,
+    patch: Annotated[
+        str | None,
+        typer.Option(help="default: sparse attention, needs no training; or a preset or YAML file, untrained."),
+    ] = None,
+    density: Annotated[float | None, typer.Option(help="Of sparse attention, 0.025 by default.")] = None,
     softmax_steps: Annotated[str | None, typer.Option(help=SOFTMAX_STEPS)] = None,
     refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
     weights: Annotated[
@@ -129,14 +134,19 @@ def pipeline_options(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="Of the weights: float32, bfloat16, float16; auto: bfloat16 on a GPU.")
-    ] = "auto",
+        str | None,
+        typer.Option(help="Of the weights: float32, bfloat16 (bf16), float16; default: bf16 on a GPU, else float32."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Argument of the pipeline's call; repeatable."),
     ] = None,
 ) -> dict[str, Any]:
     """Return the options as arguments of :class:`PipelineChoice`, with ``settings`` parsed."""
+    from ..devices import choose_device
+
+    if dtype is None:
+        dtype = "float32" if choose_device(device).type == "cpu" else "bfloat16"
     named = {"model": model, "patch": patch, "weights": weights, "device": device, "dtype": dtype}
     changes: dict[str, Any] = {"density": density} if density is not None else {}
     changes |= parse_dense_steps(softmax_steps, refresh)

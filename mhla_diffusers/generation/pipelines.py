@@ -2,15 +2,18 @@
 
 import hashlib
 import json
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 
-from ..config import adapted_patch_folder, load_patch
+from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..families import TrainedFamily, families, find_family, get_family, supported_instead, trained_family
 from ..files import content_of, read_json
@@ -52,17 +55,16 @@ class PipelineChoice:
     """Result of ``mhla finetune``, or the folder or Hub id of a patch."""
     frames_per_second: int | None = None
     """Frame rate of videos; default: that of the family's clips or of the tiny pipeline."""
-    device: str = "auto"
-    """For example cuda:1; "auto" is a GPU if there is one."""
-    dtype: str = "auto"
-    """Type of the weights, for example bfloat16; bf16 is stored as bfloat16, and "auto" is that on a GPU, else float32.
-    """
+    device: str = "cpu"
+    """For example cuda:1, or "auto" for a GPU if there is one."""
+    dtype: str = "float32"
+    """Type of the weights, for example bfloat16; bf16 is stored as bfloat16."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's call, for example height, width, num_frames, num_inference_steps."""
 
     def __post_init__(self) -> None:
         family_named(self.family)
-        if self.family in TINY and self.model == f"tiny-{self.family}":
+        if self.model == f"tiny-{self.family}" and pipeline_source(self.model) != self.model:
             object.__setattr__(self, "model", None)
         if self.model is None and self.family not in TINY:
             raise ValueError(
@@ -75,9 +77,8 @@ class PipelineChoice:
             )
         if self.weights is not None:
             object.__setattr__(self, "weights", str(_result_in(self.weights)))
-        on_gpu = choose_device(self.device).type != "cpu"
-        usual = "bfloat16" if on_gpu else "float32"
-        object.__setattr__(self, "dtype", usual if self.dtype == "auto" else dtype_name(self.dtype))
+        choose_device(self.device)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_value("frames_per_second", self.frames_per_second, int | None, above=0)
         if self.frames_per_second is not None and not self.of_family.makes_videos:
             raise ValueError(
@@ -89,15 +90,6 @@ class PipelineChoice:
     def of_family(self) -> TrainedFamily:
         """The registered family."""
         return family_named(self.family)
-
-    def __str__(self) -> str:
-        """What runs where, in one line."""
-        runs = self.weights or self.patch or (DEFAULT if self.patch_settings else "")
-        patch = f"patch {runs}" if runs else "no patch"
-        changes = "".join(f", {name}={value}" for name, value in self.patch_settings.items())
-        return (
-            f"{self.model or f'tiny-{self.family}'} on {choose_device(self.device)} in {self.dtype}, {patch}{changes}"
-        )
 
     @property
     def named_patch(self) -> str | None:
@@ -126,12 +118,29 @@ class PipelineChoice:
             "weights_content": None if not weights else content_of(Path(weights)),
         }
 
+    @property
+    def summary(self) -> str:
+        """Model, device, type and patch in one line."""
+        place = f"{self.model or f'tiny-{self.family}'} on {choose_device(self.device)} in {self.dtype}"
+        if self.weights is not None:
+            return f"{place}, adapted patch {self.weights}"
+        if self.patch is None and not self.patch_settings:
+            return f"{place}, unpatched"
+        config = self._patch_config
+        if isinstance(config, SparseConfig):
+            return f"{place}, sparse attention, density {config.density:.1%}"
+        return f"{place}, {config.attention}, to be adapted"
+
+    @property
+    def _patch_config(self) -> PatchConfig:
+        if self.named_patch is not None:
+            return load_patch(self.named_patch).config.replace(**self.patch_settings)
+        return self.of_family.complete(self.patch_settings)
+
     def check(self) -> None:
         """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline."""
-        if self.named_patch is not None:
-            load_patch(self.named_patch).config.replace(**self.patch_settings)
-        elif self.weights is None and self.patch_settings:
-            self.of_family.complete(self.patch_settings)
+        if self.named_patch is not None or (self.weights is None and self.patch_settings):
+            _ = self._patch_config
         if self.settings or self.model is not None:
             check_settings(self.pipeline_class(), self.settings)
 
@@ -195,7 +204,7 @@ def few_step_arguments(pipe: Any, family: TrainedFamily) -> dict[str, Any]:
 def load_pipeline(
     model: str | None, family: str, device: str, dtype: torch.dtype, without_weights: Iterable[str] = ()
 ) -> Any:
-    """Load a pipeline by Hub id or folder, or the family's tiny one for None; without progress bars.
+    """Load a pipeline by Hub id, folder or name, or the family's tiny one for None; without progress bars.
 
     Of ``without_weights``, transformers of a given model, no weights are read; they stay on the meta device.
     """
@@ -207,6 +216,7 @@ def load_pipeline(
         # diffusers warns at every cast
         pipe = pipe if dtype == torch.float32 else pipe.to(dtype)
     else:
+        model = pipeline_source(model)
         import_module(family_named(family).library)  # diffusers loads classes only from imported modules
         absent = {name: _without_weights(model, family, name) for name in without_weights}
         name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
@@ -320,18 +330,28 @@ def transformers_of(model: str) -> list[str]:
     return [part for part, entry in entries if isinstance(entry, list) and entry[1] in supported]
 
 
+def pipeline_source(model: str) -> str:
+    """Return the folder of a tiny pipeline for its name, such as tiny-wan, and any other Hub id or folder as it is."""
+    family = model.removeprefix("tiny-")
+    is_name = family != model and family in TINY and not Path(model).is_dir()
+    return str(pipeline_folder(family)) if is_name else model
+
+
 def pipeline_file(model: str, name: str) -> Path:
     """Return a file of a pipeline, local or from the Hub; FileNotFoundError for none, or a modular pipeline."""
+    model = pipeline_source(model)
     if Path(model).is_dir():
         path = Path(model, name)
         if not path.is_file():
             modular = f" {_MODULAR}" if Path(model, _MODULAR_INDEX).is_file() else ""
             raise FileNotFoundError(f"{model} is not a diffusers pipeline: {name} is missing.{modular}")
         return path
-    from huggingface_hub import file_exists, hf_hub_download
+    from huggingface_hub import file_exists, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        if not isinstance(try_to_load_from_cache(model, name), str):
+            _check_network()  # since the Hub's client would try for half a minute
         return Path(hf_hub_download(model, name))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
@@ -339,3 +359,18 @@ def pipeline_file(model: str, name: str) -> Path:
         raise FileNotFoundError(
             f"{model} is neither a local folder nor a pipeline that could be read from the Hub: {error}{modular}"
         ) from error
+
+
+def _check_network() -> None:
+    """Raise OSError if the Hub cannot be reached and nothing stands between that would know the way."""
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+
+    place = urlsplit(ENDPOINT)
+    if HF_HUB_OFFLINE:
+        raise OSError("HF_HUB_OFFLINE is set, and the files are not in the cache.")
+    if place.scheme in getproxies():
+        return
+    try:
+        socket.create_connection((place.hostname, place.port or (443 if place.scheme == "https" else 80)), 5).close()
+    except OSError as error:
+        raise OSError(f"there is no connection to {ENDPOINT} ({error}), and the files are not in the cache.") from error

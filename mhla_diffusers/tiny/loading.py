@@ -69,14 +69,14 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
 def _use_call_settings(pipe: Any, tiny: TinyPipeline) -> None:
     """Switch a pipeline to a subclass of its class, with its name, whose call has the tiny pipeline's defaults."""
     kind: Any = type(pipe)
-    signature = inspect.signature(kind.__call__)
+    signature = inspect.signature(pipe.__call__)
 
     @functools.wraps(kind.__call__)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        given = signature.bind_partial(self, *arguments, **keywords).arguments
+        given = signature.bind_partial(*arguments, **keywords).arguments
         if tiny.prompts_are_classes and isinstance(text := given.get("class_labels"), str):
             given["class_labels"] = [parse_caption(text).labels[0]]
-        return kind.__call__(**tiny.call_settings | given)
+        return kind.__call__(self, **tiny.call_settings | given)
 
     pipe.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
 

@@ -11,7 +11,7 @@ from ..files import folder_for_results
 if TYPE_CHECKING:
     from ..families import Clip
 
-_Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline.")]
+_Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline; or tiny-wan, tiny-sana, tiny-dit.")]
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
 _Frames = Annotated[int | None, typer.Option(help="Per video; default: the family's, 81 for Wan.")]
 _Fps = Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")]
@@ -105,11 +105,12 @@ def encode_command(
     """Encode videos or images with captions into latents for finetune. Resumes where it stopped."""
     import logging
 
-    from ..generation.pipelines import check_classes, family_of
+    from ..generation.pipelines import check_classes, family_of, pipeline_source
     from .latents.encode import encode_folder
     from .latents.media import find_media
     from .latents.summary import DataModel, summarize_cache
 
+    model = pipeline_source(model)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # before anything is loaded; captions in shards are skipped where they are no class
     captions = dict.fromkeys(item.caption for item in find_media(source) if item.offset is None)
@@ -134,9 +135,10 @@ def synthesize_command(
 ) -> None:
     """Make latents for finetune from prompts, with the unpatched model. Resumes where it stopped."""
     from ..generation.names import read_prompts
-    from ..generation.pipelines import check_classes, family_of
+    from ..generation.pipelines import check_classes, family_of, pipeline_source
     from .latents.encode import synthesize
 
+    model = pipeline_source(model)
     if len(sizes or ()) > 1:
         raise ValueError(f"--size {', '.join(sizes or ())}: give one; each size needs a folder of its own.")
     lines = read_prompts(prompts)

@@ -3,6 +3,7 @@
 import logging
 import shlex
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpu
 from ..families import Clip, Model, families, trained_family
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
-from ..generation.pipelines import transformers_of
+from ..generation.pipelines import pipeline_source, transformers_of
 from ..patching import apply_mhla, load_mhla, read_record
 from ..settings import check
 from .checks import check_fits, check_installed, check_start
@@ -39,6 +40,7 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
         config: with ``model`` and ``data``.
         resume: "latest" or the path of a checkpoint.
     """
+    config = _with_folder(config)
     checkpoint = check_start(config, resume)
     run = NamedRun(config)
     with folder_for_results(Path(config.output), lock=is_first_process()):
@@ -58,6 +60,7 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
         config: with ``model`` and ``data``.
         processes: that FSDP2 shards weights, gradients and optimizer state over; None for no sharding.
     """
+    config = _with_folder(config)
     check_installed(config)
     shipped = (model for family in families() for model in family.models if model.source == config.model)
     run = NamedRun(config, next(shipped, None) if config.component == "transformer" else None)
@@ -77,6 +80,11 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
         data = InMemoryData([{"latents": latents, **shapes}] * count, shapes)
     check_fits(transformer, data, config)
     return estimate(transformer, data[0], config, processes)
+
+
+def _with_folder(config: TrainingConfig) -> TrainingConfig:
+    """Name the folder of a tiny pipeline in place of its name."""
+    return config if config.model is None else replace(config, model=pipeline_source(config.model))
 
 
 class NamedRun:

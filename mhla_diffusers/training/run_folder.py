@@ -19,6 +19,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ class RunFolder:
         chosen = Path(resume) if resume != "latest" else checkpoints[-1] if checkpoints else None
         if chosen is None or not (chosen / _STATE).is_file():
             where = chosen or self.path / "checkpoints"
-            raise FileNotFoundError(f"There is no checkpoint to resume from in {where}.")
+            hint = " Did you mean 'latest'?" if resume != "latest" and get_close_matches(resume, ["latest"]) else ""
+            raise FileNotFoundError(f"There is no checkpoint to resume from in {where}.{hint}")
         missing = [name for name in _read_state(chosen)["files"] if not (chosen / name).is_file()]
         if missing:
             raise FileNotFoundError(f"Checkpoint {chosen} lacks {', '.join(missing)}. {_way_out(chosen)}")

@@ -56,8 +56,15 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'dtype=torch.bfloat16\).to\("cuda"\)', "dtype=torch.float32)"),
     (r'pipe\("a cat", num_inference_steps=4', f'pipe("a cat", {WAN_CALL}'),
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
-    (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
+    (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
+    (
+        r'pipe\.load_lora_weights\("your-lora"\)',
+        'pipe.transformer.add_adapter(__import__("peft").LoraConfig(r=2, target_modules=["to_q"]))',
+    ),
+    (r"enable_model_cpu_offload\(\)", 'enable_model_cpu_offload(device="cpu")'),
+    (r"compile_repeated_blocks\(\)", 'compile_repeated_blocks(backend="eager")'),
+    (r'pipe\("a seven moving left"\)', 'pipe("a seven moving left", num_inference_steps=1, num_frames=2)'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
     # generation
     (r"--device cuda|--dtype bfloat16", ""),

@@ -47,6 +47,14 @@ def test_api_shows_every_public_name(site):
     assert {name for name in public if not name.startswith("_")} <= last
 
 
+def test_api_begins_with_apply_mhla_and_the_notebook_is_a_page(site):
+    names = re.findall(r' id="mhla_diffusers\.([\w.]+)"', (site / "api" / "index.html").read_text())
+    assert names[0].endswith("apply_mhla")
+    tour = (site / "tour" / "index.html").read_text()
+    assert "Sparse attention" in tour and "apply_mhla" in tour
+    assert 'href="tour/"' in (site / "index.html").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

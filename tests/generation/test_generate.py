@@ -19,6 +19,8 @@ from mhla_diffusers.families.dit import DiTFamily, class_label
 from mhla_diffusers.files import written_aside
 from mhla_diffusers.generation import PipelineChoice
 from mhla_diffusers.generation.generate import SampleSet, generate, name_of_prompt, plan_samples
+from mhla_diffusers.generation.names import pipeline_options
+from mhla_diffusers.generation.pipelines import family_of, pipeline_source
 from mhla_diffusers.generation.pixels import read_picture
 from mhla_diffusers.generation.record import Sample
 from mhla_diffusers.tiny import call_settings, load_tiny, loading
@@ -107,6 +109,57 @@ def test_images_are_written_once_and_kept(tmp_path):
     assert made(prompted(config.output, "a seven", seeds=(0, 5))) == [False] * 2
     listed = json.loads((config.output / "samples.json").read_text())
     assert [one["text"] for one in listed] == ["a seven", "a seven", "3", "3"]
+
+
+def test_a_tiny_pipeline_is_named_as_everywhere(tmp_path):
+    named = prompted(tmp_path, "seven", model="tiny-dit")
+    assert named == prompted(tmp_path, "seven") and pipeline_source("tiny-dit") == DIT
+    assert [pipeline_source(one) for one in ("tiny-flux", "me/tiny-dit", DIT)] == ["tiny-flux", "me/tiny-dit", DIT]
+    assert family_of("tiny-wan").name == "wan"
+
+
+def test_command_tells_what_runs_and_shows_the_steps_on_a_terminal(tmp_path, monkeypatch):
+    bars, call = [], DiTPipeline.__call__
+    see = lambda pipe, *rest, **named: bars.append(pipe._progress_bar_config) or call(pipe, *rest, **named)  # noqa: E731
+    monkeypatch.setattr(DiTPipeline, "__call__", functools.wraps(call)(see))
+    asked = ("generate", "dit", "seven", "--model", "tiny-dit", *FAST_SET)
+    for folder, choice, told in (
+        ("a", (), "unpatched"),
+        ("b", ("--patch", "default", "--density", "0.05"), "sparse attention, density 5.0%"),
+        ("c", ("--patch", "dit-xl-2-256"), "MHLA, to be adapted"),
+        ("d", ("--weights", "tiny-dit-sparse"), "adapted patch tiny-dit-sparse"),
+    ):
+        ended = in_process(*asked, *choice, "--device", "cpu", "--output", tmp_path / folder)
+        assert ended.exit_code == 0, ended.output
+        assert f"tiny-dit on cpu in float32, {told}\n" in ended.output
+    monkeypatch.setattr("mhla_diffusers.generation.generate.shows_bars", lambda: True)
+    in_process(*asked, "--output", tmp_path / "e")
+    assert bars == [{"disable": True}] * 4 + [{"disable": False}]
+
+
+@pytest.mark.parametrize(("found", "chosen"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_device_and_type_follow_the_machine(monkeypatch, found, chosen):
+    monkeypatch.setattr("mhla_diffusers.devices.choose_device", lambda name: torch.device(found))
+    options = pipeline_options()
+    assert (options["device"], options["dtype"]) == ("auto", chosen)
+    assert pipeline_options(dtype="float16")["dtype"] == "float16"
+
+
+def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
+    def fail(*_):
+        raise OSError("Name or service not known")
+
+    def ask(*_):
+        raise AssertionError("the Hub's client would try again and again")
+
+    monkeypatch.setattr("socket.create_connection", fail)
+    monkeypatch.setattr("mhla_diffusers.generation.pipelines.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", ask)
+    with pytest.raises(FileNotFoundError, match="someone/wan .*no connection to https://.*Name or service not known"):
+        family_of("someone/wan")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE is set"):
+        family_of("someone/wan")
 
 
 def test_command_writes_one_file_per_prompt_and_seed(tmp_path):

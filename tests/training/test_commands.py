@@ -21,6 +21,7 @@ from mhla_diffusers.families import families
 from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.finetune import NamedRun, dry_run, finetune
 from mhla_diffusers.training.latents.cache import CacheWriter
+from mhla_diffusers.training.run_folder import RunFolder
 
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 from .processes import finish, start_process
@@ -364,3 +365,15 @@ def test_help_of_the_script_does_not_wait_for_torch() -> None:
     code += "except SystemExit:\n    print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "--quiet" in shown and shown.endswith("False\n")
+
+
+def test_a_tiny_pipeline_is_named_in_a_configuration():
+    config = TrainingConfig.from_yaml(ROOT / "finetune/configs/tiny-wan.yaml", ["model=tiny-wan", "data=nowhere"])
+    assert dry_run(config).tokens == 576
+
+
+def test_a_checkpoint_with_a_name_near_latest_is_asked_about(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint to resume from in last. Did you mean 'latest'"):
+        RunFolder(tmp_path).find("last")
+    with pytest.raises(FileNotFoundError, match=r"in elsewhere\.$"):
+        RunFolder(tmp_path).find("elsewhere")
