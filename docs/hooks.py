@@ -1,4 +1,4 @@
-"""What mkdocs is told beyond its configuration: the notebook, files that pages link to, and roles in docstrings."""
+"""Hooks of mkdocs: add the notebook, copy files that pages link to, and strip roles from docstrings."""
 
 import json
 import posixpath

@@ -33,7 +33,7 @@ _KINDS = {
     ".mp4": "video/mp4",
 }
 _SECONDS = 30.0
-"""Between two lines of progress where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 _shown: dict[str, Any] = {"quiet": False, "at": time.monotonic()}
 """Whether no progress is shown, and when the last line of it was."""
 
@@ -187,10 +187,15 @@ def html_media(file: Path, description: str) -> str:
     if file.suffix.lower() not in _KINDS:
         raise ValueError(f"{file} cannot be shown on a page; allowed: {', '.join(_KINDS)}.")
     kind = _KINDS[file.suffix.lower()]
-    source = f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode('ascii')}"
+    source = data_url(file.read_bytes(), kind)
     if kind.startswith("video"):
         return f'<video src="{source}" autoplay loop muted playsinline title="{escape(description)}"></video>'
     return f'<img src="{source}" alt="{escape(description)}">'
+
+
+def data_url(content: bytes, kind: str) -> str:
+    """Return the URL that holds content of a media type, such as image/png, by itself."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def require_matplotlib() -> Any:

@@ -17,7 +17,7 @@ from .causal import Causal, causal_attention, frame_block_ends, see_nothing
 from .derivatives import is_transformed
 from .extra import ROWS
 from .feature_maps import get_feature_map
-from .layout import Extra, Shape, block_count, check_grid, check_layout, frame_block_starts
+from .layout import Extra, Shape, block_count, check_extra, check_grid, check_layout, frame_block_starts
 from .parallel.collectives import summed
 from .parallel.place import Parallel
 from .parallel.ulysses import Segment
@@ -339,12 +339,7 @@ def check_call(call: MHLACall | SparseCall) -> None:
                 f"rotary must be None for no RoPE, or two tables (cos, sin) of shape (1 or {batch}, 1 or {tokens}, 1, "
                 f"{head_dim}) for an even head dim, got {got}."
             )
-    extra: Any = call.extra
-    if not (isinstance(extra, tuple) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):
-        raise ValueError(
-            f"extra={extra!r} must be two counts, how many tokens stand before and after those of the grid, for "
-            "example (0, 77)."
-        )
+    extra = check_extra(call.extra)
     shapes: dict[str, tuple[Shape, ...]] = {"key_mask": ((batch, tokens),)}
     if isinstance(call, MHLACall):
         blocks = math.prod(call.blocks)

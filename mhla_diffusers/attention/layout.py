@@ -35,6 +35,16 @@ _Box = tuple[int, _Edge, _Edge, _Edge]
 _AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
 
 
+def check_extra(extra: Any) -> Extra:
+    """Return counts of extra tokens; ValueError unless they are two integers of at least 0."""
+    if not (isinstance(extra, tuple) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):
+        raise ValueError(
+            f"extra={extra!r} must be two counts, how many tokens stand before and after those of the grid, for "
+            "example (0, 77)."
+        )
+    return extra
+
+
 def check_grid(grid: Sequence[int], name: str = "grid") -> Shape:
     """Return a token grid, or block counts, of integers of any kind, such as NumPy's, as a tuple of Python's own.
 

@@ -218,7 +218,7 @@ def load_pipeline(
     else:
         model = pipeline_source(model)
         import_module(family_named(family).library)  # diffusers loads classes only from imported modules
-        absent = {name: _without_weights(model, family, name) for name in without_weights}
+        absent = {name: transformer_without_weights(model, family, name) for name in without_weights}
         name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
         # DiffusionPipeline would also load a transformer that its own class need not have, as Wan's
         pipe = getattr(diffusers, str(name), diffusers.DiffusionPipeline).from_pretrained(model, dtype=dtype, **absent)
@@ -231,7 +231,8 @@ def load_pipeline(
     return pipe
 
 
-def _without_weights(model: str, family: str, component: str) -> Any:
+def transformer_without_weights(model: str, family: str, component: str = "transformer") -> Any:
+    """Return a transformer of a pipeline on the meta device, by its configuration alone."""
     settings = read_json(pipeline_file(model, f"{component}/config.json"))
     with torch.device("meta"):
         return family_named(family).transformer_class(settings["_class_name"]).from_config(settings)
@@ -373,4 +374,4 @@ def _check_network() -> None:
     try:
         socket.create_connection((place.hostname, place.port or (443 if place.scheme == "https" else 80)), 5).close()
     except OSError as error:
-        raise OSError(f"there is no connection to {ENDPOINT} ({error}), and the files are not in the cache.") from error
+        raise OSError(f"cannot connect to {ENDPOINT} ({error}), and the files are not in the cache.") from error

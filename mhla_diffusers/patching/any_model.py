@@ -10,8 +10,8 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..attention.layout import Extra, Shape, check_grid
+from ..attention.layout import Extra, Shape, check_extra, check_grid
 from ..config import SparseConfig, Step
 from ..families import find_family, unwrapped
 from ..settings import check
 from .attend import EngineAttention, EngineSettings
-from .context import current, enter
+from .context import is_off, switched_off
 from .steps import step_by_counting
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class AnyPatch:
         )
         self.settings = EngineSettings(config, min_tokens=0)
         self.grid = grid if callable(grid) else check_grid(grid)
-        self.extra = extra if callable(extra) else _check_extra(extra)
+        self.extra = extra if callable(extra) else check_extra(extra)
         self._pipe = None if pipe is None else weakref.ref(pipe)
         if pipe is None and config.asks_for_dense_steps:
             raise ValueError(
@@ -72,7 +72,7 @@ class AnyPatch:
     @property
     def is_off(self) -> bool:
         """Whether its model is within ``mhla_disabled`` in this thread."""
-        return any(one is self for one in current().off)
+        return is_off(self)
 
     @property
     def scheduler(self) -> Any:
@@ -82,7 +82,7 @@ class AnyPatch:
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the model with sparse attention; ValueError for a grid that is none."""
         grid = check_grid(self.grid(*args, **kwargs)) if callable(self.grid) else self.grid
-        extra = _check_extra(self.extra(*args, **kwargs)) if callable(self.extra) else self.extra
+        extra = check_extra(self.extra(*args, **kwargs)) if callable(self.extra) else self.extra
         attention = self._attentions.setdefault(threading.get_ident(), EngineAttention(self.settings, logger))
         scheduler = self.scheduler
         calls = _SparseCalls(attention, grid, extra, step_by_counting(scheduler))
@@ -119,7 +119,7 @@ class _SparseCalls(TorchFunctionMode):
         self._attends = _untraced(self._attend)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of PyTorch, or what stands in its place."""
+        """Run a function of PyTorch; sparse attention replaces ``scaled_dot_product_attention`` where it fits."""
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
@@ -224,15 +224,9 @@ def remove_from_any(model: Any) -> None:
         delattr(module, ATTRIBUTE)
 
 
-@contextmanager
-def any_disabled(model: Any) -> Iterator[None]:
+def any_disabled(model: Any) -> AbstractContextManager[None]:
     """Let patched models without a family attend as before within the context, in this thread."""
-    patches, before = tuple(any_patches(model).values()), current().off
-    enter(current()._replace(off=(*before, *patches)))
-    try:
-        yield
-    finally:
-        enter(current()._replace(off=tuple(one for one in current().off if one not in patches)))
+    return switched_off(list(any_patches(model).values()))
 
 
 def _modules(model: Any) -> list[nn.Module]:
@@ -241,9 +235,3 @@ def _modules(model: Any) -> list[nn.Module]:
     components = getattr(model, "components", None) or {}
     chosen = [part for name, part in components.items() if name.startswith("transformer") or name == "unet"]
     return [unwrapped(part) for part in chosen if isinstance(part, nn.Module)]
-
-
-def _check_extra(extra: Any) -> Extra:
-    if isinstance(extra, tuple | list) and len(extra) == 2 and all(type(one) is int and one >= 0 for one in extra):
-        return int(extra[0]), int(extra[1])
-    raise ValueError(f"extra={extra!r} must be the counts of tokens before and after the grid, such as (0, 512).")

@@ -6,7 +6,7 @@ which two threads share and which PEFT, ``deepcopy`` and checkpointing copy or r
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Optional, Protocol
 
@@ -112,6 +112,25 @@ def within(context: CallContext) -> Iterator[None]:
         yield
     finally:
         enter(before)
+
+
+def is_off(owner: object) -> bool:
+    """Whether an owner of attentions is within :func:`switched_off` in this thread."""
+    return any(one is owner for one in current().off)
+
+
+@contextmanager
+def switched_off(owners: Sequence[object]) -> Iterator[None]:
+    """Let the attentions of processors or patches run what they ran before, in this thread, within the context."""
+    enter(current()._replace(off=(*current().off, *owners)))
+    try:
+        yield
+    finally:  # takes out its own alone, as contexts of generators may end in any order
+        off = list(current().off)
+        for owner in owners:
+            if owner in off:
+                off.remove(owner)
+        enter(current()._replace(off=tuple(off)))
 
 
 def call_context(**fields: Any) -> AbstractContextManager[None]:

@@ -58,7 +58,7 @@ class FewSteps(Settings):
         check(
             steps in (None, count),
             f"num_inference_steps={steps} contradicts the patch, which was distilled to {count} steps; allowed: "
-            f"{count}, or leave it out. remove_mhla() brings the model of before back, which takes any number.",
+            f"{count}, or leave it out. remove_mhla() restores the original model, which accepts any number.",
         )
         guidance = settings.get("guidance_scale")
         check(

@@ -143,7 +143,7 @@ class Forwards:
         name = family.latents_name
         latents = arguments.get(name)
         if latents is None:
-            raise ValueError(f"{type(trunk).__name__} was called without {name}, of which it reads the token grid.")
+            raise ValueError(f"{type(trunk).__name__} was called without {name}, whose shape gives the token grid.")
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         for tensor in [latents] if isinstance(latents, torch.Tensor) else latents:
             for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
@@ -151,12 +151,10 @@ class Forwards:
         grid = tuple(int(size) for size in family.grid_of_arguments(trunk, arguments))
         if 0 in grid:
             raise ValueError(f"{name} of {type(trunk).__name__} are too small for one token: the token grid is {grid}.")
-        blocks = (
-            ()
-            if torch.compiler.is_compiling() or grid == self.patched.latest_grid
-            else family.blocks_of(trunk).values()
-        )
-        if torch.compiler.is_compiling() or any(block._compiled_call_impl for block in blocks):
+        is_compiled = torch.compiler.is_compiling()
+        if not is_compiled and grid != patched.latest_grid:
+            is_compiled = any(block._compiled_call_impl for block in family.blocks_of(trunk).values())
+        if is_compiled:
             self._note_graph()
         self._meet()
         if self._parallel is not None:
@@ -190,13 +188,14 @@ class Forwards:
 
     def _warn_of_call(self, grid: Grid) -> None:
         """Warn, of each topic once, of what a call on this token grid does not get from the patch."""
-        patched, layer = self.patched, next(iter(self.patched.layers.values()), None)
-        if grid != self.patched.latest_grid and layer is not None and patched.family.own_attention == "softmax":
+        patched = self.patched
+        if grid != patched.latest_grid and patched.family.own_attention == "softmax" and patched.layers:
+            layer = next(iter(patched.layers.values()))
             advice = advise(layer.config, grid, layer.heads, layer.head_dim, patched.family.extra_tokens)
             for topic, words in advice.items():
                 self._warn_once(topic, "%s", words)
         if patched.few_steps is not None:
-            patched.few_steps.warn_of_call(patched.transformer, self.patched.loop.pipe)
+            patched.few_steps.warn_of_call(patched.transformer, patched.loop.pipe)
         if patched.lora is not None and "lora" not in self._warned and not patched.is_off:
             why = patched.inactive_lora()
             if why is not None:

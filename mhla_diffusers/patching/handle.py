@@ -1,8 +1,7 @@
 """The handle of a patched transformer: what is known of it and of its patch."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from ..config import PatchConfig, Step
 from ..families import Family, get_family
 from .carry import DenoisingRun
-from .context import Grid, current, enter
+from .context import Grid, current, switched_off
 from .layer import PatchedLayer, attentions_of, layer_of, replaced_processor
 from .processor import (
     MHLAProcessor,
@@ -147,21 +146,11 @@ class Patched:
         """Return every self-attention that runs MHLA now, in this thread, by name."""
         return {name: attn for name, attn in self.attentions.items() if runs_mhla(attn)}
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         """Let the transformer attend as before the patch within the context, in this thread, with the same weights."""
         processors = {id(attn.processor): attn.processor for attn in attentions_of(self.transformer).values()}
         processors[id(self.processor)] = self.processor  # where guidance has put others
-        switched = [one for one in processors.values() if isinstance(one, MHLAProcessor)]
-        enter(current()._replace(off=(*current().off, *switched)))
-        try:
-            yield
-        finally:  # takes out its own alone, as contexts of generators may end in any order
-            off = list(current().off)
-            for one in switched:
-                if one in off:
-                    off.remove(one)
-            enter(current()._replace(off=tuple(off)))
+        return switched_off([one for one in processors.values() if isinstance(one, MHLAProcessor)])
 
     def inactive_lora(self) -> str | None:
         """Return why the patch's LoRA does not run, and what to do; None if it does, or there is none."""

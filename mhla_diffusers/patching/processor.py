@@ -17,7 +17,7 @@ from ..families import Family, cross_attention_processor, family_of_attention, g
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
 from ..settings import check_choice
 from . import carry
-from .context import current
+from .context import current, is_off
 from .layer import FLOAT32_PARAMETERS, MHLALayer, PatchedLayer, SparseLayer, layer_of, replaced_processor
 from .parallel import parallel_of
 
@@ -90,7 +90,7 @@ class MHLAProcessor:
         self.grid = None if grid is None else check_grid(grid, "grid")
         self.backend = backend
         self._left: WeakKeyDictionary[Any, tuple[Any, AttentionAdapter]] = WeakKeyDictionary()
-        """Attentions whose patch was removed, with the processor of before, should this one be set again."""
+        """Attention whose patch was removed → its original processor and adapter, in case this one is set again."""
         blocks = getattr(self._config, "blocks", None)
         if self.grid is not None and blocks is not None and len(self.grid) != len(blocks):
             raise ValueError(f"grid={self.grid} and blocks={blocks} must have the same number of axes.")
@@ -129,7 +129,7 @@ class MHLAProcessor:
     @property
     def is_off(self) -> bool:
         """Whether its model is within ``mhla_disabled`` in this thread."""
-        return any(one is self for one in current().off)
+        return is_off(self)
 
     @property
     def config(self) -> PatchConfig:

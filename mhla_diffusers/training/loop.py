@@ -50,7 +50,7 @@ class TrainingResult:
     result: Path | None
     """Folder with the trained weights; None while unfinished."""
     exit_code: int = 0
-    """Of a command: 130 after Ctrl-C, and 143 after SIGTERM or where another process got the signal."""
+    """Exit code of the command: 130 after Ctrl-C, 143 after SIGTERM, also if another process received it."""
 
 
 def train(
@@ -210,7 +210,7 @@ class _Run:
             self._folder.path.mkdir(parents=True, exist_ok=True)
             self._folder.go_back_to(self.step)
         self._accelerator.wait_for_everyone()
-        # TensorBoard keeps the points after the checkpoint that is resumed from, unless it is told
+        # otherwise TensorBoard keeps points after the checkpoint that the run resumes from
         first_new = self.step + 1 if self.step else 0
         self._accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
         shown: dict[str, Any] = {"unit": "step", "disable": not self._is_first}

@@ -104,7 +104,7 @@ class RunFolder:
         if chosen is None or not (chosen / _STATE).is_file():
             where = chosen or self.path / "checkpoints"
             hint = " Did you mean 'latest'?" if resume != "latest" and get_close_matches(resume, ["latest"]) else ""
-            raise FileNotFoundError(f"There is no checkpoint to resume from in {where}.{hint}")
+            raise FileNotFoundError(f"{where} holds no checkpoint to resume from.{hint}")
         missing = [name for name in _read_state(chosen)["files"] if not (chosen / name).is_file()]
         if missing:
             raise FileNotFoundError(f"Checkpoint {chosen} lacks {', '.join(missing)}. {_way_out(chosen)}")

@@ -60,7 +60,7 @@ def test_all_pairs_listed_is_what_softmax_attention_costs():
 @pytest.mark.parametrize("own", ["softmax", "linear"])
 @pytest.mark.parametrize("causal", ["token", "block"])
 def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, own):
-    """Of three blocks, a text ends inside its third: by hand from which token sees which.
+    """Count three blocks by hand, from which token sees which; a text ends inside its third, a video cannot.
 
     Softmax attention in its place sees all of a video, and of a text what is earlier.
     """
@@ -72,6 +72,9 @@ def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, own):
     everything = HEADS * math.prod(grid) ** 2
     pairs = HEADS * int(seen.sum()) if causal == "token" else everything
     sizes = config.sizes_on(grid, HEADS, DIM, in_order=causal == "token")
+    if causal == "block":
+        with pytest.raises(ValueError, match="whole frame blocks of 8 .* has 20"):
+            config.sizes_on((20, 3), HEADS, DIM, in_order=False)
     in_own = HEADS * int((seen & in_block).sum())
     assert sizes.pairs == pairs
     assert sizes.weight_bytes == 4 * pairs

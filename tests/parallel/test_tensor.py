@@ -16,7 +16,7 @@ from .transformers import FEATURES, case, output_of, patched, relative
 
 
 def error_of_split_heads(name: str, settings: dict[str, Any], is_patched_first: bool) -> float:
-    """Of the output, against one process; the split is diffusers' own, which refuses CPUs."""
+    """Return the error of the output against one process. The split is diffusers' own, which refuses CPUs."""
     model, arguments = case(name)
     expected = output_of(patched(copy.deepcopy(model), name, **settings), arguments)
     if is_patched_first:

@@ -278,3 +278,13 @@ def test_a_compiled_model_attends_alike(whole):
         for layer in model.layers:
             layer.compile(backend="eager")
     assert torch.equal(run(model, inputs()), expected)
+
+
+def test_disabled_within_disabled_stays_so_until_the_outer_end():
+    model, expected = plain(), run(plain(), inputs())
+    mhla.apply_mhla(model, grid=GRID, extra=(0, TEXT))
+    with mhla.mhla_disabled(model):
+        with mhla.mhla_disabled(model):
+            pass
+        assert torch.equal(run(model, inputs()), expected)
+    assert_changed(run(model, inputs()), expected)

@@ -88,7 +88,7 @@ def test_a_recipe_builds_what_is_shipped(making, family):
         assert settings(built) == settings(shipped)
         assert shapes(built) == shapes(shipped)
     assert settings(recipe.build_scheduler()) == settings(pipe.scheduler)
-    assert isinstance(pipe, type(recipe.assemble(pipe.components)))
+    assert type(pipe).__bases__ == (type(recipe.assemble(pipe.components)),)
     if not recipe.text_marks:
         return
     assert shapes(recipe.build_text_encoder(pipe.tokenizer)) == shapes(pipe.text_encoder)

@@ -1,6 +1,5 @@
 """One HTML page of data: its numbers, and frames of some samples as they are trained on, beside their latents."""
 
-import base64
 from html import escape
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +14,7 @@ from ...families import Clip
 from ...families.trained import unscaled_latents
 from ...files import write_text
 from ...generation import component_identity
-from ...reporting import html_page, html_table, progress, times
+from ...reporting import data_url, html_page, html_table, progress, times
 from ...settings import check
 from .cache import LatentCache
 from .media import list_media, try_read
@@ -101,10 +100,10 @@ def _facts(entry: Entry, clip: Clip | None) -> str:
 
 def _clip_to_show(entry: Entry, clip: Clip | None) -> Clip:
     """Return the clip of a sample; of a file that is not cut, small frames of its first seconds."""
-    if clip is not None or entry.original is None:
-        assert clip is not None
+    if clip is not None:
         return clip
     original = entry.original
+    assert original is not None  # without a clip every file was read
     scale = _SIDE / max(original.height, original.width)
     size = max(1, round(original.height * scale)), max(1, round(original.width * scale))
     if not original.seconds:
@@ -127,10 +126,9 @@ def _figure(title: str, pixels: torch.Tensor | str) -> str:
         sheet.paste(picture, (column * (width + _GAP), 0))
     file = BytesIO()
     sheet.save(file, "JPEG", quality=90)
-    content = base64.b64encode(file.getvalue()).decode("ascii")
     caption = escape(f"{title}, frames {', '.join(map(str, shown))}" if frames > 1 else title)
     return (
-        f'<figure style="margin: 0.5rem 0"><img src="data:image/jpeg;base64,{content}" alt="{caption}">'
+        f'<figure style="margin: 0.5rem 0"><img src="{data_url(file.getvalue(), "image/jpeg")}" alt="{caption}">'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 

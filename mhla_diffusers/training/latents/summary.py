@@ -13,7 +13,7 @@ import torch
 from ...families import Clip
 from ...files import read_json
 from ...generation import family_of, pipeline_file
-from ...generation.pipelines import check_classes, family_named
+from ...generation.pipelines import check_classes, family_named, transformer_without_weights
 from ...reporting import progress, text_table, times
 from .cache import INDEX_NAME, CacheIndex
 from .data import in_workers
@@ -58,9 +58,7 @@ class DataModel:
 
     def __init__(self, model: str) -> None:
         self.name, self.family = model, family_of(model)
-        settings = read_json(pipeline_file(model, "transformer/config.json"))
-        with torch.device("meta"):
-            self.transformer = self.family.transformer_class(settings["_class_name"]).from_config(settings)
+        self.transformer = transformer_without_weights(model, self.family.name)
         self.vae: dict[str, Any] = read_json(pipeline_file(model, "vae/config.json"))
 
     def check_clip(self, clip: Clip) -> None:

@@ -1,4 +1,4 @@
-"""What is told of data, and shown of it, before and after encoding."""
+"""Summary and preview of data, before and after encoding."""
 
 import re
 from pathlib import Path
