@@ -115,7 +115,8 @@ class NoisedBatches:
         together: int | None = None,
     ) -> None:
         self.process, self.config, self.device = process, config, device
-        self._data, self._rank, self._processes, self._together = data, rank, processes, together
+        self.rank, self.processes = rank, processes
+        self._data, self._together = data, together
         self.training_samples = len(data) - config.validation.samples
 
     def from_step(self, step: int, drops_prompts: bool = True) -> Iterator[NoisedBatch]:
@@ -131,10 +132,10 @@ class NoisedBatches:
         """
         config, size = self.config, self.config.batch_size
         needed, shapes = (
-            size * config.gradient_accumulation * self._processes,
+            size * config.gradient_accumulation * self.processes,
             self._data.shapes[: self.training_samples],
         )
-        for shape, there in Counter(shapes).items() if self._rank == 0 else ():
+        for shape, there in Counter(shapes).items() if self.rank == 0 else ():
             if there < needed:
                 logger.warning(
                     "An update needs %d samples of one shape, but only %d have latents of %s: some are used several "
@@ -146,7 +147,7 @@ class NoisedBatches:
         def indices() -> Iterator[list[int]]:
             """Yield the samples of every forward: forward a starts at (a · processes + rank) · size of the batch."""
             for at in count(step):
-                for start in range(self._rank * size, needed, size * self._processes):
+                for start in range(self.rank * size, needed, size * self.processes):
                     yield order[at][start : start + size]
 
         loader: DataLoader[Any] = DataLoader(
@@ -160,7 +161,7 @@ class NoisedBatches:
             if isinstance(batch, Exception):
                 raise batch
             this_step, accumulated = divmod(forward, config.gradient_accumulation)
-            first = (accumulated * self._processes + self._rank) * size
+            first = (accumulated * self.processes + self.rank) * size
             yield self._noise(batch, this_step, first, config.prompt_dropout if drops_prompts else 0.0)
 
     def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int, dropout: float) -> NoisedBatch:
@@ -192,9 +193,9 @@ class NoisedBatches:
             Index of the sample, whether it counts, and its latents, noise and conditioning as a batch of one.
         """
         last = len(self._data) - 1
-        for start in range(self.training_samples, last + 1, self._processes):
-            index = min(start + self._rank, last)
-            yield index, start + self._rank <= last, *self.one(index, "validation", index)
+        for start in range(self.training_samples, last + 1, self.processes):
+            index = min(start + self.rank, last)
+            yield index, start + self.rank <= last, *self.one(index, "validation", index)
 
     def one(self, index: int, purpose: str, number: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return latents, noise and conditioning of a sample as a batch of one; noise follows from the last two."""
