@@ -28,7 +28,7 @@ from .config import TrainingConfig
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
-from .roles import Critic, Roles, Teacher, add_lora, make_trainable, trainable_names
+from .roles import Roles, make_trainable, prepare_for_training
 from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint, step_of
 from .stage import Stage
 from .validation import Sampler
@@ -157,25 +157,14 @@ class Run:
         """Updates skipped since the last one that was not."""
         self.validation_loss: float | None = None
 
-        for stage in config.stages:
-            if stage.lora_rank is not None:
-                add_lora(transformer, stage.lora_rank, config.seed, stage.lora_layers)
-        self.changed = trainable_names(transformer, *(stage.trainable for stage in config.stages))
-        transformer.train()
-        self.family.prepare_for_training(transformer)
-        if config.gradient_checkpointing:
-            transformer.enable_gradient_checkpointing()
-        # the critic begins as the teacher, so both are made before a checkpoint's weights replace the original ones
-        critic = Critic(transformer, config.stages[-1], config.seed) if config.few_steps is not None else None
+        self.changed = prepare_for_training(transformer, config)
         self.unsharded = meta_copy(transformer) if self.is_sharded else None
         if self.is_sharded:
             make_trainable(transformer, self.changed)
             shard(transformer, device, accelerator.num_processes)
         if size > 1:  # after calibration, which needs whole attentions
             split_tokens(transformer, config.context_parallel, device, groups)
-        needs_teacher = any(stage.needs_teacher for stage in config.stages)
-        teacher = Teacher(transformer, self.changed) if needs_teacher else None
-        self.roles = Roles(transformer, process, teacher, critic, data.empty, accelerator.autocast, size)
+        self.roles = Roles.of(transformer, config, self.changed, data.empty, accelerator.autocast)
 
     def resume(self, checkpoint: Path) -> dict[str, Tensors]:
         """Load the weights of a checkpoint, and return the tensors of all its files."""
