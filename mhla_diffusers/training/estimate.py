@@ -88,11 +88,10 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
     with _first_of_a_group(transformer, config.context_parallel), _fused_attention():
-        roles = Roles.of(transformer, config, changed, {})
+        batch = _batch(sample, trained_family(transformer).process(transformer, config.flow_shift), config, dtype)
+        roles = Roles.of(transformer, config, changed, {name: x[0] for name, x in batch.conditioning.items()})
         for parameter in roles.critic.parameters.values() if roles.critic is not None else ():
             parameter.data = parameter.data.to(dtype)
-        batch = _batch(sample, roles.process, config.batch_size, dtype)
-        roles = replace(roles, empty={name: x[0] for name, x in batch.conditioning.items()})
         stages = tuple(_estimate_stage(roles, batch, config, stage, processes) for stage in config.stages)
     latents = torch.empty(1, *sample["latents"].shape, device="meta")
     return Estimate(
@@ -187,10 +186,10 @@ def _estimate_stage(
     )
 
 
-def _batch(sample: Sample, process: Any, size: int, dtype: torch.dtype) -> NoisedBatch:
+def _batch(sample: Sample, process: Any, config: TrainingConfig, dtype: torch.dtype) -> NoisedBatch:
     """Make a batch of such samples without values; floating-point inputs have the type of the weights."""
     types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
-    types["latents"] = dtype  # of prompts alone they are zeros of one byte
+    types["latents"], size = dtype, config.batch_size  # of prompts alone they are zeros of one byte
     tensors = {name: torch.empty((size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()}
     latents = tensors.pop("latents")
     batch: NoisedBatch = process.make_batch(latents, latents, torch.empty(size, device="meta"), tensors)

@@ -225,7 +225,7 @@ class Run:
             bar: shows the progress.
         """
         accelerator, config, group, groups = self.accelerator, self.config, self.batches.rank, self.batches.processes
-        started, tokens, rate = time.perf_counter(), 0, stage.learning_rate
+        started, tokens, rate = time.perf_counter(), 0, float(stage.schedule.get_last_lr()[0])
         trains_student = stage.trains_student(self.step)
 
         # forward, loss, backward

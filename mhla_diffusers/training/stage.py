@@ -67,11 +67,6 @@ class Stage:
         if step > begin:
             self._load(saved)
 
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next update."""
-        return float(self.schedule.get_last_lr()[0])
-
     def trains_student(self, step: int) -> bool:
         """Whether the update after so many trains the student, and not the critic alone."""
         return self.matching is None or self.matching.trains_student(step)
