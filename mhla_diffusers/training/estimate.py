@@ -3,16 +3,13 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import NoisedBatch, Sample, get_family, trained_family
@@ -21,7 +18,7 @@ from .config import ContextParallel, StageConfig, TrainingConfig
 from .distributed import check_groups, gathered_parts, split_tokens
 from .few_steps import DistributionMatching
 from .objectives import Losses, stage_losses
-from .roles import Critic, Roles, Teacher, add_lora, make_trainable, trainable_names
+from .roles import Roles, prepare_for_training, trainable_names
 
 
 @dataclass(frozen=True)
@@ -85,15 +82,18 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     """
     if processes is not None:
         check_groups(config.context_parallel, processes)
-    for stage in config.stages:
-        if stage.lora_rank is not None:
-            add_lora(transformer, stage.lora_rank, config.seed, stage.lora_layers)
-    transformer.train()
-    if config.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing(_checkpointed)
+    changed = prepare_for_training(transformer, config)
+    # all in the type that autocast computes in; what is kept in float32 is counted as such below
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    for parameter in transformer.parameters():
+        parameter.data = parameter.data.to(dtype)
+    with _first_of_a_group(transformer, config.context_parallel), _fused_attention():
+        batch = _batch(sample, trained_family(transformer).process(transformer, config.flow_shift), config, dtype)
+        roles = Roles.of(transformer, config, changed, {name: x[0] for name, x in batch.conditioning.items()})
+        for parameter in roles.critic.parameters.values() if roles.critic is not None else ():
+            parameter.data = parameter.data.to(dtype)
+        stages = tuple(_estimate_stage(roles, batch, config, stage, processes) for stage in config.stages)
     latents = torch.empty(1, *sample["latents"].shape, device="meta")
-    with _first_of_a_group(transformer, config.context_parallel):
-        stages = tuple(_estimate_stage(transformer, sample, config, stage, processes) for stage in config.stages)
     return Estimate(
         parameters=sum(parameter.numel() for parameter in transformer.parameters()),
         latents=tuple(sample["latents"].shape),
@@ -125,59 +125,71 @@ def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[No
         torch.distributed.destroy_process_group()
 
 
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Context in which softmax attention on the meta device is a fused kernel, also when a block is recomputed.
+
+    PyTorch would materialise all scores there, since it asks a device for its kernels, and this one has none.
+    """
+
+    def fused(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, scale: Any = None, **_: Any) -> Any:
+        attend = torch.ops.aten._scaled_dot_product_efficient_attention
+        return attend(query, key, value, attn_mask, torch.is_grad_enabled(), *args[:2], scale=scale)[0]
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("scaled_dot_product_attention", fused, "AutogradMeta")
+        yield
+
+
 def _estimate_stage(
-    transformer: Any, sample: Sample, config: TrainingConfig, stage: StageConfig, processes: int | None
+    roles: Roles, batch: NoisedBatch, config: TrainingConfig, stage: StageConfig, processes: int | None
 ) -> StageEstimate:
-    family, is_lora = trained_family(transformer), stage.trainable == "lora"
-    critic = None if stage.few_steps is None else Critic(transformer, stage, config.seed)
-    critics = [] if critic is None else [*critic.parameters.values()]
+    """Run the forwards and backwards of one update, and count what is held beside them from shapes."""
+    transformer, family = roles.student, trained_family(roles.student)
     names = trainable_names(transformer, stage.trainable)
-    trained_weights = [*make_trainable(transformer, names).values()]
-    trained, of_critic = (sum(x.numel() for x in part) for part in (trained_weights, critics))
-    everything = sum(x.numel() for x in transformer.parameters()) - (of_critic if is_lora else 0)
-    frozen_bytes, dtype = (2, torch.bfloat16) if config.precision == "bf16" else (4, torch.float32)
-    changed = trainable_names(transformer, *(each.trainable for each in config.stages))
-    kept = Teacher(transformer, changed).extra_parameters if stage.needs_teacher else 0
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(name in names)
+    updated = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    critic = [] if roles.critic is None else [*roles.critic.parameters.values()]
+    if stage.few_steps is not None:
+        for parameter in critic:
+            parameter.requires_grad_(True)
+    trained, of_critic = (sum(x.numel() for x in part) for part in (updated, critic))
+    updated += critic if stage.few_steps is not None else []
+    in_critic = {id(parameter) for parameter in critic}
+    frozen = sum(x.numel() for x in transformer.parameters() if id(x) not in in_critic) - trained
+    frozen_bytes = 2 if config.precision == "bf16" else 4
     shares, gathered = (1, 0) if processes is None else (processes, _gathered_bytes(transformer, frozen_bytes))
-    for parameter in (*transformer.parameters(), *critics):
-        parameter.data = parameter.data.to(dtype)
-    for parameter in critics:
-        parameter.requires_grad_(True)
-    process: Any = family.process(transformer, config.flow_shift)
-    batch = _batch(sample, process, config.batch_size, dtype)
-    empty = {name: x[0] for name, x in batch.conditioning.items()}
-    teacher = Teacher(transformer, ()) if stage.needs_teacher else None
-    parts = _parts_of_update(Roles(transformer, process, teacher, critic, empty), stage, batch)
+    parts = _parts_of_update(roles, stage, batch)
     # gradients are counted separately
-    hooks = [
-        x.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-        for x in (*trained_weights, *critics)
-    ]
+    hooks = [x.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None)) for x in updated]
     flops = 0.0
     for share, run in parts:
-        with FlopCounterMode(display=False) as counter, family.without_values(), _FusedAttention():
+        with FlopCounterMode(display=False) as counter, family.without_values():
             run()
         flops += share * counter.get_total_flops()
     # separately, because PyTorch's counter keeps checkpointed activations alive
-    with _PeakMemory() as memory, family.without_values(), _FusedAttention():
+    with _PeakMemory() as memory, family.without_values():
         parts[0][1]()
     for hook in hooks:
         hook.remove()
-    copies, moments = 1 + (config.ema_decay is not None), 8 if config.optimizer == "adamw" else 2
+    moments, taking_gradients = 8 if config.optimizer == "adamw" else 2, sum(x.numel() for x in updated)
+    averaged = trained if config.ema_decay is not None else 0
+    originals = 0 if roles.teacher is None else roles.teacher.extra_parameters
     return StageEstimate(
-        trainable=stage.trainable if critic is None else f"{stage.trainable} and a critic, in few steps",
-        trainable_parameters=trained + of_critic,
-        weight_bytes=(frozen_bytes * (everything - trained) + 4 * (trained + of_critic)) // shares + gathered,
-        training_bytes=(4 * (copies * trained + of_critic + kept) + moments * (trained + of_critic)) // shares,
+        trainable=stage.trainable if stage.few_steps is None else f"{stage.trainable} and a critic, in few steps",
+        trainable_parameters=taking_gradients,
+        weight_bytes=(frozen_bytes * frozen + 4 * (trained + of_critic)) // shares + gathered,
+        training_bytes=((4 + moments) * taking_gradients + 4 * (averaged + originals)) // shares,
         activation_bytes=memory.peak,
         flops=int(flops * config.gradient_accumulation),
     )
 
 
-def _batch(sample: Sample, process: Any, size: int, dtype: torch.dtype) -> NoisedBatch:
+def _batch(sample: Sample, process: Any, config: TrainingConfig, dtype: torch.dtype) -> NoisedBatch:
     """Make a batch of such samples without values; floating-point inputs have the type of the weights."""
     types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
-    types["latents"] = dtype  # of prompts alone they are zeros of one byte
+    types["latents"], size = dtype, config.batch_size  # of prompts alone they are zeros of one byte
     tensors = {name: torch.empty((size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()}
     latents = tensors.pop("latents")
     batch: NoisedBatch = process.make_batch(latents, latents, torch.empty(size, device="meta"), tensors)
@@ -221,28 +233,12 @@ def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:
     return sum(sorted(parts)[-2:]) + rest + max(gradients)
 
 
-def _checkpointed(module: nn.Module, *args: Any) -> Any:
-    """Checkpoint as diffusers does, but apply the torch function mode when a block is recomputed too."""
-    return checkpoint(
-        module.__call__, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _FusedAttention())
-    )
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Softmax attention as the fused GPU kernel; on the meta device PyTorch would materialise all scores."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention or options.get("attn_mask") is not None:
-            return func(*args, **options)
-        inputs = [*args, *(options[name] for name in ("query", "key", "value") if name in options)]
-        return torch.ops.aten._scaled_dot_product_flash_attention(*inputs)[0]
-
-
 class _PeakMemory(TorchDispatchMode):
-    """Tracks the bytes of tensors that are allocated and freed."""
+    """Tracks the bytes of tensors that are allocated and freed.
+
+    A mode, because the meta device has no allocator to ask, and hooks of autograd see neither what lives only within a
+    forward nor what a backward pass allocates.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

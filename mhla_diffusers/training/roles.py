@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..config import LinearConfig
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
 from ..patching import is_patched, mhla_disabled, mhla_layers, remove_mhla
-from .config import LoraLayers, StageConfig, Trainable
+from .config import LoraLayers, StageConfig, Trainable, TrainingConfig
 from .latents.data import drop_prompts
 
 STUDENT, CRITIC = "default", "critic"
@@ -73,6 +73,18 @@ def make_trainable(transformer: nn.Module, names: Collection[str]) -> dict[str, 
         parameter.requires_grad_(name in names)
     cast_training_params(transformer)
     return {name: parameter for name, parameter in transformer.named_parameters() if name in names}
+
+
+def prepare_for_training(transformer: Any, config: TrainingConfig) -> list[str]:
+    """Add the LoRA of a run, and set training mode and gradient checkpointing; return what any stage trains."""
+    for stage in config.stages:
+        if stage.lora_rank is not None:
+            add_lora(transformer, stage.lora_rank, config.seed, stage.lora_layers)
+    transformer.train()
+    trained_family(transformer).prepare_for_training(transformer)
+    if config.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    return trainable_names(transformer, *(stage.trainable for stage in config.stages))
 
 
 def add_lora(
@@ -249,3 +261,26 @@ class Roles:
     """Context of forwards."""
     split: int = 1
     """Processes that the tokens of a batch are split over."""
+
+    @classmethod
+    def of(
+        cls,
+        transformer: nn.Module,
+        config: TrainingConfig,
+        changing: Collection[str],
+        empty: Sample | None,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> "Roles":
+        """Make the roles of a run, before the original weights are trained or a checkpoint replaces them.
+
+        Args:
+            transformer: as :func:`prepare_for_training` left it, sharded if it is to be.
+            config: settings.
+            changing: names of the parameters that training changes.
+            empty: conditioning of the empty prompt.
+            autocast: context of forwards.
+        """
+        critic = Critic(transformer, config.stages[-1], config.seed) if config.few_steps is not None else None
+        teacher = Teacher(transformer, changing) if any(stage.needs_teacher for stage in config.stages) else None
+        process = trained_family(transformer).process(transformer, config.flow_shift)
+        return cls(transformer, process, teacher, critic, empty, autocast, config.context_parallel.processes)

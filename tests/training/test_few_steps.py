@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from diffusers import TaylorSeerCacheConfig
 from peft import LoraConfig
 
@@ -23,7 +24,7 @@ from mhla_diffusers import (
     mhla_disabled,
     remove_mhla,
 )
-from mhla_diffusers.families import Clip, NoisedBatch, get_family, predict
+from mhla_diffusers.families import Clip, NoisedBatch, predict
 from mhla_diffusers.generation import PipelineChoice, load_result
 from mhla_diffusers.patching import describe, find_patched, read_record, save_mhla
 from mhla_diffusers.patching.few_step_scheduler import few_steps_of
@@ -36,7 +37,8 @@ from mhla_diffusers.training.few_steps import DistributionMatching
 from mhla_diffusers.training.finetune import NamedRun, finetune
 from mhla_diffusers.training.latents.data import InMemoryData
 from mhla_diffusers.training.latents.encode import synthesize
-from mhla_diffusers.training.roles import Critic, Roles, Teacher, add_lora, lora_of, make_trainable, trainable_names
+from mhla_diffusers.training.roles import Roles, lora_of, prepare_for_training
+from mhla_diffusers.training.stage import Stage
 
 from .models import dit_data, tiny_dit, tiny_wan, wan_data
 from .pipelines import wan_pipeline
@@ -62,17 +64,12 @@ def _config(output: Path, *stages: StageConfig, **settings: Any) -> TrainingConf
 
 def _matching(few_steps: FewStepsConfig = FEW, patch: MHLAConfig = PATCH, **settings: Any) -> DistributionMatching:
     """A student that takes gradients, with its critic."""
-    stage = _stage(few_steps, **settings)
+    config = _config(Path("unused"), _stage(few_steps, **settings), patch=patch)
     model = apply_mhla(tiny_wan(), patch)
-    if stage.lora_rank is not None:
-        add_lora(model, stage.lora_rank, 0, stage.lora_layers)
-    critic, names = Critic(model, stage, 0), trainable_names(model, stage.trainable)
-    teacher = Teacher(model, names)
-    make_trainable(model, {*names, *critic.parameters})
-    for parameter in critic.parameters.values():
-        parameter.requires_grad_(True)
-    process = get_family(model).process(model, 3.0)
-    return DistributionMatching(Roles(model.train(), process, teacher, critic, wan_data().empty), few_steps, seed=0)
+    roles = Roles.of(model, config, prepare_for_training(model, config), wan_data().empty)
+    matching = Stage(config, 0, roles, Accelerator(cpu=True), step=0, saved={}).matching
+    assert matching is not None
+    return matching
 
 
 def _batch() -> NoisedBatch:

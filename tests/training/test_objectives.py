@@ -11,7 +11,7 @@ from mhla_diffusers.families import NoisedBatch, get_family, predict
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.objectives import stage_losses
-from mhla_diffusers.training.roles import Roles, Teacher, add_lora, make_trainable, trainable_names
+from mhla_diffusers.training.roles import Roles, Teacher, make_trainable, prepare_for_training
 
 from .models import dit_data, one_stage, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 
@@ -31,13 +31,13 @@ def _one_batch(transformer: Any, data: InMemoryData) -> NoisedBatch:
 
 def _patched_wan(trainable: Any = "attention") -> tuple[Any, Roles]:
     """A student that takes gradients, and its teacher."""
-    transformer = apply_mhla(tiny_wan(), blocks=(2, 2, 2)).eval()
-    if trainable == "lora":
-        add_lora(transformer, 2, seed=0)
-    names = trainable_names(transformer, trainable)
-    teacher = Teacher(transformer, names)
+    transformer, objectives = apply_mhla(tiny_wan(), blocks=(2, 2, 2)), {"distillation": 1.0}
+    rank = 2 if trainable == "lora" else None
+    config = one_stage("unused", trainable=trainable, lora_rank=rank, objectives=objectives, patch="unused")
+    names = prepare_for_training(transformer, config)
+    roles = Roles.of(transformer.eval(), config, names, None)
     make_trainable(transformer, names)
-    return transformer, Roles(transformer, get_family(transformer).process(transformer, 3.0), teacher)
+    return transformer, roles
 
 
 @pytest.mark.parametrize("family", FAMILIES)

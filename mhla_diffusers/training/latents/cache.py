@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -239,18 +240,16 @@ class CacheWriter:
         self._shard_bytes, self._flushed = shard_bytes, time.monotonic()
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: list[CachedSample] = []
+        self._at_end = ExitStack()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # others cannot set it
-            self._handler = signal.signal(signal.SIGTERM, _exit)
+        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
+            self._at_end.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _exit))
+        self._at_end.callback(self.flush)
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            self.flush()
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, self._handler)
+        self._at_end.close()
 
     def set_empty(self, sample: Sample) -> None:
         """Store the conditioning of the empty prompt, unless an earlier call did."""

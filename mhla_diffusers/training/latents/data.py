@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from ...config import check
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
 from ..config import TrainingConfig
@@ -43,10 +44,8 @@ class InMemoryData:
 
     def __init__(self, samples: Sequence[Sample], empty: Sample | None = None) -> None:
         for index, sample in enumerate(samples):
-            if "latents" not in sample:
-                raise ValueError(f"Sample {index} has no 'latents', only {', '.join(sample)}.")
-        self._samples = samples
-        self.empty = empty
+            check("latents" in sample, f"Sample {index} has no 'latents', only {', '.join(sample)}.")
+        self._samples, self.empty = samples, empty
         self.shapes: Sequence[tuple[int, ...]] = [tuple(sample["latents"].shape) for sample in samples]
 
     def __len__(self) -> int:
@@ -115,7 +114,8 @@ class NoisedBatches:
         together: int | None = None,
     ) -> None:
         self.process, self.config, self.device = process, config, device
-        self._data, self._rank, self._processes, self._together = data, rank, processes, together
+        self.rank, self.processes = rank, processes
+        self._data, self._together = data, together
         self.training_samples = len(data) - config.validation.samples
 
     def from_step(self, step: int, drops_prompts: bool = True) -> Iterator[NoisedBatch]:
@@ -129,12 +129,9 @@ class NoisedBatches:
             OSError: data that cannot be read.
             ValueError: damaged data, or samples that do not fit into one batch.
         """
-        config, size = self.config, self.config.batch_size
-        needed, shapes = (
-            size * config.gradient_accumulation * self._processes,
-            self._data.shapes[: self.training_samples],
-        )
-        for shape, there in Counter(shapes).items() if self._rank == 0 else ():
+        config, size, shapes = self.config, self.config.batch_size, self._data.shapes[: self.training_samples]
+        needed = size * config.gradient_accumulation * self.processes
+        for shape, there in Counter(shapes).items() if self.rank == 0 else ():
             if there < needed:
                 logger.warning(
                     "An update needs %d samples of one shape, but only %d have latents of %s: some are used several "
@@ -146,7 +143,7 @@ class NoisedBatches:
         def indices() -> Iterator[list[int]]:
             """Yield the samples of every forward: forward a starts at (a · processes + rank) · size of the batch."""
             for at in count(step):
-                for start in range(self._rank * size, needed, size * self._processes):
+                for start in range(self.rank * size, needed, size * self.processes):
                     yield order[at][start : start + size]
 
         loader: DataLoader[Any] = DataLoader(
@@ -160,7 +157,7 @@ class NoisedBatches:
             if isinstance(batch, Exception):
                 raise batch
             this_step, accumulated = divmod(forward, config.gradient_accumulation)
-            first = (accumulated * self._processes + self._rank) * size
+            first = (accumulated * self.processes + self.rank) * size
             yield self._noise(batch, this_step, first, config.prompt_dropout if drops_prompts else 0.0)
 
     def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int, dropout: float) -> NoisedBatch:
@@ -192,16 +189,12 @@ class NoisedBatches:
             Index of the sample, whether it counts, and its latents, noise and conditioning as a batch of one.
         """
         last = len(self._data) - 1
-        for start in range(self.training_samples, last + 1, self._processes):
-            index = min(start + self._rank, last)
-            yield index, start + self._rank <= last, *self.one(index, "validation", index)
-
-    def one(self, index: int, purpose: str, number: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return latents, noise and conditioning of a sample as a batch of one; noise follows from the last two."""
-        sample = _on_device({name: tensor[None] for name, tensor in self._data[index].items()}, self.device)
-        latents = sample.pop("latents")
-        generator = generator_for(self.config.seed, purpose, number)
-        return latents, torch.randn(latents.shape, generator=generator).to(self.device), sample
+        for start in range(self.training_samples, last + 1, self.processes):
+            index = min(start + self.rank, last)
+            sample = _on_device({name: tensor[None] for name, tensor in self._data[index].items()}, self.device)
+            latents = sample.pop("latents")
+            noise = torch.randn(latents.shape, generator=generator_for(self.config.seed, "validation", index))
+            yield index, start + self.rank <= last, latents, noise.to(self.device), sample
 
 
 def in_workers(items: Sequence[Any], function: Callable[[Any], Any], workers: int) -> Iterable[Any]:
@@ -231,17 +224,10 @@ def _read(data: TrainingData, indices: Sequence[int]) -> dict[str, torch.Tensor]
 
 def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """Stack samples that hold the same tensors in the same shapes: every tensor (B, ...)."""
-    names = samples[0].keys()
-    for sample in samples:
-        if sample.keys() != names:
-            raise ValueError(f"Samples of one batch hold different tensors: {sorted(names)} and {sorted(sample)}.")
-        for name in names:
-            if sample[name].shape != samples[0][name].shape:
-                raise ValueError(
-                    f"Samples of one batch hold {name!r} of different shapes: {tuple(samples[0][name].shape)} and "
-                    f"{tuple(sample[name].shape)}."
-                )
-    return {name: torch.stack([sample[name] for sample in samples]) for name in names}
+    first, *others = ({name: tuple(x.shape) for name, x in sample.items()} for sample in samples)
+    for other in others:
+        check(first == other, f"Samples of one batch hold tensors of different names or shapes: {first} and {other}.")
+    return {name: torch.stack([sample[name] for sample in samples]) for name in first}
 
 
 def drop_prompts(
