@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention.rope import Rotary
 from .adapters import AttentionAdapter, AttentionInputs, JointAdapter
+from .allegro import AllegroFamily
 from .auraflow import AuraFlowFamily
 from .chroma import ChromaFamily
 from .chronoedit import ChronoEditFamily
@@ -20,10 +21,12 @@ from .family import Condition, Family, Sample, imported
 from .flux import FluxFamily
 from .flux2 import Flux2Family
 from .hunyuan_dit import HunyuanDiTFamily
+from .hunyuan_image import HunyuanImageFamily
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
 from .latte import LatteFamily
 from .llama import LlamaFamily
+from .longcat import LongCatImageFamily
 from .ltx import LTXFamily
 from .ltx2 import LTX2Family
 from .lumina2 import Lumina2Family
@@ -45,11 +48,11 @@ from .wan_animate import WanAnimateFamily
 from .z_image import ZImageFamily
 
 _KINDS: tuple[type[Family], ...] = (
-    AuraFlowFamily, ChromaFamily, ChronoEditFamily, CogVideoXFamily, CogView4Family, DeiTFamily, Dinov2Family,
-    DiGFamily, DiTFamily, FluxFamily, Flux2Family, HunyuanDiTFamily, HunyuanVideoFamily, HunyuanVideo15Family,
-    LatteFamily, LlamaFamily, LTXFamily, LTX2Family, Lumina2Family, MiniMaxH3Family, MochiFamily, PixArtFamily,
-    PooledViTFamily, QwenImageFamily, SanaFamily, SanaVideoFamily, SD3Family, SiglipFamily, SkyReelsV2Family,
-    ViTFamily, WanFamily, WanAnimateFamily, ZImageFamily,
+    AllegroFamily, AuraFlowFamily, ChromaFamily, ChronoEditFamily, CogVideoXFamily, CogView4Family, DeiTFamily,
+    Dinov2Family, DiGFamily, DiTFamily, FluxFamily, Flux2Family, HunyuanDiTFamily, HunyuanImageFamily,
+    HunyuanVideoFamily, HunyuanVideo15Family, LatteFamily, LlamaFamily, LongCatImageFamily, LTXFamily, LTX2Family,
+    Lumina2Family, MiniMaxH3Family, MochiFamily, PixArtFamily, PooledViTFamily, QwenImageFamily, SanaFamily,
+    SanaVideoFamily, SD3Family, SiglipFamily, SkyReelsV2Family, ViTFamily, WanFamily, WanAnimateFamily, ZImageFamily,
 )  # fmt: skip
 _FAMILIES: dict[str, Family] = {kind.name: kind() for kind in _KINDS}
 

@@ -49,7 +49,8 @@ class FluxFamily(PackedImageFamily):
         """Read the grid from the ids, once per tensor; ValueError for ids of more than one picture."""
         ids = arguments["img_ids"]
         grid = _grid_of_ids(ids)
-        return compiled_for(grid, lambda: (ids[..., -1, 1:3] == ids.new_tensor([size - 1 for size in grid])).all())
+        reach = ids.new_tensor([size - 1 for size in grid])
+        return compiled_for(grid, lambda: (ids[..., -1, 1:3] - ids[..., 0, 1:3] == reach).all())
 
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add the ids of tokens and text."""
@@ -70,14 +71,15 @@ class FluxFamily(PackedImageFamily):
 def _grid_of_ids(ids: Tensor) -> tuple[int, int]:
     """Return the height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
 
-    Counts the tokens of the first row and of the first column. A second picture adds to both counts, and bfloat16
+    Counts the tokens of the first token's row and of its column. A second picture adds to both counts, and bfloat16
     rounds no larger number to 0.
     """
-    _, width, height, *_ = ((ids[0] if ids.ndim == 3 else ids) == 0).sum(dim=0).tolist()
+    tokens = ids[0] if ids.ndim == 3 else ids
+    _, width, height, *_ = (tokens == tokens[0]).sum(dim=0).tolist()
     if height * width != ids.shape[-2]:
         raise ValueError(
             f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not "
-            "one picture whose rows and columns begin at 0: MHLA takes no others as its context, as in Flux Kontext "
+            "one picture in raster order: MHLA takes no others as its context, as in Flux Kontext "
             "and in Flux.2 with reference pictures. Run this pipeline without the patch: remove_mhla(pipe)."
         )
     return height, width

@@ -102,6 +102,13 @@ def qwen(layers: int) -> dict[str, Any]:
     return {**language_model(layers), "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 
 
+def _qwen_vl(layers: int = 2) -> Any:
+    """Qwen2.5-VL of 16 channels, which reads no pictures here."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen2_5_VLConfig(text_config=qwen(layers), vision_config=vision)
+    return seeded(transformers.Qwen2_5_VLForConditionalGeneration, config=config)
+
+
 def autoencoder(cls: str, statistics: tuple[str, ...] = (), **config: Any) -> Any:
     """An autoencoder of diffusers with random weights, and random statistics of its channels in buffers by name."""
     vae, generator = seeded(getattr(diffusers, cls), noise=0.05, **config), torch.Generator().manual_seed(7)
@@ -111,15 +118,16 @@ def autoencoder(cls: str, statistics: tuple[str, ...] = (), **config: Any) -> An
 
 
 def kl_autoencoder(stages: int = 4, width: int = 4, cls: str = "AutoencoderKL", **config: Any) -> Any:
-    """An autoencoder of images with 4 channels; every stage but the first halves height and width."""
+    """An autoencoder of images, by default with 4 channels; every stage but the first halves height and width."""
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * stages, "up_block_types": ("UpDecoderBlock2D",) * stages}
     sizes = {"block_out_channels": (width,) * stages, "layers_per_block": 1, "norm_num_groups": width // 2}
-    return autoencoder(cls, **blocks, **sizes, latent_channels=4, mid_block_add_attention=False, **config)
+    usual = {"latent_channels": 4, "mid_block_add_attention": False}
+    return autoencoder(cls, **blocks, **sizes, **{**usual, **config})
 
 
-def half_autoencoder(shift: float) -> Any:
+def half_autoencoder(shift: float, **config: Any) -> Any:
     """Latents of half the height and width."""
-    return kl_autoencoder(2, 8, shift_factor=shift, use_quant_conv=False, use_post_quant_conv=False)
+    return kl_autoencoder(2, 8, shift_factor=shift, use_quant_conv=False, use_post_quant_conv=False, **config)
 
 
 def wan_components(flow_shift: float = 5.0, image_channels: int | None = None) -> dict[str, Any]:
@@ -186,6 +194,14 @@ def _sd3_components() -> dict[str, Any]:
 _FOUR_STAGES = {"block_out_channels": (4,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
 
 
+def _allegro_components() -> dict[str, Any]:
+    """T5, an autoencoder of strides (4, 8, 8), and DDIM, clipped lest a random model's latents hide the last step."""
+    sizes = {"block_out_channels": (4,) * 4, "norm_num_groups": 2, "layers_per_block": 1}
+    scheduler = diffusers.DDIMScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="trailing")
+    text = t5_text(tokenizer=word_tokenizer)
+    return {**text, "vae": autoencoder("AutoencoderKLAllegro", **sizes), "scheduler": scheduler}
+
+
 def _cogvideox_components() -> dict[str, Any]:
     """The scheduler takes the prediction as a velocity."""
     steps = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0}
@@ -239,6 +255,25 @@ def _hunyuan_video15(transformer: Any) -> Any:
     )
     pipe.prompt_template_encode_start_idx, pipe.tokenizer_max_length = 1, TEXT_TOKENS
     pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 4, 3
+    return pipe
+
+
+def _hunyuan_image(transformer: Any) -> Any:
+    """Qwen2.5-VL for the text, T5 for what is quoted in it; the guidance is a component."""
+    sizes = {"block_out_channels": (32, 32), "layers_per_block": 1, "spatial_compression_ratio": 2}
+    channels = {"in_channels": 3, "out_channels": 3, "scaling_factor": 0.75}
+    matched = {"downsample_match_channel": False, "upsample_match_channel": False}
+    pipe = diffusers.HunyuanImagePipeline(
+        scheduler=flow(shift=5.0),
+        vae=autoencoder("AutoencoderKLHunyuanImage", latent_channels=4, sample_size=16, **channels, **sizes, **matched),
+        text_encoder=_qwen_vl(layers=3),
+        tokenizer=text_tokenizer(),
+        **t5_text("_2"),
+        transformer=transformer,
+        guider=diffusers.guiders.ClassifierFreeGuidance(guidance_scale=3.5),
+    )
+    pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = TEXT_TEMPLATE, 1
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = TEXT_TOKENS, 4
     return pipe
 
 
@@ -325,16 +360,28 @@ def _pixart_components() -> dict[str, Any]:
     return {**t5_text(tokenizer=word_tokenizer), "vae": kl_autoencoder(), "scheduler": scheduler}
 
 
+def _longcat(transformer: Any) -> Any:
+    """Qwen2.5-VL as text encoder, which rewrites no prompts here."""
+    pipe = diffusers.LongCatImagePipeline(
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=half_autoencoder(0.1, latent_channels=16),  # the pipeline takes them for granted
+        text_encoder=_qwen_vl(),
+        tokenizer=text_tokenizer(),
+        text_processor=None,
+        transformer=transformer,
+    )
+    pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_suffix = "the", "on"
+    return pipe
+
+
 def _qwenimage(transformer: Any) -> Any:
     """Qwen2.5-VL as text encoder; two forwards for guidance."""
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    config = transformers.Qwen2_5_VLConfig(text_config=qwen(layers=2), vision_config=vision)
     scale = {"latents_mean": [0.1, -0.1, 0.2, 0.0], "latents_std": [1.1, 0.9, 1.2, 1.0]}
     stages = {"dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
     pipe = diffusers.QwenImagePipeline(
         scheduler=flow(use_dynamic_shifting=True, max_shift=0.9, shift_terminal=0.02),
         vae=autoencoder("AutoencoderKLQwenImage", base_dim=3, z_dim=4, **stages, **scale),
-        text_encoder=seeded(transformers.Qwen2_5_VLForConditionalGeneration, config=config),
+        text_encoder=_qwen_vl(),
         tokenizer=text_tokenizer(),
         transformer=transformer,
     )
@@ -583,6 +630,7 @@ _QUOTED["prompt"] = 'a dog on "the red wave"'
 _AURA_LAYERS = (*_layers(2, "joint_transformer_blocks.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn"))
 _edit = _of_wan("ChronoEditPipeline", 5.0, 8)
 _cogvideox, _ltx2 = pipeline("CogVideoXPipeline", _cogvideox_components), pipeline("LTX2Pipeline", _ltx2_components)
+_allegro = pipeline("AllegroPipeline", _allegro_components)
 _sd3, _z_image = pipeline("StableDiffusion3Pipeline", _sd3_components), pipeline("ZImagePipeline", _z_image_components)
 _cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
 _hunyuan_dit = pipeline("HunyuanDiTPipeline", _hunyuan_dit_components)
@@ -596,6 +644,7 @@ _skyreels, _forced = (_of_wan(f"SkyReelsV2{kind}Pipeline", 8.0) for kind in ("",
 _skyreels_image, _animate = (_of_wan(f"{kind}Pipeline", 5.0, 8) for kind in ("SkyReelsV2ImageToVideo", "WanAnimate"))
 _AURA, _FLUX_SETTINGS = {"num_single_dit_layers": 2, "sample_size": 16}, {**_SINGLE, "guidance_embeds": True}
 _COG_CALL, _COGVIEW_CALL = {**_GUIDED, "guidance_scale": 6.0}, _image_call(128, 5.0, max_sequence_length=16)
+_ALLEGRO_CALL = {**_GUIDED, "clean_caption": False, "output_type": "latent"}
 _COG_LONG = {**_COG_CALL, "num_frames": 29}
 _DIG_CALL = {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
 _ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
@@ -614,8 +663,11 @@ _QUOTED_TEXTS = {"encoder_hidden_states_2": 4, "encoder_attention_mask_2": 4}
 _HUNYUAN = {"texts": dict.fromkeys(_HUNYUAN_TEXTS, 0), "noise": 0.1}
 # its forward branches on whether all image embeddings are 0
 _HUNYUAN_1_5 = {"texts": _QUOTED_TEXTS, "change": _no_image, "compiles_whole": False, "extra": (0, 7 + TEXT_TOKENS)}
+_QUOTED_IMAGE = {**_image_call(16, None, max_sequence_length=None), "prompt": _QUOTED["prompt"]}
+_HUNYUAN_IMAGE = {"texts": _QUOTED_TEXTS, "compiles_whole": False, "extra": (0, 4 + TEXT_TOKENS)}
 _DIT = {"mlp_ratio": 2.0, "sample_size": 16}
 _LATTE = {"sample_size": 16, "video_length": 3}
+_LONGCAT_CALL = _image_call(32, 4.5, max_sequence_length=None, enable_prompt_rewrite=False)
 _TEXT_LAST, _Z_LAYERS = (0, TEXT_TOKENS), _layers(3, "layers.{}.attention")
 _LTX_CALL = {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8}
 _ALONE: dict[str, Any] = {"negative_prompt": None}
@@ -626,6 +678,8 @@ _UNEVEN = {"family": "z_image", "extra": (0, 64)}
 _ANIMATE = {"texts": _SHOWN_TEXTS, "change": _with_pictures}
 
 _TABLE = (
+    # latents, since its autoencoder decodes whole tiles alone
+    Case("allegro", _allegro, _ALLEGRO_CALL, _layers(3), grids=_VIDEO),
     Case("auraflow", _auraflow, _image_call(128, 3.5), _AURA_LAYERS, _AURA, extra=(8 + TEXT_TOKENS, 0)),
     # four latent frames in the first step and two in the second; and two in every step
     Case("chronoedit", _edit, _REASONING, _WAN_LAYERS, **_OF_WAN_SHOWN),
@@ -639,9 +693,11 @@ _TABLE = (
     Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
     Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
     Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, **_HUNYUAN),
+    Case("hunyuan_image", _hunyuan_image, _QUOTED_IMAGE, _TWO_STREAMS, _SINGLE, **_HUNYUAN_IMAGE),
     Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),
     Case("hunyuan_video15", _hunyuan_video15, _QUOTED, _JOINT, {"target_size": 16}, _VIDEO, **_HUNYUAN_1_5),
     Case("latte", _latte, _LATTE_CALL, _layers(3), _LATTE, frames=3),
+    Case("longcat_image", _longcat, _LONGCAT_CALL, _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
     Case("ltx", _ltx, _LTX_CALL, _layers(3), grids=_VIDEO),
     Case("ltx2", _ltx2, _LTX2_CALL, _layers(3), grids=_VIDEO),
     # as LTX-2.0: no gates, text that the transformer itself projects; and the other RoPE
