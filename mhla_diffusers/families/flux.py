@@ -47,10 +47,7 @@ class FluxFamily(PackedImageFamily):
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the ids, once per tensor; ValueError for ids of more than one picture."""
-        ids = arguments["img_ids"]
-        grid = _grid_of_ids(ids)
-        reach = ids.new_tensor([size - 1 for size in grid])
-        return compiled_for(grid, lambda: (ids[..., -1, 1:3] - ids[..., 0, 1:3] == reach).all())
+        return grid_of_ids(arguments["img_ids"])
 
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add the ids of tokens and text."""
@@ -67,6 +64,19 @@ class FluxFamily(PackedImageFamily):
         return places.to(latents), torch.zeros(text_tokens, 3).to(latents)
 
 
+def grid_of_ids(ids: Tensor) -> tuple[int, int]:
+    """Return the height and width of ids of one picture, see :func:`_grid_of_ids`."""
+    height, width = _grid_of_ids(ids)
+    compiled_for((height, width), lambda: (_lengths(ids) == torch.tensor([width, height], device=ids.device)).all())
+    return height, width
+
+
+def _lengths(ids: Tensor) -> Tensor:
+    """Count the tokens of the first token's row and of its column: (2,)."""
+    tokens = ids[0] if ids.ndim == 3 else ids
+    return (tokens == tokens[0]).sum(dim=0)[1:3]
+
+
 @read_once
 def _grid_of_ids(ids: Tensor) -> tuple[int, int]:
     """Return the height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
@@ -74,8 +84,7 @@ def _grid_of_ids(ids: Tensor) -> tuple[int, int]:
     Counts the tokens of the first token's row and of its column. A second picture adds to both counts, and bfloat16
     rounds no larger number to 0.
     """
-    tokens = ids[0] if ids.ndim == 3 else ids
-    _, width, height, *_ = (tokens == tokens[0]).sum(dim=0).tolist()
+    width, height = _lengths(ids).tolist()
     if height * width != ids.shape[-2]:
         raise ValueError(
             f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not "

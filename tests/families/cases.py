@@ -10,6 +10,8 @@ import diffusers
 import torch
 import transformers
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
+from diffusers.modular_pipelines.flux3.modular_pipeline import Flux3ModularPipeline
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
@@ -49,9 +51,9 @@ def keep_some(batch: int, tokens: int) -> torch.Tensor:
     return (torch.arange(tokens) < torch.tensor([[tokens], [tokens - 2], [3]])[:batch]).long()
 
 
-def embeddings(tokens: int) -> dict[str, torch.Tensor]:
+def embeddings(tokens: int, channels: int = 32) -> dict[str, torch.Tensor]:
     """Arguments of a pipeline's call in place of a prompt, which some pipelines read only where ftfy is installed."""
-    prompt, negative = drawer(2, seed=5)(tokens, 32)[:, None]
+    prompt, negative = drawer(2, seed=5)(tokens, channels)[:, None]
     return {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
 
 
@@ -277,6 +279,16 @@ def _hunyuan_image(transformer: Any) -> Any:
     return pipe
 
 
+def _kandinsky5_components() -> dict[str, Any]:
+    """HunyuanVideo's autoencoder; a prompt that is encoded needs no text encoder."""
+    vae = autoencoder("AutoencoderKLHunyuanVideo", **_FOUR_STAGES, mid_block_add_attention=False)
+    return {
+        **dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")),
+        "vae": vae,
+        "scheduler": flow(shift=5.0),
+    }
+
+
 def _latte_components() -> dict[str, Any]:
     """DDIM, clipped lest a random model's latents hide the last step."""
     scheduler = diffusers.DDIMScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="trailing")
@@ -338,20 +350,27 @@ def _lumina2_components() -> dict[str, Any]:
     return {**gemma_text(), "vae": vae, "scheduler": flow(shift=6.0)}
 
 
-class _OfLatents(MiniMaxH3ModularPipeline):
-    """The modular pipeline, called as others are."""
+def modular(transformer: Any, kind: type, blocks: Any, **parts: Any) -> Any:
+    """A modular pipeline from an encoded prompt to latents, called as others are."""
 
-    def __call__(self, **call: Any) -> Any:
-        return SimpleNamespace(frames=super().__call__(output="latents", **call))
+    class OfLatents(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, **call: Any) -> Any:
+            return SimpleNamespace(frames=super().__call__(output="latents", **call))
+
+    pipe = OfLatents(blocks=blocks)
+    pipe.update_components(transformer=transformer, **parts)
+    return pipe
 
 
 def minimax_h3(transformer: Any) -> Any:
-    """From an encoded prompt to latents; its own schedules of video and sound."""
-    pipe = _OfLatents(blocks=MiniMaxH3CoreDenoiseStep())
+    """Its own schedules of video and sound."""
     schedulers = {"scheduler": 12.0, "audio_scheduler": 3.0}
     parts = {name: diffusers.MiniMaxH3Scheduler(shift=shift) for name, shift in schedulers.items()}
-    pipe.update_components(transformer=transformer, **parts)
-    return pipe
+    return modular(transformer, MiniMaxH3ModularPipeline, MiniMaxH3CoreDenoiseStep(), **parts)
+
+
+def _flux3(transformer: Any) -> Any:
+    return modular(transformer, Flux3ModularPipeline, Flux3CoreDenoiseStep(), scheduler=flow(shift=6.93))
 
 
 def _pixart_components() -> dict[str, Any]:
@@ -607,6 +626,8 @@ SOUND_CALL: dict[str, Any] = {
     **{"num_frames": 124, "height": 64, "width": 96, "num_inference_steps": 3},  # the last is where the steps end
 }
 """A call of MiniMax-H3's modular pipeline."""
+_FLUX3_CALL = {**embeddings(TEXT_TOKENS, 16), "height": 128, "width": 128, "num_inference_steps": 2}
+_FLUX3_LAYERS = (*_layers(2, "mode_blocks.image.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn"))
 _PLAIN_CALL = {"negative_prompt": None, "use_resolution_binning": False}
 _CLEAN = {**_PLAIN_CALL, "prompt": "the red dog", "clean_caption": False}
 _Z_IMAGE = {"in_channels": 4, "cap_feat_dim": 16, "axes_lens": [1024, 32, 32]}
@@ -635,6 +656,7 @@ _sd3, _z_image = pipeline("StableDiffusion3Pipeline", _sd3_components), pipeline
 _cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
 _hunyuan_dit = pipeline("HunyuanDiTPipeline", _hunyuan_dit_components)
 _hunyuan_video = pipeline("HunyuanVideoPipeline", _hunyuan_video_components)
+_kandinsky5 = pipeline("Kandinsky5T2VPipeline", _kandinsky5_components)
 _latte, _lumina2 = pipeline("LattePipeline", _latte_components), pipeline("Lumina2Pipeline", _lumina2_components)
 _ltx, _mochi = pipeline("LTXPipeline", _ltx_components), pipeline("MochiPipeline", _mochi_components)
 _pixart, _sigma = (pipeline(f"PixArt{kind}Pipeline", _pixart_components) for kind in ("Alpha", "Sigma"))
@@ -648,6 +670,16 @@ _ALLEGRO_CALL = {**_GUIDED, "clean_caption": False, "output_type": "latent"}
 _COG_LONG = {**_COG_CALL, "num_frames": 29}
 _DIG_CALL = {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
 _ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
+_KANDINSKY_TEXT = {
+    "prompt_embeds_qwen": drawer(1, seed=5)(TEXT_TOKENS, 16),
+    "prompt_embeds_clip": drawer(1, seed=6)(12),
+    "prompt_cu_seqlens": torch.tensor([0, TEXT_TOKENS]),
+}
+_KANDINSKY_LAYERS = _layers(3, "visual_transformer_blocks.{}.self_attention")
+_KANDINSKY_CALL = {
+    **{f"{kind}{name}": x for kind in ("", "negative_") for name, x in _KANDINSKY_TEXT.items()},
+    **{**_CLIP, "guidance_scale": 5.0},
+}
 _TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
 _LATTE_CALL = _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False, video_length=3)
 _LUMINA_CALL = _image_call(128, 4.0, prompt="the red dog", system_prompt="the")
@@ -692,10 +724,13 @@ _TABLE = (
     Case("dig", dit_pipeline, _DIG_CALL, _layers(3), {"sample_size": 16}, ((8, 8), (7, 7))),
     Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
     Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
+    # without text in the first attention
+    Case("flux3", _flux3, _FLUX3_CALL, _FLUX3_LAYERS, _SINGLE),
     Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, **_HUNYUAN),
     Case("hunyuan_image", _hunyuan_image, _QUOTED_IMAGE, _TWO_STREAMS, _SINGLE, **_HUNYUAN_IMAGE),
     Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),
     Case("hunyuan_video15", _hunyuan_video15, _QUOTED, _JOINT, {"target_size": 16}, _VIDEO, **_HUNYUAN_1_5),
+    Case("kandinsky5", _kandinsky5, _KANDINSKY_CALL, _KANDINSKY_LAYERS, grids=_VIDEO),
     Case("latte", _latte, _LATTE_CALL, _layers(3), _LATTE, frames=3),
     Case("longcat_image", _longcat, _LONGCAT_CALL, _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
     Case("ltx", _ltx, _LTX_CALL, _layers(3), grids=_VIDEO),
@@ -744,8 +779,9 @@ def case_of(name: str) -> Any:
 
 @torch.no_grad()
 def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    """What a transformer predicts, without gradients; of Z-Image's list a batch."""
-    found = model(**arguments, return_dict=False)[0]
+    """What a transformer predicts, without gradients; of Z-Image's list a batch. Kandinsky's is in no tuple."""
+    found = model(**arguments, return_dict=False)
+    found = found if isinstance(found, torch.Tensor) else found[0]
     return found if isinstance(found, torch.Tensor) else torch.stack(list(found))
 
 
