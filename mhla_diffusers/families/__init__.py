@@ -17,15 +17,18 @@ from .cogvideox import CogVideoXFamily
 from .cogview4 import CogView4Family
 from .dig import DiGFamily
 from .dit import DiTFamily
+from .easyanimate import EasyAnimateFamily
 from .family import Condition, Family, Sample, imported
 from .flux import FluxFamily
 from .flux2 import Flux2Family
 from .flux3 import Flux3Family
+from .framepack import FramepackFamily
 from .hunyuan_dit import HunyuanDiTFamily
 from .hunyuan_image import HunyuanImageFamily
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
 from .kandinsky5 import Kandinsky5Family
+from .krea2 import Krea2Family
 from .latte import LatteFamily
 from .llama import LlamaFamily
 from .longcat import LongCatImageFamily
@@ -51,10 +54,11 @@ from .z_image import ZImageFamily
 
 _KINDS: tuple[type[Family], ...] = (
     AllegroFamily, AuraFlowFamily, ChromaFamily, ChronoEditFamily, CogVideoXFamily, CogView4Family, DeiTFamily,
-    Dinov2Family, DiGFamily, DiTFamily, FluxFamily, Flux2Family, Flux3Family, HunyuanDiTFamily, HunyuanImageFamily,
-    HunyuanVideoFamily, HunyuanVideo15Family, Kandinsky5Family, LatteFamily, LlamaFamily, LongCatImageFamily, LTXFamily,
-    LTX2Family, Lumina2Family, MiniMaxH3Family, MochiFamily, PixArtFamily, PooledViTFamily, QwenImageFamily, SanaFamily,
-    SanaVideoFamily, SD3Family, SiglipFamily, SkyReelsV2Family, ViTFamily, WanFamily, WanAnimateFamily, ZImageFamily,
+    Dinov2Family, DiGFamily, DiTFamily, EasyAnimateFamily, FluxFamily, Flux2Family, Flux3Family, FramepackFamily,
+    HunyuanDiTFamily, HunyuanImageFamily, HunyuanVideoFamily, HunyuanVideo15Family, Kandinsky5Family, Krea2Family,
+    LatteFamily, LlamaFamily, LongCatImageFamily, LTXFamily, LTX2Family, Lumina2Family, MiniMaxH3Family, MochiFamily,
+    PixArtFamily, PooledViTFamily, QwenImageFamily, SanaFamily, SanaVideoFamily, SD3Family, SiglipFamily,
+    SkyReelsV2Family, ViTFamily, WanFamily, WanAnimateFamily, ZImageFamily,
 )  # fmt: skip
 _FAMILIES: dict[str, Family] = {kind.name: kind() for kind in _KINDS}
 

@@ -64,30 +64,30 @@ class FluxFamily(PackedImageFamily):
         return places.to(latents), torch.zeros(text_tokens, 3).to(latents)
 
 
-def grid_of_ids(ids: Tensor) -> tuple[int, int]:
-    """Return the height and width of ids of one picture, see :func:`_grid_of_ids`."""
-    height, width = _grid_of_ids(ids)
-    compiled_for((height, width), lambda: (_lengths(ids) == torch.tensor([width, height], device=ids.device)).all())
+def grid_of_ids(ids: Tensor, first: int = 0) -> tuple[int, int]:
+    """Return the height and width of ids of one picture, which begin with token ``first``; see :func:`_grid_of_ids`."""
+    height, width = _grid_of_ids(ids, first)
+    compiled_for((height, width), lambda: (_lengths(ids, first) == ids.new_tensor([width, height])).all())
     return height, width
 
 
-def _lengths(ids: Tensor) -> Tensor:
+def _lengths(ids: Tensor, first: int) -> Tensor:
     """Count the tokens of the first token's row and of its column: (2,)."""
-    tokens = ids[0] if ids.ndim == 3 else ids
+    tokens = (ids[0] if ids.ndim == 3 else ids)[first:]
     return (tokens == tokens[0]).sum(dim=0)[1:3]
 
 
 @read_once
-def _grid_of_ids(ids: Tensor) -> tuple[int, int]:
+def _grid_of_ids(ids: Tensor, first: int) -> tuple[int, int]:
     """Return the height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
 
     Counts the tokens of the first token's row and of its column. A second picture adds to both counts, and bfloat16
     rounds no larger number to 0.
     """
-    width, height = _lengths(ids).tolist()
-    if height * width != ids.shape[-2]:
+    width, height = _lengths(ids, first).tolist()
+    if height * width != ids.shape[-2] - first:
         raise ValueError(
-            f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not "
+            f"Ids of {ids.shape[-2] - first} tokens, {width} in a first row and {height} in a first column, are not "
             "one picture in raster order: MHLA takes no others as its context, as in Flux Kontext "
             "and in Flux.2 with reference pictures. Run this pipeline without the patch: remove_mhla(pipe)."
         )

@@ -132,6 +132,13 @@ def half_autoencoder(shift: float, **config: Any) -> Any:
     return kl_autoencoder(2, 8, shift_factor=shift, use_quant_conv=False, use_post_quant_conv=False, **config)
 
 
+def qwen_autoencoder() -> Any:
+    """Qwen-Image's, whose latents have half the height and width."""
+    scale = {"latents_mean": [0.1, -0.1, 0.2, 0.0], "latents_std": [1.1, 0.9, 1.2, 1.0]}
+    stages = {"dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
+    return autoencoder("AutoencoderKLQwenImage", base_dim=3, z_dim=4, **stages, **scale)
+
+
 def wan_components(flow_shift: float = 5.0, image_channels: int | None = None) -> dict[str, Any]:
     """UMT5 with 32 channels, Wan's autoencoder with 16, UniPC on flow matching, and a vision encoder if asked for."""
     parts = wan_pipeline().components
@@ -221,6 +228,12 @@ def _cogview4_components() -> dict[str, Any]:
     return {**text, "vae": kl_autoencoder(), "scheduler": scheduler}
 
 
+def _easyanimate_components() -> dict[str, Any]:
+    """An autoencoder of strides (4, 8, 8); a prompt that is encoded needs a text encoder for its type alone."""
+    vae = autoencoder("AutoencoderKLMagvit", **_FOUR_STAGES, spatial_group_norm=False)
+    return {"text_encoder": _qwen_vl(), "tokenizer": text_tokenizer(), "vae": vae, "scheduler": flow(shift=5.0)}
+
+
 def _hunyuan_dit_components() -> dict[str, Any]:
     """BERT and T5 text encoders, DDPM with v-prediction, no safety checker."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -238,6 +251,15 @@ def _hunyuan_video_components() -> dict[str, Any]:
     vae = autoencoder("AutoencoderKLHunyuanVideo", **_FOUR_STAGES, mid_block_add_attention=False)
     text = {"text_encoder": llama, "tokenizer": text_tokenizer(), **clip_text("_2")}
     return {**text, "vae": vae, "scheduler": flow(shift=7.0)}
+
+
+def _framepack_components() -> dict[str, Any]:
+    """HunyuanVideo's components, and SigLIP for the picture."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config, side = transformers.SiglipVisionConfig(**sizes, image_size=8, patch_size=4), {"height": 8, "width": 8}
+    image = {"image_encoder": seeded(transformers.SiglipVisionModel, config=config)}
+    image["feature_extractor"] = transformers.SiglipImageProcessor(size=side)
+    return {**_hunyuan_video_components(), **image, "scheduler": flow(use_dynamic_shifting=True)}
 
 
 def _hunyuan_video15(transformer: Any) -> Any:
@@ -287,6 +309,26 @@ def _kandinsky5_components() -> dict[str, Any]:
         "vae": vae,
         "scheduler": flow(shift=5.0),
     }
+
+
+def _krea2(transformer: Any) -> Any:
+    """Qwen3-VL, two layers of which are the text, and Qwen-Image's autoencoder."""
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+    text = {**language_model(layers=2), "head_dim": 8, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    vision |= {"deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    pipe = diffusers.Krea2Pipeline(
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=qwen_autoencoder(),
+        text_encoder=seeded(transformers.Qwen3VLModel, config=config),
+        tokenizer=text_tokenizer(),
+        transformer=transformer,
+        text_encoder_select_layers=(1, 2),
+    )
+    pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_start_idx = "the ", 1
+    pipe.prompt_template_encode_suffix, pipe.prompt_template_encode_num_suffix_tokens = "on", 1
+    return pipe
 
 
 def _latte_components() -> dict[str, Any]:
@@ -395,11 +437,9 @@ def _longcat(transformer: Any) -> Any:
 
 def _qwenimage(transformer: Any) -> Any:
     """Qwen2.5-VL as text encoder; two forwards for guidance."""
-    scale = {"latents_mean": [0.1, -0.1, 0.2, 0.0], "latents_std": [1.1, 0.9, 1.2, 1.0]}
-    stages = {"dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
     pipe = diffusers.QwenImagePipeline(
         scheduler=flow(use_dynamic_shifting=True, max_shift=0.9, shift_terminal=0.02),
-        vae=autoencoder("AutoencoderKLQwenImage", base_dim=3, z_dim=4, **stages, **scale),
+        vae=qwen_autoencoder(),
         text_encoder=_qwen_vl(),
         tokenizer=text_tokenizer(),
         transformer=transformer,
@@ -511,7 +551,7 @@ class Case:
             if not shape:
                 conditioning[name] = torch.tensor([3, 7, 1000])[:batch]
                 continue
-            if len(shape) == 2 or not is_float:
+            if len(shape) > 1 or not is_float:
                 shape[0] = self.texts.get(name, TEXT_TOKENS) or shape[0]
             own = min(shape[0], TEXT_TOKENS)
             mask = functional.pad(keep_some(batch, own), (0, shape[0] - own))
@@ -654,7 +694,9 @@ _cogvideox, _ltx2 = pipeline("CogVideoXPipeline", _cogvideox_components), pipeli
 _allegro = pipeline("AllegroPipeline", _allegro_components)
 _sd3, _z_image = pipeline("StableDiffusion3Pipeline", _sd3_components), pipeline("ZImagePipeline", _z_image_components)
 _cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
+_easyanimate = pipeline("EasyAnimatePipeline", _easyanimate_components)
 _hunyuan_dit = pipeline("HunyuanDiTPipeline", _hunyuan_dit_components)
+_framepack = pipeline("HunyuanVideoFramepackPipeline", _framepack_components)
 _hunyuan_video = pipeline("HunyuanVideoPipeline", _hunyuan_video_components)
 _kandinsky5 = pipeline("Kandinsky5T2VPipeline", _kandinsky5_components)
 _latte, _lumina2 = pipeline("LattePipeline", _latte_components), pipeline("Lumina2Pipeline", _lumina2_components)
@@ -668,6 +710,9 @@ _AURA, _FLUX_SETTINGS = {"num_single_dit_layers": 2, "sample_size": 16}, {**_SIN
 _COG_CALL, _COGVIEW_CALL = {**_GUIDED, "guidance_scale": 6.0}, _image_call(128, 5.0, max_sequence_length=16)
 _ALLEGRO_CALL = {**_GUIDED, "clean_caption": False, "output_type": "latent"}
 _COG_LONG = {**_COG_CALL, "num_frames": 29}
+_EASY_TEXT = {**embeddings(TEXT_TOKENS, 16), "prompt_attention_mask": torch.ones(1, TEXT_TOKENS)}
+_EASY_TEXT["negative_prompt_attention_mask"] = _EASY_TEXT["prompt_attention_mask"]
+_EASY_CALL = {**_CLIP, **_EASY_TEXT, "guidance_scale": 5.0}
 _DIG_CALL = {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
 _ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
 _KANDINSKY_TEXT = {
@@ -681,6 +726,9 @@ _KANDINSKY_CALL = {
     **{**_CLIP, "guidance_scale": 5.0},
 }
 _TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
+_WINDOW = {**_TEMPLATED, **_PICTURE, "num_frames": 9, "latent_window_size": 3, "sampling_type": "vanilla"}
+# two frames, two at half and 16 at a quarter scale; after the window a picture and text
+_HISTORY = (48 + 6 + 8, 729 + TEXT_TOKENS)
 _LATTE_CALL = _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False, video_length=3)
 _LUMINA_CALL = _image_call(128, 4.0, prompt="the red dog", system_prompt="the")
 _LUMINA_LAYERS = ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn"))
@@ -722,15 +770,18 @@ _TABLE = (
     Case("cogvideox_two_frames", _cogvideox, _COG_LONG, _layers(3), _COG_1_5, _VIDEO, "cogvideox", extra=_TEXT_FIRST),
     Case("cogview4", _cogview4, _COGVIEW_CALL, _layers(3), extra=_TEXT_FIRST),
     Case("dig", dit_pipeline, _DIG_CALL, _layers(3), {"sample_size": 16}, ((8, 8), (7, 7))),
+    Case("easyanimate", _easyanimate, _EASY_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_FIRST),
     Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
     Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
     # without text in the first attention
     Case("flux3", _flux3, _FLUX3_CALL, _FLUX3_LAYERS, _SINGLE),
+    Case("framepack", _framepack, _WINDOW, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_HISTORY),
     Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, **_HUNYUAN),
     Case("hunyuan_image", _hunyuan_image, _QUOTED_IMAGE, _TWO_STREAMS, _SINGLE, **_HUNYUAN_IMAGE),
     Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),
     Case("hunyuan_video15", _hunyuan_video15, _QUOTED, _JOINT, {"target_size": 16}, _VIDEO, **_HUNYUAN_1_5),
     Case("kandinsky5", _kandinsky5, _KANDINSKY_CALL, _KANDINSKY_LAYERS, grids=_VIDEO),
+    Case("krea2", _krea2, _image_call(32, 3.5), _JOINT, extra=_TEXT_FIRST),
     Case("latte", _latte, _LATTE_CALL, _layers(3), _LATTE, frames=3),
     Case("longcat_image", _longcat, _LONGCAT_CALL, _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
     Case("ltx", _ltx, _LTX_CALL, _layers(3), grids=_VIDEO),

@@ -16,7 +16,18 @@ from .cases import case_of, output
 
 NAMES = (
     *("auraflow", "chroma", "cogvideox", "cogvideox_two_frames", "cogview4", "flux", "flux2", "hunyuan_dit"),
-    *("hunyuan_image", "hunyuan_video", "hunyuan_video15", "latte", "longcat_image", "ltx", "ltx2", "lumina2", "mochi"),
+    *(
+        "hunyuan_image",
+        "hunyuan_video",
+        "hunyuan_video15",
+        "krea2",
+        "latte",
+        "longcat_image",
+        "ltx",
+        "ltx2",
+        "lumina2",
+        "mochi",
+    ),
     *("pixart", "pixart_sigma", "qwenimage", "sana_video", "sd3", "z_image"),
 )
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
