@@ -5,6 +5,7 @@ then text of two kinds, of the prompt and of letters to be drawn (glyphs); maske
 that refines the text before the blocks is not patched. Default blocks cut 64x64 tokens, an image of 2048 px.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,6 +62,15 @@ class HunyuanImageFamily(ImageFamily):
             f"patch_size={tuple(transformer.config.patch_size)} is that of HunyuanImage's refiner, whose tokens have "
             "frames; patch the transformer of HunyuanImagePipeline."
         )
+
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """Read the grid from the latents; ValueError under gradient checkpointing."""
+        if transformer.gradient_checkpointing and torch.is_grad_enabled():
+            raise ValueError(
+                "diffusers' HunyuanImage fails under gradient checkpointing, whose function takes no named arguments. "
+                "Train with gradient_checkpointing: false."
+            )
+        return super().grid_of_arguments(transformer, arguments)
 
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Give time in the latents' type; the velocity is a mean-flow model's output for steps of no length."""
