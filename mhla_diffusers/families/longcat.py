@@ -30,7 +30,7 @@ class LongCatImageFamily(FluxFamily):
     conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)
     guidance = None
     models = (
-        image_model("longcat-image", _CLASS, 24, 128, 19, more_layers={"num_single_layers": 38}),
+        image_model("longcat-image", _CLASS, 24, 128, 10, more_layers={"num_single_layers": 20}),
         tiny_image("longcat_image", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     )
 
