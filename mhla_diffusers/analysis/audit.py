@@ -207,7 +207,8 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     changes = [measure_change(patched, calls[component]) for component, patched in running.items()]
     layers = []
     for (component, name), watch in watches.items():
-        errors, squares = torch.zeros(2, count, watch.attn.heads, dtype=torch.float64)
+        heads, _ = adapter_of(watch.attn).heads(watch.attn)
+        errors, squares = torch.zeros(2, count, heads, dtype=torch.float64)
         where = torch.tensor([steps[forward] for forward in watch.forwards])
         errors.index_add_(0, where, torch.stack(watch.errors))
         squares.index_add_(0, where, torch.stack(watch.squares))
@@ -255,7 +256,8 @@ class _Watch:
                 original = self._heads_output(attn.forward(*args, **kwargs))
         patched, original = (tokens_of_grid(attn, args, kwargs, x) for x in (patched, original))
         # under perturbed-attention guidance the last part of a batch is no attention and is passed through
-        patched, original = (x[: len(patched)].float().unflatten(-1, (attn.heads, -1)) for x in (patched, original))
+        heads, _ = adapter_of(attn).heads(attn)
+        patched, original = (x[: len(patched)].float().unflatten(-1, (heads, -1)) for x in (patched, original))
         self.errors.append((patched - original).square().sum(dim=(0, 1, 3)).double().cpu())
         self.squares.append(original.square().sum(dim=(0, 1, 3)).double().cpu())
         if not bool((self.errors[-1] + self.squares[-1]).isfinite().all()):

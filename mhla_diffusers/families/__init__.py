@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention.rope import Rotary
 from .adapters import AttentionAdapter, AttentionInputs, JointAdapter
+from .allegro import AllegroFamily
 from .auraflow import AuraFlowFamily
 from .chroma import ChromaFamily
 from .chronoedit import ChronoEditFamily
@@ -16,14 +17,21 @@ from .cogvideox import CogVideoXFamily
 from .cogview4 import CogView4Family
 from .dig import DiGFamily
 from .dit import DiTFamily
+from .easyanimate import EasyAnimateFamily
 from .family import Condition, Family, Sample, imported
 from .flux import FluxFamily
 from .flux2 import Flux2Family
+from .flux3 import Flux3Family
+from .framepack import FramepackFamily
 from .hunyuan_dit import HunyuanDiTFamily
+from .hunyuan_image import HunyuanImageFamily
 from .hunyuan_video import HunyuanVideoFamily
 from .hunyuan_video15 import HunyuanVideo15Family
+from .kandinsky5 import Kandinsky5Family
+from .krea2 import Krea2Family
 from .latte import LatteFamily
 from .llama import LlamaFamily
+from .longcat import LongCatImageFamily
 from .ltx import LTXFamily
 from .ltx2 import LTX2Family
 from .lumina2 import Lumina2Family
@@ -45,11 +53,12 @@ from .wan_animate import WanAnimateFamily
 from .z_image import ZImageFamily
 
 _KINDS: tuple[type[Family], ...] = (
-    AuraFlowFamily, ChromaFamily, ChronoEditFamily, CogVideoXFamily, CogView4Family, DeiTFamily, Dinov2Family,
-    DiGFamily, DiTFamily, FluxFamily, Flux2Family, HunyuanDiTFamily, HunyuanVideoFamily, HunyuanVideo15Family,
-    LatteFamily, LlamaFamily, LTXFamily, LTX2Family, Lumina2Family, MiniMaxH3Family, MochiFamily, PixArtFamily,
-    PooledViTFamily, QwenImageFamily, SanaFamily, SanaVideoFamily, SD3Family, SiglipFamily, SkyReelsV2Family,
-    ViTFamily, WanFamily, WanAnimateFamily, ZImageFamily,
+    AllegroFamily, AuraFlowFamily, ChromaFamily, ChronoEditFamily, CogVideoXFamily, CogView4Family, DeiTFamily,
+    Dinov2Family, DiGFamily, DiTFamily, EasyAnimateFamily, FluxFamily, Flux2Family, Flux3Family, FramepackFamily,
+    HunyuanDiTFamily, HunyuanImageFamily, HunyuanVideoFamily, HunyuanVideo15Family, Kandinsky5Family, Krea2Family,
+    LatteFamily, LlamaFamily, LongCatImageFamily, LTXFamily, LTX2Family, Lumina2Family, MiniMaxH3Family, MochiFamily,
+    PixArtFamily, PooledViTFamily, QwenImageFamily, SanaFamily, SanaVideoFamily, SD3Family, SiglipFamily,
+    SkyReelsV2Family, ViTFamily, WanFamily, WanAnimateFamily, ZImageFamily,
 )  # fmt: skip
 _FAMILIES: dict[str, Family] = {kind.name: kind() for kind in _KINDS}
 

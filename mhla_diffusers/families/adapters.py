@@ -85,6 +85,8 @@ class AttentionAdapter:
     """
     rotary_second: ClassVar[bool] = False
     """Whether RoPE is the second argument, in place of a context."""
+    mask_second: ClassVar[bool] = False
+    """Whether the mask is the second argument and RoPE the third, there being no context."""
     inputs: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
     """Attributes of an attention that are linear layers before the heads, that of the queries first; some are absent.
     """
@@ -120,6 +122,9 @@ class AttentionAdapter:
         named = {name: value for name, value in given if name is not None and value is not None}
         if self.rotary_second and "encoder_hidden_states" in named:
             named["rotary_emb"] = named.pop("encoder_hidden_states")
+        if self.mask_second and "rotary_emb" not in named:
+            moved = {"encoder_hidden_states": "attention_mask", "attention_mask": "rotary_emb"}
+            named = {moved.get(name, name): value for name, value in named.items()}
         return named
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
@@ -342,14 +347,7 @@ class ParallelAdapter(JointAdapter):
     """
 
     inputs = ("to_qkv_mlp_proj",)
-
-    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """Name mask and RoPE, which its processor gets one place earlier than others, having no context of its own."""
-        named = super().arguments(args, kwargs)
-        if "rotary_emb" in named:
-            return named
-        moved = {"encoder_hidden_states": "attention_mask", "attention_mask": "rotary_emb"}
-        return {moved.get(name, name): value for name, value in named.items()}
+    mask_second = True
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
         """Run the first layer, and keep the feed-forward's channels for the second."""

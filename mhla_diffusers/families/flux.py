@@ -47,9 +47,7 @@ class FluxFamily(PackedImageFamily):
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the ids, once per tensor; ValueError for ids of more than one picture."""
-        ids = arguments["img_ids"]
-        grid = _grid_of_ids(ids)
-        return compiled_for(grid, lambda: (ids[..., -1, 1:3] == ids.new_tensor([size - 1 for size in grid])).all())
+        return grid_of_ids(arguments["img_ids"])
 
     def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add the ids of tokens and text."""
@@ -66,18 +64,31 @@ class FluxFamily(PackedImageFamily):
         return places.to(latents), torch.zeros(text_tokens, 3).to(latents)
 
 
+def grid_of_ids(ids: Tensor, first: int = 0) -> tuple[int, int]:
+    """Return the height and width of ids of one picture, which begin with token ``first``; see :func:`_grid_of_ids`."""
+    height, width = _grid_of_ids(ids, first)
+    compiled_for((height, width), lambda: (_lengths(ids, first) == ids.new_tensor([width, height])).all())
+    return height, width
+
+
+def _lengths(ids: Tensor, first: int) -> Tensor:
+    """Count the tokens of the first token's row and of its column: (2,)."""
+    tokens = (ids[0] if ids.ndim == 3 else ids)[first:]
+    return (tokens == tokens[0]).sum(dim=0)[1:3]
+
+
 @read_once
-def _grid_of_ids(ids: Tensor) -> tuple[int, int]:
+def _grid_of_ids(ids: Tensor, first: int) -> tuple[int, int]:
     """Return the height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
 
-    Counts the tokens of the first row and of the first column. A second picture adds to both counts, and bfloat16
+    Counts the tokens of the first token's row and of its column. A second picture adds to both counts, and bfloat16
     rounds no larger number to 0.
     """
-    _, width, height, *_ = ((ids[0] if ids.ndim == 3 else ids) == 0).sum(dim=0).tolist()
-    if height * width != ids.shape[-2]:
+    width, height = _lengths(ids, first).tolist()
+    if height * width != ids.shape[-2] - first:
         raise ValueError(
-            f"img_ids of {ids.shape[-2]} tokens, {width} in a first row and {height} in a first column, are not "
-            "one picture whose rows and columns begin at 0: MHLA takes no others as its context, as in Flux Kontext "
+            f"Ids of {ids.shape[-2] - first} tokens, {width} in a first row and {height} in a first column, are not "
+            "one picture in raster order: MHLA takes no others as its context, as in Flux Kontext "
             "and in Flux.2 with reference pictures. Run this pipeline without the patch: remove_mhla(pipe)."
         )
     return height, width

@@ -6,7 +6,6 @@ noised latents the transformer takes the latents of given frames and a mask of w
 text-to-video. Default blocks cut 31x30x53 tokens, 121 frames at 480p, into three latent frames by ten tokens each way.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,13 +78,3 @@ class HunyuanVideo15Family(VideoFamily):
     def needs_pictures(self, config: Any) -> bool:
         """Whether the model is for anything but text-to-video."""
         return bool(config.task_type != "t2v")
-
-    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
-        """Call the pipeline with ``guidance_scale`` set on its guider."""
-        guider = pipe.guider
-        if "guidance_scale" in settings:
-            pipe.guider = guider.new(guidance_scale=settings.pop("guidance_scale"))
-        try:
-            return super().call(pipe, prompts, generators, **settings)
-        finally:
-            pipe.guider = guider

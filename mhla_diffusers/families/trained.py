@@ -208,7 +208,14 @@ class TrainedFamily(Family):
                 "picture (--image FILE); for anything else call the pipeline yourself. Train on videos of your own "
                 "(mhla encode)."
             )
-        output = pipe(**arguments)
+        guider = getattr(pipe, "guider", None)  # a component that takes the guidance in place of the pipeline
+        if guider is not None and "guidance_scale" in arguments:
+            pipe.guider = guider.new(guidance_scale=arguments.pop("guidance_scale"))
+        try:
+            output = pipe(**arguments)
+        finally:
+            if guider is not None:
+                pipe.guider = guider
         return output.frames if self.makes_videos else output.images
 
     def generate_latents(

@@ -82,6 +82,10 @@ class WithoutValues(TorchFunctionMode):
             return [args[0].kept_tokens] * len(args[0])
         if func is Tensor.__getitem__ and getattr(args[1], "is_meta", False) and args[1].dtype == torch.bool:
             return args[0][:0] if hasattr(args[1], "keeps_nothing") else args[0]
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):  # a length that is read
+            whole = (isinstance(one, slice) and isinstance(one.stop, Tensor) for one in args[1])
+            places = tuple(slice(None) if all_of else one for all_of, one in zip(whole, args[1], strict=True))
+            args = args[0], places
         result: Any = func(*args, **(kwargs or {}))
         if func is Tensor.sum and args[0].ndim == 2:
             result.kept_tokens = args[0].shape[1]

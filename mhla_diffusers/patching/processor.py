@@ -159,6 +159,7 @@ class MHLAProcessor:
         encoder_hidden_states_mask: torch.Tensor | None = None,
         perturbation_mask: torch.Tensor | None = None,
         all_perturbed: Any = None,
+        sparse_params: Any = None,
     ) -> Any:
         """Run one attention of a diffusers model, which calls it with those of these arguments that it has.
 
@@ -175,6 +176,7 @@ class MHLAProcessor:
             encoder_hidden_states_mask: (B, n), which tokens of the context take part.
             perturbation_mask: (B, 1, 1), 0 for samples that skip this attention, as guidance asks for.
             all_perturbed: whether all of them do, which the mask tells as well.
+            sparse_params: None, Kandinsky passes it always; its family refuses any other.
 
         Returns:
             (B, N, hidden size); where the model's own attention returns the context as well, the pair of both.

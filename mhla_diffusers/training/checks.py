@@ -153,7 +153,7 @@ def _check_split(transformer: Any, data: TrainingData, config: TrainingConfig) -
         f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}.",
     )
     attentions, layers = family.self_attentions(transformer), mhla_layers(transformer)
-    for heads in sorted({int(attn.heads) for attn in attentions.values()}):
+    for heads in sorted({family.adapter_of(attn).heads(attn)[0] for attn in attentions.values()}):
         allowed = [str(degree) for degree in range(2, heads + 1) if heads % degree == 0]
         check(
             heads % degrees.ulysses == 0,

@@ -10,6 +10,8 @@ import diffusers
 import torch
 import transformers
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
+from diffusers.modular_pipelines.flux3.modular_pipeline import Flux3ModularPipeline
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
@@ -49,9 +51,9 @@ def keep_some(batch: int, tokens: int) -> torch.Tensor:
     return (torch.arange(tokens) < torch.tensor([[tokens], [tokens - 2], [3]])[:batch]).long()
 
 
-def embeddings(tokens: int) -> dict[str, torch.Tensor]:
+def embeddings(tokens: int, channels: int = 32) -> dict[str, torch.Tensor]:
     """Arguments of a pipeline's call in place of a prompt, which some pipelines read only where ftfy is installed."""
-    prompt, negative = drawer(2, seed=5)(tokens, 32)[:, None]
+    prompt, negative = drawer(2, seed=5)(tokens, channels)[:, None]
     return {"prompt_embeds": prompt, "negative_prompt_embeds": negative}
 
 
@@ -102,6 +104,13 @@ def qwen(layers: int) -> dict[str, Any]:
     return {**language_model(layers), "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 
 
+def _qwen_vl(layers: int = 2) -> Any:
+    """Qwen2.5-VL of 16 channels, which reads no pictures here."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen2_5_VLConfig(text_config=qwen(layers), vision_config=vision)
+    return seeded(transformers.Qwen2_5_VLForConditionalGeneration, config=config)
+
+
 def autoencoder(cls: str, statistics: tuple[str, ...] = (), **config: Any) -> Any:
     """An autoencoder of diffusers with random weights, and random statistics of its channels in buffers by name."""
     vae, generator = seeded(getattr(diffusers, cls), noise=0.05, **config), torch.Generator().manual_seed(7)
@@ -111,15 +120,23 @@ def autoencoder(cls: str, statistics: tuple[str, ...] = (), **config: Any) -> An
 
 
 def kl_autoencoder(stages: int = 4, width: int = 4, cls: str = "AutoencoderKL", **config: Any) -> Any:
-    """An autoencoder of images with 4 channels; every stage but the first halves height and width."""
+    """An autoencoder of images, by default with 4 channels; every stage but the first halves height and width."""
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * stages, "up_block_types": ("UpDecoderBlock2D",) * stages}
     sizes = {"block_out_channels": (width,) * stages, "layers_per_block": 1, "norm_num_groups": width // 2}
-    return autoencoder(cls, **blocks, **sizes, latent_channels=4, mid_block_add_attention=False, **config)
+    usual = {"latent_channels": 4, "mid_block_add_attention": False}
+    return autoencoder(cls, **blocks, **sizes, **{**usual, **config})
 
 
-def half_autoencoder(shift: float) -> Any:
+def half_autoencoder(shift: float, **config: Any) -> Any:
     """Latents of half the height and width."""
-    return kl_autoencoder(2, 8, shift_factor=shift, use_quant_conv=False, use_post_quant_conv=False)
+    return kl_autoencoder(2, 8, shift_factor=shift, use_quant_conv=False, use_post_quant_conv=False, **config)
+
+
+def qwen_autoencoder() -> Any:
+    """Qwen-Image's, whose latents have half the height and width."""
+    scale = {"latents_mean": [0.1, -0.1, 0.2, 0.0], "latents_std": [1.1, 0.9, 1.2, 1.0]}
+    stages = {"dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
+    return autoencoder("AutoencoderKLQwenImage", base_dim=3, z_dim=4, **stages, **scale)
 
 
 def wan_components(flow_shift: float = 5.0, image_channels: int | None = None) -> dict[str, Any]:
@@ -186,6 +203,14 @@ def _sd3_components() -> dict[str, Any]:
 _FOUR_STAGES = {"block_out_channels": (4,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
 
 
+def _allegro_components() -> dict[str, Any]:
+    """T5, an autoencoder of strides (4, 8, 8), and DDIM, clipped lest a random model's latents hide the last step."""
+    sizes = {"block_out_channels": (4,) * 4, "norm_num_groups": 2, "layers_per_block": 1}
+    scheduler = diffusers.DDIMScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="trailing")
+    text = t5_text(tokenizer=word_tokenizer)
+    return {**text, "vae": autoencoder("AutoencoderKLAllegro", **sizes), "scheduler": scheduler}
+
+
 def _cogvideox_components() -> dict[str, Any]:
     """The scheduler takes the prediction as a velocity."""
     steps = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0}
@@ -201,6 +226,12 @@ def _cogview4_components() -> dict[str, Any]:
     scheduler = flow(use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear")
     text = {"tokenizer": tokenizer, "text_encoder": seeded(transformers.GlmModel, config=config)}
     return {**text, "vae": kl_autoencoder(), "scheduler": scheduler}
+
+
+def _easyanimate_components() -> dict[str, Any]:
+    """An autoencoder of strides (4, 8, 8); a prompt that is encoded needs a text encoder for its type alone."""
+    vae = autoencoder("AutoencoderKLMagvit", **_FOUR_STAGES, spatial_group_norm=False)
+    return {"text_encoder": _qwen_vl(), "tokenizer": text_tokenizer(), "vae": vae, "scheduler": flow(shift=5.0)}
 
 
 def _hunyuan_dit_components() -> dict[str, Any]:
@@ -222,6 +253,15 @@ def _hunyuan_video_components() -> dict[str, Any]:
     return {**text, "vae": vae, "scheduler": flow(shift=7.0)}
 
 
+def _framepack_components() -> dict[str, Any]:
+    """HunyuanVideo's components, and SigLIP for the picture."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config, side = transformers.SiglipVisionConfig(**sizes, image_size=8, patch_size=4), {"height": 8, "width": 8}
+    image = {"image_encoder": seeded(transformers.SiglipVisionModel, config=config)}
+    image["feature_extractor"] = transformers.SiglipImageProcessor(size=side)
+    return {**_hunyuan_video_components(), **image, "scheduler": flow(use_dynamic_shifting=True)}
+
+
 def _hunyuan_video15(transformer: Any) -> Any:
     """Qwen2.5-VL for the text, T5 for what is quoted in it; the guidance is a component."""
     config = transformers.models.qwen2_5_vl.Qwen2_5_VLTextConfig(**qwen(layers=3))
@@ -239,6 +279,55 @@ def _hunyuan_video15(transformer: Any) -> Any:
     )
     pipe.prompt_template_encode_start_idx, pipe.tokenizer_max_length = 1, TEXT_TOKENS
     pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 4, 3
+    return pipe
+
+
+def _hunyuan_image(transformer: Any) -> Any:
+    """Qwen2.5-VL for the text, T5 for what is quoted in it; the guidance is a component."""
+    sizes = {"block_out_channels": (32, 32), "layers_per_block": 1, "spatial_compression_ratio": 2}
+    channels = {"in_channels": 3, "out_channels": 3, "scaling_factor": 0.75}
+    matched = {"downsample_match_channel": False, "upsample_match_channel": False}
+    pipe = diffusers.HunyuanImagePipeline(
+        scheduler=flow(shift=5.0),
+        vae=autoencoder("AutoencoderKLHunyuanImage", latent_channels=4, sample_size=16, **channels, **sizes, **matched),
+        text_encoder=_qwen_vl(layers=3),
+        tokenizer=text_tokenizer(),
+        **t5_text("_2"),
+        transformer=transformer,
+        guider=diffusers.guiders.ClassifierFreeGuidance(guidance_scale=3.5),
+    )
+    pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = TEXT_TEMPLATE, 1
+    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = TEXT_TOKENS, 4
+    return pipe
+
+
+def _kandinsky5_components() -> dict[str, Any]:
+    """HunyuanVideo's autoencoder; a prompt that is encoded needs no text encoder."""
+    vae = autoencoder("AutoencoderKLHunyuanVideo", **_FOUR_STAGES, mid_block_add_attention=False)
+    return {
+        **dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")),
+        "vae": vae,
+        "scheduler": flow(shift=5.0),
+    }
+
+
+def _krea2(transformer: Any) -> Any:
+    """Qwen3-VL, two layers of which are the text, and Qwen-Image's autoencoder."""
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+    text = {**language_model(layers=2), "head_dim": 8, "rope_parameters": rope}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    vision |= {"deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    pipe = diffusers.Krea2Pipeline(
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=qwen_autoencoder(),
+        text_encoder=seeded(transformers.Qwen3VLModel, config=config),
+        tokenizer=text_tokenizer(),
+        transformer=transformer,
+        text_encoder_select_layers=(1, 2),
+    )
+    pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_start_idx = "the ", 1
+    pipe.prompt_template_encode_suffix, pipe.prompt_template_encode_num_suffix_tokens = "on", 1
     return pipe
 
 
@@ -303,20 +392,27 @@ def _lumina2_components() -> dict[str, Any]:
     return {**gemma_text(), "vae": vae, "scheduler": flow(shift=6.0)}
 
 
-class _OfLatents(MiniMaxH3ModularPipeline):
-    """The modular pipeline, called as others are."""
+def modular(transformer: Any, kind: type, blocks: Any, **parts: Any) -> Any:
+    """A modular pipeline from an encoded prompt to latents, called as others are."""
 
-    def __call__(self, **call: Any) -> Any:
-        return SimpleNamespace(frames=super().__call__(output="latents", **call))
+    class OfLatents(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, **call: Any) -> Any:
+            return SimpleNamespace(frames=super().__call__(output="latents", **call))
+
+    pipe = OfLatents(blocks=blocks)
+    pipe.update_components(transformer=transformer, **parts)
+    return pipe
 
 
 def minimax_h3(transformer: Any) -> Any:
-    """From an encoded prompt to latents; its own schedules of video and sound."""
-    pipe = _OfLatents(blocks=MiniMaxH3CoreDenoiseStep())
+    """Its own schedules of video and sound."""
     schedulers = {"scheduler": 12.0, "audio_scheduler": 3.0}
     parts = {name: diffusers.MiniMaxH3Scheduler(shift=shift) for name, shift in schedulers.items()}
-    pipe.update_components(transformer=transformer, **parts)
-    return pipe
+    return modular(transformer, MiniMaxH3ModularPipeline, MiniMaxH3CoreDenoiseStep(), **parts)
+
+
+def _flux3(transformer: Any) -> Any:
+    return modular(transformer, Flux3ModularPipeline, Flux3CoreDenoiseStep(), scheduler=flow(shift=6.93))
 
 
 def _pixart_components() -> dict[str, Any]:
@@ -325,16 +421,26 @@ def _pixart_components() -> dict[str, Any]:
     return {**t5_text(tokenizer=word_tokenizer), "vae": kl_autoencoder(), "scheduler": scheduler}
 
 
+def _longcat(transformer: Any) -> Any:
+    """Qwen2.5-VL as text encoder, which rewrites no prompts here."""
+    pipe = diffusers.LongCatImagePipeline(
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=half_autoencoder(0.1, latent_channels=16),  # the pipeline takes them for granted
+        text_encoder=_qwen_vl(),
+        tokenizer=text_tokenizer(),
+        text_processor=None,
+        transformer=transformer,
+    )
+    pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_suffix = "the", "on"
+    return pipe
+
+
 def _qwenimage(transformer: Any) -> Any:
     """Qwen2.5-VL as text encoder; two forwards for guidance."""
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    config = transformers.Qwen2_5_VLConfig(text_config=qwen(layers=2), vision_config=vision)
-    scale = {"latents_mean": [0.1, -0.1, 0.2, 0.0], "latents_std": [1.1, 0.9, 1.2, 1.0]}
-    stages = {"dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
     pipe = diffusers.QwenImagePipeline(
         scheduler=flow(use_dynamic_shifting=True, max_shift=0.9, shift_terminal=0.02),
-        vae=autoencoder("AutoencoderKLQwenImage", base_dim=3, z_dim=4, **stages, **scale),
-        text_encoder=seeded(transformers.Qwen2_5_VLForConditionalGeneration, config=config),
+        vae=qwen_autoencoder(),
+        text_encoder=_qwen_vl(),
         tokenizer=text_tokenizer(),
         transformer=transformer,
     )
@@ -445,7 +551,7 @@ class Case:
             if not shape:
                 conditioning[name] = torch.tensor([3, 7, 1000])[:batch]
                 continue
-            if len(shape) == 2 or not is_float:
+            if len(shape) > 1 or not is_float:
                 shape[0] = self.texts.get(name, TEXT_TOKENS) or shape[0]
             own = min(shape[0], TEXT_TOKENS)
             mask = functional.pad(keep_some(batch, own), (0, shape[0] - own))
@@ -560,6 +666,8 @@ SOUND_CALL: dict[str, Any] = {
     **{"num_frames": 124, "height": 64, "width": 96, "num_inference_steps": 3},  # the last is where the steps end
 }
 """A call of MiniMax-H3's modular pipeline."""
+_FLUX3_CALL = {**embeddings(TEXT_TOKENS, 16), "height": 128, "width": 128, "num_inference_steps": 2}
+_FLUX3_LAYERS = (*_layers(2, "mode_blocks.image.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn"))
 _PLAIN_CALL = {"negative_prompt": None, "use_resolution_binning": False}
 _CLEAN = {**_PLAIN_CALL, "prompt": "the red dog", "clean_caption": False}
 _Z_IMAGE = {"in_channels": 4, "cap_feat_dim": 16, "axes_lens": [1024, 32, 32]}
@@ -583,10 +691,14 @@ _QUOTED["prompt"] = 'a dog on "the red wave"'
 _AURA_LAYERS = (*_layers(2, "joint_transformer_blocks.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn"))
 _edit = _of_wan("ChronoEditPipeline", 5.0, 8)
 _cogvideox, _ltx2 = pipeline("CogVideoXPipeline", _cogvideox_components), pipeline("LTX2Pipeline", _ltx2_components)
+_allegro = pipeline("AllegroPipeline", _allegro_components)
 _sd3, _z_image = pipeline("StableDiffusion3Pipeline", _sd3_components), pipeline("ZImagePipeline", _z_image_components)
 _cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
+_easyanimate = pipeline("EasyAnimatePipeline", _easyanimate_components)
 _hunyuan_dit = pipeline("HunyuanDiTPipeline", _hunyuan_dit_components)
+_framepack = pipeline("HunyuanVideoFramepackPipeline", _framepack_components)
 _hunyuan_video = pipeline("HunyuanVideoPipeline", _hunyuan_video_components)
+_kandinsky5 = pipeline("Kandinsky5T2VPipeline", _kandinsky5_components)
 _latte, _lumina2 = pipeline("LattePipeline", _latte_components), pipeline("Lumina2Pipeline", _lumina2_components)
 _ltx, _mochi = pipeline("LTXPipeline", _ltx_components), pipeline("MochiPipeline", _mochi_components)
 _pixart, _sigma = (pipeline(f"PixArt{kind}Pipeline", _pixart_components) for kind in ("Alpha", "Sigma"))
@@ -596,10 +708,27 @@ _skyreels, _forced = (_of_wan(f"SkyReelsV2{kind}Pipeline", 8.0) for kind in ("",
 _skyreels_image, _animate = (_of_wan(f"{kind}Pipeline", 5.0, 8) for kind in ("SkyReelsV2ImageToVideo", "WanAnimate"))
 _AURA, _FLUX_SETTINGS = {"num_single_dit_layers": 2, "sample_size": 16}, {**_SINGLE, "guidance_embeds": True}
 _COG_CALL, _COGVIEW_CALL = {**_GUIDED, "guidance_scale": 6.0}, _image_call(128, 5.0, max_sequence_length=16)
+_ALLEGRO_CALL = {**_GUIDED, "clean_caption": False, "output_type": "latent"}
 _COG_LONG = {**_COG_CALL, "num_frames": 29}
+_EASY_TEXT = {**embeddings(TEXT_TOKENS, 16), "prompt_attention_mask": torch.ones(1, TEXT_TOKENS)}
+_EASY_TEXT["negative_prompt_attention_mask"] = _EASY_TEXT["prompt_attention_mask"]
+_EASY_CALL = {**_CLIP, **_EASY_TEXT, "guidance_scale": 5.0}
 _DIG_CALL = {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
 _ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
+_KANDINSKY_TEXT = {
+    "prompt_embeds_qwen": drawer(1, seed=5)(TEXT_TOKENS, 16),
+    "prompt_embeds_clip": drawer(1, seed=6)(12),
+    "prompt_cu_seqlens": torch.tensor([0, TEXT_TOKENS]),
+}
+_KANDINSKY_LAYERS = _layers(3, "visual_transformer_blocks.{}.self_attention")
+_KANDINSKY_CALL = {
+    **{f"{kind}{name}": x for kind in ("", "negative_") for name, x in _KANDINSKY_TEXT.items()},
+    **{**_CLIP, "guidance_scale": 5.0},
+}
 _TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
+_WINDOW = {**_TEMPLATED, **_PICTURE, "num_frames": 9, "latent_window_size": 3, "sampling_type": "vanilla"}
+# two frames, two at half and 16 at a quarter scale; after the window a picture and text
+_HISTORY = (48 + 6 + 8, 729 + TEXT_TOKENS)
 _LATTE_CALL = _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False, video_length=3)
 _LUMINA_CALL = _image_call(128, 4.0, prompt="the red dog", system_prompt="the")
 _LUMINA_LAYERS = ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn"))
@@ -614,8 +743,11 @@ _QUOTED_TEXTS = {"encoder_hidden_states_2": 4, "encoder_attention_mask_2": 4}
 _HUNYUAN = {"texts": dict.fromkeys(_HUNYUAN_TEXTS, 0), "noise": 0.1}
 # its forward branches on whether all image embeddings are 0
 _HUNYUAN_1_5 = {"texts": _QUOTED_TEXTS, "change": _no_image, "compiles_whole": False, "extra": (0, 7 + TEXT_TOKENS)}
+_QUOTED_IMAGE = {**_image_call(16, None, max_sequence_length=None), "prompt": _QUOTED["prompt"]}
+_HUNYUAN_IMAGE = {"texts": _QUOTED_TEXTS, "compiles_whole": False, "extra": (0, 4 + TEXT_TOKENS)}
 _DIT = {"mlp_ratio": 2.0, "sample_size": 16}
 _LATTE = {"sample_size": 16, "video_length": 3}
+_LONGCAT_CALL = _image_call(32, 4.5, max_sequence_length=None, enable_prompt_rewrite=False)
 _TEXT_LAST, _Z_LAYERS = (0, TEXT_TOKENS), _layers(3, "layers.{}.attention")
 _LTX_CALL = {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8}
 _ALONE: dict[str, Any] = {"negative_prompt": None}
@@ -626,6 +758,8 @@ _UNEVEN = {"family": "z_image", "extra": (0, 64)}
 _ANIMATE = {"texts": _SHOWN_TEXTS, "change": _with_pictures}
 
 _TABLE = (
+    # latents, since its autoencoder decodes whole tiles alone
+    Case("allegro", _allegro, _ALLEGRO_CALL, _layers(3), grids=_VIDEO),
     Case("auraflow", _auraflow, _image_call(128, 3.5), _AURA_LAYERS, _AURA, extra=(8 + TEXT_TOKENS, 0)),
     # four latent frames in the first step and two in the second; and two in every step
     Case("chronoedit", _edit, _REASONING, _WAN_LAYERS, **_OF_WAN_SHOWN),
@@ -636,12 +770,20 @@ _TABLE = (
     Case("cogvideox_two_frames", _cogvideox, _COG_LONG, _layers(3), _COG_1_5, _VIDEO, "cogvideox", extra=_TEXT_FIRST),
     Case("cogview4", _cogview4, _COGVIEW_CALL, _layers(3), extra=_TEXT_FIRST),
     Case("dig", dit_pipeline, _DIG_CALL, _layers(3), {"sample_size": 16}, ((8, 8), (7, 7))),
+    Case("easyanimate", _easyanimate, _EASY_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_FIRST),
     Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
     Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
+    # without text in the first attention
+    Case("flux3", _flux3, _FLUX3_CALL, _FLUX3_LAYERS, _SINGLE),
+    Case("framepack", _framepack, _WINDOW, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_HISTORY),
     Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, **_HUNYUAN),
+    Case("hunyuan_image", _hunyuan_image, _QUOTED_IMAGE, _TWO_STREAMS, _SINGLE, **_HUNYUAN_IMAGE),
     Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),
     Case("hunyuan_video15", _hunyuan_video15, _QUOTED, _JOINT, {"target_size": 16}, _VIDEO, **_HUNYUAN_1_5),
+    Case("kandinsky5", _kandinsky5, _KANDINSKY_CALL, _KANDINSKY_LAYERS, grids=_VIDEO),
+    Case("krea2", _krea2, _image_call(32, 3.5), _JOINT, extra=_TEXT_FIRST),
     Case("latte", _latte, _LATTE_CALL, _layers(3), _LATTE, frames=3),
+    Case("longcat_image", _longcat, _LONGCAT_CALL, _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
     Case("ltx", _ltx, _LTX_CALL, _layers(3), grids=_VIDEO),
     Case("ltx2", _ltx2, _LTX2_CALL, _layers(3), grids=_VIDEO),
     # as LTX-2.0: no gates, text that the transformer itself projects; and the other RoPE
@@ -688,8 +830,9 @@ def case_of(name: str) -> Any:
 
 @torch.no_grad()
 def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    """What a transformer predicts, without gradients; of Z-Image's list a batch."""
-    found = model(**arguments, return_dict=False)[0]
+    """What a transformer predicts, without gradients; of Z-Image's list a batch. Kandinsky's is in no tuple."""
+    found = model(**arguments, return_dict=False)
+    found = found if isinstance(found, torch.Tensor) else found[0]
     return found if isinstance(found, torch.Tensor) else torch.stack(list(found))
 
 

@@ -16,8 +16,19 @@ from .cases import case_of, output
 
 NAMES = (
     *("auraflow", "chroma", "cogvideox", "cogvideox_two_frames", "cogview4", "flux", "flux2", "hunyuan_dit"),
-    *("hunyuan_video", "hunyuan_video15", "latte", "ltx", "ltx2", "lumina2", "mochi", "pixart", "pixart_sigma"),
-    *("qwenimage", "sana_video", "sd3", "z_image"),
+    *(
+        "hunyuan_image",
+        "hunyuan_video",
+        "hunyuan_video15",
+        "krea2",
+        "latte",
+        "longcat_image",
+        "ltx",
+        "ltx2",
+        "lumina2",
+        "mochi",
+    ),
+    *("pixart", "pixart_sigma", "qwenimage", "sana_video", "sd3", "z_image"),
 )
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
@@ -27,13 +38,14 @@ GUIDANCE = {"flux": 3.5, "flux2": 4.0, "hunyuan_video": 6.0}
 
 each_family = pytest.mark.parametrize("name", NAMES)
 # text of Chroma, Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, Lumina 2 and Mochi predict with
-# another sign, and guidance of HunyuanVideo 1.5 is a component: their own files look at that
-OF_ITS_OWN = ("chroma", "hunyuan_video15", "ltx2", "lumina2", "mochi", "qwenimage", "z_image")
+# another sign, and guidance of HunyuanImage and HunyuanVideo 1.5 is a component: their own files look at that
+OF_ITS_OWN = ("chroma", "hunyuan_image", "hunyuan_video15", "ltx2", "lumina2", "mochi", "qwenimage", "z_image")
 forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ITS_OWN])
 # the autoencoder of Flux.2 norms tokens, to which its own file looks
 normed_by_channel = pytest.mark.parametrize("name", [name for name in NAMES if name != "flux2"])
-# HunyuanVideo 1.5 and Stable Diffusion 3 have as many tokens as their tokenizers, which are others in a tiny pipeline
-real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name not in ("hunyuan_video15", "ltx2", "sd3")])
+# these have as many tokens as their tokenizers, which are others in a tiny pipeline
+_CUT = ("hunyuan_image", "hunyuan_video15", "ltx2", "sd3")
+real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name not in _CUT])
 
 
 def family_of(case: FamilyCase) -> TrainedFamily:

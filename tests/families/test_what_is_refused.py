@@ -1,0 +1,61 @@
+"""What a forward of a family may hold and MHLA does not take is refused by name, with the way out."""
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+
+from .cases import case_of, drawer, output
+
+LONGCAT = case_of("longcat_image").inputs()
+SECOND = LONGCAT["img_ids"] + torch.tensor([1.0, 0, 0])  # a reference picture, as LongCat-Image-Edit has
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("flux3", {"image_cond_hidden_states": drawer(2, 3)(4, 16)}, "image_cond_hidden_states"),
+        ("kandinsky5", {"sparse_params": {"to_fractal": True}}, "sparse_params"),
+        (
+            "longcat_image",
+            {"img_ids": torch.cat([LONGCAT["img_ids"], SECOND]), "hidden_states": drawer(2, 3)(128, 64)},
+            "Ids of 128 tokens",
+        ),
+    ],
+)
+def test_pictures_and_orders_that_are_not_taken(name, arguments, words):
+    case = case_of(name)
+    model = mhla.apply_mhla(case.transformer(), density=0.2, block_size=4)
+    with pytest.raises(ValueError, match=rf"{words}.*remove_mhla\(pipe\)"):
+        output(model, {**case.inputs(), **arguments})
+    assert output(model, case.inputs()).isfinite().all()
+
+
+def test_the_refiner_of_hunyuan_image():
+    model = case_of("hunyuan_image").transformer(patch_size=(1, 1, 1), rope_axes_dim=(4, 4, 4))
+    with pytest.raises(ValueError, match=r"patch_size=\(1, 1, 1\).*refiner"):
+        mhla.apply_mhla(model)
+    assert not mhla.is_patched(model)
+
+
+def test_gradient_checkpointing_of_hunyuan_image_which_diffusers_lacks():
+    case = case_of("hunyuan_image")
+    model = case.transformer()
+    model.enable_gradient_checkpointing()
+    with pytest.raises(TypeError, match="attention_mask"):
+        model(**case.inputs())
+    with pytest.raises(ValueError, match="gradient_checkpointing: false"):
+        mhla.apply_mhla(model)(**case.inputs())
+
+
+def test_a_mean_flow_model_is_trained_on_steps_without_length():
+    arguments = case_of("hunyuan_image").of_family.forward_arguments(
+        case_of("hunyuan_image").transformer(use_meanflow=True), torch.zeros(1, 4, 8, 8), torch.tensor([500]), {}
+    )
+    assert torch.equal(arguments["timestep_r"], arguments["timestep"])
+
+
+def test_longcats_prompts_are_not_rewritten():
+    case = case_of("longcat_image")
+    pipe = case.pipeline()
+    assert case.of_family.prompt_arguments(pipe, ["a"])["enable_prompt_rewrite"] is False
