@@ -131,7 +131,7 @@ def run() -> None:
 
 
 def _with_causes(error: BaseException) -> str:
-    """Return the text of an error, and of those that caused it unless it tells them itself."""
+    """Return the text of an error, and of those that caused it unless it contains them."""
     texts, cause = [str(error)], error.__cause__
     while cause is not None:
         if str(cause) not in texts[-1]:

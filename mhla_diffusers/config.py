@@ -373,7 +373,7 @@ class CausalConfig(LinearConfig):
         )
 
     def grid_from(self, grid: Sequence[int]) -> Shape:
-        """Return the grid of the longest sequence, of which a call's own grid is the beginning.
+        """Return the grid of the longest sequence; a call's own grid is its beginning.
 
         Raises:
             ValueError: the sequence is longer, and ``beyond`` is "error"; or with ``causal="block"`` it ends within a

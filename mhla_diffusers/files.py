@@ -19,7 +19,7 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SMALL = 2**20
-"""Bytes up to which a file is hashed to tell whether it has changed; of a larger one size and time count."""
+"""Bytes up to which a file is hashed to see whether it has changed; of a larger one size and time count."""
 
 
 @contextmanager

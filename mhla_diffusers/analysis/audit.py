@@ -255,7 +255,7 @@ class _Watch:
             with call_context(disabled=True):
                 original = self._heads_output(attn.forward(*args, **kwargs))
         patched, original = (tokens_of_grid(attn, args, kwargs, x) for x in (patched, original))
-        # under perturbed-attention guidance the last part of a batch is no attention and is passed through
+        # under perturbed-attention guidance the last part of a batch skips attention and is passed through
         heads, _ = adapter_of(attn).heads(attn)
         patched, original = (x[: len(patched)].float().unflatten(-1, (heads, -1)) for x in (patched, original))
         self.errors.append((patched - original).square().sum(dim=(0, 1, 3)).double().cpu())

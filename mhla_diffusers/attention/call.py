@@ -77,7 +77,7 @@ class UniformBlocks:
     """How sparse attention cuts the tokens into blocks of queries and of keys.
 
     Raises:
-        ValueError: sizes that are no positive numbers or do not divide each other, or an unknown order.
+        ValueError: sizes that are not positive or do not divide each other, or an unknown order.
     """
 
     block_size: int

@@ -50,7 +50,7 @@ class AttentionSizes:
             heads: H.
             head_dim: D.
             query_blocks: uniform blocks of queries.
-            key_blocks: of keys, each of which takes part through its mean where it is not listed.
+            key_blocks: blocks of keys; one that is not listed takes part through its mean.
             stretches: KV states of stretches of keys, which every query block mixes; 0 without the first-order term.
             density: part of all pairs of blocks that is listed; every query block has at least one key block.
             extra: extra tokens.

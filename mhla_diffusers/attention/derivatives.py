@@ -17,5 +17,5 @@ def is_transformed() -> bool:
     """Whether they are, or a transform such as ``torch.func.grad`` or ``vmap`` is active."""
     if is_forward_mode():
         return True
-    # torch.compile sees transforms through; it is not told of them
+    # torch.compile sees through transforms itself
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

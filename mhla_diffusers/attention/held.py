@@ -1,4 +1,4 @@
-"""How much of softmax attention's weight block lists hold, which an audit tells."""
+"""Share of softmax attention's weight that block lists hold, for an audit."""
 
 from dataclasses import replace
 

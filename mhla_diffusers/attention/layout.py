@@ -7,7 +7,7 @@ run per axis; they are numbered in raster order too. An axis of ``n`` tokens in 
 ``n // b + 1`` tokens followed by blocks of ``n // b`` tokens, so that nothing is ever cropped or padded.
 
 *Uniform blocks*, in which sparse attention reads the tokens: they stand along a Hilbert curve generalised to any box,
-and are cut evenly into blocks of ``block_size`` rows, so that a block is compact whatever the grid is; the rows that
+and are cut evenly into blocks of ``block_size`` rows, so that a block is compact on any grid; the rows that
 the last one lacks are padding. Extra tokens (text) follow in blocks of their own. A *row* is a place in this order, a
 *position* one in the sequence.
 """
@@ -186,10 +186,10 @@ class Layout:
 
 @contextmanager
 def kept_tensors() -> Iterator[None]:
-    """For tables that serve later calls too.
+    """Make tensors within that serve later calls too.
 
-    They take part in gradients, are made on the CPU whatever the default device is, and do not belong to a transform of
-    ``torch.func`` that happens to be active, beyond whose end they could not be read.
+    They take part in gradients, are made on the CPU regardless of the default device, and stay outside an active
+    transform of ``torch.func``, beyond whose end they could not be read.
     """
     outside = nullcontext() if torch.compiler.is_compiling() else temporarily_clear_interpreter_stack()
     with outside, torch.inference_mode(False), torch.device("cpu"):

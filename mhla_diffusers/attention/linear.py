@@ -1,6 +1,6 @@
 """The linear branch in PyTorch operations, for any device: block states, mixing, reading (paper, Eq. 3-5).
 
-Sums are kept in float32 (float64 for float64 inputs) whatever the input type, under autocast too. Tokens are taken into
+Sums are kept in float32 (float64 for float64 inputs) for any input type, under autocast too. Tokens are taken into
 the order of their blocks once; without gradients a few blocks are worked on at a time, so that on a CPU they stay in
 the cache.
 """

@@ -13,7 +13,7 @@ LEAST_MIXING = 1e-12
 """Added to every weight of a linear branch beside softmax: a row that mixes nothing, as of the identity, still has
 something to divide by, and a gradient to learn from."""
 EMPTY = -1e30
-"""LSE of a query that attends to nothing: finite, so that differences of two of them are no NaN."""
+"""LSE of a query that attends to nothing: finite, so that subtracting two gives 0, not NaN."""
 LEAST_MASK = 1e-12
 """Weight of a masked key in such a linear branch: where all keys are masked, there is still something to divide by."""
 
@@ -29,7 +29,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """(..., m, k) @ (..., k, n) in the type of the right one, whatever autocast says where backward() is called."""
+    """(..., m, k) @ (..., k, n) in the type of the right one, regardless of autocast where backward() is called."""
     function = _ProductInForwardMode if is_forward_mode() else _Product
     found: torch.Tensor = function.apply(left, right)  # type: ignore[no-untyped-call]
     return found

@@ -23,7 +23,7 @@ That is Multi-Head Mixing with a matrix that content gives at every call, per he
 **β and γ** are fitted within the call, per sample and head: for each β that is tried the best γ is a quotient of two
 sums over some sampled queries. A head whose blocks the expansion does not suit gets γ = 0.
 
-Extra tokens are no blocks and have no states; they attend to everything with softmax.
+Extra tokens belong to no block and no state; they attend to everything with softmax.
 """
 
 import math
@@ -100,7 +100,7 @@ class Rows(NamedTuple):
     """(B, H, K + E', L', D)."""
     value: torch.Tensor
     weights: torch.Tensor
-    """Of the keys, (1 or B, 1 or H, K + E', L'), 0 of padding."""
+    """Weights of the keys, (1 or B, 1 or H, K + E', L'); 0 for padding."""
 
 
 def uniform_rows(call: Call, blocks: UniformBlocks) -> Rows:
@@ -156,7 +156,7 @@ class Pooled(NamedTuple):
     """What stands for blocks of the grid."""
 
     query: torch.Tensor
-    """Mean of the scaled queries of every block, (B, H, T, D), whatever the mask of keys is."""
+    """Mean of the scaled queries of every block, (B, H, T, D), regardless of the mask of keys."""
     key: torch.Tensor
     """Mean of the keys by their weights, (B, H, K, D); 0 where there is no weight."""
     value: torch.Tensor
@@ -167,7 +167,7 @@ class Pooled(NamedTuple):
     log_weight: torch.Tensor
     """Log of a block's weight, (1 or B, 1 or H, K), at least ``EMPTY``."""
     logits: torch.Tensor
-    """Of mean queries with mean keys, (B, H, T, K)."""
+    """Scores of mean queries with mean keys, (B, H, T, K)."""
 
 
 def pool(call: Call, blocks: UniformBlocks, rows: Rows) -> Pooled:

@@ -43,7 +43,7 @@ class MHLAState:
 
     Equal to ``mhla_attention(..., causal=...)`` of the whole sequence up to rounding, wherever steps end: after any
     token, or with ``causal="block"`` after any frame block. With F frame blocks on the grid it keeps the KV states of
-    at most F + 1, of D (D + 1) numbers for every block and head, whatever the length of the sequence, and with
+    at most F + 1, of D (D + 1) numbers for every block and head, independent of the sequence length, and with
     ``linear_weight`` less than a frame block of keys and values. A cache of keys and values keeps 2 N D.
 
     Args:

@@ -349,7 +349,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw a panel of bars, in milliseconds, for every case and stage, as PNG or whatever the suffix says.
+    """Draw a panel of bars, in milliseconds, for every case and stage; the suffix chooses the format.
 
     Raises:
         ValueError: nothing was measured.

@@ -111,7 +111,7 @@ def benchmark_pipeline(
     """Check MHLA, then call the pipeline unpatched and with every patch in turns, after one call each to warm up.
 
     All samples are made from the same prompt and noise. Each is compared with the first one of the unpatched pipeline;
-    so is the unpatched pipeline's own last one, which tells whether a call can be repeated.
+    so is the unpatched pipeline's own last one, to see whether a call can be repeated.
 
     Args:
         choice: the pipeline and the settings of its call.

@@ -92,7 +92,7 @@ def about(tokens: float) -> str:
 def measure_growth(device: torch.device, seconds: float) -> Growth:
     """Time the attentions at one N after the other, at each in turns, until the next N would exceed the budget.
 
-    The first N is measured whatever the budget. On a CPU in float32, elsewhere in bfloat16; softmax by PyTorch's
+    The first N is measured regardless of the budget. On a CPU in float32, elsewhere in bfloat16; softmax by PyTorch's
     choice of backend; all without RoPE. Sparse attention sorts keys, chooses its lists and fits its weights at
     every call.
 
@@ -148,7 +148,7 @@ def html_speed(here: Growth, picture: str) -> str:
     remark = (
         f"One self-attention of {MODEL}, forward: as many of its heads of {models()[MODEL].head_dim} as are said, MHLA "
         f"blocks {times(models()[MODEL].blocks)}, density {SparseConfig.density:.1%}, blocks chosen at every call. At "
-        "small N the states of all these blocks, made and mixed whatever N is, take most of MHLA's time. Crossings lie "
+        "small N the states of all these blocks, made and mixed for any N, take most of MHLA's time. Crossings lie "
         "on straight lines between the N measured, in logarithms."
     )
     rows = [

@@ -41,7 +41,7 @@ _PREVIOUS = "mhla_previous"
 
 @dataclass
 class _ModelCall:
-    """What one call of the diffusion model tells its attentions."""
+    """What the attentions know of one call of the diffusion model."""
 
     grid: tuple[int, ...] | None = None
     extra: Extra = (0, 0)
@@ -179,7 +179,7 @@ def _is_over_grid(
 def _layer(call: _ModelCall, options: Mapping[str, Any]) -> int:
     """Return the number of the layer, single blocks behind double ones.
 
-    LTX, and Wan before ComfyUI 0.11, do not tell the block; they attend over the grid once in each.
+    LTX, and Wan before ComfyUI 0.11, do not name the block; they attend over the grid once in each.
     """
     index = options.get("block_index")
     if index is None:

@@ -217,7 +217,7 @@ class SparseImplementation:
 
 
 def _attend_in_layer(forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's forward, whose attention knows which tokens are no part of the grid."""
+    """Run a layer's forward, whose attention knows which tokens lie outside the grid."""
     if isinstance(layer.attn_impl, SparseImplementation):
         return _attend_and_count(forward, layer, *args, **kwargs)
     return forward(layer, *args, **kwargs)
@@ -236,7 +236,7 @@ def _attend_and_count(forward: Callable[..., Any], layer: Any, *args: Any, **kwa
 
 
 def _grid() -> tuple[int, ...] | None:
-    """Return the token grid (F, Hg, Wg) of the request; None if SGLang does not tell it."""
+    """Return the token grid (F, Hg, Wg) of the request; None if SGLang does not give it."""
     from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context_or_none
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 

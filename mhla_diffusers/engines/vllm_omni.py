@@ -90,7 +90,7 @@ class MHLABackend(AttentionBackend):
 
     @classmethod
     def supports_packed_mask_free(cls) -> bool:
-        """Return whether the dense attention tells padding from tokens without a mask."""
+        """Return whether the dense attention knows padding without a mask."""
         return _dense_backend().supports_packed_mask_free()
 
 
@@ -236,7 +236,7 @@ def _video(metadata: AttentionMetadata) -> tuple[tuple[int, ...] | None, Extra]:
 def _masked(metadata: AttentionMetadata, tokens: int, used: int) -> str:
     """Return what hides tokens besides padding; empty for nothing.
 
-    A model that tells its video's grid promises that a mask of keys hides the padding behind the used tokens alone.
+    A model that gives its video's grid promises that a mask of keys hides the padding behind the used tokens alone.
     """
     if metadata.full_attn_spans is not None:
         return "full_attn_spans"

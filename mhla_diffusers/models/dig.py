@@ -225,7 +225,7 @@ class DiGTransformer2DModel(ModelMixin, ConfigMixin, AttentionMixin):
             return_dict: whether to return an object in place of a tuple.
 
         Raises:
-            ValueError: latents that are no square, or arguments that are missing or not known.
+            ValueError: latents that are not square, or arguments that are missing or not known.
         """
         *_, height, width = hidden_states.shape
         patch = self.config.patch_size

@@ -105,12 +105,12 @@ class EngineAttention:
             query: (B, N, H, D) floating point after RoPE, the grid's tokens in raster order.
             key: like ``query``.
             value: like ``query``.
-            grid: token grid, 1 to 3 axes; None if the engine does not tell it.
+            grid: token grid, 1 to 3 axes; None if the engine does not give it.
             extra: tokens before and after those of the grid, such as text.
             layer: number of the layer, from 0; None if it is unknown.
             step: the denoising step; None if it is unknown, which counts as none of the first.
             obstacle: why this attention cannot be sparse, such as a mask; empty for nothing.
-            half: of the guidance, where the engine tells it; else its order within a step does.
+            half: of the guidance, if the engine gives it; else found by its order within a step.
             dense: makes (B, N, H, D) by the engine's own attention. With it and a layer, what sparse attention loses
                 at a dense step is added at the steps that follow (:mod:`mhla_diffusers.patching.carry`).
 
@@ -204,7 +204,7 @@ class EngineAttention:
     def end_with(self, owner: object) -> None:
         """Log the line of the present call when an object is gone, or the next call comes with another.
 
-        For calls whose last step cannot be told: of one step, or of a number of steps that is unknown.
+        For calls whose last step is unknown: of one step, or of a number of steps that is unknown.
         """
         waiting = self._end.peek() if self._end is not None else None
         if waiting is None or waiting[0] is not owner:

@@ -8,7 +8,7 @@ lasted, ‖R₁ - a R₀‖ > 0.9 ‖R₁‖, nothing is added until the next de
 step cache may skip some.
 
 Differences are those of whole attentions, behind the output projection: at a dense step the model's own processor
-runs, with the backend that the user has set, bit for bit as before the patch, whatever it computes.
+runs, with the backend that the user has set, bit for bit as before the patch.
 
 Everything belongs to one denoising run in one thread (:class:`DenoisingRun`): a new call of a pipeline, other shapes,
 another order of steps, and a forward that fails begin afresh.

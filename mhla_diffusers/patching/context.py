@@ -70,7 +70,7 @@ class CallContext(NamedTuple):
     carried: Carried | None = None
     """The place of a forward in its denoising run, where dense steps show what the others carry."""
     in_every_step: bool = False
-    """Whether patches run in every step, for forwards that are no part of a denoising loop."""
+    """Whether patches run in every step, for forwards outside a denoising loop."""
     off: tuple[object, ...] = ()
     """Processors whose attentions run what they ran before the patch: of models within ``mhla_disabled``."""
     of: object = None
@@ -99,13 +99,13 @@ def current() -> CallContext:
 
 
 def enter(context: CallContext) -> None:
-    """Set the context of this thread; :func:`within` is for whatever can leave it by itself."""
+    """Set the context of this thread. Prefer :func:`within`, which restores the previous one."""
     _THREAD.held.context = context
 
 
 @contextmanager
 def within(context: CallContext) -> Iterator[None]:
-    """Give this thread another context, and at the end the one of before."""
+    """Give this thread another context, and restore the previous one at the end."""
     before = current()
     enter(context)
     try:
@@ -145,7 +145,7 @@ def call_context(**fields: Any) -> AbstractContextManager[None]:
 class CarryingCheckpoint:
     """diffusers' function that runs a block under gradient checkpointing; it carries the call's context along.
 
-    The block runs again during the backward pass, in whatever thread and after whatever other forwards.
+    The block runs again during the backward pass, possibly in another thread and after other forwards.
     """
 
     ATTRIBUTE = "_gradient_checkpointing_func"
@@ -156,7 +156,7 @@ class CarryingCheckpoint:
 
     def __call__(self, block: Any, *args: Any) -> Any:
         """Run a block; when it runs again, it has the context of now."""
-        if torch.compiler.is_compiling():  # recomputes its graph, of which the grid is a part
+        if torch.compiler.is_compiling():  # recomputes its graph, which contains the grid
             return self.checkpoint(block, *args)
         context = current()
 

@@ -24,7 +24,7 @@ class FewStepScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
     A pipeline sets the number of steps, which must be that of the times, and some pass σ of their own, which are not
     used: those of the configuration are what the model was distilled to. Pipelines do not hand their generator on, so
     the noise is drawn, on the CPU, from a seed that the starting noise of each sample makes: the same generator gives
-    the same sample, whatever else is in its batch.
+    the same sample, independent of its batch.
 
     Args:
         times: σ at which the model runs, from 1.0 downwards.

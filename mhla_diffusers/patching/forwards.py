@@ -133,7 +133,7 @@ class Forwards:
     def _begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the processors and set the context of the call, before a forward."""
         patched, family, outer = self.patched, self.patched.family, current()
-        if outer.of is patched and outer.outer is not None:  # Ctrl-C ended its forward before, and PyTorch told nothing
+        if outer.of is patched and outer.outer is not None:  # Ctrl-C ended its last forward, without its hooks
             outer = outer.outer
         # so that _end takes it back after a refusal too
         enter(CallContext(off=outer.off, of=patched, outer=outer))

@@ -25,7 +25,7 @@ from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, Sparse
 from ..families.adapters import AttentionAdapter, AttentionInputs
 
 FLOAT32_PARAMETERS = ("mixing", "linear_log_weight")
-"""Parameters of a layer that stay in float32 whatever the attention computes in."""
+"""Parameters of a layer that stay in float32 in any precision of the attention."""
 
 _numbers = count()
 _UNIT_GATE = 1.2784645427610738
@@ -135,7 +135,7 @@ class PatchedLayer(nn.Module):
             (B, N, H, D), before the output projection of the attention.
 
         Raises:
-            ValueError: whatever :func:`mhla_attention` and :func:`sparse_attention` refuse.
+            ValueError: as :func:`mhla_attention` and :func:`sparse_attention`.
         """
         return attend(self.call(inputs, parallel), backend)
 
@@ -309,7 +309,7 @@ class MHLALayer(PatchedLayer):
         return projected.unflatten(-1, (self.heads, -1))[..., heads, :]
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
-        """For a sequence that goes on, of which every step gives some tokens to :meth:`forward`.
+        """Begin a sequence that goes on: every step gives some tokens to :meth:`forward`.
 
         Args:
             grid: token grid of a step, or of anything with the same axes behind the first.

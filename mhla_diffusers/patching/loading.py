@@ -184,7 +184,7 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         )
     if path.parent.is_dir() and revision is None:
         raise FileNotFoundError(
-            f"The folder {path.parent} that is here has no {path.name}. If the Hub's {patch} is meant, say so with "
+            f"The local folder {path.parent} has no {path.name}. If the Hub's {patch} is meant, say so with "
             "revision='main'."
         )
     patterns = [CONFIG_NAME, "mhla-*.safetensors", "lora-*.safetensors"]

@@ -37,7 +37,7 @@ def refuse_deciding_cache(transformer: nn.Module) -> None:
     """Raise if a step cache decides by the tokens of one process.
 
     Raises:
-        ValueError: naming it and the way out.
+        ValueError: naming it and what to do instead.
     """
     cache = step_cache(transformer)
     if cache is not None and cache[0] in CACHES_BY_CONTENT:

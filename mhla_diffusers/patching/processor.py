@@ -175,7 +175,7 @@ class MHLAProcessor:
             freqs_cis: the same by another name.
             encoder_hidden_states_mask: (B, n), which tokens of the context take part.
             perturbation_mask: (B, 1, 1), 0 for samples that skip this attention, as guidance asks for.
-            all_perturbed: whether all of them do, which the mask tells as well.
+            all_perturbed: whether all of them do, as the mask also says.
             sparse_params: None, Kandinsky passes it always; its family refuses any other.
 
         Returns:
@@ -496,7 +496,7 @@ def make_layer(attn: Any, config: PatchConfig, family: Family | None) -> Patched
         dtype = casting.compute_dtype
     else:
         dtype = weight.dtype if weight is not None else getattr(projection, "compute_dtype", None) or torch.float32
-    # whatever mode or default device an attention is patched in, its weights are real ones that can be trained
+    # in any mode and on any default device, the weights of a patch are real ones that can be trained
     with torch.inference_mode(False), torch.device("cpu"):
         layer: PatchedLayer
         if isinstance(config, SparseConfig):

@@ -199,7 +199,7 @@ def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
     others = sorted(set(getattr(patched.transformer, "peft_config", {})) - {patched.lora})
     if others:
         logger.warning(
-            "The adapters %s of the %s are no part of the patch and are not saved with it: save_lora_weights() does.",
+            "The adapters %s of the %s do not belong to the patch and are not saved with it: save_lora_weights() does.",
             ", ".join(map(repr, others)),
             name,
         )

@@ -121,8 +121,8 @@ class VideoStream:
 
         Raises:
             ValueError: ``keep`` that is not a bool, arguments that the transformer's forward lacks; latents of another
-                type than its weights; frames that are no whole blocks, of another size or of another batch than before,
-                too late for the model's RoPE or with ``beyond="error"`` for the patch; tokens that are split between
+                type than its weights; frames that do not fill whole blocks, of another size or batch than before, too
+                late for the model's RoPE or with ``beyond="error"`` for the patch; tokens that are split between
                 processes; or a call in which not all layers attend with MHLA. The stream is then as before.
         """
         check_value("keep", keep, bool)

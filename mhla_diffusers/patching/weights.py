@@ -137,7 +137,7 @@ def has_lora(transformer: nn.Module, name: str) -> bool:
 
 
 def runs_lora(transformer: nn.Module, name: str) -> bool:
-    """Whether a LoRA takes part in a forward: active, or fused with the weights. Its first layer tells."""
+    """Whether a LoRA takes part in a forward: active, or fused with the weights, by its first layer."""
     for module in transformer.modules():
         layer: Any = module
         if name in getattr(layer, "lora_A", {}):

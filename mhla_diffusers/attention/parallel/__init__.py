@@ -1,1 +1,1 @@
-"""One attention over several processes, each of which holds a share of the tokens: context parallelism."""
+"""Context parallelism: one attention over several processes that each hold a share of the tokens."""

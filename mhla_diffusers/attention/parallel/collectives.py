@@ -100,14 +100,14 @@ def exchanged(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], 
 
 
 def gathered(rows: torch.Tensor, counts: Sequence[int], group: str | None) -> torch.Tensor:
-    """The rows of all processes, (Σ counts, ...), of which this one has (own count, ...)."""
-    if rows.dtype == torch.bool:  # of which not every backend knows
+    """Return the rows of all processes, (Σ counts, ...), given this one's, (own count, ...)."""
+    if rows.dtype == torch.bool:  # not every backend can send bool
         return gathered(rows.byte(), counts, group).bool()
     return exchanged(rows.repeat(len(counts), *(1,) * (rows.ndim - 1)), (len(rows),) * len(counts), counts, group)
 
 
 def counts_of(count: int, group: Group, even: bool, device: torch.device) -> list[int]:
-    """What every process of a group counts, of which this one's is given; where all are ``even`` nothing is sent."""
+    """Return the counts of all processes of a group, given this one's; nothing is sent where all are ``even``."""
     if even:
         return [count] * group.size
     return [int(found) for found in gathered(torch.tensor([count], device=device), [1] * group.size, group.name)]

@@ -159,7 +159,7 @@ class _Rows(NamedTuple):
     bias: torch.Tensor | None
     """Logs of the weights of the key rows; None without a mask."""
     weight: torch.Tensor
-    """Of the grid's key blocks."""
+    """Number of key blocks in the grid."""
 
     @property
     def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -168,7 +168,7 @@ def choose(query, key, spread, weight, density, scale, grid, block_size, extra):
     Returns:
         Indices int32 (G Tq, n + E), n from the density and E the blocks of extra tokens, ascending, those of group g
         from g (T + E) on; how many of a list are real, int32 (G Tq,), which come first; and bits int32
-        (G Tq, ceil(T / 32)), of which bit c of word w tells whether the list holds block 32 w + c of its group.
+        (G Tq, ceil(T / 32)), bit c of word w says whether the list holds block 32 w + c of its group.
 
     Raises:
         ValueError: there are more key blocks than MOST_KEY_BLOCKS.

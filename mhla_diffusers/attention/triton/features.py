@@ -69,7 +69,7 @@ def tables_of(
 def _tables(
     grid: Shape, blocks: Shape, first: int, count: int, block_size: int, device: torch.device
 ) -> tuple[Tables, Tables]:
-    # kept for calls that take gradients, and made on the CPU whatever the default device is
+    # kept for calls that take gradients, and made on the CPU regardless of the default device
     with torch.inference_mode(False), torch.device("cpu"):
         places, starts = tokens_by_block(grid, blocks, first, count)
         members = places if not block_size else layout_of(grid, block_size).rows[places]

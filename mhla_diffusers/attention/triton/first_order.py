@@ -113,7 +113,7 @@ def content_mixing(query, key, weight, bits, scale, block_size):
         weight: float32 (S, T), S a divisor of G: weights of the key blocks; those of 0 take no part.
         bits: int32 (G Tq, ceil(T / 32)), the listed blocks.
         scale: of the logits.
-        block_size: rows of a key block, of which :func:`mhla_diffusers.attention.order.stretch_of` makes stretches.
+        block_size: rows of a key block, which :func:`mhla_diffusers.attention.order.stretch_of` cuts into stretches.
 
     Returns:
         float32 (G, Tq, stretches).

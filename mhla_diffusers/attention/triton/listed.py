@@ -1,7 +1,7 @@
 """Softmax attention of blocks of queries to the keys of the blocks that their lists name.
 
 Rows of queries, and of keys and values, lie on flat axes, groups (samples and heads) after each other. All lists are n
-long, and a count tells how many entries are real. The gradient of the keys walks through transposed lists, so that no
+long, and a count says how many entries are real. The gradient of the keys walks through transposed lists, so that no
 sum is shared by two programs and the same inputs give the same bits.
 """
 

@@ -1,6 +1,6 @@
 """Softmax attention of rows of queries to the pooled keys of all blocks that the query's list does not name.
 
-Dense but for a mask of bits: bit c of word w of a block of queries tells that block 32 w + c of keys is listed, so its
+Dense but for a mask of bits: bit c of word w of a block of queries says that block 32 w + c of keys is listed, so its
 pooled key is left out here. The gradients of pooled rows sum over all queries of a group: each program takes a split
 of the queries, and the splits are added in a fixed order.
 """

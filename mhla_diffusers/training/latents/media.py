@@ -191,7 +191,7 @@ def list_media(source: str | Path) -> list[Media]:
 
 
 def _captions_alone(folder: Path, files: Mapping[str, Path]) -> list[str]:
-    """Name the .txt files that are no caption of one of the videos and images."""
+    """Name the .txt files that belong to none of the videos and images."""
     captions = {path.with_suffix(".txt") for path in files.values()}
     texts = {name: path for name, path in visible_files(folder).items() if path.suffix == ".txt"}
     return [name for name, path in texts.items() if path not in captions]
