@@ -81,9 +81,12 @@ class Segment:
 
     def of_tokens(self, call: OneCall, output: torch.Tensor) -> torch.Tensor:
         """The output of all heads for the own tokens, with the call's gate, from that of :meth:`of_heads`."""
-        lengths, own, sizes = self._lengths, self.heads, [n for kind in zip(*self.pieces, strict=True) for n in kind]
-        parts, processes = output.split(sizes, dim=1), len(lengths)
-        held = torch.cat([part for process in range(processes) for part in parts[process::processes]], dim=1)
+        lengths, own = self._lengths, self.heads
+        # output: tokens of all processes before the grid, then in it, then after; each gets its own three back
+        kinds = [list(counts) for counts in zip(*self.pieces, strict=True)]
+        of_kind = output.split([sum(counts) for counts in kinds], dim=1)
+        pieces = [part.split(counts, dim=1) for part, counts in zip(of_kind, kinds, strict=True)]
+        held = torch.cat([piece for of_process in zip(*pieces, strict=True) for piece in of_process], dim=1)
         rows = torch.cat([part.permute(2, 1, 0, 3).flatten(0, 1) for part in held.split(lengths, dim=1)])
         sent = [output.shape[2] * tokens for tokens in lengths]
         received = [heads * call.query.shape[1] for heads in own]
