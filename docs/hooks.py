@@ -11,7 +11,7 @@ from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"(?<=\]\()\.\./([^)#\s]+)")
 """Target of a link out of the folder of the pages, seen from a page."""
-_ROLE = re.compile(r":(?:func|class|meth|mod):(?=<code>)")
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):(?=<code>)")
 """What stands before a name in docstrings."""
 
 
@@ -46,5 +46,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leave the names of functions and classes in docstrings, and drop the roles before them."""
-    return _ROLE.sub("", html)
+    """Leave the names of functions and classes in docstrings, and drop the roles before them and the marks of code."""
+    return _ROLE.sub("", html).replace("<p>::</p>", "").replace("::</p>", ":</p>")
