@@ -372,7 +372,7 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: float = 0.6) -> str:
-    """Return "did you mean ...?" with the allowed names that are like a name, or begin with it; "" if there are none."""
+    """Return "did you mean ...?" with the allowed names that are like a name, or begin with it; "" for none."""
     names = [str(one) for one in allowed]
     near = get_close_matches(str(name), names, n=count, cutoff=cutoff)
     near = near or [one for one in names if name and one.startswith(str(name))][:count]

@@ -53,6 +53,7 @@ def test_api_begins_with_apply_mhla_and_the_notebook_is_a_page(site):
     assert names[0].endswith("apply_mhla") and "::</p>" not in api and ":attr:" not in api
     tour = (site / "tour" / "index.html").read_text()
     assert "Sparse attention" in tour and "apply_mhla" in tour
+    assert tour.count("data:image/png;base64,") == 4 and "4 of 4 self-attentions replaced" in tour, "with its outputs"
     assert 'href="tour/"' in (site / "index.html").read_text()
 
 
