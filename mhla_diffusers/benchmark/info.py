@@ -49,7 +49,8 @@ def print_info() -> None:
     for name in patch_names():
         preset = load_patch(name)
         config = preset.config
-        setting = f"{config.density:.1%}" if isinstance(config, SparseConfig) else times(config.blocks)
+        setting = f"{config.density:.1%}" if isinstance(config, SparseConfig) else ""
+        setting = times(config.blocks) if isinstance(config, LinearConfig) else setting
         row = f"  {name}", f"{config.attention.removesuffix(' attention')}, {setting}", str(config.layers)
         presets.setdefault(preset.base_model, [(preset.base_model, "", "")]).append(row)
     header = ["base model, presets for --patch", "attention", "layers"]

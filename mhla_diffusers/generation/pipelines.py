@@ -359,7 +359,7 @@ def pipeline_file(model: str, name: str) -> Path:
         modular = f" {_MODULAR}" if missing and file_exists(model, _MODULAR_INDEX) else ""
         near = nearest(model, [f"tiny-{family}" for family in TINY]) if "/" not in model else ""
         raise FileNotFoundError(
-            f"{model} is neither a local folder nor a pipeline that could be read from the Hub{near and '; '}{near}: "
+            f"{model} is neither a local folder nor a pipeline that could be read from the Hub{near and f' ({near})'}: "
             f"{error}{modular}"
         ) from error
 

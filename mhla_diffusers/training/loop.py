@@ -193,7 +193,12 @@ class Run:
         first_new = self.step + 1 if self.step else 0
         self.accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
         above_bar = logging_redirect_tqdm() if shows_bars() else nullcontext()
-        shown = {"total": self.config.total_steps, "initial": self.step, "unit": "step", "disable": not is_first}
+        shown: dict[str, Any] = {
+            "total": self.config.total_steps,
+            "initial": self.step,
+            "unit": "step",
+            "disable": not is_first,
+        }
         try:
             with above_bar, progress(**shown) as bar:
                 yield bar

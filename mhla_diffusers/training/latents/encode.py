@@ -85,8 +85,8 @@ def encode_folder(
     for what, count in (+made_up).items():
         logger.warning("%d of %d files have too few %s; %s.", count, len(media_left), what, _REMEDIES[what])
     if not index.samples:
-        reasons = "\n".join(f"{name}: {reason}" for name, reason in index.skipped.items())
-        raise ValueError(f"None of the {len(media)} files in {source} could be encoded.\n{reasons}")
+        reasons = "\n".join(f"{name}: {reason}" for name, reason in list(index.skipped.items())[:5])
+        raise ValueError(f"None of the {len(media)} files in {source} could be encoded, such as\n{reasons}")
     logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))
     return index
 
