@@ -55,7 +55,9 @@ def audit(
 ) -> None:
     """What a patch costs: error of every layer, head and step, and how much weight the block lists hold."""
     if options["patch"] is None and options["weights"] is None:
-        raise ValueError("There is nothing to audit without a patch; give --patch, such as --patch default, or --weights.")
+        raise ValueError(
+            "There is nothing to audit without a patch; give --patch, such as --patch default, or --weights."
+        )
     from .audit import audit as audit_model
     from .audit import write_audit
 

@@ -39,6 +39,12 @@ def videos(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So wide that no row of a table goes on in a further line."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+
 def _rows(text: str) -> dict[str, dict[str, str]]:
     """Size → column → cell of the printed table."""
     lines = text.split("\n\n")[1].splitlines()
