@@ -1,6 +1,7 @@
 """Load a saved patch from a folder or the Hub."""
 
 import json
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -210,6 +211,11 @@ def read_record(folder: Path) -> PatchRecord:
     if not path.is_file():
         pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLE_SUFFIXES)
         why = f" It holds {', '.join(pickles)}, but pickle files are never loaded." if pickles else ""
+        if (folder / "state.json").is_file() or (folder / "checkpoints").is_dir():
+            command = shlex.join(["mhla", "export", str(folder)])
+            why = f" It is of a training run; make a patch of its weights: {command} --output FOLDER"
+        if (folder / "result" / CONFIG_NAME).is_file():
+            why = f" It is a training run, whose patch is {folder / 'result'}."
         raise FileNotFoundError(f"{folder} holds no MHLA patch: {CONFIG_NAME} is missing.{why}")
     content = read_json(path)
     try:

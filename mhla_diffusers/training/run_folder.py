@@ -8,6 +8,7 @@
                                         of few steps, and state.json, which holds the SHA-256 of each of them and
                                         of itself
       samples/step-00000500/            what a validation generated
+      exports/step-00000500/            what the result would be if the run had ended there
       result/                           what load_mhla (or from_pretrained) loads after the last stage
       aside-1/                          what an earlier run made after the step that a later one resumed from
 
@@ -105,9 +106,7 @@ class RunFolder:
             where = chosen or self.path / "checkpoints"
             hint = " Did you mean 'latest'?" if resume != "latest" and get_close_matches(resume, ["latest"]) else ""
             raise FileNotFoundError(f"{where} holds no checkpoint to resume from.{hint}")
-        missing = [name for name in _read_state(chosen)["files"] if not (chosen / name).is_file()]
-        if missing:
-            raise FileNotFoundError(f"Checkpoint {chosen} lacks {', '.join(missing)}. {_way_out(chosen)}")
+        read_state(chosen)
         return chosen
 
     def save(self, state: Mapping[str, Any], tensors: Mapping[str, Tensors], keep: int) -> None:
@@ -141,7 +140,8 @@ class RunFolder:
         """
         newer = [path for path in self.checkpoints() if step_of(path) > step]
         if newer:
-            newer += [path for path in _steps(self.path / "samples") if step_of(path) > step]
+            made = [*_steps(self.path / "samples"), *_steps(self.path / "exports")]
+            newer += [path for path in made if step_of(path) > step]
             newer += [self.result] if self.result.is_dir() else []
             aside = next(place for number in count(1) if not (place := self.path / f"aside-{number}").exists())
             aside.mkdir()
@@ -161,39 +161,44 @@ class RunFolder:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def export(self, transformer: Any, config: TrainingConfig) -> None:
-        """Write the trained weights for use, into ``result/``.
 
-        A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
-        trained them, the model's, or its LoRA, and how it samples after few steps. An unpatched transformer is saved
-        whole, for ``from_pretrained``, after few steps with the configuration of its scheduler.
+def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> None:
+    """Write the trained weights for use, into a folder that is complete or absent.
 
-        Raises:
-            ValueError: a patch in diffusers' own form.
-        """
-        few_steps = None if config.few_steps is None else config.few_steps.sampling
-        weights: Weights = "changed" if config.model is not None else "all"
-        if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
-            weights = "mhla"
+    A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
+    trained them, the model's, or its LoRA, and how it samples after few steps. An unpatched transformer is saved
+    whole, for ``from_pretrained``, after few steps with the configuration of its scheduler.
 
-        def write(aside: Path) -> None:
-            if config.patch is None:
-                transformer.save_pretrained(aside)
-                if few_steps is not None:
-                    FewStepScheduler(list(few_steps.times), few_steps.guidance).save_pretrained(aside)
-                return
-            (patched,) = find_patched(transformer).values()
-            if not patched.is_installed:
-                raise ValueError(
-                    "The transformer was patched with diffusers' own set_attn_processor, which keeps no record of a "
-                    "LoRA; patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
-                )
-            patched.few_steps = few_steps
-            has_lora = any(lora_of(name) == STUDENT for name, _ in transformer.named_parameters())
-            patched.lora = STUDENT if has_lora else None
+    Raises:
+        ValueError: a patch in diffusers' own form.
+        CheckpointError: it cannot be written.
+    """
+    few_steps = None if config.few_steps is None else config.few_steps.sampling
+    weights: Weights = "changed" if config.model is not None else "all"
+    if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
+        weights = "mhla"
+
+    def write(aside: Path) -> None:
+        if config.patch is None:
+            transformer.save_pretrained(aside)
+            if few_steps is not None:
+                FewStepScheduler(list(few_steps.times), few_steps.guidance).save_pretrained(aside)
+            return
+        (patched,) = find_patched(transformer).values()
+        if not patched.is_installed:
+            raise ValueError(
+                "The transformer was patched with diffusers' own set_attn_processor, which keeps no record of a "
+                "LoRA; patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
+            )
+        has_lora = any(lora_of(name) == STUDENT for name, _ in transformer.named_parameters())
+        before = patched.few_steps, patched.lora
+        patched.few_steps, patched.lora = few_steps, STUDENT if has_lora else None
+        try:
             save_mhla(transformer, aside, weights=weights, base_model=config.model)
+        finally:  # training may go on
+            patched.few_steps, patched.lora = before
 
-        _write_whole(self.result, write)
+    _write_whole(folder, write)
 
 
 def step_of(folder: Path) -> int:
@@ -220,7 +225,7 @@ def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any
     Raises:
         ValueError: a damaged file, or a checkpoint of another run.
     """
-    state = _read_state(folder)
+    state = read_state(folder)
     mine, saved = (
         _flat(part["config"])
         | _flat(part["content"], "the content of ")
@@ -237,21 +242,52 @@ def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any
             f"{folder} belongs to another run: {'; '.join(different[:4])}. Resume with the configuration of that "
             "run, or start this one in another output folder."
         )
+    return state, read_tensors(folder, state)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return a checkpoint by its folder, or the latest one by the folder of its run; FileNotFoundError for none."""
+    if (path / _STATE).is_file():
+        return path
+    checkpoints = RunFolder(path).checkpoints()
+    if not checkpoints:
+        raise FileNotFoundError(
+            f"{path} is neither a checkpoint nor a run with one; give outputs/…/checkpoints/step-…."
+        )
+    return checkpoints[-1]
+
+
+def read_tensors(folder: Path, state: Mapping[str, Any], *names: str) -> dict[str, Tensors]:
+    """Return file name without suffix → tensors of a checkpoint: of these files that it has, or of all.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    files = {name: digest for name, digest in state["files"].items() if not names or Path(name).stem in names}
     try:
-        for name, expected in state["files"].items():
+        for name, expected in files.items():
             check_hash(folder / name, expected, _STATE)
-        return state, {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        return {Path(name).stem: load_file(folder / name) for name in sorted(files)}
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    """Read ``state.json``; settings that are newer than the checkpoint get their defaults."""
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read ``state.json``; settings that are newer than the checkpoint get their defaults.
+
+    Raises:
+        ValueError: it is damaged.
+        FileNotFoundError: a file that it names is missing.
+    """
     try:
         state = read_checked_json(folder / _STATE)
-        return {**state, "config": TrainingConfig.from_dict(state["config"]).to_dict()}
+        state = {**state, "config": TrainingConfig.from_dict(state["config"]).to_dict()}
+        missing = [name for name in state["files"] if not (folder / name).is_file()]
     except ValueError as error:
         raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
+    if missing:
+        raise FileNotFoundError(f"Checkpoint {folder} lacks {', '.join(missing)}. {_way_out(folder)}")
+    return state
 
 
 def _way_out(checkpoint: Path) -> str:
