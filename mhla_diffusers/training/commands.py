@@ -63,10 +63,10 @@ def export_command(
     """Make a patch of a checkpoint, as the run's result would be: of the moving average where there is one."""
     import logging
 
-    from .export import export_checkpoint
+    from .finetune import export
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    export_checkpoint(checkpoint, output)
+    export(checkpoint, output)
     typer.echo(f"Wrote {output}")
 
 

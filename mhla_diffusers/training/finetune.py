@@ -20,11 +20,12 @@ from ..settings import check
 from .checks import check_fits, check_installed, check_start
 from .config import TrainingConfig
 from .estimate import Estimate, estimate
+from .export import export_checkpoint
 from .latents.cache import INDEX_NAME, LatentCache
 from .latents.data import InMemoryData
 from .latents.encode import encode_folder, model_header
 from .latents.media import contents_of, find_media
-from .loop import TrainingResult, train_checked
+from .loop import TrainingResult, content_of_run, train_checked
 from .validation import PromptSampler
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,29 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
         check_fits(run.transformer(with_weights=False), data, config)
         sampler = run.sampler() if config.validation.prompts else None
         return train_checked(run.transformer(with_weights=True), data, config, checkpoint, sampler)
+
+
+def export(checkpoint: str | Path, output: str | Path) -> None:
+    """Write the weights of a checkpoint for use, with the model and the patch that its run names.
+
+    Raises as :func:`export_checkpoint` and :class:`NamedRun`, and ValueError if model or patch have changed since.
+    """
+
+    def begin(config: TrainingConfig, content: dict[str, Any]) -> Any:
+        check(
+            config.model is not None,
+            f"The run of {checkpoint} names no model, since train() was called with a transformer; pass that to "
+            "mhla_diffusers.training.export_checkpoint().",
+        )
+        for name, found in content_of_run(config).items():
+            check(
+                found == content[name],
+                f"The content of {name}={getattr(config, name)} is not what the run of {checkpoint} began with; put it "
+                "back. Large files are compared by size and time: copy weights with cp --preserve=timestamps.",
+            )
+        return NamedRun(config).transformer(with_weights=True)
+
+    export_checkpoint(checkpoint, output, begin)
 
 
 def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:

@@ -26,6 +26,7 @@ from ..reporting import progress
 from .checks import check_fits, check_start
 from .config import TrainingConfig, seconds_of
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
+from .export import write_weights
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
 from .roles import Roles, make_trainable, prepare_for_training
@@ -36,7 +37,6 @@ from .run_folder import (
     TrainingDivergedError,
     load_checkpoint,
     step_of,
-    write_weights,
 )
 from .stage import Stage
 from .validation import Sampler

@@ -38,10 +38,7 @@ from ..files import (
     write_text,
     write_whole_folder,
 )
-from ..patching import Weights, find_patched, save_mhla
-from ..patching.few_step_scheduler import FewStepScheduler
 from .config import TrainingConfig
-from .roles import STUDENT, lora_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +126,7 @@ class RunFolder:
                 hashes[file.name] = file_hash(file)
             write_checked_json({**state, "files": hashes}, aside / _STATE)
 
-        _write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write)
+        write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write)
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
@@ -160,45 +157,6 @@ class RunFolder:
         """Append one line."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> None:
-    """Write the trained weights for use, into a folder that is complete or absent.
-
-    A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
-    trained them, the model's, or its LoRA, and how it samples after few steps. An unpatched transformer is saved
-    whole, for ``from_pretrained``, after few steps with the configuration of its scheduler.
-
-    Raises:
-        ValueError: a patch in diffusers' own form.
-        CheckpointError: it cannot be written.
-    """
-    few_steps = None if config.few_steps is None else config.few_steps.sampling
-    weights: Weights = "changed" if config.model is not None else "all"
-    if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
-        weights = "mhla"
-
-    def write(aside: Path) -> None:
-        if config.patch is None:
-            transformer.save_pretrained(aside)
-            if few_steps is not None:
-                FewStepScheduler(list(few_steps.times), few_steps.guidance).save_pretrained(aside)
-            return
-        (patched,) = find_patched(transformer).values()
-        if not patched.is_installed:
-            raise ValueError(
-                "The transformer was patched with diffusers' own set_attn_processor, which keeps no record of a "
-                "LoRA; patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
-            )
-        has_lora = any(lora_of(name) == STUDENT for name, _ in transformer.named_parameters())
-        before = patched.few_steps, patched.lora
-        patched.few_steps, patched.lora = few_steps, STUDENT if has_lora else None
-        try:
-            save_mhla(transformer, aside, weights=weights, base_model=config.model)
-        finally:  # training may go on
-            patched.few_steps, patched.lora = before
-
-    _write_whole(folder, write)
 
 
 def step_of(folder: Path) -> int:
@@ -304,7 +262,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder atomically, as :func:`write_whole_folder`; CheckpointError if it cannot be written."""
     try:
         write_whole_folder(folder, write)
     except (OSError, SafetensorError) as error:

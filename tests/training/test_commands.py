@@ -20,8 +20,8 @@ from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import Clip, families
 from mhla_diffusers.generation import load_result
-from mhla_diffusers.training import TrainingConfig, export_checkpoint, read_metrics
-from mhla_diffusers.training.finetune import NamedRun, dry_run, finetune
+from mhla_diffusers.training import TrainingConfig, read_metrics
+from mhla_diffusers.training.finetune import NamedRun, dry_run, export, finetune
 from mhla_diffusers.training.latents.cache import CacheWriter
 from mhla_diffusers.training.run_folder import RunFolder
 from mhla_diffusers.training.validation import PromptSampler
@@ -127,7 +127,7 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     PromptSampler(pipe, ["a blue ball"], Clip(5, 8.0, ((32, 32),)), steps=2)(pipe.transformer, tmp_path / "made")
     assert _files(tmp_path / "made") == _files(run / "samples" / "step-00000003")
     with pytest.raises(ValueError, match=f"{tmp_path / 'last'} exists"):
-        export_checkpoint(run, tmp_path / "last")
+        export(run, tmp_path / "last")
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -199,7 +199,7 @@ def test_bfloat16_keeps_frozen_weights_small_and_trains(tmp_path: Path, latents:
     assert len(losses) == 4
     assert all(math.isfinite(loss) for loss in losses)
     load_mhla(wan_pipeline(), tmp_path / "run" / "result")
-    export_checkpoint(tmp_path / "run", tmp_path / "again")
+    export(tmp_path / "run", tmp_path / "again")
     assert _files(tmp_path / "again") == _files(tmp_path / "run" / "result")
 
 

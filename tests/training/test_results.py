@@ -13,9 +13,9 @@ from mhla_diffusers.families import Clip
 from mhla_diffusers.generation import PipelineChoice, load_result
 from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.training import read_metrics, train
+from mhla_diffusers.training.export import write_weights
 from mhla_diffusers.training.finetune import dry_run, finetune
 from mhla_diffusers.training.roles import add_lora
-from mhla_diffusers.training.run_folder import write_weights
 from mhla_diffusers.training.validation import PromptSampler
 
 from .. import models
