@@ -12,24 +12,28 @@ from ..families import FlowMatching, classes_that_are_split, get_family, trained
 from ..families.processes import KNOWN_FRAMES
 from ..patching import MHLALayer, find_patched, mhla_layers
 from ..settings import check
+from .changes import find_changes
 from .config import TrainingConfig
 from .distributed import check_groups, uses_fsdp2
 from .latents.data import TrainingData
 from .latents.times import frames_together
 from .optimizer import optimizer_class
 from .roles import STUDENT, patched_attentions
-from .run_folder import RunFolder
+from .run_folder import RunFolder, read_state
 
 
 def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     """Check what needs neither the model nor the data, and return the checkpoint to resume from, if any.
 
     Raises:
-        ValueError: a new run in a folder that holds one, unsupported sharding, or processes that make no whole groups.
+        ValueError: a new run in a folder that holds one, changes that a checkpoint does not take, unsupported sharding,
+            or processes that make no whole groups.
         FileNotFoundError: no checkpoint to resume from.
         ImportError: as :func:`check_installed`.
     """
     checkpoint = RunFolder(config.output).find(resume)
+    if checkpoint is not None:  # what the run finds of data, patch and weights is compared later
+        find_changes(checkpoint, read_state(checkpoint), {"config": config.to_dict()})
     uses_fsdp2(config)
     check_installed(config)
     check_groups(config.context_parallel, launched_processes())

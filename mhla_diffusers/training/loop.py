@@ -23,6 +23,7 @@ from ..families import NoisedBatch, trained_family
 from ..files import content_of, folder_for_results
 from ..patching import mhla_layers
 from ..reporting import progress
+from .changes import Change, find_changes, say
 from .checks import check_fits, check_start
 from .config import TrainingConfig, seconds_of
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
@@ -35,7 +36,8 @@ from .run_folder import (
     RunFolder,
     Tensors,
     TrainingDivergedError,
-    load_checkpoint,
+    read_state,
+    read_tensors,
     step_of,
 )
 from .stage import Stage
@@ -170,6 +172,8 @@ class Run:
         self.skipped = 0
         """Updates skipped since the last one that was not."""
         self.validation_loss: float | None = None
+        self.changes: list[Change] = []
+        """Settings that have changed since the checkpoint that the run was resumed from."""
         self.started_at = self.exported_at = time.monotonic()
 
         self.changed = prepare_for_training(transformer, config)
@@ -183,16 +187,22 @@ class Run:
 
     def resume(self, checkpoint: Path) -> dict[str, Tensors]:
         """Load the weights of a checkpoint, and return the tensors of all its files."""
-        state, saved = load_checkpoint(checkpoint, self.identity)
+        state = read_state(checkpoint)
+        self.changes = find_changes(checkpoint, state, self.identity)
+        saved = read_tensors(checkpoint, state)
         self.step, self.skipped = state["step"], state["skipped_in_row"]
         parameters = dict(self.transformer.named_parameters())
         with torch.no_grad():
             for name, value in saved["weights"].items():
+                if name not in self.changed:  # of a stage that had not begun, and was removed
+                    continue
                 if self.is_sharded:
                     parameters[name].copy_(placed_like(value, parameters[name]))
                 else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
                     parameters[name].data = value.to(parameters[name].device)
         logger.info("Resuming from %s.", checkpoint)
+        for change in self.changes:
+            logger.info("Changed since: %s", say(change))
         return saved
 
     @contextmanager
@@ -202,6 +212,7 @@ class Run:
         if is_first:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self.folder.go_back_to(self.step)
+            self.folder.add_changes(self.step, self.changes)
         self.accelerator.wait_for_everyone()
         # otherwise TensorBoard keeps points after the checkpoint that the run resumes from
         first_new = self.step + 1 if self.step else 0

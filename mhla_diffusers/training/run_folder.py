@@ -4,6 +4,7 @@
 
     output/
       metrics.jsonl                     one line per update and per validation
+      changes.jsonl                     one line per resumption with other settings: the step, and name → [before, now]
       checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, those of the critic
                                         of few steps, and state.json, which holds the SHA-256 of each of them and
                                         of itself
@@ -19,7 +20,7 @@ seed and the step.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
@@ -38,6 +39,7 @@ from ..files import (
     write_text,
     write_whole_folder,
 )
+from .changes import Change
 from .config import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -45,22 +47,6 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
 
 _STATE = "state.json"
-_FREE_TO_CHANGE = {
-    "output",
-    "batch_size",
-    "gradient_accumulation",
-    "gradient_checkpointing",
-    "context_parallel",
-    "workers",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "max_skipped",
-    "tracker",
-    "validation",
-}
-"""Settings that may change when a run is resumed, because they do not change what is trained. Samples per update and
-training samples are compared separately.
-"""
 
 
 class CheckpointError(OSError):
@@ -76,7 +62,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics, self.changes = self.path / "metrics.jsonl", self.path / "changes.jsonl"
         self.result = self.path / "result"
 
     def checkpoints(self) -> list[Path]:
@@ -142,16 +128,25 @@ class RunFolder:
             newer += [self.result] if self.result.is_dir() else []
             aside = next(place for number in count(1) if not (place := self.path / f"aside-{number}").exists())
             aside.mkdir()
-            if self.metrics.is_file():
-                shutil.copy(self.metrics, aside)
+            for file in filter(Path.is_file, (self.metrics, self.changes)):
+                shutil.copy(file, aside)
             for path in newer:
                 target = aside / path.relative_to(self.path)
                 target.parent.mkdir(exist_ok=True)
                 path.rename(target)
             logger.warning("What this folder held of the steps after %d was moved into %s.", step, aside)
-        if self.metrics.is_file():
-            kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
-            write_text("".join(f"{line}\n" for line in kept), self.metrics)
+        # changes at this step are found again, since it was saved before them
+        for file, last in ((self.metrics, step), (self.changes, step - 1)):
+            if file.is_file():
+                kept = [json.dumps(record) for record in read_metrics(file) if record["step"] <= last]
+                write_text("".join(f"{line}\n" for line in kept), file)
+
+    def add_changes(self, step: int, changes: Sequence[Change]) -> None:
+        """Append the settings that have changed after a step, if any."""
+        if changes:
+            with self.changes.open("a", encoding="utf-8") as file:
+                changed = {name: [before, now] for name, before, now in changes}
+                file.write(json.dumps({"step": step, "changed": changed}) + "\n")
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -167,40 +162,6 @@ def step_of(folder: Path) -> int:
 def _steps(folder: Path) -> list[Path]:
     """Return the folders of steps in a folder, in order, without others such as a user's copy ``step-00000500.bak``."""
     return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
-
-
-def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensors]]:
-    """Read a checkpoint.
-
-    Args:
-        folder: the checkpoint's.
-        run: what identifies the run: ``config``, ``content`` of what it names, ``samples_per_update`` and
-            ``training_samples``.
-
-    Returns:
-        Its state, and file name without suffix → tensors.
-
-    Raises:
-        ValueError: a damaged file, or a checkpoint of another run.
-    """
-    state = read_state(folder)
-    mine, saved = (
-        _flat(part["config"])
-        | _flat(part["content"], "the content of ")
-        | {name.replace("_", " "): part[name] for name in ("samples_per_update", "training_samples")}
-        for part in (run, state)
-    )
-    different = [
-        f"{name} is {mine.get(name)!r} here and {saved.get(name)!r} there"
-        for name in sorted(mine.keys() | saved.keys())
-        if mine.get(name) != saved.get(name) and name.split(".")[0] not in _FREE_TO_CHANGE
-    ]
-    if different:
-        raise ValueError(
-            f"{folder} belongs to another run: {'; '.join(different[:4])}. Resume with the configuration of that "
-            "run, or start this one in another output folder."
-        )
-    return state, read_tensors(folder, state)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -268,11 +229,3 @@ def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
         write_whole_folder(folder, write)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be written: {str(error).rstrip('.')}.") from error
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name."""
-    if isinstance(value, dict | list) and value:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {name: leaf for key, item in items for name, leaf in _flat(item, f"{prefix}{key}.").items()}
-    return {prefix.rstrip("."): value}
