@@ -209,7 +209,8 @@ class TrainingConfig(Settings):
     component: str = field(default="transformer", metadata=_FILLED)
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
     patch: str | PatchConfig | None = field(default=None, metadata=_PATCH)
-    """Name of a patch, path of a patch YAML or of a saved patch to start from, or settings; None for no patch."""
+    """Name of a patch, path of a patch YAML, or settings; or a saved patch to begin with, such as another run's result,
+    with its weights and LoRA; None for no patch."""
     data: str | None = field(default=None, metadata=_FILLED)
     """Folder of latents, or of videos or images with captions (or webdataset's tar shards), which are encoded first;
     None if the caller passes the data."""

@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
-from mhla_diffusers import MHLAConfig, apply_mhla
+from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, read_metrics, train
+from mhla_diffusers.training.config import FewStepsConfig
+from mhla_diffusers.training.finetune import NamedRun
+from mhla_diffusers.training.roles import Roles, plain_name, prepare_for_training
 
 from .models import tiny_wan, wan_data
+from .pipelines import wan_pipeline
+from .test_results import _output
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
 FIRST = StageConfig(3, 1e-3, "mhla", ObjectiveWeights(transfer=1.0))
@@ -103,3 +111,82 @@ def test_a_stage_that_has_not_begun_may_be_removed(stopped: TrainingConfig, tmp_
     _train(replace(fewer, output=str(tmp_path / "alone")))
     results = [next((tmp_path / name / "result").glob("*.safetensors")).read_bytes() for name in ("fewer", "alone")]
     assert results[0] == results[1]
+
+
+LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "lora_layers": "blocks"}
+FEW = StageConfig(2, 1e-3, "lora", few_steps=FewStepsConfig((1.0, 0.5), 1.0, 1, 1), lora_rank=2, lora_layers="blocks")
+
+
+@pytest.fixture(scope="module", params=["attention", "lora"])
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A result with weights of the model, or with a LoRA."""
+    stage = replace(SECOND, learning_rate=1e-2, **LORA if request.param == "lora" else {})
+    folder = tmp_path_factory.mktemp("first")
+    wan_pipeline().save_pretrained(folder / "model")
+    transformer = apply_mhla(wan_pipeline().transformer, PATCH)
+    trained = train(transformer, wan_data(), _config(folder, stage, model=str(folder / "model"))).result
+    assert trained is not None
+    return trained
+
+
+def _files(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.glob("*.safetensors"))]
+
+
+def test_a_run_begins_with_a_result_and_its_teacher_is_the_original_model(result: Path, tmp_path: Path) -> None:
+    """By name as by hand; updates that change nothing end with that result."""
+    has_lora = bool(list(result.glob("lora-*")))
+    still = replace(SECOND, learning_rate=1e-30, **LORA if has_lora else {})
+    model = str(result.parent / "model")
+    settings = {"data": str(tmp_path / "none"), "model": model, "patch": str(result)}
+    config = _config(tmp_path / "run", still, **settings)
+    transformer = NamedRun(config).transformer(with_weights=True)
+    began = _output(transformer)
+    assert_close(
+        began, _output(load_mhla(wan_pipeline().transformer, result))
+    )  # not bits: memory is laid out otherwise
+    original = wan_pipeline().transformer
+    assert not torch.allclose(began, _output(apply_mhla(wan_pipeline().transformer, PATCH)), atol=1e-3)
+    again = train(transformer, wan_data(), config).result
+    assert again is not None and _files(again) == _files(result)
+
+    # a further few steps under a LoRA, whose critic begins as the teacher
+    transformer = NamedRun(config).transformer(with_weights=True)
+    config = replace(config, stages=(FEW,))
+    roles = Roles.of(transformer, config, prepare_for_training(transformer, config), None)
+    assert roles.teacher is not None and roles.critic is not None
+    for context in (roles.teacher.at_work(), roles.critic.at_work()):
+        with context:
+            assert_close(_output(transformer), _output(original))
+            found = {plain_name(name): parameter for name, parameter in transformer.named_parameters()}
+            assert all(torch.equal(found[name], parameter) for name, parameter in original.named_parameters())
+    assert torch.equal(_output(transformer), began)
+
+
+def test_a_result_stays_in_float32_where_the_model_is_in_bfloat16(result: Path, tmp_path: Path) -> None:
+    stage = replace(SECOND, **LORA) if list(result.glob("lora-*")) else SECOND
+    settings = {"data": str(tmp_path / "none"), "model": str(result.parent / "model"), "patch": str(result)}
+    run = NamedRun(_config(tmp_path / "run", stage, precision="bf16", **settings))
+    saved = {name: tensor for file in result.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    parameters = {plain_name(name): p for name, p in run.transformer(with_weights=True).named_parameters()}
+    assert all(torch.equal(parameters[name.removeprefix("transformer.")], x) for name, x in saved.items())
+    assert parameters["proj_out.weight"].dtype == torch.bfloat16
+    assert run.transformer(with_weights=False).dtype
+
+
+def test_a_lora_to_begin_with_and_stages_must_fit(result: Path, tmp_path: Path) -> None:
+    has_lora = bool(list(result.glob("lora-*")))
+    wrong = [replace(SECOND, **LORA | {"lora_rank": 4}), replace(SECOND, **LORA | {"lora_layers": "attention"}), SECOND]
+    for stage in wrong if has_lora else ():
+        config = _config(tmp_path / "run", stage, patch=str(result))
+        with pytest.raises(ValueError, match=r"stages\.0: .*patch='"):
+            train(load_mhla(wan_pipeline().transformer, result), wan_data(), config)
+    if not has_lora:  # a LoRA over weights that the first run has changed
+        config = _config(tmp_path / "run", replace(SECOND, **LORA), FEW, patch=str(result))
+        transformer = load_mhla(wan_pipeline().transformer, result)
+        both = train(transformer, wan_data(), config).result
+        assert both is not None and len(_files(both)) == 2
+        before, after = (load_file(next(folder.glob("mhla-*"))) for folder in (result, both))
+        kept = [name for name in before if ".mhla." not in name]
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in kept)
+        assert list(both.glob("lora-*"))
