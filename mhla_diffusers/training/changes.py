@@ -83,7 +83,7 @@ def _refused(
         first, *rest = name.removeprefix("the content of ").split(".")
         if first != "stages":
             if first not in MAY_CHANGE:
-                yield name, before, now, _WHY_NOT[first]
+                yield name, before, now, _WHY_NOT.get(first, "the checkpoint was made with it")
             continue
         index, setting = int(rest[0]), ".".join(rest[1:])
         if index < at_work:
