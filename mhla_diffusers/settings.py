@@ -345,13 +345,14 @@ def _as_plain(value: Any) -> Any:
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield dotted name, value before and value now of everything that differs between two contents of JSON.
 
-    What only one of them has is None in the other.
+    What only one of them has is None in the other. Lists of named values are compared one by one, others as wholes.
     """
     prefix = f"{name}." if name else ""
+    both_lists = isinstance(before, list) and isinstance(now, list)
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted({*before, *now}):
             yield from differences(before.get(key), now.get(key), f"{prefix}{key}")
-    elif isinstance(before, list) and isinstance(now, list):
+    elif both_lists and all(isinstance(one, dict) for one in (*before, *now)):
         for index, (one, other) in enumerate(zip_longest(before, now)):
             yield from differences(one, other, f"{prefix}{index}")
     elif before != now:

@@ -92,7 +92,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> TrainingConfig:
         ({"stages": (FIRST, replace(SECOND, steps=1))}, r"stages\.1\.steps=1, which was 3: 2 updates"),
         ({"stages": (FIRST,)}, r"stages\.1=None"),
         ({"optimizer": "adamw8bit"}, "optimizer='adamw8bit', which was 'adamw'"),
-        ({"patch": MHLAConfig(blocks=(2, 2, 1))}, r"patch\.blocks\.2=1, which was 2"),
+        ({"patch": MHLAConfig(blocks=(2, 2, 1))}, r"patch\.blocks=\[2, 2, 1\], which was \[2, 2, 2\]"),
     ],
 )
 def test_what_may_not_change_is_said_with_the_reason(
