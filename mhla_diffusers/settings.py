@@ -14,10 +14,11 @@ a YAML file with overrides of the command line (:func:`read_yaml`). An error nam
 
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from fractions import Fraction
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -340,6 +341,23 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _as_plain(one) for name, one in value.items()}
     return [_as_plain(one) for one in value] if isinstance(value, tuple | list) else value
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield dotted name, value before and value now of everything that differs between two contents of JSON.
+
+    What only one of them has is None in the other. Lists of named values are compared one by one, others as wholes.
+    """
+    prefix = f"{name}." if name else ""
+    both_lists = isinstance(before, list) and isinstance(now, list)
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from differences(before.get(key), now.get(key), f"{prefix}{key}")
+    elif both_lists and all(isinstance(one, dict) for one in (*before, *now)):
+        for index, (one, other) in enumerate(zip_longest(before, now)):
+            yield from differences(one, other, f"{prefix}{index}")
+    elif before != now:
+        yield name, before, now
 
 
 def check(condition: bool, message: str, *path: str | int) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -267,7 +268,10 @@ def _result_in(weights: str | Path) -> Path:
     if not (folder / "metrics.jsonl").is_file():
         return folder
     if not (folder / "result").is_dir():
-        raise ValueError(f"{folder} is a run without a result so far; go on with it by --resume latest.")
+        raise ValueError(
+            f"{folder} is a run without a result so far; go on with it by --resume latest, or take its latest "
+            f"checkpoint: {shlex.join(['mhla', 'export', str(folder)])} --output FOLDER"
+        )
     return folder / "result"
 
 

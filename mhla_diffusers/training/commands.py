@@ -59,6 +59,20 @@ def finetune_command(
     typer.echo(f"Wrote {result.result}")
 
 
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run for its latest one.")],
+    output: Annotated[Path, typer.Option(help="New folder for the weights.")],
+) -> None:
+    """Make a patch of a checkpoint, as the run's result would be: of the moving average where there is one."""
+    import logging
+
+    from .finetune import export
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    export(checkpoint, output)
+    typer.echo(f"Wrote {output}")
+
+
 def data_command(
     source: Annotated[
         Path, typer.Argument(help="Folder of videos or images with captions, tar shards, or folder of latents.")
