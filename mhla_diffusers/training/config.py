@@ -135,6 +135,15 @@ class StageConfig(Settings):
             f"critic_updates={few_steps.critic_updates} come first; use at least {first}.",
         )
 
+    def describe(self) -> str:
+        """Say what the stage trains, and what its loss is, which cannot be compared with that of other objectives."""
+        if self.objectives is None:
+            loss = "distribution matching in few steps"
+        else:
+            weights = vars(self.objectives).items()
+            loss = " + ".join(f"{weight:g} {name}" for name, weight in weights if weight)
+        return f"trains {self.trainable}, loss = {loss}"
+
     @property
     def needs_teacher(self) -> bool:
         """Whether the unpatched model's outputs are needed."""
