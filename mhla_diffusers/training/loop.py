@@ -28,7 +28,7 @@ from .config import TrainingConfig
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
-from .roles import Roles, Teacher, make_trainable, prepare_for_training
+from .roles import Roles, Teacher, make_trainable, prepare_for_training, quantize_base
 from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint, step_of
 from .stage import Stage
 from .validation import Sampler, show_samples, validation_loss
@@ -74,7 +74,7 @@ def train(
         ValueError: settings, data, transformer and the checkpoint do not fit each other, or the kind of sharding is not
             supported.
         FileNotFoundError: no checkpoint to resume from.
-        ImportError: the tracker is missing, or bitsandbytes for ``optimizer: adamw8bit``.
+        ImportError: the library of the tracker, of the optimizer or of ``base_dtype`` is missing.
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates or with non-finite weights or validation loss; no result is written.
         CheckpointError: the last checkpoint or the result could not be written.
@@ -135,6 +135,8 @@ class Run:
         device: torch.device = accelerator.device
         # a process without a launcher has nobody to share with
         self.is_sharded = uses_fsdp2(config) and torch.distributed.is_initialized()
+        if config.base_dtype is not None:
+            quantize_base(transformer, config.base_dtype, device)
         # whole weights may not fit on the device, so sharding moves them part by part
         self.transformer = transformer if self.is_sharded else transformer.to(device)
         self.family = trained_family(transformer)
@@ -186,7 +188,8 @@ class Run:
                 if self.is_sharded:
                     parameters[name].copy_(placed_like(value, parameters[name]))
                 else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
-                    parameters[name].data = value.to(parameters[name].device)
+                    # a copy, since kernels round otherwise where memory is not aligned, as in the file
+                    parameters[name].data = value.to(parameters[name].device, copy=True)
         logger.info("Resuming from %s.", checkpoint)
         return saved
 

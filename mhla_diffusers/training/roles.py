@@ -6,6 +6,7 @@ The critic of few steps is the teacher with a LoRA of its own, or a copy of it.
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..config import LinearConfig
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
 from ..patching import is_patched, mhla_disabled, mhla_layers, remove_mhla
-from .config import LoraLayers, StageConfig, Trainable, TrainingConfig
+from .config import BaseType, LoraLayers, StageConfig, Trainable, TrainingConfig
 from .latents.data import drop_prompts
 
 STUDENT, CRITIC = "default", "critic"
@@ -87,6 +88,36 @@ def prepare_for_training(transformer: Any, config: TrainingConfig) -> list[str]:
     return trainable_names(transformer, *(stage.trainable for stage in config.stages))
 
 
+def linears_of_blocks(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of the blocks by name, without those of MHLA and of LoRA."""
+    blocks = tuple(f"{block}." for block in get_family(transformer).blocks_of(transformer))
+    return {
+        place: module
+        for place, module in transformer.named_modules()
+        if isinstance(module, nn.Linear)
+        and place.startswith(blocks)
+        and ".mhla." not in place
+        and lora_of(f"{place}.") is None
+    }
+
+
+def quantization(kind: BaseType) -> Any:
+    """Return torchao's configuration of a type of frozen weights; ImportError if torchao is missing."""
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ImportError(f"base_dtype={kind} needs torchao: pip install mhla_diffusers[quantize].") from error
+    return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+
+
+def quantize_base(transformer: nn.Module, kind: BaseType, device: torch.device) -> None:
+    """Convert the weights of all linear layers of the blocks in place, one layer at a time on the device."""
+    from torchao.quantization import quantize_
+
+    for linear in linears_of_blocks(transformer).values():
+        quantize_(linear, quantization(kind), device=device)
+
+
 def add_lora(
     transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = "attention", name: str = STUDENT
 ) -> None:
@@ -94,24 +125,17 @@ def add_lora(
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    family, modules = get_family(transformer), dict(transformer.named_modules())
+    family = get_family(transformer)
     if any(lora_of(weight) == name for weight, _ in transformer.named_parameters()):
         return
     if layers == "blocks":
-        blocks = tuple(f"{block}." for block in family.blocks_of(transformer))
-        targets = [
-            place.removesuffix(".base_layer")
-            for place, module in modules.items()
-            if isinstance(module, nn.Linear)
-            and place.startswith(blocks)
-            and ".mhla." not in place
-            and lora_of(f"{place}.") is None
-        ]
+        targets = [place.removesuffix(".base_layer") for place in linears_of_blocks(transformer)]
     else:
         attentions = patched_attentions(transformer).values()
         projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
-        targets = [place for place, module in modules.items() if module in projections]
-    with torch.random.fork_rng():
+        targets = [place for place, module in transformer.named_modules() if module in projections]
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated", UserWarning)  # training never merges
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, name)
     for layer in transformer.modules():
