@@ -32,7 +32,7 @@ class StageEstimate:
     """All weights, trained ones in float32; with sharding this process's part and what is gathered at a time; with
     ``base_dtype`` also those of one block as they are converted to compute."""
     training_bytes: int
-    """Gradients, the optimizer's state, the moving average and the teacher's original values; or this process's part."""
+    """Gradients, the optimizer's state, the moving average, the teacher's original values; or this process's part."""
     activation_bytes: int
     """Peak of forward and backward."""
     flops: int
