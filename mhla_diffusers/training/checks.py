@@ -18,7 +18,7 @@ from .distributed import check_groups, uses_fsdp2
 from .latents.data import TrainingData
 from .latents.times import frames_together
 from .optimizer import optimizer_class
-from .roles import STUDENT, lora_targets, patched_attentions
+from .roles import STUDENT, lora_targets, patched_attentions, quantization
 from .run_folder import RunFolder, read_state
 
 
@@ -41,10 +41,12 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
 
 
 def check_installed(config: TrainingConfig) -> None:
-    """Raise ImportError if the tracker is missing, or bitsandbytes for ``optimizer: adamw8bit``."""
+    """Raise ImportError if the library of the tracker, of the optimizer or of ``base_dtype`` is missing."""
     from accelerate.utils import is_tensorboard_available, is_wandb_available
 
     optimizer_class(config.optimizer)
+    if config.base_dtype is not None:
+        quantization(config.base_dtype)
     available = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
     if config.tracker is not None and not available[config.tracker]():
         raise ImportError(

@@ -21,7 +21,12 @@ LoraLayers = Literal["attention", "blocks"]
 """Where LoRA is: on the projections of the patched self-attentions, or on every linear layer of the transformer's
 blocks."""
 
-OptimizerName = Literal["adamw", "adamw8bit"]
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "schedulefree"]
+"""AdamW and Adafactor of PyTorch, torchao's AdamW with moments in 8 bits, and schedulefree's AdamW, which averages the
+weights in place of a schedule that decays."""
+
+BaseType = Literal["int8", "float8"]
+"""Type of frozen weights by torchao, with one scale per output channel."""
 
 
 _POSITIVE, _ZERO_OR_MORE, _FILLED = allow(above=0), allow(at_least=0), allow(is_filled=True)
@@ -149,6 +154,15 @@ class StageConfig(Settings):
             f"critic_updates={few_steps.critic_updates} come first; use at least {first}.",
         )
 
+    def describe(self) -> str:
+        """Say what the stage trains, and what its loss is, which cannot be compared with that of other objectives."""
+        if self.objectives is None:
+            loss = "distribution matching in few steps"
+        else:
+            weights = vars(self.objectives).items()
+            loss = " + ".join(f"{weight:g} {name}" for name, weight in weights if weight)
+        return f"trains {self.trainable}, loss = {loss}"
+
     @property
     def needs_teacher(self) -> bool:
         """Whether the unpatched model's outputs are needed."""
@@ -223,10 +237,13 @@ class TrainingConfig(Settings):
     """Forwards per update."""
     precision: Literal["no", "bf16"] = field(default="no", metadata=allow(convert=_precision))
     """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
+    base_dtype: BaseType | None = None
+    """Type that the weights of all linear layers of the blocks are kept in under LoRA; None for that of ``precision``,
+    in which they compute in any case."""
     optimizer: OptimizerName = "adamw"
-    """adamw8bit keeps AdamW's moments in 8 bits and needs bitsandbytes."""
+    """adamw8bit needs torchao, schedulefree the library of that name."""
     weight_decay: float = field(default=0.0, metadata=_ZERO_OR_MORE)
-    """Weight decay of AdamW; the mixing matrices are never decayed."""
+    """Weight decay of the optimizer; the mixing matrices are never decayed."""
     max_gradient_norm: float = field(default=1.0, metadata=_POSITIVE)
     ema_decay: float | None = field(default=None, metadata=allow(above=0, below=1))
     """Decay of the moving average of the trained weights, which is then validated and exported."""
@@ -296,6 +313,23 @@ class TrainingConfig(Settings):
                 "few_steps must be the last stage, because the model then samples in its times alone.",
                 "stages",
                 index,
+            )
+        check(
+            self.base_dtype is None or all(stage.trainable in ("mhla", "lora") for stage in self.stages),
+            f"base_dtype={self.base_dtype!r} is for weights that no stage trains; use trainable: lora or mhla.",
+        )
+        check(
+            self.base_dtype is None or self.gradient_checkpointing,
+            f"base_dtype={self.base_dtype!r} needs gradient_checkpointing: true; otherwise the backward pass keeps "
+            "every weight as it was converted to compute, and nothing is saved.",
+        )
+        averages = {"ema_decay": self.ema_decay is not None, "few_steps": self.few_steps is not None}
+        averages |= {"scheduler: cosine": any(stage.scheduler == "cosine" for stage in self.stages)}
+        for name, is_set in averages.items():
+            check(
+                self.optimizer != "schedulefree" or not is_set,
+                f"optimizer=schedulefree averages the weights at a constant rate and does not go with {name}; remove "
+                "one of the two.",
             )
         check(
             self.few_steps is None or self.context_parallel.processes == 1,

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..config import load_patch
-from ..devices import is_first_process, launched_on_cpus, launched_processes
+from ..devices import is_first_process, launched_on_cpus, launched_processes, peak_memory
 from ..families import NoisedBatch, trained_family
 from ..files import content_of, folder_for_results
 from ..patching import mhla_layers
-from ..reporting import progress, shows_bars
+from ..reporting import progress, scaled, shows_bars
 from .changes import Change, find_changes, say
 from .checks import check_fits, check_start
 from .config import TrainingConfig, seconds_of
@@ -31,7 +31,7 @@ from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, 
 from .export import write_weights
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
-from .roles import Roles, make_trainable, prepare_for_training
+from .roles import Roles, Teacher, make_trainable, prepare_for_training, quantize_base
 from .run_folder import (
     CheckpointError,
     RunFolder,
@@ -42,7 +42,7 @@ from .run_folder import (
     step_of,
 )
 from .stage import Stage
-from .validation import Sampler
+from .validation import Sampler, show_samples, validation_loss
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def train(
         ValueError: settings, data, transformer and the checkpoint do not fit each other, or the kind of sharding is not
             supported.
         FileNotFoundError: no checkpoint to resume from.
-        ImportError: the tracker is missing, or bitsandbytes for ``optimizer: adamw8bit``.
+        ImportError: the library of the tracker, of the optimizer or of ``base_dtype`` is missing.
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates or with non-finite weights or validation loss; no result is written.
         CheckpointError: the last checkpoint or the result could not be written.
@@ -111,6 +111,11 @@ def train_checked(
             end, is_last = config.end_of(index), index == len(config.stages) - 1
             if run.step >= end and not is_last:
                 continue  # done before the run was resumed
+            logger.info(
+                "Stage %d of %d, up to step %d: %s%s.",
+                *(index + 1, len(config.stages), end, settings.describe()),
+                "; not comparable with the loss of the stage before" * (index > 0),
+            )
             with run.stage(index, saved) as stage:
                 saved = {}
                 if run.step == 0:
@@ -147,6 +152,8 @@ class Run:
         device: torch.device = accelerator.device
         # a process without a launcher has nobody to share with
         self.is_sharded = uses_fsdp2(config) and torch.distributed.is_initialized()
+        if config.base_dtype is not None:
+            quantize_base(transformer, config.base_dtype, device)
         # whole weights may not fit on the device, so sharding moves them part by part
         self.transformer = transformer if self.is_sharded else transformer.to(device)
         self.family = trained_family(transformer)
@@ -185,6 +192,11 @@ class Run:
         if size > 1:  # after calibration, which needs whole attentions
             split_tokens(transformer, config.context_parallel, device, groups)
         self.roles = Roles.of(transformer, config, self.changed, data.empty, accelerator.autocast)
+        self.unpatched_loss: float | None = None
+        """Validation loss of the original model on the same batches, measured before its weights are replaced."""
+        if config.validation.samples and config.patch is not None:
+            with Teacher(transformer, ()).at_work(), accelerator.autocast():
+                self.unpatched_loss = self._held_out_mean(validation_loss(transformer, self.batches))
 
     def resume(self, checkpoint: Path) -> dict[str, Tensors]:
         """Load the weights of a checkpoint, and return the tensors of all its files."""
@@ -200,7 +212,8 @@ class Run:
                 if self.is_sharded:
                     parameters[name].copy_(placed_like(value, parameters[name]))
                 else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
-                    parameters[name].data = value.to(parameters[name].device)
+                    # a copy, since kernels round otherwise where memory is not aligned, as in the file
+                    parameters[name].data = value.to(parameters[name].device, copy=True)
         logger.info("Resuming from %s.", checkpoint)
         for change in self.changes:
             logger.info("Changed since: %s", say(change))
@@ -306,30 +319,42 @@ class Run:
             raise self._diverged(f"{self.skipped} updates in a row, up to step {self.step}, were skipped")
         if accelerator.is_main_process:
             self.folder.add_metrics({"step": self.step, "stage": stage.index, **values, "skipped": skipped})
-            accelerator.log({**values, "tokens_per_second": speed}, step=self.step)
+            memory = peak_memory(accelerator.device)
+            accelerator.log({**values, "tokens_per_second": speed, **memory}, step=self.step)
             shown = {"loss": f"{values['loss']:.4g}", "lr": f"{rate:.3g}", "tokens_per_s": f"{speed:.3g}"}
-            bar.set_postfix(shown, refresh=False)
+            bar.set_postfix(shown | {name: scaled(size, 1024, "B") for name, size in memory.items()}, refresh=False)
             bar.update(self.step - bar.n)
         return bool(stop_votes > 0)
 
     def validate(self, stage: Stage) -> None:
         """Measure the loss on held-out samples and generate samples, if the settings ask for it."""
-        samples, is_first = self.config.validation.samples, self.accelerator.is_main_process
+        is_first, unpatched = self.accelerator.is_main_process, self.unpatched_loss
         with stage.averaged_weights(), self.accelerator.autocast():
-            if samples:
-                # the processes of a group have the same losses
-                summed = self.accelerator.reduce(stage.held_out_loss(self.batches), reduction="sum")
-                self.validation_loss = loss = float(summed) / self.roles.split / samples
+            if self.config.validation.samples:
+                self.validation_loss = loss = self._held_out_mean(stage.held_out_loss(self.batches))
+                losses = {"validation_loss": loss}
+                if unpatched is not None and stage.matching is None:  # few steps have a validation loss of their own
+                    losses["unpatched_validation_loss"] = unpatched
                 if is_first:
-                    self.folder.add_metrics({"step": self.step, "validation_loss": loss})
-                    self.accelerator.log({"validation_loss": loss}, step=self.step)
-                logger.info("Validation loss %.5f after step %d.", loss, self.step)
+                    self.folder.add_metrics({"step": self.step, **losses})
+                    self.accelerator.log(losses, step=self.step)
+                beside = f" (unpatched {unpatched:.5f})" if len(losses) == 2 else ""
+                logger.info("Validation loss %.5f%s after step %d.", loss, beside, self.step)
             if self.sampler is not None and is_first:
-                self.sampler(self.transformer, self.folder.path / "samples" / f"step-{self.step:08d}")
+                samples = self.folder.path / "samples" / f"step-{self.step:08d}"
+                self.sampler(self.transformer, samples)
+                for tracker in self.accelerator.trackers:
+                    show_samples(tracker, samples, self.step)
             elif self.sampler is not None and (self.is_sharded or self.roles.split > 1):
                 with TemporaryDirectory() as folder:  # the first process needs the others' weights or tokens
                     self.sampler(self.transformer, Path(folder))
         self.accelerator.wait_for_everyone()
+
+    def _held_out_mean(self, summed: torch.Tensor) -> float:
+        """Return the mean over all held-out samples of losses that each process has summed over its own."""
+        # the processes of a group have the same losses
+        total = float(self.accelerator.reduce(summed, reduction="sum"))
+        return total / self.roles.split / self.config.validation.samples
 
     def check_end(self, stage: Stage) -> None:
         """Raise if the final model may be bad.

@@ -7,6 +7,7 @@ own, or a copy of it.
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ..config import LinearConfig
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
 from ..patching import find_patched, is_patched, mhla_disabled, mhla_layers, remove_mhla
 from ..patching.weights import LORA
-from .config import LoraLayers, StageConfig, Trainable, TrainingConfig
+from .config import BaseType, LoraLayers, StageConfig, Trainable, TrainingConfig
 from .distributed import placed_like
 from .latents.data import drop_prompts
 
@@ -96,6 +97,36 @@ def prepare_for_training(transformer: Any, config: TrainingConfig) -> list[str]:
     return trainable_names(transformer, *(stage.trainable for stage in config.stages))
 
 
+def linears_of_blocks(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of the blocks by name, without those of MHLA and of LoRA."""
+    blocks = tuple(f"{block}." for block in get_family(transformer).blocks_of(transformer))
+    return {
+        place: module
+        for place, module in transformer.named_modules()
+        if isinstance(module, nn.Linear)
+        and place.startswith(blocks)
+        and ".mhla." not in place
+        and lora_of(f"{place}.") is None
+    }
+
+
+def quantization(kind: BaseType) -> Any:
+    """Return torchao's configuration of a type of frozen weights; ImportError if torchao is missing."""
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ImportError(f"base_dtype={kind} needs torchao: pip install mhla_diffusers[quantize].") from error
+    return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+
+
+def quantize_base(transformer: nn.Module, kind: BaseType, device: torch.device) -> None:
+    """Convert the weights of all linear layers of the blocks in place, one layer at a time on the device."""
+    from torchao.quantization import quantize_
+
+    for linear in linears_of_blocks(transformer).values():
+        quantize_(linear, quantization(kind), device=device)
+
+
 def add_lora(
     transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = "attention", name: str = STUDENT
 ) -> None:
@@ -106,7 +137,8 @@ def add_lora(
     if any(lora_of(weight) == name for weight, _ in transformer.named_parameters()):
         return
     targets = lora_targets(transformer, layers)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated", UserWarning)  # training never merges
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, name)
     for layer in transformer.modules():
@@ -119,20 +151,11 @@ def add_lora(
 
 def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
     """Return the names of the linear layers that a LoRA is for, whether or not they have one."""
-    family, modules = get_family(transformer), dict(transformer.named_modules())
     if layers == "blocks":
-        blocks = tuple(f"{block}." for block in family.blocks_of(transformer))
-        return [
-            place.removesuffix(".base_layer")
-            for place, module in modules.items()
-            if isinstance(module, nn.Linear)
-            and place.startswith(blocks)
-            and ".mhla." not in place
-            and lora_of(f"{place}.") is None
-        ]
-    attentions = patched_attentions(transformer).values()
+        return [place.removesuffix(".base_layer") for place in linears_of_blocks(transformer)]
+    attentions, family = patched_attentions(transformer).values(), get_family(transformer)
     projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
-    return [place for place, module in modules.items() if module in projections]
+    return [place for place, module in transformer.named_modules() if module in projections]
 
 
 @contextmanager
