@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
-from mhla_diffusers.families import Clip
 from mhla_diffusers.tiny import pipeline_folder
+from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.preview import write_preview
 from mhla_diffusers.training.latents.summary import summarize
 
 from ..pipelines import write_frames, write_image, write_video
 
-CLIP = Clip(frames=9, fps=6.0, sizes=((64, 64), (64, 96)))
+CLIP = Clips(frames=9, fps=6.0, sizes=((64, 64), (64, 96)))
 OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--precision", "no", "--workers", 0)
 TINY_WAN = str(pipeline_folder("wan"))
 
