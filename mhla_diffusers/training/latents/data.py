@@ -226,6 +226,7 @@ def in_workers(
             DataLoader(
                 _Results(items[first::workers], function),
                 batch_size=None,
+                collate_fn=_unchanged,
                 num_workers=1,
                 worker_init_fn=ignore_interrupts,
             )
@@ -246,6 +247,11 @@ class _Results(IterableDataset[Any]):
         for item in self._items:
             yield from self._function(item)
             yield None
+
+
+def _unchanged(result: Any) -> Any:
+    """Return a result as it is, which a DataLoader would otherwise convert."""
+    return result
 
 
 def ignore_interrupts(worker: int) -> None:

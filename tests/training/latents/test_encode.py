@@ -117,14 +117,15 @@ def test_a_cache_notices_other_weights_and_names_samples_that_were_not_asked_for
 
 
 def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_path: Path) -> None:
-    """Each with its first frame, which stays where the prompt is dropped."""
+    """Every clip with its own first frame, which stays where the prompt is dropped."""
     pytest.importorskip("ftfy")
     components = wan_components(flow_shift=5.0, image_channels=8)
     pipe, model = _saved(quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **components)), tmp_path)
-    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    encode_folder(pipe, model, videos, tmp_path / "cache", replace(WAN_CLIP, extract="chunk"))
     cache = LatentCache(tmp_path / "cache")
-    assert cache.shapes == [(36, 2, 4, 4)] * 3
+    assert cache.shapes == [(36, 2, 4, 4)] * 6
     assert cache[0]["encoder_hidden_states_image"].shape == (5, 8)
+    assert not torch.equal(cache[0]["encoder_hidden_states_image"], cache[1]["encoder_hidden_states_image"])
     assert cache.empty is not None and cache.empty.keys() == {"encoder_hidden_states"}
     assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
 
@@ -137,7 +138,9 @@ def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_pa
         (dit_pipeline, Clips(1, 1.0, ((16, 16),)), (4, 8, 8)),
     ],
 )
-def test_synthesized_latents_train(make: Callable[[], Any], clip: Clips, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_synthesized_latents_train(
+    make: Callable[[], Any], clip: Clips, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     pipe, model = _saved(make(), tmp_path)
     prompts = ["3", "dog"] if make is dit_pipeline else ["a red ball", "a blue ball moves"]
     for count in (1, 2):

@@ -15,8 +15,8 @@ from mhla_diffusers.training.latents.summary import summarize
 
 from ..pipelines import write_frames, write_image, write_video
 
-CLIP = Clips(frames=9, fps=6.0, sizes=((64, 64), (64, 96)))
-OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--precision", "no", "--workers", 0)
+CLIP = Clips(frames=9, fps=6.0, sizes=((64, 64), (64, 96)), upscale=True)
+OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--upscale", "--precision", "no", "--workers", 0)
 TINY_WAN = str(pipeline_folder("wan"))
 
 
