@@ -13,7 +13,7 @@ import torch
 from ...families import Clip
 from ...files import read_json
 from ...generation import family_of, pipeline_file
-from ...generation.pipelines import check_classes, family_named, transformer_without_weights
+from ...generation.pipelines import check_classes, family_named, pipeline_source, transformer_without_weights
 from ...reporting import progress, text_table, times
 from .cache import INDEX_NAME, CachedSample, CacheIndex
 from .clips import Clips
@@ -63,9 +63,10 @@ class DataModel:
     """
 
     def __init__(self, model: str) -> None:
-        self.name, self.family = model, family_of(model)
-        self.transformer = transformer_without_weights(model, self.family.name)
-        self.vae: dict[str, Any] = read_json(pipeline_file(model, "vae/config.json"))
+        self.name = pipeline_source(model)
+        self.family = family_of(self.name)
+        self.transformer = transformer_without_weights(self.name, self.family.name)
+        self.vae: dict[str, Any] = read_json(pipeline_file(self.name, "vae/config.json"))
 
     def fitted(self, clips: Clips) -> Clips:
         """Return clips with sizes for the model; ValueError for frames or sizes that it cannot take."""

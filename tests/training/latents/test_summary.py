@@ -101,7 +101,7 @@ def test_an_encoded_folder_shows_its_latents_beside_the_source(videos: Path, tmp
     before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--page", page)
     assert page.read_text().count("data:image/jpeg") == 4 and "&lt;three&gt;" in page.read_text()
     encoded = run("encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS)
-    after = run("data", latents, "--model", TINY_WAN, "--precision", "no", "--preview", 3, "--page", page)
+    after = run("data", latents, "--model", "tiny-wan", "--precision", "no", "--preview", 3, "--page", page)
     assert _rows(encoded) == _rows(before) == _rows(after)
     assert "Left out:" in after and "4 of 7 files are used" in after
     content = page.read_text()
