@@ -17,11 +17,7 @@ class Clip(Settings):
     fps: float = field(metadata=allow(above=0))
     """Frames per second that a video is sampled at."""
     sizes: tuple[tuple[int, int], ...] = field(metadata=allow(above=0, is_filled=True))
-    """(height, width) in pixels; a file gets the size nearest to its aspect ratio."""
-
-    def size_for(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size nearest in aspect ratio."""
-        return min(self.sizes, key=lambda size: abs(math.log(size[0] / size[1]) - math.log(height / width)))
+    """(height, width) in pixels."""
 
 
 @dataclass(frozen=True)

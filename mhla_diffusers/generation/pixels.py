@@ -50,6 +50,8 @@ def opened_video(source: Path | BytesIO) -> Iterator[tuple[Any, Any]]:
     try:
         with av.open(str(source) if isinstance(source, Path) else source, "r") as container:
             yield container, container.streams.video[0]
+    except UnreadableMediaError:
+        raise
     except (av.FFmpegError, OSError, IndexError, ValueError, TypeError) as error:
         raise UnreadableMediaError(f"not a readable video: {error}") from error
 

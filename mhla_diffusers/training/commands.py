@@ -9,16 +9,22 @@ import typer
 from ..files import folder_for_results
 
 if TYPE_CHECKING:
-    from ..families import Clip
+    from .latents.clips import Clips
 
 _Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline; or tiny-wan, tiny-sana, tiny-dit.")]
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
-_Frames = Annotated[int | None, typer.Option(help="Per video; default: the family's, 81 for Wan.")]
+_Frames = Annotated[
+    list[int] | None,
+    typer.Option(help="Of a clip; repeat for several lengths, 1 for pictures; default: the family's, 81 for Wan."),
+]
 _Fps = Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")]
 _Sizes = Annotated[
     list[str] | None,
-    typer.Option("--size", help="480x832, height first, or 512 for a square; repeat for aspect buckets."),
+    typer.Option(
+        "--size", help='480x832, height first, or 512 for a square; repeat for buckets, or "auto", or "auto 240x416".'
+    ),
 ]
+_Upscale = Annotated[bool, typer.Option("--upscale", help="Enlarge files that are too small, else left out.")]
 _Workers = Annotated[int, typer.Option(help="Processes that read files.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
 _Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]
@@ -75,7 +81,7 @@ def export_command(
 
 def data_command(
     source: Annotated[
-        Path, typer.Argument(help="Folder of videos or images with captions, tar shards, or folder of latents.")
+        Path, typer.Argument(help="Folder of videos or images with captions, tar shards, YAML file, or latents.")
     ],
     model: Annotated[
         str | None, typer.Option(help="Hub id or folder of the pipeline to encode with, or that encoded the latents.")
@@ -83,6 +89,7 @@ def data_command(
     frames: _Frames = None,
     fps: _Fps = None,
     sizes: _Sizes = None,
+    upscale: _Upscale = False,
     preview: Annotated[int, typer.Option(min=0, help="Samples to show on a page; latents with --model.")] = 0,
     page: Annotated[Path, typer.Option(help="HTML file of --preview.")] = Path("data.html"),
     workers: _Workers = 4,
@@ -98,7 +105,8 @@ def data_command(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
-    summary = summarize(source, _clip(model, frames, fps, sizes), model, workers)
+    given = _clips(source, model, frames, fps, sizes, upscale)
+    summary = summarize(source, given, model, workers)
     typer.echo(str(summary))
     if preview:
         count = write_preview(summary, preview, page, device, dtype)
@@ -109,12 +117,16 @@ def encode_command(
     model: _Model,
     source: Annotated[
         Path,
-        typer.Option(help="Folder of videos or images with captions, or webdataset's tar shards: folder or 'a/*.tar'."),
+        typer.Option(
+            help="Folder of videos or images with captions, or webdataset's tar shards: folder or 'a/*.tar'; "
+            "or a YAML file of several."
+        ),
     ],
     output: _Output,
     frames: _Frames = None,
     fps: _Fps = None,
     sizes: _Sizes = None,
+    upscale: _Upscale = False,
     workers: _Workers = 4,
     device: _Device = "auto",
     precision: _Precision = "bf16",
@@ -124,17 +136,17 @@ def encode_command(
 
     from ..generation.pipelines import check_classes, family_of, pipeline_source
     from .latents.encode import encode_folder
-    from .latents.media import find_media
+    from .latents.sources import read_sources
     from .latents.summary import DataModel, summarize_cache
 
     model = pipeline_source(model)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # before anything is loaded; captions in shards are skipped where they are no class
-    captions = dict.fromkeys(item.caption for item in find_media(source) if item.offset is None)
+    captions = dict.fromkeys(item.caption for item in read_sources(source).media() if item.offset is None)
     check_classes(model, family_of(model).name, captions)
     with folder_for_results(output, lock=False):
-        pipe, clip = _load(model, device, precision, frames, fps, sizes, uses_transformer=False)
-        index = encode_folder(pipe, model, source, output, clip, workers)
+        clips = _clips(source, model, frames, fps, sizes, upscale)
+        index = encode_folder(_load(model, device, precision, False), model, source, output, clips, workers)
     typer.echo(str(summarize_cache(index, DataModel(model))))
 
 
@@ -142,8 +154,8 @@ def synthesize_command(
     model: _Model,
     prompts: Annotated[Path, typer.Option(help="One prompt per line, or a .csv or .jsonl with a column text.")],
     output: _Output,
-    frames: _Frames = None,
-    sizes: _Sizes = None,
+    frames: Annotated[int | None, typer.Option(help="Per video; default: the family's, 81 for Wan.")] = None,
+    sizes: Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH.")] = None,
     steps: Annotated[int, typer.Option(help="Of the sampler; 0 encodes the prompts alone, for few_steps.")] = 50,
     guidance: Annotated[float, typer.Option(help="Scale of classifier-free guidance.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
@@ -161,47 +173,53 @@ def synthesize_command(
     lines = read_prompts(prompts)
     check_classes(model, family_of(model).name, lines)
     with folder_for_results(output, lock=False):
-        pipe, clip = _load(model, device, precision, frames, None, sizes, uses_transformer=steps != 0)
-        index = synthesize(pipe, model, lines, output, clip, steps=steps, guidance=guidance, seed=seed)
+        clips = _clips(None, model, frames if frames is None else [frames], None, sizes)
+        pipe = _load(model, device, precision, steps != 0)
+        index = synthesize(pipe, model, lines, output, clips, steps=steps, guidance=guidance, seed=seed)
     typer.echo(f"{output} holds {len(index.samples)} samples.")
 
 
-def _load(
-    model: str,
-    device: str,
-    precision: str,
-    frames: int | None,
-    fps: float | None,
-    sizes: Sequence[str] | None,
-    uses_transformer: bool,
-) -> tuple[Any, "Clip"]:
-    """Load a pipeline, and return it with its family's default clip, overridden by the values given."""
+def _load(model: str, device: str, precision: str, uses_transformer: bool) -> Any:
+    """Load a pipeline, without its transformer if that is not used."""
     from ..devices import FLOAT_TYPES, dtype_name
     from ..generation import family_of, load_pipeline
     from ..generation.pipelines import transformers_of
 
-    family, dtype = family_of(model), FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
-    clip = _clip(model, frames, fps, sizes) or family.default_clip
-    unused = () if uses_transformer else transformers_of(model)
-    return load_pipeline(model, family.name, device, dtype, unused), clip
+    dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
+    return load_pipeline(
+        model, family_of(model).name, device, dtype, () if uses_transformer else transformers_of(model)
+    )
 
 
-def _clip(model: str | None, frames: int | None, fps: float | None, sizes: Sequence[str] | None) -> "Clip | None":
-    """Return a model's default clip, overridden by the values given; None if none is given."""
+def _clips(
+    source: Path | None,
+    model: str | None,
+    frames: Sequence[int] | None,
+    fps: float | None,
+    sizes: Sequence[str] | None,
+    upscale: bool = False,
+) -> "Clips | None":
+    """Return the clips of a source's YAML file, else of the model, changed by the values given; None if none is."""
     from dataclasses import replace
 
-    from ..families import Clip
     from ..generation import family_of
     from ..reporting import parse_size
+    from .latents.clips import Clips
+    from .latents.sources import read_sources
 
-    wanted: dict[str, Any] = {"frames": frames, "fps": fps, "sizes": tuple(map(parse_size, sizes or ())) or None}
+    shapes = sizes[0] if sizes and sizes[0].startswith("auto") else tuple(map(parse_size, sizes or ())) or None
+    wanted: dict[str, Any] = {"frames": tuple(frames or ()) or None, "fps": fps, "sizes": shapes}
     given = {name: value for name, value in wanted.items() if value is not None}
-    if not given:
+    if not given and not upscale:
         return None
-    if model is not None:
-        return replace(family_of(model).default_clip, **given)
+    base = None if source is None else read_sources(source).clip
+    if base is None and model is not None:
+        base = Clips.of(family_of(model).default_clip)
+    changed = {**given, "upscale": True} if upscale else given
+    if base is not None:
+        return replace(base, **changed)
     if len(given) < len(wanted):
         names = {"frames": "--frames", "fps": "--fps", "sizes": "--size"}
         missing = ", ".join(option for name, option in names.items() if name not in given)
         raise ValueError(f"Without --model all of --frames, --fps and --size are needed; give {missing} too.")
-    return Clip(**given)
+    return Clips(**changed)

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from ..config import PatchConfig
 from ..devices import precision_name
-from ..families import Clip
 from ..files import read_text
 from ..patching.few_steps import GUIDANCE, TIMES, FewSteps
 from ..settings import Settings, allow, check, read_yaml
+from .latents.clips import Clips
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
 """What a stage trains: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole
@@ -226,10 +226,10 @@ class TrainingConfig(Settings):
     """Name of a patch, path of a patch YAML, or settings; or a saved patch to begin with, such as another run's result,
     with its weights and LoRA; None for no patch."""
     data: str | None = field(default=None, metadata=_FILLED)
-    """Folder of latents, or of videos or images with captions (or webdataset's tar shards), which are encoded first;
-    None if the caller passes the data."""
-    clip: Clip | None = None
-    """Frames, rate and size to cut out of videos or images in ``data``; None for the family's default."""
+    """Folder of latents, or of videos or images with captions (or webdataset's tar shards, or a YAML file of several
+    sources), which are encoded first; None if the caller passes the data."""
+    clip: Clips | None = None
+    """What to cut out of videos or images in ``data``; None for what the YAML file says, or the family's default."""
     seed: int = field(default=0, metadata=_ZERO_OR_MORE)
     batch_size: int = field(default=1, metadata=_POSITIVE)
     """Samples per process and forward; with ``context_parallel`` per group of processes."""

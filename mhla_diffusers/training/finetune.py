@@ -2,8 +2,10 @@
 
 import logging
 import shlex
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,19 @@ from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..generation.pipelines import pipeline_source, transformers_of
 from ..patching import apply_mhla, find_patched, load_mhla, read_record
+from ..reporting import times
 from ..settings import check
 from .checks import check_fits, check_installed, check_start
 from .config import TrainingConfig
 from .estimate import Estimate, estimate
 from .export import export_checkpoint
 from .latents.cache import INDEX_NAME, LatentCache
+from .latents.clips import Clips
 from .latents.data import InMemoryData
 from .latents.encode import encode_folder, model_header
-from .latents.media import contents_of, find_media
+from .latents.media import contents_of
+from .latents.sources import read_sources
+from .latents.summary import DataModel
 from .loop import TrainingResult, content_of_run, train_checked
 from .roles import plain_name
 from .validation import PromptSampler
@@ -105,7 +111,8 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
         count = config.batch_size + config.validation.samples  # as many as there have to be
         data = InMemoryData([{"latents": latents, **shapes}] * count, shapes)
     check_fits(transformer, data, config)
-    return estimate(transformer, data[0], config, processes)
+    largest = max(range(len(data)), key=lambda index: prod(data.shapes[index]))
+    return estimate(transformer, data[largest], config, processes)
 
 
 def _with_folder(config: TrainingConfig) -> TrainingConfig:
@@ -144,13 +151,16 @@ class NamedRun:
                 f"{config.model} belongs to {family.name!r}.",
             )
         self._dtype = FLOAT_TYPES[dtype_name(config.precision)]
-        self.clip = config.clip or family.default_clip
+        self.is_encoded = (self.data / INDEX_NAME).is_file()
+        is_file = not self.is_encoded and self.data.is_file()
+        self.clips = config.clip or (read_sources(self.data).clip if is_file else None)
+        self.clip = (self.clips or Clips.of(family.default_clip)).longest(family.default_clip)
+        """As prompts are generated."""
         if shipped is None:
             self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
         else:
             described = family.class_settings(shipped, self.clip.sizes[0][0], self.clip.frames)
             self._settings = {"_class_name": shipped.transformer, **described}
-        self.is_encoded = (self.data / INDEX_NAME).is_file()
         if self.is_encoded:
             cache = LatentCache(self.data)
             if shipped is None:
@@ -159,11 +169,12 @@ class NamedRun:
                 picture = None if pipeline is None else family.keeps_first_frame(pipeline, self._settings)
                 cache.check_made_for(self.model, model_header(self.model, family), picture)
             if config.clip is not None:
-                cache.check_cut_as(config.clip)
-            else:  # prompts are generated as the data was cut
-                made, usual = cache.settings, family.default_clip
-                sizes = tuple((int(height), int(width)) for height, width in made.get("sizes", usual.sizes))
-                self.clip = Clip(made.get("frames", usual.frames), made.get("fps", usual.fps), sizes)
+                is_auto = isinstance(config.clip.sizes, str)
+                cache.check_cut_as(DataModel(self.model).fitted(config.clip) if is_auto else config.clip)
+            else:  # prompts are generated as most of the longest samples were cut
+                buckets = Counter(sample.bucket for sample in cache.samples)
+                frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))
+                self.clip = Clip(frames, cache.settings.get("fps", family.default_clip.fps), ((height, width),))
             check(
                 cache.settings.get("steps") != 0 or all(stage.few_steps for stage in config.stages),
                 f"{self.data} holds prompts without latents (mhla synthesize --steps 0), which only few_steps is "
@@ -194,16 +205,17 @@ class NamedRun:
             return LatentCache(self.data)
         folder = Path(self.config.output) / "latents"
         try:
-            media = find_media(self.data)
+            media = read_sources(self.data).media()
         except FileNotFoundError as error:
             common = ["--model", self.model, "--output", str(self.data), "--precision", self.config.precision]
             encoding = ["mhla", "encode", "--source", "FOLDER", *common]
             synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
-            if self.config.clip is not None:
-                sizes = [f"{height}x{width}" for height, width in self.clip.sizes]
-                encoding += ["--frames", str(self.clip.frames), "--fps", str(self.clip.fps)]
-                encoding += [word for size in sizes for word in ("--size", size)]
-                synthesizing += ["--frames", str(self.clip.frames), "--size", sizes[0]]
+            if (clips := self.config.clip) is not None:
+                sizes = [clips.sizes] if isinstance(clips.sizes, str) else list(map(times, clips.sizes))
+                encoding += [word for length in clips.lengths for word in ("--frames", str(length))]
+                encoding += ["--fps", str(clips.fps), *(word for size in sizes for word in ("--size", size))]
+                encoding += ["--upscale"] * clips.upscale
+                synthesizing += ["--frames", str(self.clip.frames), "--size", times(self.clip.sizes[0])]
             raise FileNotFoundError(
                 f"{error} Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or "
                 f"from prompts, one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
@@ -224,7 +236,7 @@ class NamedRun:
             if state.is_main_process:
                 unused = transformers_of(self.model)
                 pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype, unused)
-                encode_folder(pipe, self.model, self.data, folder, self.clip, self.config.workers)
+                encode_folder(pipe, self.model, self.data, folder, self.clips, self.config.workers)
         return LatentCache(folder)
 
     def sampler(self) -> PromptSampler:

@@ -366,10 +366,13 @@ def test_missing_data_names_the_commands_that_make_it(tmp_path: Path, model: str
     with pytest.raises(FileNotFoundError, match="latents") as raised:
         finetune(config)
     encode, synthesize = re.findall(r"`(mhla .*?)`", str(raised.value))
-    for command, name, sizes in ((encode, "encode", ["32x32", "32x48"]), (synthesize, "synthesize", ["32x32"])):
+    for command, name, frames, sizes in (
+        (encode, "encode", [5], ["32x32", "32x48"]),
+        (synthesize, "synthesize", 5, ["32x32"]),
+    ):
         found, values = _parse(command)
         assert (found, values["model"], values["output"]) == (name, model, latents)
-        assert (values["frames"], values["sizes"], values["precision"]) == (5, sizes, config.precision)
+        assert (values["frames"], values["sizes"], values["precision"]) == (frames, sizes, config.precision)
     assert _parse(encode)[1]["fps"] == 8
     assert not (tmp_path / "run").exists()
 

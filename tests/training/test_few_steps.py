@@ -24,7 +24,7 @@ from mhla_diffusers import (
     mhla_disabled,
     remove_mhla,
 )
-from mhla_diffusers.families import Clip, NoisedBatch, predict
+from mhla_diffusers.families import NoisedBatch, predict
 from mhla_diffusers.generation import PipelineChoice, load_result
 from mhla_diffusers.patching import describe, find_patched, read_record, save_mhla
 from mhla_diffusers.patching.few_step_scheduler import few_steps_of
@@ -35,6 +35,7 @@ from mhla_diffusers.training.config import FewStepsConfig
 from mhla_diffusers.training.estimate import StageEstimate, estimate
 from mhla_diffusers.training.few_steps import DistributionMatching
 from mhla_diffusers.training.finetune import NamedRun, finetune
+from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.data import InMemoryData
 from mhla_diffusers.training.latents.encode import synthesize
 from mhla_diffusers.training.roles import Roles, lora_of, prepare_for_training
@@ -502,7 +503,7 @@ def test_dry_run_counts_student_and_critic(settings: dict[str, Any]) -> None:
 def test_prompts_alone_are_enough(tmp_path: Path) -> None:
     pipe = wan_pipeline()
     pipe.save_pretrained(tmp_path / "model")
-    clip = Clip(frames=5, fps=8, sizes=((32, 32),))
+    clip = Clips(frames=5, fps=8, sizes=((32, 32),))
     synthesize(pipe, str(tmp_path / "model"), ["a cat", "a dog"], tmp_path / "prompts", clip, steps=0)
     few = _stage(replace(FEW, guidance=2.0))
     patch = PATCH.replace(blocks=(2, 1, 1))

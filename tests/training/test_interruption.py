@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
-from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.generate import SampleSet, generate
 from mhla_diffusers.generation.record import Sample
 from mhla_diffusers.training import (
@@ -30,6 +30,7 @@ from mhla_diffusers.training import (
     train,
 )
 from mhla_diffusers.training.latents.cache import CacheIndex, LatentCache
+from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, synthesize
 
@@ -146,7 +147,7 @@ class _Watched:
 
     def __init__(self, on_read: Callable[[int], object]) -> None:
         self.data, self.on_read, self.read, self.empty = wan_data(), on_read, 0, None
-        self.shapes = self.data.shapes
+        self.shapes, self.weights = self.data.shapes, None
 
     def __len__(self) -> int:
         return len(self.data)
@@ -167,7 +168,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     samples = [Sample("0.png", "1")]
     for begin in (
         lambda: train(tiny_wan(), wan_data(), config),
-        lambda: synthesize(wan_pipeline(), "unused", ["a"], config.output, Clip(5, 8.0, ((32, 32),)), steps=0),
+        lambda: synthesize(wan_pipeline(), "unused", ["a"], config.output, Clips(5, 8.0, ((32, 32),)), steps=0),
         lambda: next(generate(SampleSet("dit", samples=samples, output=tmp_path / "run"))),
     ):
         with pytest.raises(OSError, match=f"Another run is writing into {tmp_path / 'run'}"):
@@ -219,7 +220,7 @@ def _encode_until_a_signal(folder: Path, number: signal.Signals | None, from_fil
         return encode_prompt(*arguments, **named)
 
     pipe.encode_prompt = encode_and_send
-    clip, output = Clip(1, 1.0, ((32, 32),)), folder / "cache"
+    clip, output = Clips(1, 1.0, ((32, 32),)), folder / "cache"
     with pytest.MonkeyPatch.context() as patched:
         if number == signal.SIGKILL:
             patched.setattr("mhla_diffusers.training.latents.cache._FLUSH_SECONDS", 0)

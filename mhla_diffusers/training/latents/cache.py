@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,13 +23,14 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...families import Clip, Sample
+from ...families import Sample
 from ...files import check_hash, file_hash, read_checked_json, write_checked_json, write_tensors
 from ...settings import check
+from .clips import Clips
 from .media import Original
 
 INDEX_NAME = "index.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BEGINS_WITH_PICTURE = "begins_with_picture"
 """Setting of a cache for image-to-video by a first frame without noise."""
 _EMPTY_NAME = "empty.safetensors"
@@ -48,6 +50,23 @@ class CachedSample:
     """Shape of the latents."""
     key: str
     """Beginning of the names of its tensors in the shard."""
+    bucket: tuple[int, ...] = ()
+    """Frames, height and width in pixels."""
+    start: float = 0.0
+    """Time of its first frame in the source file, in seconds."""
+    origin: str = ""
+    """Its folder among :attr:`CacheIndex.sources`; "" for prompts."""
+
+
+@dataclass(frozen=True)
+class CachedSource:
+    """A folder or pattern of files that a cache was made from."""
+
+    path: str
+    """As an absolute path."""
+    share: float | None = None
+    """See :class:`~.sources.Source`, as :attr:`repeats`."""
+    repeats: int = 1
 
 
 class CacheIndex:
@@ -67,10 +86,12 @@ class CacheIndex:
         """Skipped files, and why."""
         self.contents: dict[str, str] = {}
         """Source of a sample, or skipped file → what identifies its content and its caption."""
-        self.source: str | None = None
-        """Folder or pattern of the files, as an absolute path; None for prompts and in older caches."""
+        self.sources: dict[str, CachedSource] = {}
+        """Folder of files, as the settings name it → where it is, and how often its samples are drawn."""
         self.originals: dict[str, Original] = {}
-        """Source of a sample → what the file was; lacks those of older caches."""
+        """Source of a sample → what the file was."""
+        self.unfinished: str | None = None
+        """File that may have more clips than the index lists."""
         self.hashes: dict[str, str] = {}
         """File of the cache → SHA-256 of its content."""
 
@@ -85,10 +106,14 @@ class CacheIndex:
             version = content["format_version"]
             check(version == FORMAT_VERSION, f"format version {version!r} is unknown; known: {FORMAT_VERSION}.")
             index = cls(folder, content["header"])
-            index.samples = [CachedSample(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["samples"]]
+            index.samples = [
+                CachedSample(**{**entry, "shape": tuple(entry["shape"]), "bucket": tuple(entry["bucket"])})
+                for entry in content["samples"]
+            ]
             index.skipped, index.contents, index.hashes = (content[name] for name in ("skipped", "contents", "hashes"))
-            index.source = content.get("source")
-            index.originals = {name: Original(**values) for name, values in content.get("originals", {}).items()}
+            index.sources = {name: CachedSource(**values) for name, values in content["sources"].items()}
+            index.originals = {name: Original(**values) for name, values in content["originals"].items()}
+            index.unfinished = content["unfinished"]
             return index
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a valid index: {error} {_way_out(folder)}") from error
@@ -99,7 +124,8 @@ class CacheIndex:
         content = {"format_version": FORMAT_VERSION, "header": self.header, "samples": samples}
         further = {"skipped": self.skipped, "contents": self.contents, "hashes": self.hashes}
         originals = {name: asdict(original) for name, original in self.originals.items()}
-        files = {"source": self.source, "originals": originals}
+        sources = {name: asdict(source) for name, source in self.sources.items()}
+        files = {"sources": sources, "originals": originals, "unfinished": self.unfinished}
         write_checked_json({**content, **further, **files}, self.folder / INDEX_NAME)
 
 
@@ -114,6 +140,8 @@ def _is_same(name: str, made: Any, wanted: Any) -> bool:
 
 class LatentCache:
     """The samples of a cache, read lazily except for the empty prompt.
+
+    Those of several sources alternate in proportion, so that the last ones, which are held out, are of each.
 
     Before a file is first read, its content is compared with its hash. Copies in data workers share which files have
     been checked.
@@ -140,7 +168,23 @@ class LatentCache:
         missing = [name for name in self._files if not (self.folder / name).is_file()]
         if missing:
             raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {self._way_out}")
-        self.shapes: Sequence[tuple[int, ...]] = [sample.shape for sample in self.index.samples]
+        counts = Counter(sample.origin for sample in self.index.samples)
+        seen: Counter[str] = Counter()
+        places = []
+        for sample in self.index.samples:
+            places.append((seen[sample.origin] + 0.5) / counts[sample.origin])
+            seen[sample.origin] += 1
+        order = sorted(range(len(places)), key=places.__getitem__)
+        self.samples = [self.index.samples[place] for place in order]
+        self.shapes: Sequence[tuple[int, ...]] = [sample.shape for sample in self.samples]
+        per_sample = {
+            name: source.share / counts[name]
+            for name, source in self.index.sources.items()
+            if source.share is not None and counts[name]
+        }
+        weights = {name: float(source.repeats) for name, source in self.index.sources.items()}
+        weights |= {name: weight / min(per_sample.values()) for name, weight in per_sample.items()}
+        self.weights: Sequence[float] | None = [weights.get(sample.origin, 1.0) for sample in self.samples]
         self.empty: Sample | None = self._read(_EMPTY_NAME) if _EMPTY_NAME in self._files else None
 
     def __len__(self) -> int:
@@ -148,7 +192,10 @@ class LatentCache:
 
     def __getitem__(self, index: int) -> Sample:
         """One sample; ValueError if its shard is damaged."""
-        sample = self.index.samples[index]
+        return self.read(self.samples[index])
+
+    def read(self, sample: CachedSample) -> Sample:
+        """Read a sample of the index; ValueError if its shard is damaged."""
         return self._read(sample.shard, f"{sample.key}/")
 
     def _read(self, name: str, prefix: str = "") -> Sample:
@@ -190,20 +237,18 @@ class LatentCache:
             f"pipeline for {kinds[picture]} as the model.",
         )
 
-    def check_cut_as(self, clip: Clip) -> None:
-        """Raise ValueError unless the cache holds the frames, frames per second and sizes of a clip."""
-        made, sizes = self.settings, [list(size) for size in clip.sizes]
-        fits = {
-            "frames": made.get("frames") == clip.frames,
-            "sizes": all(size in sizes for size in made.get("sizes", [])),
-            # generated latents and images have no frame rate
-            "fps": clip.frames == 1 or made.get("fps", clip.fps) == clip.fps,
-        }
-        for name, fit in fits.items():
+    def check_cut_as(self, clips: Clips) -> None:
+        """Raise ValueError unless the cache holds clips that are cut so, with sizes for the model."""
+        for name, wanted in clips.settings().items():
+            made = self.settings.get(name, wanted)  # generated latents have no rate, and no rule of cutting
+            if name == "sizes":
+                fits = all(size in wanted for size in made)
+            else:
+                fits = made == wanted or (name == "fps" and clips.lengths == (1,))
             check(
-                fit,
-                f"The cache {self.folder} was made with {name}={made.get(name)}, but the configuration has clip.{name}="
-                f"{getattr(clip, name)}. Encode the data again, or leave clip out to train on the cache as it is.",
+                fits,
+                f"The cache {self.folder} was made with {name}={made}, but the configuration has clip.{name}={wanted}. "
+                "Encode the data again, or leave clip out to train on the cache as it is.",
             )
 
 
@@ -265,20 +310,31 @@ class CacheWriter:
             self.index.skipped.pop(source, None)
             self.index.contents.pop(source, None)
             self.index.originals.pop(source, None)
+            self.index.unfinished = None if source == self.index.unfinished else self.index.unfinished
 
     def skip(self, source: str, reason: str, content: str) -> None:
         """Note why a file makes no sample."""
         self.index.skipped[source], self.index.contents[source] = reason, content
 
     def add(
-        self, source: str, caption: str, sample: Sample, content: str = "", original: Original | None = None
+        self,
+        source: str,
+        caption: str,
+        sample: Sample,
+        content: str = "",
+        original: Original | None = None,
+        *,
+        bucket: tuple[int, ...] = (),
+        start: float = 0.0,
+        origin: str = "",
     ) -> None:
         """Add one sample; ``content`` identifies what it was made of, and ``original`` is what its file was."""
         key = str(len(self._entries))
         self._tensors |= {f"{key}/{name}": tensor.cpu().contiguous() for name, tensor in sample.items()}
         shards = sorted(self.index.hashes.keys() - {_EMPTY_NAME})
         shard = f"shard-{int(shards[-1][6:11]) + 1 if shards else 0:05d}.safetensors"
-        self._entries.append(CachedSample(source, caption, shard, tuple(sample["latents"].shape), key))
+        shape = tuple(sample["latents"].shape)
+        self._entries.append(CachedSample(source, caption, shard, shape, key, bucket, start, origin))
         self.index.contents[source] = content
         if original is not None:
             self.index.originals[source] = original

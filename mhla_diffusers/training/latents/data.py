@@ -7,13 +7,13 @@ arguments of its forward, for example ``encoder_hidden_states`` (L, channels) or
 import logging
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
@@ -31,6 +31,8 @@ class TrainingData(Protocol):
     """Conditioning of the empty prompt, for prompt dropout; None where there is none."""
     shapes: Sequence[tuple[int, ...]]
     """Shape of the latents of every sample; a batch has samples of one shape only."""
+    weights: Sequence[float] | None
+    """How often every sample occurs in an epoch, at least 1, on average over its bucket; None for once each."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -47,6 +49,7 @@ class InMemoryData:
             check("latents" in sample, f"Sample {index} has no 'latents', only {', '.join(sample)}.")
         self._samples, self.empty = samples, empty
         self.shapes: Sequence[tuple[int, ...]] = [tuple(sample["latents"].shape) for sample in samples]
+        self.weights: Sequence[float] | None = None
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -59,17 +62,22 @@ class BatchOrder:
     """Which samples make up the batch of every step: a function of the seed and the step alone.
 
     In every epoch the samples of each shape are shuffled and split into batches, the last one filled up from the front;
-    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards.
+    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards. Of
+    samples of weight 2.25, every epoch has each twice and a quarter of them, drawn anew, once more.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int, weights: Sequence[float] | None = None
+    ) -> None:
         if not shapes:
             raise ValueError("There are no samples to train on.")
         self._batch_size, self._seed = batch_size, seed
-        self._groups: dict[tuple[int, ...], list[int]] = {}
+        self._groups: dict[tuple[int, ...], dict[float, list[int]]] = {}
         for index, shape in enumerate(shapes):
-            self._groups.setdefault(shape, []).append(index)
-        self.batches_per_epoch = sum(-(-len(group) // batch_size) for group in self._groups.values())
+            weight = 1.0 if weights is None else weights[index]
+            self._groups.setdefault(shape, {}).setdefault(weight, []).append(index)
+        counts = [sum(round(weight * len(part)) for weight, part in group.items()) for group in self._groups.values()]
+        self.batches_per_epoch = sum(-(-count // batch_size) for count in counts)
         self._epoch, self._batches = -1, [[0]]
 
     def __getitem__(self, step: int) -> list[int]:
@@ -78,7 +86,12 @@ class BatchOrder:
         if epoch != self._epoch:
             size, generator = self._batch_size, generator_for(self._seed, "order", epoch)
             batches = []
-            for group in self._groups.values():
+            for parts in self._groups.values():
+                group: list[int] = []
+                for weight, part in parts.items():
+                    copies, more = divmod(round(weight * len(part)), len(part))
+                    drawn = torch.randperm(len(part), generator=generator).tolist()[:more] if more else []
+                    group += part * copies + [part[place] for place in drawn]
                 order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
                 for start in range(0, len(order), size):
                     batches.append([order[(start + offset) % len(order)] for offset in range(size)])
@@ -138,7 +151,7 @@ class NoisedBatches:
                     "times, each time with different noise.",
                     *(needed, there, shape),
                 )
-        order = BatchOrder(shapes, needed, config.seed)
+        order = BatchOrder(shapes, needed, config.seed, self._data.weights)
 
         def indices() -> Iterator[list[int]]:
             """Yield the samples of every forward: forward a starts at (a · processes + rank) · size of the batch."""
@@ -197,16 +210,48 @@ class NoisedBatches:
             yield index, start + self.rank <= last, latents, noise.to(self.device), sample
 
 
-def in_workers(items: Sequence[Any], function: Callable[[Any], Any], workers: int) -> Iterable[Any]:
-    """Apply a function to each item, in order, in processes; in this one for 0."""
-    # a list is read in the workers by what would else make a batch of it
-    return DataLoader(
-        items,  # type: ignore[arg-type]
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=function,
-        worker_init_fn=ignore_interrupts,
-    )
+def in_workers(
+    items: Sequence[Any], function: Callable[[Any], Iterator[Any]], workers: int
+) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Yield each item, in order, with the iterator that a function makes of it, run in processes; in this one for 0.
+
+    A process computes a few results ahead, however many an item has. Take all of an item before the next item.
+    """
+    if not workers:
+        for item in items:
+            yield item, function(item)
+        return
+    streams = [
+        iter(
+            DataLoader(
+                _Results(items[first::workers], function),
+                batch_size=None,
+                collate_fn=_unchanged,
+                num_workers=1,
+                worker_init_fn=ignore_interrupts,
+            )
+        )
+        for first in range(min(workers, len(items)))
+    ]
+    for number, item in enumerate(items):
+        yield item, iter(partial(next, streams[number % workers]), None)
+
+
+class _Results(IterableDataset[Any]):
+    """What a function yields for each item, with None after each."""
+
+    def __init__(self, items: Sequence[Any], function: Callable[[Any], Iterator[Any]]) -> None:
+        self._items, self._function = items, function
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            yield from self._function(item)
+            yield None
+
+
+def _unchanged(result: Any) -> Any:
+    """Return a result as it is, which a DataLoader would otherwise convert."""
+    return result
 
 
 def ignore_interrupts(worker: int) -> None:

@@ -1,8 +1,7 @@
 """Make a cache of latents: from files, or from prompts alone."""
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,39 +9,42 @@ from typing import Any
 
 import torch
 
-from ...families import Clip, Sample, TrainedFamily, trained_family
+from ...families import Sample, TrainedFamily, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
-from ...reporting import progress, times
+from ...reporting import progress
 from ...settings import check, check_value
-from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
+from .cache import BEGINS_WITH_PICTURE, CachedSource, CacheIndex, CacheWriter
+from .clips import Clips
 from .data import in_workers
-from .media import Media, contents_of, find_media, try_read
+from .media import Media, contents_of, try_read
+from .sources import read_sources
 
 logger = logging.getLogger(__name__)
 
 _REMEDIES = {
     "frames": "some are repeated: ask for fewer per second (fps), or leave these files out",
-    "pixels": "they are enlarged: ask for a smaller size, or leave these files out",
+    "pixels": "they are enlarged: ask for a smaller size, or leave out upscale",
 }
 
 
 @torch.no_grad()
 def encode_folder(
-    pipe: Any, model: str, source: str | Path, output: str | Path, clip: Clip | None = None, workers: int = 0
+    pipe: Any, model: str, source: str | Path, output: str | Path, clips: Clips | None = None, workers: int = 0
 ) -> CacheIndex:
     """Encode videos or images with captions into a cache; resumes an earlier call.
 
     Unreadable files and samples of tar shards without a usable caption are skipped; the index lists them with reasons.
-    A file that has changed since the earlier call, or whose caption has, is encoded again.
+    A file that has changed since the earlier call, or whose caption has, is encoded again. Shares and repeats of
+    sources may change.
 
     Args:
         pipe: the pipeline whose autoencoder and text encoder are used.
         model: Hub id or folder that the pipeline came from.
-        source: see :func:`find_media`.
+        source: see :func:`~.media.find_media`, or a YAML file of :class:`~.sources.Sources`.
         output: folder of the cache.
-        clip: frames, rate and size to cut out of every file; None for the family's default.
+        clips: what to cut out of every file; None for what the YAML file says, or the family's default.
         workers: processes that read files.
 
     Raises:
@@ -52,38 +54,50 @@ def encode_folder(
         OSError: the folder cannot be written, or another run has it.
     """
     family = trained_family(pipe.transformer)
-    clip = clip or family.default_clip
-    _check_clip(family, pipe, clip)
-    media = _check_captions(family, pipe, find_media(source))
-    settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
+    sources = read_sources(source)
+    clips = _fitted(clips or sources.clip or Clips.of(family.default_clip), family, pipe)
+    media = _check_captions(family, pipe, sources.media())
+    settings = clips.settings()
     # one transformer may be that of text-to-video too, whose samples differ
     if family.keeps_first_frame(pipe, pipe.transformer.config):
         settings[BEGINS_WITH_PICTURE] = True
     contents = contents_of(media)
     with folder_for_results(Path(output)):
         writer, left = _writer(pipe, model, family, output, settings, contents)
+        index = writer.index
+        index.sources |= {
+            one.path: CachedSource(str(Path(one.path).absolute()), one.share, one.repeats) for one in sources.sources
+        }
         media_left = [item for item in media if item.name in left]
-        writer.index.source = str(Path(source).absolute())
-        made_up: Counter[str] = Counter()
-        reading = in_workers(media_left, partial(try_read, clip), workers)
+        made_up: dict[str, set[str]] = {kind: set() for kind in _REMEDIES}
+        reading = in_workers(media_left, partial(try_read, clips), workers)
         with writer:
             shown = {"total": len(media), "initial": len(media) - len(media_left), "desc": "encode"}
-            for item, pixels, original in progress(reading, **shown):
-                if original is None:
-                    writer.skip(item.name, pixels, contents[item.name])
-                    continue
-                made_up["frames"] += original.repeats
-                made_up["pixels"] += original.scale_to(pixels.shape[2:]) > 1
-                # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
-                given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-                latents = family.encode_pixels(pipe, given)[0]
-                _check_finite(latents, model, item.name, "use another precision, or leave the file out")
-                sample = {"latents": latents, **family.encode_picture(pipe, given)}
-                sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
-                writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name], original)
-    index = writer.index
-    for what, count in (+made_up).items():
-        logger.warning("%d of %d files have too few %s; %s.", count, len(media_left), what, _REMEDIES[what])
+            for item, found in progress(reading, **shown):
+                name, there = item.name, set()
+                if name == index.unfinished:
+                    there = {(one.start, one.bucket[0]) for one in index.samples if one.source == name}
+                index.unfinished = name
+                for clip in found:
+                    if isinstance(clip, str):
+                        writer.skip(name, clip, contents[name])
+                        continue
+                    made_up["frames"] |= {name} if clip.original.repeats else set()
+                    made_up["pixels"] |= {name} if clip.original.scale_to(clip.bucket[1:]) > 1 else set()
+                    if (clip.start, clip.bucket[0]) in there:
+                        continue
+                    # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
+                    given = (clip.pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
+                    latents = family.encode_pixels(pipe, given)[0]
+                    _check_finite(latents, model, name, "use another precision, or leave the file out")
+                    sample = {"latents": latents, **family.encode_picture(pipe, given)}
+                    sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
+                    place: dict[str, Any] = {"bucket": clip.bucket, "start": clip.start, "origin": item.origin}
+                    writer.add(name, item.caption, _on_cpu(sample), contents[name], clip.original, **place)
+                index.unfinished = None
+    for kind, names in made_up.items():
+        if names:
+            logger.warning("%d of %d files have too few %s; %s.", len(names), len(media_left), kind, _REMEDIES[kind])
     if not index.samples:
         reasons = "\n".join(f"{name}: {reason}" for name, reason in list(index.skipped.items())[:5])
         raise ValueError(f"None of the {len(media)} files in {source} could be encoded, such as\n{reasons}")
@@ -97,7 +111,7 @@ def synthesize(
     model: str,
     prompts: Sequence[str],
     output: str | Path,
-    clip: Clip | None = None,
+    clips: Clips | None = None,
     *,
     steps: int = 50,
     guidance: float = 5.0,
@@ -110,7 +124,7 @@ def synthesize(
         model: Hub id or folder that it came from.
         prompts: one sample each; classes for DiT.
         output: folder of the cache.
-        clip: frames and size; None for the family's default.
+        clips: one number of frames, and one size; None for the family's default.
         steps: of the sampler; 0 encodes the prompts alone, which is all that few_steps needs, with latents of zeros.
         guidance: scale of classifier-free guidance.
         seed: with the sample's number, determines the noise.
@@ -134,14 +148,14 @@ def synthesize(
     family = trained_family(pipe.transformer)
     for prompt in prompts:
         family.check_prompt(pipe, prompt)
-    clip = clip or family.default_clip
-    _check_clip(family, pipe, clip)
+    clips = _fitted(clips or Clips.of(family.default_clip), family, pipe)
     check(
-        len(clip.sizes) == 1,
-        f"sizes={clip.sizes} are several, and all samples of a cache from prompts have one; synthesize each size into "
-        "a folder of its own.",
+        len(clips.sizes) == 1 and len(clips.lengths) == 1,
+        f"frames={clips.frames} and sizes={clips.sizes}: all samples of a cache from prompts have one of each; "
+        "synthesize others into folders of their own.",
     )
-    settings = {"frames": clip.frames, "sizes": [list(clip.sizes[0])], "steps": steps}
+    clip = clips.longest(family.default_clip)
+    settings = {"frames": list(clips.lengths), "sizes": [list(clip.sizes[0])], "steps": steps}
     settings |= {"guidance": guidance, "seed": seed}
     sources = {f"{number}: {prompt}": "" for number, prompt in enumerate(prompts)}
     with folder_for_results(Path(output)):
@@ -160,7 +174,7 @@ def synthesize(
                     shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
                     latents = torch.zeros(shape, dtype=torch.uint8)
                 sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
-                writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample))
+                writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample), bucket=(clip.frames, *clip.sizes[0]))
     return writer.index
 
 
@@ -188,49 +202,15 @@ def _writer(
             "%s also holds %d samples that were not asked for now, such as %r; delete the folder to be rid of them.",
             *(output, len(others), others[0]),
         )
-    missing = set(contents.keys() - known.keys()) | set(changed)
+    missing = {name for name in contents if name not in known or name == writer.index.unfinished} | set(changed)
     writer.drop(changed)
     return writer, missing
 
 
-def _check_clip(family: TrainedFamily, pipe: Any, clip: Clip) -> None:
-    """Raise unless the model can take the frames and sizes."""
-    check_clip(family, pipe.transformer, pipe.vae.config, clip, family.keeps_first_frame(pipe, pipe.transformer.config))
-
-
-def check_clip(
-    family: TrainedFamily, transformer: Any, vae: Mapping[str, Any], clip: Clip, begins_with_picture: bool
-) -> None:
-    """Raise unless a model can take the frames and sizes; the error names the nearest ones.
-
-    Args:
-        family: the model's.
-        transformer: its own, without weights if need be.
-        vae: configuration of its autoencoder.
-        clip: frames and sizes.
-        begins_with_picture: whether its pipeline gives the first frame to the transformer.
-    """
-    temporal, spatial = family.strides(vae)
-    step = spatial * family.patch(transformer)[-1]
-    for size in clip.sizes:
-        nearest = [max(step, round(side / step) * step) for side in size]
-        divides = all(side > 0 and side % step == 0 for side in size)
-        check(divides, f"Size {times(size)} must be divisible by {step}; the nearest is {times(nearest)}.")
-        check(
-            not family.squares_only or size[0] == size[1],
-            f"Size {times(size)} is not square, but {family.name} only makes squares; try {size[0]}x{size[0]}.",
-        )
-    frames = clip.frames
-    if family.makes_videos:
-        near = max(0, round((frames - 1) / temporal)) * temporal + 1
-        fits = frames >= 1 and (frames - 1) % temporal == 0
-        check(fits, f"frames={frames} must be 1 more than a multiple of {temporal}; try {near}.")
-        check(
-            frames > 1 or not begins_with_picture,
-            "frames=1 is the picture alone, which image-to-video does not predict; ask for more frames.",
-        )
-    else:
-        check(frames == 1, f"frames={frames} is for video models; this one makes images, so frames must be 1.")
+def _fitted(clips: Clips, family: TrainedFamily, pipe: Any) -> Clips:
+    """Return clips with sizes for a pipeline; ValueError for frames or sizes that its model cannot take."""
+    begins_with_picture = family.keeps_first_frame(pipe, pipe.transformer.config)
+    return clips.fitted(family, pipe.transformer, pipe.vae.config, begins_with_picture)
 
 
 def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) -> list[Media]:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from ...families import Clip
 from ...files import (
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
@@ -39,7 +38,9 @@ from ...generation.pixels import (
     shown_shape,
     video_seconds,
 )
+from ...reporting import times
 from ...settings import check
+from .clips import Clips
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Media:
     """First byte of the member in its archive; None for a file."""
     size: int = 0
     """Bytes of the member."""
+    origin: str = ""
+    """Path of its source, as the settings name it."""
 
     def member(self) -> bytes:
         """Read the member; less than ``size`` bytes if the archive is truncated."""
@@ -93,13 +96,29 @@ class Original:
     repeats: bool = False
     """Whether frames were repeated to reach the clip's rate."""
 
-    def scale_to(self, size: tuple[int, int]) -> float:
+    def scale_to(self, size: tuple[int, ...]) -> float:
         """Return the factor by which it is scaled to cover a size; above 1 it is enlarged."""
         return max(size[0] / self.height, size[1] / self.width)
 
-    def share_cropped(self, size: tuple[int, int]) -> float:
+    def share_cropped(self, size: tuple[int, ...]) -> float:
         """Return the share of its picture that is cut off."""
         return 1 - size[0] * size[1] / (self.height * self.width * self.scale_to(size) ** 2)
+
+
+@dataclass(frozen=True)
+class ClipRead:
+    """A clip of a video, or a picture."""
+
+    pixels: torch.Tensor
+    """uint8 (3, frames, height, width)."""
+    start: float
+    """Time at which it begins in the video, in seconds from the first frame."""
+    original: Original
+
+    @property
+    def bucket(self) -> tuple[int, ...]:
+        """Frames, height and width."""
+        return tuple(self.pixels.shape[1:])
 
 
 def contents_of(media: Sequence[Media]) -> dict[str, str]:
@@ -109,7 +128,7 @@ def contents_of(media: Sequence[Media]) -> dict[str, str]:
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
-def find_media(source: str | Path) -> list[Media]:
+def find_media(source: str | Path, needs_captions: bool = True) -> list[Media]:
     """Return the videos and images of a folder or of webdataset's tar shards, with their captions.
 
     In a folder captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file. Metadata has the
@@ -123,6 +142,7 @@ def find_media(source: str | Path) -> list[Media]:
     Args:
         source: a folder of files, a folder of uncompressed tar shards, one shard, or a pattern such as
             ``shards/*.tar``.
+        needs_captions: whether to raise for files without a caption, in place of returning them with their problem.
 
     Raises:
         FileNotFoundError: no such source, no videos or images in it, or files of the metadata are missing.
@@ -140,10 +160,10 @@ def find_media(source: str | Path) -> list[Media]:
         )
     empty, unlisted = names.get(NO_CAPTION, []), names.get(_NOT_LISTED, [])
     check(
-        not empty,
+        not (needs_captions and empty),
         f"{source}: {len(empty)} of {len(media) - len(unlisted)} files have no caption or an empty one, such as "
         f"{', '.join(empty[:5])}. Write one into a .txt of the same name, or list the files with file_name and text in "
-        "metadata.jsonl or metadata.csv.",
+        "metadata.jsonl or metadata.csv; in a YAML file of sources, missing_captions: skip or empty goes on without.",
     )
     if unlisted:
         logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), source, unlisted[0])
@@ -311,79 +331,126 @@ def _caption(members: dict[str, Media]) -> str:
     return str(next((names[key] for key in CAPTION_KEYS if names.get(key) is not None), "")).strip()
 
 
-def read_clip(media: Media, clip: Clip) -> tuple[torch.Tensor, Original]:
-    """Read the frames of a video, or an image, resized to cover the size and center-cropped.
+def read_clips(media: Media, clips: Clips) -> Iterator[ClipRead]:
+    """Yield the clips of a video, or a picture, resized to cover the size and center-cropped.
+
+    Holds no more frames than the longest clip has.
 
     Args:
         media: which.
-        clip: frames, rate and size.
-
-    Returns:
-        uint8 (3, frames, height, width), and what the file is.
+        clips: frames, rate and sizes; their sizes are not "auto".
 
     Raises:
-        UnreadableMediaError: with the reason.
+        UnreadableMediaError: with the reason, also after some clips.
         ImportError: a video, but PyAV is missing.
     """
-    source: Path | BytesIO = media.path
+    content = b""
     if media.offset is None:
         size = media.path.stat().st_size if media.path.is_file() else 0
     else:
         content, size = media.member(), media.size
         if len(content) < size:
             raise UnreadableMediaError(f"{media.path.name} ends in the middle of it")
-        source = BytesIO(content)
     if size == 0:
         raise UnreadableMediaError("the file is empty")
+    source: Path | BytesIO = media.path if media.offset is None else BytesIO(content)
     if Path(media.name).suffix.lower() not in IMAGE_SUFFIXES:
-        return _read_frames(source, clip)
-    if clip.frames != 1:
-        raise UnreadableMediaError(f"an image has no {clip.frames} frames")
+        yield from _read_video(source, clips)
+        return
+    if 1 not in clips.lengths:
+        raise UnreadableMediaError(f"an image has no {clips.lengths[0]} frames")
     from PIL import Image, ImageOps
 
     picture = read_picture(source)
-    height, width = clip.size_for(picture.height, picture.width)
+    original = Original(picture.height, picture.width)
+    height, width = _size_of(original, clips)
     fitted = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-    shown = pixels.view(height, width, 3).permute(2, 0, 1)[:, None]
-    return shown, Original(picture.height, picture.width)
+    yield ClipRead(pixels.view(height, width, 3).permute(2, 0, 1)[:, None], 0.0, original)
 
 
-def try_read(clip: Clip, media: Media) -> tuple[Media, torch.Tensor | str, Original | None]:
-    """Return the media with what :func:`read_clip` returns, or with why it cannot be used, and None."""
+def try_read(clips: Clips, media: Media) -> Iterator[ClipRead | str]:
+    """Yield what :func:`read_clips` does, and why the file, or its rest, cannot be used in place of an error."""
     if media.problem is not None:
-        return media, media.problem, None
+        yield media.problem
+        return
+    count = 0
     try:
-        return media, *read_clip(media, clip)
+        for clip in read_clips(media, clips):
+            yield clip
+            count += 1
     except UnreadableMediaError as error:
-        return media, str(error), None
+        yield f"after {count} clips: {error}" if count else str(error)
 
 
-def _read_frames(source: Path | BytesIO, clip: Clip) -> tuple[torch.Tensor, Original]:
-    """Read the frames nearest to 0, 1 / fps, 2 / fps, … seconds, which FFmpeg's filter finds."""
-    given, last_time = 0, 0.0
-    found: list[torch.Tensor] = []
+def _size_of(original: Original, clips: Clips) -> tuple[int, int]:
+    """Return the size that a file is cut to."""
+    shape = original.height, original.width
+    size = clips.size_for(*shape)
+    scale = original.scale_to(size)
+    if scale > 1 and not clips.upscale:
+        raise UnreadableMediaError(f"too small: {times(shape)} would be enlarged {scale:.3g} times to {times(size)}")
+    return size
+
+
+def _read_video(source: Path | BytesIO, clips: Clips) -> Iterator[ClipRead]:
+    """Read frames nearest to 0, 1 / fps, 2 / fps, … seconds, which FFmpeg's filter finds, and join them to clips."""
+    lengths, total = clips.lengths, _count_frames(source, clips.fps) if clips.extract == "uniform" else 0
+    starts = {length: clips.starts(length, total) for length in lengths}
+    given, last_time, number, is_found = 0, 0.0, -1, False
+    begun: list[tuple[int, int]] = []  # first frame and length of clips that lack frames
+    window: dict[int, torch.Tensor] = {}
     with opened_video(source) as (container, stream):
-        start, graph = None, None
+        start, graph, size = None, None, (0, 0)
         for frame in chain(container.decode(stream), (None,)):
             if frame is not None:
                 start = frame.time if start is None else start
                 last_time = frame.time - start
                 given += 1
-                graph = graph or _at_rate(frame, clip.fps)
+                graph = graph or _at_rate(frame, clips.fps)
             if graph is None:
                 break
             graph.push(frame)
             for kept in _pulled(graph):
-                found.append(_fit_frame(kept, stream, clip))
-                if len(found) == clip.frames:
-                    shape, seconds = shown_shape(kept, stream), video_seconds(container, stream) or last_time
-                    fps, repeats = float(stream.average_rate or 0), given < _MADE_UP * len(found)
-                    return torch.stack(found, dim=1), Original(*shape, fps, seconds, repeats)
-    needed = (clip.frames - 1) / clip.fps
-    raise UnreadableMediaError(
-        f"too short: {last_time:.2f} s of video, but {clip.frames} frames at {clip.fps:g} fps span {needed:.2f} s"
-    )
+                number += 1
+                if number == 0:
+                    seconds, fps = video_seconds(container, stream), float(stream.average_rate or 0)
+                    original = Original(*shown_shape(kept, stream), fps, seconds)
+                    size = _size_of(original, clips)
+                begun += [(number, length) for length in lengths if number in starts[length]]
+                if begun:
+                    window[number] = _fit_frame(kept, stream, size)
+                for first, length in [clip for clip in begun if sum(clip) == number + 1]:
+                    is_found = True
+                    begun.remove((first, length))
+                    pixels = torch.stack([window[place] for place in range(first, number + 1)], dim=1)
+                    repeats = given < _MADE_UP * (number + 1)
+                    found = replace(original, seconds=original.seconds or last_time, repeats=repeats)
+                    yield ClipRead(pixels, first / clips.fps, found)
+                window = {place: window[place] for place in window if begun and place >= min(begun)[0]}
+                if not begun and not any(_has_later(starts[length], number) for length in lengths):
+                    return
+    if not is_found:
+        needed = (lengths[0] - 1) / clips.fps
+        raise UnreadableMediaError(
+            f"too short: {last_time:.2f} s of video, but {lengths[0]} frames at {clips.fps:g} fps span {needed:.2f} s"
+        )
+
+
+def _has_later(starts: Collection[int], number: int) -> bool:
+    """Return whether a clip begins after a frame."""
+    return starts[-1] > number if isinstance(starts, range) else max(starts, default=-1) > number
+
+
+def _count_frames(source: Path | BytesIO, fps: float) -> int:
+    """Count the frames that a video has at a rate by the times of its packets, without decoding, or one less."""
+    with opened_video(source) as (container, stream):
+        shown = [packet.pts if packet.pts is not None else packet.dts for packet in container.demux(stream)]
+        stamps = [time for time in shown if time is not None]
+        span = float((max(stamps) - min(stamps)) * stream.time_base) if stamps else 0.0
+    if isinstance(source, BytesIO):
+        source.seek(0)
+    return int(span * fps + 1e-6) + 1 if stamps else 0
 
 
 def _at_rate(frame: Any, fps: float) -> Any:
@@ -408,9 +475,9 @@ def _pulled(graph: Any) -> Iterator[Any]:
             yield graph.pull()
 
 
-def _fit_frame(frame: Any, stream: Any, clip: Clip) -> torch.Tensor:
-    shown = shown_shape(frame, stream)
-    height, width = clip.size_for(*shown)
+def _fit_frame(frame: Any, stream: Any, size: tuple[int, int]) -> torch.Tensor:
+    """Return a frame scaled to cover a size and cropped to it: uint8 (3, height, width)."""
+    shown, (height, width) = shown_shape(frame, stream), size
     scale = max(height / shown[0], width / shown[1])
     rows, columns = max(height, round(shown[0] * scale)), max(width, round(shown[1] * scale))
     top, left = (rows - height) // 2, (columns - width) // 2

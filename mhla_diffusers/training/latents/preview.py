@@ -1,5 +1,6 @@
 """One HTML page of data: its numbers, and frames of some samples as they are trained on, beside their latents."""
 
+from dataclasses import replace
 from html import escape
 from io import BytesIO
 from pathlib import Path
@@ -10,14 +11,15 @@ from PIL import Image
 from torch import nn
 
 from ...devices import choose_device
-from ...families import Clip
 from ...families.trained import unscaled_latents
 from ...files import write_text
 from ...generation import component_identity
 from ...reporting import data_url, html_page, html_table, progress, times
 from ...settings import check
 from .cache import LatentCache
-from .media import list_media, try_read
+from .clips import Clips
+from .media import Media, try_read
+from .sources import Source, Sources
 from .summary import DataModel, DataSummary, Entry
 
 _FRAMES, _SIDE, _GAP = 5, 192, 4
@@ -48,12 +50,15 @@ def write_preview(
         OSError: the page cannot be written.
     """
     check(bool(summary.used), f"{summary.source} holds nothing to show: all of its files are left out.")
-    used = sorted(summary.used, key=lambda entry: (entry.size or (0, 0), entry.name))
+    used = sorted(summary.used, key=lambda entry: (entry.frames, entry.size or (0, 0), entry.name, entry.start))
     count = min(count, len(used))
     media = {entry.name: entry.media for entry in used if entry.media}
     index, cache, decode = summary.index, None, None
-    if index is not None and index.source is not None and Path(index.source).exists():
-        media = {item.name: item for item in list_media(index.source)}
+    if index is not None:
+        for name, made in index.sources.items():
+            begin = f"{name}/" if index.sources.keys() - {name} else ""
+            found = Sources((Source(made.path),)).media(listing=True) if Path(made.path).exists() else []
+            media |= {f"{begin}{item.name}": replace(item, problem=None) for item in found}
     if index is not None and summary.model is not None:
         check(
             index.header["settings"].get("steps") != 0,
@@ -68,47 +73,55 @@ def write_preview(
     parts.append(f"<h2>{count} of {len(used)} samples</h2>")
     for number in progress(range(count), desc="preview"):
         entry = used[number * len(used) // count]
-        parts.append(f"<h3>{escape(entry.name)}</h3><p>{escape(_facts(entry, summary.clip))}</p>")
+        parts.append(f"<h3>{escape(entry.name)}</h3><p>{escape(_facts(entry, summary.clips))}</p>")
         parts.append(f"<blockquote>{escape(entry.caption)}</blockquote>")
         source: torch.Tensor | str = "the file is not where it was encoded from"
         if entry.name in media:
-            source = try_read(_clip_to_show(entry, summary.clip), media[entry.name])[1]
-        if index is None or index.source is not None:
+            source = _pixels(entry, summary.clips, media[entry.name])
+        if index is None or index.sources:
             parts.append(_figure("source", source))
-        if cache is not None and decode is not None:
-            pixels = decode(cache[entry.place]["latents"])
+        if cache is not None and decode is not None and entry.sample is not None:
+            pixels = decode(cache.read(entry.sample)["latents"])
             parts.append(_figure(f"decoded latents{_distance(source, pixels)}", pixels))
     write_text(html_page(f"Data in {summary.source}", "".join(parts)), file)
     return count
 
 
-def _facts(entry: Entry, clip: Clip | None) -> str:
+def _facts(entry: Entry, clips: Clips | None) -> str:
     """Return what a file was and what it is cut to."""
     parts, original, size = [], entry.original, entry.size
     if original is not None:
         video = f", {original.fps:.4g} fps, {original.seconds:.3g} s" if original.seconds else ""
         parts.append(f"{original.height}x{original.width}{video}")
-    if clip is not None:
-        cut = f"{clip.frames} frames of {times(size)}" if clip.frames > 1 else times(size)
-        parts.append(f"cut to {cut} at {clip.fps:g} fps" if clip.frames > 1 else f"cut to {cut}")
-    if clip is not None and original is not None and size is not None:
+    if clips is not None and entry.frames > 1:
+        begin = f" from {entry.start:.4g} s" if entry.start else ""
+        parts.append(f"cut to {entry.frames} frames of {times(size)} at {clips.fps:g} fps{begin}")
+    elif clips is not None:
+        parts.append(f"cut to {times(size)}")
+    if clips is not None and original is not None and size is not None:
         scale = original.scale_to(size)
         parts += [f"enlarged {scale:.2g} times"] * (scale > 1)
         parts += [f"{original.share_cropped(size):.0%} cropped", *["frames repeated"] * original.repeats]
     return "; ".join(parts)
 
 
-def _clip_to_show(entry: Entry, clip: Clip | None) -> Clip:
-    """Return the clip of a sample; of a file that is not cut, small frames of its first seconds."""
-    if clip is not None:
-        return clip
-    original = entry.original
-    assert original is not None  # without a clip every file was read
-    scale = _SIDE / max(original.height, original.width)
-    size = max(1, round(original.height * scale)), max(1, round(original.width * scale))
-    if not original.seconds:
-        return Clip(1, 1.0, (size,))
-    return Clip(_FRAMES, (_FRAMES - 1) / (0.7 * min(original.seconds, _SPAN)), (size,))
+def _pixels(entry: Entry, clips: Clips | None, media: Media) -> torch.Tensor | str:
+    """Read the frames of a sample, or of a file that is not cut, small frames of its first seconds; or say why not."""
+    if clips is None:
+        original = entry.original
+        assert original is not None  # without clips every file was read
+        scale = _SIDE / max(original.height, original.width)
+        size = max(1, round(original.height * scale)), max(1, round(original.width * scale))
+        fps = (_FRAMES - 1) / (0.7 * min(original.seconds, _SPAN)) if original.seconds else 1.0
+        clips = Clips(_FRAMES if original.seconds else 1, fps, (size,), upscale=True)
+    else:  # of one length, but begun where they are with all lengths
+        clips = replace(clips, frames=(entry.frames, clips.lengths[-1]))
+    for clip in try_read(clips, media):
+        if isinstance(clip, str):
+            return clip
+        if not entry.frames or (clip.start, clip.bucket[0]) == (entry.start, entry.frames):
+            return clip.pixels
+    return f"it has no {entry.frames} frames from {entry.start:.4g} s on any more"
 
 
 def _figure(title: str, pixels: torch.Tensor | str) -> str:

@@ -1,7 +1,7 @@
 """What data consists of: which files are used, by bucket, and why others are left out; before and after encoding."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -13,14 +13,16 @@ import torch
 from ...families import Clip
 from ...files import read_json
 from ...generation import family_of, pipeline_file
-from ...generation.pipelines import check_classes, family_named, transformer_without_weights
+from ...generation.pipelines import check_classes, family_named, pipeline_source, transformer_without_weights
 from ...reporting import progress, text_table, times
-from .cache import INDEX_NAME, CacheIndex
+from .cache import INDEX_NAME, CachedSample, CacheIndex
+from .clips import Clips
 from .data import in_workers
-from .encode import check_clip, model_header
-from .media import NO_CAPTION, Media, Original, list_media, try_read
+from .encode import model_header
+from .media import NO_CAPTION, Media, Original, try_read
+from .sources import read_sources
 
-_FIRST_FRAME = Clip(1, 1000.0, ((64, 64),))
+_FIRST_FRAME = Clips(1, 1000.0, ((1, 1),))
 """Fits every file: what is read where no clip is asked for."""
 _SAME_RATE = 0.005
 """Relative difference up to which two rates are one, as 29.97 and 30 frames per second."""
@@ -30,7 +32,7 @@ _MOST_SIZES, _MOST_NAMES = 12, 3
 
 @dataclass(frozen=True)
 class Entry:
-    """A file or a member of a shard, or a prompt of generated latents."""
+    """A clip, or a file that is left out or not cut, or a prompt of generated latents."""
 
     name: str
     caption: str = ""
@@ -38,14 +40,18 @@ class Entry:
     """Why it is left out; None if it is used."""
     original: Original | None = None
     """What it is before it is cut; None if left out or unknown."""
-    size: tuple[int, int] | None = None
-    """Its bucket: the size that it is cut to, or its own where it is not cut; None if left out or unknown."""
+    size: tuple[int, ...] | None = None
+    """The size that it is cut to, or its own where it is not cut; None if left out or unknown."""
+    frames: int = 0
+    """Its length, which with its size is its bucket; 0 where it is not cut."""
+    start: float = 0.0
+    """Time at which it begins in its file, in seconds."""
     latents: tuple[int, ...] | None = None
     """Shape of its latents, if known."""
     media: Media | None = None
     """Where it is read from; None in a cache."""
-    place: int = 0
-    """Number of its sample in the cache."""
+    sample: CachedSample | None = None
+    """Its entry in the index of a cache."""
 
 
 class DataModel:
@@ -57,21 +63,22 @@ class DataModel:
     """
 
     def __init__(self, model: str) -> None:
-        self.name, self.family = model, family_of(model)
-        self.transformer = transformer_without_weights(model, self.family.name)
-        self.vae: dict[str, Any] = read_json(pipeline_file(model, "vae/config.json"))
+        self.name = pipeline_source(model)
+        self.family = family_of(self.name)
+        self.transformer = transformer_without_weights(self.name, self.family.name)
+        self.vae: dict[str, Any] = read_json(pipeline_file(self.name, "vae/config.json"))
 
-    def check_clip(self, clip: Clip) -> None:
-        """Raise ValueError unless the model can take the frames and sizes."""
+    def fitted(self, clips: Clips) -> Clips:
+        """Return clips with sizes for the model; ValueError for frames or sizes that it cannot take."""
         import diffusers
 
         pipeline = getattr(diffusers, str(read_json(pipeline_file(self.name, "model_index.json"))["_class_name"]), None)
         picture = pipeline is not None and self.family.keeps_first_frame(pipeline, self.transformer.config)
-        check_clip(self.family, self.transformer, self.vae, clip, picture)
+        return clips.fitted(self.family, self.transformer, self.vae, picture)
 
-    def latent_shape(self, clip: Clip, size: tuple[int, int]) -> tuple[int, ...]:
-        """Return the shape of the latents of a clip of one size."""
-        return self.family.latent_shape(self.transformer.config, self.vae, replace(clip, sizes=(size,)))
+    def latent_shape(self, clip: Clip) -> tuple[int, ...]:
+        """Return the shape of the latents of a clip."""
+        return self.family.latent_shape(self.transformer.config, self.vae, clip)
 
     def tokens(self, latents: tuple[int, ...]) -> int:
         """Return how many tokens self-attention has for latents of a shape."""
@@ -101,7 +108,7 @@ class DataSummary:
     Args:
         source: its name.
         entries: all that was found.
-        clip: what files are cut to; None if they are not.
+        clips: what files are cut to; None if they are not.
         model: counts the tokens, if given.
         index: of a folder of latents.
     """
@@ -110,11 +117,11 @@ class DataSummary:
         self,
         source: object,
         entries: Sequence[Entry],
-        clip: Clip | None,
+        clips: Clips | None,
         model: DataModel | None = None,
         index: CacheIndex | None = None,
     ) -> None:
-        self.source, self.entries, self.clip, self.model, self.index = str(source), entries, clip, model, index
+        self.source, self.entries, self.clips, self.model, self.index = str(source), entries, clips, model, index
         self.used = [entry for entry in entries if entry.problem is None]
         self.left_out = [entry for entry in entries if entry.problem is not None]
 
@@ -128,34 +135,46 @@ class DataSummary:
 
     def headline(self) -> str:
         """Return how many files are used, and what they are cut to."""
-        found = f"{self.source}: {len(self.used)} of {len(self.entries)} files are"
-        if self.clip is None:
+        clips, used = self.clips, {entry.name for entry in self.used}
+        found = f"{self.source}: {len(used)} of {len({entry.name for entry in self.entries})} files are"
+        if clips is None:
             return f"{found} readable; with --model, or --frames, --fps and --size, it is counted which can be used."
-        sizes = ", ".join(map(times, self.clip.sizes))
-        if self.clip.frames == 1:
+        sizes = ", ".join(map(times, clips.sizes)) if isinstance(clips.sizes, tuple) else clips.sizes
+        if clips.lengths == (1,):
             return f"{found} used, as images of {sizes}."
-        seconds = self.clip.frames / self.clip.fps
-        return f"{found} used, as {self.clip.frames} frames of {sizes} at {self.clip.fps:g} fps ({seconds:.3g} s)."
+        lengths = " and ".join(", ".join(map(str, clips.lengths)).rsplit(", ", 1))
+        seconds = _range([f"{length / clips.fps:.3g}" for length in clips.lengths if length > 1])
+        kinds = f"{lengths} frames of {sizes} at {clips.fps:g} fps ({seconds} s)"
+        return f"{found} used, as {f'{len(self.used)} clips of ' * (len(self.used) > len(used))}{kinds}."
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return header and rows of a table: a row per bucket, and one of all if there are several."""
-        counts = Counter(entry.size for entry in self.used)
-        shown = set(counts) if self.clip else {size for size, _ in counts.most_common(_MOST_SIZES)}
-        groups: dict[str, list[Entry]] = {}
-        for entry in sorted(self.used, key=lambda entry: (-counts[entry.size], entry.size or (0, 0))):
-            groups.setdefault(times(entry.size) if entry.size in shown else "others", []).append(entry)
+        buckets = Counter((entry.frames, entry.size) for entry in self.used)
+        shown = {bucket for bucket, _ in buckets.most_common(None if self.clips else _MOST_SIZES)}
+        groups: dict[tuple[str, str], list[Entry]] = {}
+        for entry in sorted(
+            self.used, key=lambda entry: (entry.frames, -buckets[entry.frames, entry.size], entry.size or ())
+        ):
+            size = times(entry.size) if (entry.frames, entry.size) in shown else "others"
+            groups.setdefault((size, str(entry.frames)), []).append(entry)
         if len(groups) > 1:
-            groups["all"] = self.used
-        rows = {name: self._row(group) for name, group in groups.items()}
-        header = list(dict.fromkeys(key for row in reversed(rows.values()) for key in row))
-        return ["size", *header], [[name, *(row.get(key, "-") for key in header)] for name, row in rows.items()]
+            groups["all", "all"] = self.used
+        rows = [self._row(group) for group in groups.values()]
+        several = len({entry.frames for entry in self.used}) > 1
+        names = [[size, frames] if several else [size] for size, frames in groups]
+        header = list(dict.fromkeys(key for row in reversed(rows) for key in row))
+        cells = [[*name, *(row.get(key, "-") for key in header)] for name, row in zip(names, rows, strict=True)]
+        return ["size", *["frames"] * several, *header], cells
 
     def _row(self, group: Sequence[Entry]) -> dict[str, str]:
         """Return column → cell of a bucket, without what is not known."""
-        clip, row = self.clip, {"files": str(len(group))}
-        cut = [(entry.original, entry.size) for entry in group if entry.original and entry.size]
+        clips, files = self.clips, {entry.name: entry for entry in group}
+        row = {"files": str(len(files))}
+        if len(self.used) > len({entry.name for entry in self.used}):
+            row["clips"] = str(len(group))
+        cut = [(entry.original, entry.size) for entry in files.values() if entry.original and entry.size]
         videos = [original for original, _ in cut if original.seconds]
-        if clip and cut:
+        if clips and cut:
             sizes = sorted((original.height * original.width, original.height, original.width) for original, _ in cut)
             row["of sizes"] = _range([times(size) for _, *size in sizes])
             scales = [scale for original, size in cut if (scale := original.scale_to(size)) > 1]
@@ -164,12 +183,13 @@ class DataSummary:
         if videos:
             row["seconds"] = _range([f"{length:.3g}" for length in sorted(video.seconds for video in videos)])
             row["fps"] = _range([f"{rate:.4g}" for rate in sorted(video.fps for video in videos)])
-            if clip:
-                row["new rate"] = str(sum(abs(video.fps - clip.fps) > _SAME_RATE * clip.fps for video in videos))
+            if clips:
+                row["new rate"] = str(sum(abs(video.fps - clips.fps) > _SAME_RATE * clips.fps for video in videos))
                 row["repeated"] = str(sum(video.repeats for video in videos))
             row["hours"] = f"{sum(video.seconds for video in videos) / 3600:.3g}"
-        if clip and clip.frames > 1:
-            row["hours used"] = f"{len(group) * clip.frames / clip.fps / 3600:.3g}"
+        if clips and clips.lengths[-1] > 1:
+            seconds = sum(entry.frames / clips.fps for entry in group if entry.frames > 1)
+            row["hours used"] = f"{seconds / 3600:.3g}"
         shapes = {entry.latents for entry in group if entry.latents}
         if len(shapes) == 1:
             row["latents"] = times(*shapes)
@@ -190,8 +210,9 @@ class DataSummary:
 
     def captions(self) -> str:
         """Return how many captions are missing, and how many files share theirs with another."""
-        missing = sum(entry.problem == NO_CAPTION for entry in self.entries)
-        counts = Counter(entry.caption for entry in self.used if entry.caption)
+        files = {entry.name: entry for entry in self.entries}.values()
+        missing = sum(entry.problem == NO_CAPTION or (not entry.problem and not entry.caption) for entry in files)
+        counts = Counter(entry.caption for entry in files if entry.caption and not entry.problem)
         shared = [count for count in counts.values() if count > 1]
         text = f"Captions: {missing} missing; {sum(shared)} files share theirs with another"
         if not shared:
@@ -200,48 +221,63 @@ class DataSummary:
         return f"{text}, the most ({count}) {caption!r}."
 
 
-def summarize(source: str | Path, clip: Clip | None = None, model: str | None = None, workers: int = 0) -> DataSummary:
-    """Summarize a folder of media, tar shards, or a folder of latents.
+def summarize(
+    source: str | Path, clips: Clips | None = None, model: str | None = None, workers: int = 0
+) -> DataSummary:
+    """Summarize a folder of media, tar shards, a YAML file of sources, or a folder of latents.
 
     Media are read as :func:`~.encode.encode_folder` reads them, so what is left out here is left out there.
 
     Args:
-        source: see :func:`~.media.find_media`, or a folder of ``mhla encode`` or ``mhla synthesize``.
-        clip: what to cut out of every file; by default the model's, and without a model the files are not cut.
+        source: see :func:`~.sources.read_sources`, or a folder of ``mhla encode`` or ``mhla synthesize``.
+        clips: what to cut out of every file; by default what the YAML file says, else the model's, and without a model
+            the files are not cut.
         model: Hub id or folder of the pipeline to encode with, or of that which has encoded.
         workers: processes that read files.
 
     Raises:
         FileNotFoundError: no such source or model, or nothing in it.
-        ValueError: damaged metadata or index, a clip that the model cannot take or for a folder of latents, or
+        ValueError: damaged metadata or index, clips that the model cannot take or for a folder of latents, or
             latents of another autoencoder.
     """
     described = None if model is None else DataModel(model)
     if (Path(source) / INDEX_NAME).is_file():
         index = CacheIndex.read(Path(source))
-        if clip is not None:
+        if clips is not None:
             raise ValueError(
                 f"{source} is encoded, with {index.header['settings']}; leave out frames, fps and size, or give the "
                 "folder of the files."
             )
         return summarize_cache(index, described)
+    sources = read_sources(source)
+    clips = clips or sources.clip
     if described is not None:
-        clip = clip or described.family.default_clip
-        described.check_clip(clip)
-    media = list_media(source)
+        clips = described.fitted(clips or Clips.of(described.family.default_clip))
+    if clips is not None and isinstance(clips.sizes, str):
+        raise ValueError(f"sizes={clips.sizes!r} depend on the model; give --model too, or the sizes.")
+    media = sources.media(listing=True)
     if described is not None:
         problems = {caption: described.problem_of(caption) for caption in {item.caption for item in media}}
         media = [replace(item, problem=item.problem or problems[item.caption]) for item in media]
     entries = []
-    looking = in_workers(media, partial(_look, clip or _FIRST_FRAME), workers)
-    for item, problem, original in progress(looking, total=len(media), desc="read"):
-        size = latents = None
-        if original is not None:
-            shape = original.height, original.width
-            size = shape if clip is None else clip.size_for(*shape)
-            latents = None if described is None or clip is None else described.latent_shape(clip, size)
-        entries.append(Entry(item.name, item.caption, problem, original, size, latents, item))
-    return DataSummary(source, entries, clip, described)
+    for item, found in progress(
+        in_workers(media, partial(_look, clips or _FIRST_FRAME), workers), total=len(media), desc="read"
+    ):
+        for one in found:
+            if isinstance(one, str):
+                entries.append(Entry(item.name, item.caption, one, media=item))
+                continue
+            original, (frames, *size), start = one
+            if clips is None:
+                own = original.height, original.width
+                entries.append(Entry(item.name, item.caption, None, original, own, media=item))
+                continue
+            latents = None
+            if described is not None:
+                latents = described.latent_shape(Clip(frames, clips.fps, (tuple(size),)))
+            place = tuple(size), frames, start, latents
+            entries.append(Entry(item.name, item.caption, None, original, *place, media=item))
+    return DataSummary(source, entries, clips, described)
 
 
 def summarize_cache(index: CacheIndex, model: DataModel | None = None) -> DataSummary:
@@ -255,24 +291,22 @@ def summarize_cache(index: CacheIndex, model: DataModel | None = None) -> DataSu
     made = index.header["settings"]
     # generated latents have no rate of their own
     fps = made["fps"] if "fps" in made else family_named(index.header["family"]).default_clip.fps
-    clip = Clip(made["frames"], fps, tuple((height, width) for height, width in made["sizes"]))
+    rules = {name: made[name] for name in ("extract", "count", "stride", "upscale") if name in made}
+    clips = Clips.read({"frames": made["frames"], "fps": fps, "sizes": made["sizes"], **rules})
     entries = []
-    for place, sample in enumerate(index.samples):
-        original = index.originals.get(sample.source)
-        size = None
-        if original is not None:
-            size = clip.size_for(original.height, original.width)
-        elif len(clip.sizes) == 1:
-            size = clip.sizes[0]
-        entries.append(Entry(sample.source, sample.caption, None, original, size, sample.shape, place=place))
+    for one in index.samples:
+        frames, *size = one.bucket
+        original = index.originals.get(one.source)
+        place = tuple(size), frames, one.start, one.shape
+        entries.append(Entry(one.source, one.caption, None, original, *place, sample=one))
     entries += [Entry(name, problem=problem) for name, problem in index.skipped.items()]
-    return DataSummary(index.folder, entries, clip, model, index)
+    return DataSummary(index.folder, entries, clips, model, index)
 
 
-def _look(clip: Clip, media: Media) -> tuple[Media, str | None, Original | None]:
-    """Read a file as it would be encoded, and return why it cannot be, or what it is, without the pixels."""
-    item, pixels, original = try_read(clip, media)
-    return item, pixels if isinstance(pixels, str) else None, original
+def _look(clips: Clips, media: Media) -> Iterator[tuple[Original, tuple[int, ...], float] | str]:
+    """Read a file as it would be encoded, and yield what it is, bucket and start of each clip, or a problem."""
+    for clip in try_read(clips, media):
+        yield clip if isinstance(clip, str) else (clip.original, clip.bucket, clip.start)
 
 
 def _range(texts: Sequence[str]) -> str:

@@ -11,15 +11,16 @@ from diffusers import LTXImageToVideoPipeline, WanImageToVideoPipeline
 from torch.utils.data import DataLoader
 
 from mhla_diffusers import apply_mhla
-from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.families import get_family
 from mhla_diffusers.files import read_checked_json, write_checked_json
 from mhla_diffusers.training import train
 from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, TrainingConfig
 from mhla_diffusers.training.finetune import NamedRun
 from mhla_diffusers.training.latents.cache import CacheIndex, CacheWriter, LatentCache
+from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
-from mhla_diffusers.training.latents.media import Media, read_clip
+from mhla_diffusers.training.latents.media import Media, read_clips
 
 from ...families.cases import case_of, wan_components
 from ...models import wan_i2v
@@ -27,8 +28,8 @@ from ...pipelines import quiet
 from ..models import one_stage, tiny_wan, wan_data
 from ..pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 
-WAN_CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
-IMAGE_CLIP = Clip(frames=1, fps=1.0, sizes=((16, 16),))
+WAN_CLIP = Clips(frames=5, fps=8.0, sizes=((32, 32),))
+IMAGE_CLIP = Clips(frames=1, fps=1.0, sizes=((16, 16),))
 HEADER = {"family": "wan", "vae": "vae", "text_encoder": "text", "settings": {}}
 
 
@@ -68,7 +69,8 @@ def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tm
     alone, several = caches
     for index in range(3):
         assert torch.equal(alone[index]["latents"], several[index]["latents"])
-    pixels = read_clip(Media(videos / "1.mp4", "1.mp4"), WAN_CLIP)[0][None].float() / 127.5 - 1
+    (clip,) = read_clips(Media(videos / "1.mp4", "1.mp4"), WAN_CLIP)
+    pixels = clip.pixels[None].float() / 127.5 - 1
     with torch.no_grad():
         raw = pipe.vae.encode(pixels).latent_dist.mode()[0]
     assert torch.allclose(alone[1]["latents"] * 0.5 + 0.1, raw, atol=1e-5)
@@ -88,7 +90,7 @@ def test_what_has_changed_is_encoded_again_and_nothing_else(
     (videos / "0.txt").write_text("a blue ball")
     for name in ("1", "2"):
         write_video(videos / f"{name}.mp4", frames=6 + int(name), fps=4)
-    index = encode_folder(pipe, model, videos, tmp_path / "cache", Clip(5, 8.0, ((32, 32),)))
+    index = encode_folder(pipe, model, videos, tmp_path / "cache", Clips(5, 8.0, ((32, 32),)))
     cache = LatentCache(tmp_path / "cache")
     found = {sample.source: (sample.caption, cache[place]) for place, sample in enumerate(index.samples)}
     assert found.keys() == {f"{name}.mp4" for name in range(4)} and not index.skipped
@@ -115,14 +117,15 @@ def test_a_cache_notices_other_weights_and_names_samples_that_were_not_asked_for
 
 
 def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_path: Path) -> None:
-    """Each with its first frame, which stays where the prompt is dropped."""
+    """Every clip with its own first frame, which stays where the prompt is dropped."""
     pytest.importorskip("ftfy")
     components = wan_components(flow_shift=5.0, image_channels=8)
     pipe, model = _saved(quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **components)), tmp_path)
-    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    encode_folder(pipe, model, videos, tmp_path / "cache", replace(WAN_CLIP, extract="chunk"))
     cache = LatentCache(tmp_path / "cache")
-    assert cache.shapes == [(36, 2, 4, 4)] * 3
+    assert cache.shapes == [(36, 2, 4, 4)] * 6
     assert cache[0]["encoder_hidden_states_image"].shape == (5, 8)
+    assert not torch.equal(cache[0]["encoder_hidden_states_image"], cache[1]["encoder_hidden_states_image"])
     assert cache.empty is not None and cache.empty.keys() == {"encoder_hidden_states"}
     assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
 
@@ -131,11 +134,13 @@ def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_pa
     ("make", "clip", "shape"),
     [
         (wan_pipeline, WAN_CLIP, (4, 2, 4, 4)),
-        (sana_pipeline, Clip(1, 1.0, ((32, 32),)), (4, 16, 16)),
-        (dit_pipeline, Clip(1, 1.0, ((16, 16),)), (4, 8, 8)),
+        (sana_pipeline, Clips(1, 1.0, ((32, 32),)), (4, 16, 16)),
+        (dit_pipeline, Clips(1, 1.0, ((16, 16),)), (4, 8, 8)),
     ],
 )
-def test_synthesized_latents_train(make: Callable[[], Any], clip: Clip, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_synthesized_latents_train(
+    make: Callable[[], Any], clip: Clips, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     pipe, model = _saved(make(), tmp_path)
     prompts = ["3", "dog"] if make is dit_pipeline else ["a red ball", "a blue ball moves"]
     for count in (1, 2):
@@ -171,28 +176,28 @@ def test_cache_of_another_model_or_clip_is_refused(wan: tuple[Any, str], videos:
             cache.check_made_for(str(copied), model_header(str(copied), get_family(other.transformer)))
         cache.index.header[f"{part}_weights"] = None  # of the Hub
     cache.check_made_for(str(copied), header)
-    cache.check_cut_as(Clip(5, 8.0, ((64, 32), (32, 32))))
+    cache.check_cut_as(Clips(5, 8.0, ((64, 32), (32, 32))))
     for clip, difference in {
-        Clip(9, 8.0, ((32, 32),)): "frames=5, .*frames=9",
-        Clip(5, 16.0, ((32, 32),)): "fps=8.0, .*fps=16.0",
-        Clip(5, 8.0, ((64, 32),)): r"sizes=\[\[32, 32\]\], .*sizes=\(\(64, 32\),\)",
+        Clips(9, 8.0, ((32, 32),)): r"frames=\[5\], .*frames=\[9\]",
+        Clips(5, 16.0, ((32, 32),)): "fps=8.0, .*fps=16.0",
+        Clips(5, 8.0, ((64, 32),)): r"sizes=\[\[32, 32\]\], .*sizes=\[\[64, 32\]\]",
     }.items():
         with pytest.raises(ValueError, match=difference):
             cache.check_cut_as(clip)
-    with pytest.raises(ValueError, match="frames=5, not 9"):
-        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(9, 8.0, ((32, 32),)))
+    with pytest.raises(ValueError, match=r"frames=\[5\], not \[9\]"):
+        encode_folder(pipe, model, videos, tmp_path / "cache", Clips(9, 8.0, ((32, 32),)))
     with pytest.raises(ValueError, match="None of the 4 files"):
-        encode_folder(pipe, model, videos, tmp_path / "long", Clip(41, 8.0, ((32, 32),)))
+        encode_folder(pipe, model, videos, tmp_path / "long", Clips(41, 8.0, ((32, 32),)))
 
 
 @pytest.mark.parametrize(
     ("make", "clip", "prompts", "words"),
     [
-        (wan_pipeline, Clip(5, 8.0, ((36, 32),)), ["dog"], "36x32 .* 16; .* 32x32"),
-        (wan_pipeline, Clip(6, 8.0, ((32, 32),)), ["dog"], "frames=6 .* 4; try 5"),
-        (dit_pipeline, Clip(1, 1.0, ((16, 32),)), ["dog"], "16x32 .* square"),
-        (dit_pipeline, Clip(5, 8.0, ((16, 16),)), ["dog"], "frames=5 .* must be 1"),
-        (wan_pipeline, Clip(5, 8.0, ((32, 32), (32, 48))), ["dog"], r"\(32, 48\)\) are several"),
+        (wan_pipeline, Clips(5, 8.0, ((36, 32),)), ["dog"], "36x32 .* 16; .* 32x32"),
+        (wan_pipeline, Clips(6, 8.0, ((32, 32),)), ["dog"], "frames=6 .* 4; try 5"),
+        (dit_pipeline, Clips(1, 1.0, ((16, 32),)), ["dog"], "16x32 .* square"),
+        (dit_pipeline, Clips(5, 8.0, ((16, 16),)), ["dog"], "frames=5 .* must be 1"),
+        (wan_pipeline, Clips(5, 8.0, ((32, 32), (32, 48))), ["dog"], r"\(32, 48\)\) are several"),
         (wan_pipeline, WAN_CLIP, ["a ball", " "], "number 1"),
         (wan_pipeline, WAN_CLIP, [], "none given"),
         (lambda: apply_mhla(wan_pipeline(), blocks=(2, 2, 2)), WAN_CLIP, ["dog"], "patched"),
@@ -200,7 +205,7 @@ def test_cache_of_another_model_or_clip_is_refused(wan: tuple[Any, str], videos:
     ],
 )
 def test_what_cannot_be_synthesized_is_refused(
-    make: Callable[[], Any], clip: Clip, prompts: list[str], words: str, tmp_path: Path
+    make: Callable[[], Any], clip: Clips, prompts: list[str], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=words):
         synthesize(make(), "unused", prompts, tmp_path / "cache", clip)
@@ -241,7 +246,7 @@ def test_text_and_image_to_video_of_one_transformer_are_encoded_to_folders_of_th
     shown = quiet(LTXImageToVideoPipeline(**pipe.components))
 
     def encode(of: Any, folder: str, frames: int = 5) -> Any:
-        return encode_folder(of, model, videos, tmp_path / folder, Clip(frames, 8.0, ((32, 32),)))
+        return encode_folder(of, model, videos, tmp_path / folder, Clips(frames, 8.0, ((32, 32),)))
 
     encode(pipe, "text")
     encode(shown, "image")
@@ -289,9 +294,9 @@ def test_killed_writer_leaves_a_good_cache_and_what_it_lacks_is_named(tmp_path: 
 def test_a_first_attempt_that_made_no_sample_binds_nobody(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
     pipe, model = wan
     with pytest.raises(ValueError, match="None of the 4 files"):
-        encode_folder(pipe, model, videos, tmp_path / "cache", Clip(49, 8.0, ((32, 32),)))
+        encode_folder(pipe, model, videos, tmp_path / "cache", Clips(49, 8.0, ((32, 32),)))
     index = encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    assert len(index.samples) == 3 and index.header["settings"]["frames"] == 5
+    assert len(index.samples) == 3 and index.header["settings"]["frames"] == [5]
     assert len(LatentCache(tmp_path / "cache")) == 3
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +13,20 @@ import torch
 from PIL import Image
 
 from mhla_diffusers.evaluation.images import read_sample
-from mhla_diffusers.families import Clip
 from mhla_diffusers.generation.pixels import UnreadableMediaError
 from mhla_diffusers.training.latents.cache import LatentCache
+from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.encode import encode_folder
-from mhla_diffusers.training.latents.media import Media, find_media, read_clip
+from mhla_diffusers.training.latents.media import Media, find_media, read_clips
 
 from ..pipelines import wan_pipeline, write_frames, write_image, write_video
 
-CLIP = Clip(frames=5, fps=8.0, sizes=((32, 32),))
-IMAGE = Clip(1, 1.0, ((32, 32),))
+CLIP = Clips(frames=5, fps=8.0, sizes=((32, 32),))
+IMAGE = Clips(1, 1.0, ((32, 32),))
 
 
-def _read(file: Path, clip: Clip = CLIP) -> torch.Tensor:
-    return read_clip(Media(file, file.name), clip)[0]
+def _read(file: Path, clip: Clips = CLIP) -> torch.Tensor:
+    return next(read_clips(Media(file, file.name), clip)).pixels
 
 
 @pytest.fixture
@@ -37,22 +38,22 @@ def video(tmp_path: Path) -> bytes:
 def test_frames_are_taken_at_the_asked_rate(tmp_path: Path) -> None:
     write_video(tmp_path / "a.mp4", frames=12, fps=8)
     for fps, expected in ((8.0, [0, 10, 20, 30, 40]), (4.0, [0, 20, 40, 60, 80])):
-        levels = _read(tmp_path / "a.mp4", Clip(5, fps, ((32, 32),))).float().mean(dim=(0, 2, 3))
+        levels = _read(tmp_path / "a.mp4", Clips(5, fps, ((32, 32),))).float().mean(dim=(0, 2, 3))
         assert levels.tolist() == pytest.approx(expected, abs=3)
 
 
 @pytest.mark.parametrize("size", [(40, 48), (50, 34), (64, 128), (18, 22)])
 def test_any_size_is_resized_and_cropped(tmp_path: Path, size: tuple[int, int]) -> None:
     write_video(tmp_path / "a.mp4", size=size)
-    assert _read(tmp_path / "a.mp4").shape == (3, 5, 32, 32)
+    assert _read(tmp_path / "a.mp4", replace(CLIP, upscale=True)).shape == (3, 5, 32, 32)
     write_image(tmp_path / "a.png", (size[0] + 1, size[1] - 1), level=77)
-    image = _read(tmp_path / "a.png", Clip(1, 1.0, ((16, 32),)))
+    image = _read(tmp_path / "a.png", Clips(1, 1.0, ((16, 32),), upscale=True))
     assert image.shape == (3, 1, 16, 32)
     assert image.min() == image.max() == 77
 
 
 def test_nearest_bucket() -> None:
-    clip = Clip(1, 1.0, ((480, 832), (832, 480), (640, 640)))
+    clip = Clips(1, 1.0, ((480, 832), (832, 480), (640, 640)))
     for size, bucket in (((720, 1280), (480, 832)), ((1920, 1080), (832, 480)), ((500, 512), (640, 640))):
         assert clip.size_for(*size) == bucket
 
@@ -110,7 +111,7 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path, video: bytes) -> Non
     shard = _write_shard(tmp_path / "shards" / "0.tar", members)
     assert _captions(shard) == {"0.tar/a/000.mp4": "a red ball", "0.tar/000.mp4": "a blue ball"}
     for media in find_media(shard):
-        assert torch.equal(read_clip(media, CLIP)[0], _read(tmp_path / "video.mp4"))
+        assert torch.equal(next(read_clips(media, CLIP)).pixels, _read(tmp_path / "video.mp4"))
 
 
 def test_folder_and_pattern_mean_the_same_shards(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_folder_and_pattern_mean_the_same_shards(tmp_path: Path) -> None:
     everything = {f"{number}.tar/x.png": f"{number}" for number in range(3)}
     assert _captions(tmp_path / "shards") == _captions(tmp_path / "shards" / "*.tar") == everything
     assert list(_captions(tmp_path / "shards" / "[01].tar")) == ["0.tar/x.png", "1.tar/x.png"]
-    assert read_clip(find_media(tmp_path / "shards")[0], IMAGE)[0].shape == (3, 1, 32, 32)
+    assert next(read_clips(find_media(tmp_path / "shards")[0], IMAGE)).pixels.shape == (3, 1, 32, 32)
 
 
 def test_shards_come_with_their_problems(tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_frames_of_a_phone_on_its_side_are_turned_as_they_are_shown(tmp_path: Pa
         command = [exe, "-loglevel", "error", "-display_rotation", str(degrees), "-i", tmp_path / "lying.mp4"]
         subprocess.run(list(map(str, [*command, "-c", "copy", file])), check=True)
         size = (32, 64) if degrees == 180 else (64, 32)
-        frame = _read(file, Clip(5, 8.0, (size,)))[:, 0].float().mean(dim=0)
+        frame = _read(file, Clips(5, 8.0, (size,)))[:, 0].float().mean(dim=0)
         levels = {"top": frame[:16], "bottom": frame[-16:], "left": frame[:, :16], "right": frame[:, -16:]}
         assert max(levels, key=lambda side: float(levels[side].mean())) == bright
         assert levels[bright].mean() == pytest.approx(200, abs=8)  # MPEG-4 is lossy
@@ -285,7 +286,7 @@ def test_the_same_frames_as_with_ffmpeg(kind: str, codec: str, rates: str, offse
     shown = [exe, "-loglevel", "error", *start, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     raw = subprocess.run(shown, check=True, capture_output=True).stdout
     expected = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(-1, 32 * 32 * 3).float().mean(dim=1)
-    found = _read(file, Clip(12, float(wanted), ((32, 32),))).float().mean(dim=(0, 2, 3))
+    found = _read(file, Clips(12, float(wanted), ((32, 32),))).float().mean(dim=(0, 2, 3))
     assert found.tolist() == pytest.approx(expected.tolist(), abs=3)  # one frame is 9 levels
 
 
@@ -295,7 +296,7 @@ def test_what_is_made_up_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         (tmp_path / "a" / f"{name}.txt").write_text("a ball")
     pipe = wan_pipeline()
     pipe.save_pretrained(tmp_path / "model")
-    encode_folder(pipe, str(tmp_path / "model"), tmp_path / "a", tmp_path / "cache", CLIP)
+    encode_folder(pipe, str(tmp_path / "model"), tmp_path / "a", tmp_path / "cache", replace(CLIP, upscale=True))
     assert "1 of 3 files have too few frames; some are repeated" in caplog.text
     assert "1 of 3 files have too few pixels; they are enlarged" in caplog.text
 
@@ -310,7 +311,7 @@ def test_mirrored_frames_and_pixels_that_are_not_square_are_as_they_are_shown(fl
     command += ["-aspect", "2:1", tmp_path / "shown.mp4"]
     subprocess.run(list(map(str, command)), check=True)
     for frame in (
-        _read(tmp_path / "shown.mp4", Clip(5, 8.0, ((32, 64), (64, 32), (32, 32))))[:, 0],
+        _read(tmp_path / "shown.mp4", Clips(5, 8.0, ((32, 64), (64, 32), (32, 32))))[:, 0],
         read_sample(tmp_path / "shown.mp4")[0],
     ):
         assert frame.shape == (3, 32, 64)

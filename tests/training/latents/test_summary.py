@@ -8,15 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
-from mhla_diffusers.families import Clip
 from mhla_diffusers.tiny import pipeline_folder
+from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.preview import write_preview
 from mhla_diffusers.training.latents.summary import summarize
 
 from ..pipelines import write_frames, write_image, write_video
 
-CLIP = Clip(frames=9, fps=6.0, sizes=((64, 64), (64, 96)))
-OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--precision", "no", "--workers", 0)
+CLIP = Clips(frames=9, fps=6.0, sizes=((64, 64), (64, 96)), upscale=True)
+OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--upscale", "--precision", "no", "--workers", 0)
 TINY_WAN = str(pipeline_folder("wan"))
 
 
@@ -107,7 +107,7 @@ def test_an_encoded_folder_shows_its_latents_beside_the_source(videos: Path, tmp
     before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--page", page)
     assert page.read_text().count("data:image/jpeg") == 4 and "&lt;three&gt;" in page.read_text()
     encoded = run("encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS)
-    after = run("data", latents, "--model", TINY_WAN, "--precision", "no", "--preview", 3, "--page", page)
+    after = run("data", latents, "--model", "tiny-wan", "--precision", "no", "--preview", 3, "--page", page)
     assert _rows(encoded) == _rows(before) == _rows(after)
     assert "Left out:" in after and "4 of 7 files are used" in after
     content = page.read_text()
