@@ -155,9 +155,10 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
         script = next((name for key, name in _SCRIPTS.items() if isinstance(content, dict) and key in content), None)
         if script is not None and not own & _SCRIPTS.keys() & content.keys():
             raise ValueError(f"{source} is a configuration of {script}; run that, or give another file.") from error
-        place = f"{source}, line {_line_of(text, path)}" if path else str(source)
-        related = [override for key, override in changed.items() if path and key[: len(path)] == path[: len(key)]]
-        raise ValueError(f"{place}{' with ' if related else ''}{', '.join(related)}: {error}") from error
+        related = {key: override for key, override in changed.items() if key[: len(path)] == path[: len(key)]}
+        is_overridden = any(key == path[: len(key)] for key in related)  # then no line of the file is to blame
+        place = f"{source}, line {_line_of(text, path)}" if path and not is_overridden else str(source)
+        raise ValueError(f"{place}{' with ' if related else ''}{', '.join(related.values())}: {error}") from error
 
 
 def _set(content: Any, override: str) -> Place:
@@ -389,8 +390,10 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: float = 0.6) -> str:
-    """Return "did you mean ...?" with the allowed names that are like a name, or "" if none is."""
-    near = get_close_matches(str(name), [str(one) for one in allowed], n=count, cutoff=cutoff)
+    """Return "did you mean ...?" with the allowed names that are like a name, or begin with it; "" for none."""
+    names = [str(one) for one in allowed]
+    near = get_close_matches(str(name), names, n=count, cutoff=cutoff)
+    near = near or [one for one in names if name and one.startswith(str(name))][:count]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -20,7 +20,7 @@ from ..families import TrainedFamily, families, find_family, get_family, support
 from ..files import content_of, read_json
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
-from ..settings import check_choice, check_value
+from ..settings import check_choice, check_value, nearest
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
@@ -361,8 +361,10 @@ def pipeline_file(model: str, name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
         modular = f" {_MODULAR}" if missing and file_exists(model, _MODULAR_INDEX) else ""
+        near = nearest(model, [f"tiny-{family}" for family in TINY]) if "/" not in model else ""
         raise FileNotFoundError(
-            f"{model} is neither a local folder nor a pipeline that could be read from the Hub: {error}{modular}"
+            f"{model} is neither a local folder nor a pipeline that could be read from the Hub{near and f' ({near})'}: "
+            f"{error}{modular}"
         ) from error
 
 

@@ -15,7 +15,10 @@ _Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline; or 
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
 _Frames = Annotated[int | None, typer.Option(help="Per video; default: the family's, 81 for Wan.")]
 _Fps = Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")]
-_Sizes = Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH; repeat for aspect buckets.")]
+_Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--size", help="480x832, height first, or 512 for a square; repeat for aspect buckets."),
+]
 _Workers = Annotated[int, typer.Option(help="Processes that read files.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
 _Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..config import load_patch
 from ..devices import is_first_process, launched_on_cpus, launched_processes
 from ..families import NoisedBatch, trained_family
 from ..files import content_of, folder_for_results
 from ..patching import mhla_layers
-from ..reporting import progress
+from ..reporting import progress, shows_bars
 from .changes import Change, find_changes, say
 from .checks import check_fits, check_start
 from .config import TrainingConfig, seconds_of
@@ -217,8 +218,15 @@ class Run:
         # otherwise TensorBoard keeps points after the checkpoint that the run resumes from
         first_new = self.step + 1 if self.step else 0
         self.accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
+        above_bar = logging_redirect_tqdm() if shows_bars() else nullcontext()
+        shown: dict[str, Any] = {
+            "total": self.config.total_steps,
+            "initial": self.step,
+            "unit": "step",
+            "disable": not is_first,
+        }
         try:
-            with progress(total=self.config.total_steps, initial=self.step, unit="step", disable=not is_first) as bar:
+            with above_bar, progress(**shown) as bar:
                 yield bar
         finally:
             self.accelerator.end_training()

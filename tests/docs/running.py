@@ -139,8 +139,8 @@ ONLY_CHECKED: list[tuple[str, str]] = [
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 
 
-OPTIONAL = ("torchao", "cache_dit")
-"""Packages without which Python that imports them is not run; .ci/run has both."""
+OPTIONAL = ("torchao", "cache_dit", "kernels")
+"""Packages without which Python that imports them is not run; .ci/run has all."""
 
 
 @dataclass
