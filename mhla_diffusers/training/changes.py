@@ -34,6 +34,7 @@ _WHY_NOT = {
     "training samples": "samples would move between training and validation (validation.samples)",
     "seed": "noise, timesteps and the order of samples follow from it",
     "precision": "frozen weights would be others",
+    "base_dtype": "frozen weights would be others",
     "optimizer": "the checkpoint holds its state",
     "flow_shift": "losses at other timesteps cannot be compared with those so far",
 }
