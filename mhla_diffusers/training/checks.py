@@ -33,7 +33,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     uses_fsdp2(config)
     check(
         config.base_dtype is None or launched_processes() == 1,
-        f"base_dtype={config.base_dtype!r} runs in one process, and {launched_processes()} were launched; leave it out.",
+        f"base_dtype={config.base_dtype!r} runs in one process, but {launched_processes()} were launched; remove it.",
     )
     check_installed(config)
     check_groups(config.context_parallel, launched_processes())
