@@ -35,6 +35,10 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     if checkpoint is not None:  # what the run finds of data, patch and weights is compared later
         find_changes(checkpoint, read_state(checkpoint), {"config": config.to_dict()})
     uses_fsdp2(config)
+    check(
+        config.base_dtype is None or launched_processes() == 1,
+        f"base_dtype={config.base_dtype!r} runs in one process, but {launched_processes()} were launched; remove it.",
+    )
     check_installed(config)
     check_groups(config.context_parallel, launched_processes())
     return checkpoint

@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adamw": ({}, {}),
     "adamw8bit": ({}, {"optimizer": "adamw8bit"}),
     "adafactor": ({}, {"optimizer": "adafactor"}),
+    "adafactor, rate 1e-2": ({"learning_rate": 1e-2}, {"optimizer": "adafactor"}),
     "schedulefree": ({}, {"optimizer": "schedulefree"}),
     "lora float32": (_LORA, {}),
     "lora int8": (_LORA, {"base_dtype": "int8"}),
@@ -44,9 +45,9 @@ def main() -> None:
     adaptation = Adaptation(TINY["wan"], arguments.samples, arguments.held_out, validate_every=arguments.every)
     curves = {}
     for name, (of_stage, changes) in RUNS.items():
-        settings = {"trainable": "attention", "mixing_learning_rate": 5e-3, **of_stage}
-        stage = StageConfig(arguments.steps, 1e-3, objectives=DIFFUSION, **settings)
-        folder = arguments.output / name.replace(" ", "-")
+        settings = {"trainable": "attention", "learning_rate": 1e-3, "mixing_learning_rate": 5e-3, **of_stage}
+        stage = StageConfig(arguments.steps, objectives=DIFFUSION, **settings)
+        folder = arguments.output / name.replace(",", "").replace(" ", "-")
         if not (folder / "result").is_dir():
             pipe = adaptation.patched(MHLAConfig(blocks=TINY["wan"].blocks))
             with torch.compiler.set_stance("force_eager"):  # compiling torchao's update would take longer than the run

@@ -107,6 +107,13 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
         one_stage("unused", patch=PATCH, **settings)
 
 
+def test_a_base_in_8_bits_is_refused_in_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = one_stage(tmp_path, patch=PATCH, base_dtype="int8", **LORA)
+    with pytest.raises(ValueError, match="base_dtype='int8'.* 2 were launched"):
+        train(apply_mhla(wide_wan(), PATCH), wan_data(), config)
+
+
 def counted(processes: int | None = None, **settings: Any) -> StageEstimate:
     with torch.device("meta"):
         transformer = wide_wan()
