@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .family import Condition, Kwargs, Sample
+from .attentions import Attention
+from .family import Family
+from .forward import Condition, Forward, Kwargs, Sample
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
-from .styles import ImageFamily
+from .training import Training
 
 _CLASS = "DiTTransformer2DModel"
 _SHOWN_LABELS = 12  # in an error; ImageNet has a thousand
@@ -25,22 +27,8 @@ def _model(name: str, heads: int, head_dim: int, layers: int, **different: Any) 
     return Model(name, _CLASS, heads, head_dim, layers, (4, 4), sizes, {"out_channels": 8}, **different)
 
 
-class DiTFamily(ImageFamily):
-    """Class-conditional image transformers with a (height, width) token grid."""
-
-    name = "dit"
-    transformers = (_CLASS,)
-    mhla_blocks = (4, 4)
-    squares_only = True
-    process_class = LearnedVarianceDDPM
-    conditions = (Condition("class_labels", (), dtype=torch.int64),)
-    default_clip = Clip(frames=1, fps=1.0, sizes=((256, 256),))
-    prompts_are_classes = True
-    models = (
-        _model("dit-s-2", 6, 64, 12),
-        _model("dit-xl-2", 16, 72, 28, source="facebook/DiT-XL-2-256"),
-        tiny_image("dit", _CLASS, {"out_channels": 8}),
-    )
+class DiTTraining(Training):
+    """How DiT is trained and called."""
 
     def prepare_for_training(self, transformer: nn.Module) -> None:
         """Disable label dropout, whose random numbers differ between processes; ``prompt_dropout`` replaces it."""
@@ -94,6 +82,24 @@ class DiTFamily(ImageFamily):
             noise = empty + guidance * (wanted - empty)
             latents = pipe.scheduler.step(noise, time, latents).prev_sample
         return latents[0]
+
+
+_FORWARD = Forward(conditions=(Condition("class_labels", (), dtype=torch.int64),))
+
+DIT = Family(
+    name="dit",
+    transformers=(_CLASS,),
+    attention=Attention(),
+    forward=_FORWARD,
+    trained=DiTTraining(_FORWARD, process_class=LearnedVarianceDDPM, prompts_are_classes=True),
+    squares_only=True,
+    default_clip=Clip(frames=1, fps=1.0, sizes=((256, 256),)),
+    models=(
+        _model("dit-s-2", 6, 64, 12),
+        _model("dit-xl-2", 16, 72, 28, source="facebook/DiT-XL-2-256"),
+        tiny_image("dit", _CLASS, {"out_channels": 8}),
+    ),
+)
 
 
 def _label_of(pipe: Any, prompt: str) -> int:

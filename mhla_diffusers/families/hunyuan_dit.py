@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import AttentionAdapter
-from .family import Condition, Kwargs, Sample
+from .attentions import Attention
+from .family import Family
+from .forward import Condition, Forward, Kwargs, Sample
 from .models import image_model, tiny_image
 from .processes import DiffusionProcess, VelocityDDPM
-from .styles import ImageFamily
+from .training import Training
 
 _CLASS = "HunyuanDiT2DModel"
+_PROCESSOR = "diffusers.models.attention_processor.HunyuanAttnProcessor2_0"
 _PIXELS = 8
 """Pixels per latent along height and width, which the pipeline assumes."""
 _BASE = 512
@@ -31,33 +34,18 @@ _TINY = {"in_channels": 4, "patch_size": 2, "hidden_size": 24, "cross_attention_
 _TINY |= {"cross_attention_dim_t5": 32, "pooled_projection_dim": 16}
 
 
-class HunyuanDiTFamily(ImageFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
+class HunyuanDiTAttention(Attention):
+    """HunyuanDiT's self-attentions."""
 
-    name = "hunyuan_dit"
-    transformers = (_CLASS,)
-    block_lists = ("blocks",)
-    adapter = AttentionAdapter("image_rotary_emb")
-    processor = cross_processor = "diffusers.models.attention_processor.HunyuanAttnProcessor2_0"
-    # HunyuanDiTPAGPipeline's, with and without classifier-free guidance
-    perturbed_processors = {"PAGCFGHunyuanAttnProcessor2_0": 3, "PAGHunyuanAttnProcessor2_0": 2}
-    # of BERT and of T5
-    conditions = (
-        Condition("encoder_hidden_states", ("text_len", "cross_attention_dim")),
-        Condition("text_embedding_mask", ("text_len",), output=2, dtype=torch.int64),
-        Condition("encoder_hidden_states_t5", ("text_len_t5", "cross_attention_dim_t5")),
-        Condition("text_embedding_mask_t5", ("text_len_t5",), output=2, dtype=torch.int64),
-    )
-    models = (
-        image_model("hunyuan-dit", _CLASS, 16, 88, 40, settings=_REAL),
-        tiny_image("hunyuan_dit", _CLASS, _TINY, layers=4),
-    )
-
-    def recognises_cross_attention(self, attn: Any) -> bool:
+    def recognises_cross(self, attn: Any) -> bool:
         """Whether it has LayerNorm in every head; its query may be rotated."""
         return isinstance(getattr(attn, "norm_q", None), nn.LayerNorm)
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+
+class HunyuanDiTForward(Forward):
+    """HunyuanDiT's forward."""
+
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add RoPE's tables, the picture's size and the only style; the timestep is a float."""
         from diffusers.models.embeddings import get_2d_rotary_pos_embed
         from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
@@ -66,11 +54,15 @@ class HunyuanDiTFamily(ImageFamily):
         height, width = (_PIXELS * side for side in latents.shape[2:])
         region = get_resize_crop_region_for_grid(grid, _BASE // _PIXELS // config.patch_size)
         return {
-            **super().forward_arguments(transformer, latents, timestep.to(latents.dtype), conditioning),
+            **super().arguments(transformer, latents, timestep.to(latents.dtype), conditioning),
             "image_meta_size": latents.new_tensor([[_USUAL, _USUAL, height, width, 0, 0]]).repeat(count, 1),
             "style": torch.zeros(count, dtype=torch.int64, device=latents.device),
             "image_rotary_emb": get_2d_rotary_pos_embed(config.attention_head_dim, region, grid, device=latents.device),
         }
+
+
+class HunyuanDiTTraining(Training):
+    """How HunyuanDiT is trained and called."""
 
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Drop the variance channels, as the pipeline does."""
@@ -88,3 +80,33 @@ class HunyuanDiTFamily(ImageFamily):
             text, _, mask, _ = self.encode_text(pipe, prompt, {**(settings or {}), "text_encoder_index": index})
             sample |= {f"encoder_hidden_states{suffix}": text[0], f"text_embedding_mask{suffix}": mask[0]}
         return sample
+
+
+_FORWARD = HunyuanDiTForward(
+    # of BERT and of T5
+    conditions=(
+        Condition("encoder_hidden_states", ("text_len", "cross_attention_dim")),
+        Condition("text_embedding_mask", ("text_len",), output=2, dtype=torch.int64),
+        Condition("encoder_hidden_states_t5", ("text_len_t5", "cross_attention_dim_t5")),
+        Condition("text_embedding_mask_t5", ("text_len_t5",), output=2, dtype=torch.int64),
+    )
+)
+
+HUNYUAN_DIT = Family(
+    name="hunyuan_dit",
+    transformers=(_CLASS,),
+    attention=HunyuanDiTAttention(
+        block_lists=("blocks",),
+        adapter=AttentionAdapter("image_rotary_emb"),
+        processor=_PROCESSOR,
+        cross_processor=_PROCESSOR,
+        # HunyuanDiTPAGPipeline's, with and without classifier-free guidance
+        perturbed_processors={"PAGCFGHunyuanAttnProcessor2_0": 3, "PAGHunyuanAttnProcessor2_0": 2},
+    ),
+    forward=_FORWARD,
+    trained=HunyuanDiTTraining(_FORWARD),
+    models=(
+        image_model("hunyuan-dit", _CLASS, 16, 88, 40, settings=_REAL),
+        tiny_image("hunyuan_dit", _CLASS, _TINY, layers=4),
+    ),
+)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from .adapters import AttentionInputs, JointAdapter
-from .family import Condition, Kwargs, Sample
+from .attentions import Attention
+from .family import Family
+from .forward import Condition, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
-from .styles import VideoFamily
+from .training import Training
 from .values import WithoutValues
 
 _CLASS = "HunyuanVideo15Transformer3DModel"
@@ -38,33 +40,10 @@ class HunyuanVideo15Adapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class HunyuanVideo15Family(VideoFamily):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
+class HunyuanVideo15Forward(Forward):
+    """HunyuanVideo 1.5's forward."""
 
-    name = "hunyuan_video15"
-    transformers = (_CLASS,)
-    adapter = HunyuanVideo15Adapter()
-    processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
-    dispatches_attention = True
-    extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
-    has_rope = True
-    channels_name = "out_channels"  # it also takes given frames
-    without_values = WithoutValues  # the transformer reads whether there is an image and which tokens are masked
-    mhla_blocks = (10, 3, 5)
-    default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
-    # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-        Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
-        Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
-    )
-    models = (
-        Model("hunyuan-video-1.5", _CLASS, 16, 128, 54, (10, 3, 5), ((480, 848), (720, 1280)), **_REAL),
-        tiny_video("hunyuan_video15", _CLASS, _TINY, stride=16, patch=1),
-    )
-
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add empty given frames and no image."""
         config, batch = transformer.config, len(latents)
         nothing = latents.new_zeros(batch, config.in_channels - latents.shape[1], *latents.shape[2:])
@@ -75,6 +54,43 @@ class HunyuanVideo15Family(VideoFamily):
             **conditioning,
         }
 
+
+class HunyuanVideo15Training(Training):
+    """How HunyuanVideo 1.5 is trained and called."""
+
     def needs_pictures(self, config: Any) -> bool:
         """Whether the model is for anything but text-to-video."""
         return bool(config.task_type != "t2v")
+
+
+_FORWARD = HunyuanVideo15Forward(
+    axes=3,
+    channels_name="out_channels",  # it also takes given frames
+    # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
+    conditions=(
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+        Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
+        Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
+    ),
+    without_values=WithoutValues,  # the transformer reads whether there is an image and which tokens are masked
+)
+
+HUNYUAN_VIDEO15 = Family(
+    name="hunyuan_video15",
+    transformers=(_CLASS,),
+    attention=Attention(
+        adapter=HunyuanVideo15Adapter(),
+        processor="diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0",
+        dispatches=True,
+        extra_tokens=_TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS,
+    ),
+    forward=_FORWARD,
+    trained=HunyuanVideo15Training(_FORWARD),
+    mhla_blocks=(10, 3, 5),
+    default_clip=Clip(frames=121, fps=24.0, sizes=((480, 848),)),
+    models=(
+        Model("hunyuan-video-1.5", _CLASS, 16, 128, 54, (10, 3, 5), ((480, 848), (720, 1280)), **_REAL, has_rope=True),
+        tiny_video("hunyuan_video15", _CLASS, _TINY, stride=16, patch=1, has_rope=True),
+    ),
+)

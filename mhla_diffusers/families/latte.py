@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from .family import Condition, Sample
+from .attentions import Attention
+from .family import Family
+from .forward import Condition, Forward, Sample
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
-from .styles import ImageFamily
-from .trained import scaled_latents
+from .training import Training, scaled_latents
 
 _CLASS = "LatteTransformer3DModel"
 # changes the class's defaults to the model that the pipeline takes
@@ -25,20 +26,8 @@ _USUAL |= {"activation_fn": "gelu-approximate"}
 _REAL = {**_USUAL, "cross_attention_dim": 1152, "caption_channels": 4096}
 
 
-class LatteFamily(ImageFamily):
-    """Video transformers with a (height, width) token grid for every frame."""
-
-    name = "latte"
-    transformers = (_CLASS,)
-    mhla_blocks = (4, 4)
-    process_class = LearnedVarianceDDPM
-    # the pipeline pads several prompts to 120 tokens, with 0
-    conditions = (Condition("encoder_hidden_states", (120, "caption_channels")),)
-    default_clip = Clip(frames=16, fps=8.0, sizes=((512, 512),))
-    models = (
-        Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16),
-        tiny_image("latte", _CLASS, {**_USUAL, "cross_attention_dim": 24, "caption_channels": 32}, frames=3),
-    )
+class LatteForward(Forward):
+    """Latte's forward."""
 
     @property
     def makes_videos(self) -> bool:
@@ -48,6 +37,10 @@ class LatteFamily(ImageFamily):
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
         """Return the grid of every frame, (height, width)."""
         return super().token_grid(transformer, latents[:, :, 0])
+
+
+class LatteTraining(Training):
+    """How Latte is trained and called."""
 
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode every frame separately, to (B, C, F, H, W)."""
@@ -59,3 +52,22 @@ class LatteFamily(ImageFamily):
         # two prompts, because the pipeline cuts a single one to its length, and a batch needs equal lengths
         text, _ = self.encode_text(pipe, [prompt, prompt], {"clean_caption": True, **(settings or {})})
         return {"encoder_hidden_states": text[0]}
+
+
+_FORWARD = LatteForward(
+    # the pipeline pads several prompts to 120 tokens, with 0
+    conditions=(Condition("encoder_hidden_states", (120, "caption_channels")),)
+)
+
+LATTE = Family(
+    name="latte",
+    transformers=(_CLASS,),
+    attention=Attention(),
+    forward=_FORWARD,
+    trained=LatteTraining(_FORWARD, process_class=LearnedVarianceDDPM),
+    default_clip=Clip(frames=16, fps=8.0, sizes=((512, 512),)),
+    models=(
+        Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16),
+        tiny_image("latte", _CLASS, {**_USUAL, "cross_attention_dim": 24, "caption_channels": 32}, frames=3),
+    ),
+)

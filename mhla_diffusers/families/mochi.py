@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter
-from .family import Condition
+from .attentions import Attention
+from .family import Family
+from .forward import Condition, Forward
 from .models import Clip, Model, tiny_video
-from .styles import VideoFamily
+from .training import Training
 from .values import WithoutValues
 
 _CLASS = "MochiTransformer3DModel"
@@ -49,31 +51,42 @@ class MochiAdapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class MochiFamily(VideoFamily):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
-
-    name = "mochi"
-    transformers = (_CLASS,)
-    adapter = MochiAdapter()
-    processor = "diffusers.models.attention_processor.MochiAttnProcessor2_0"
-    attention_class = "MochiAttention"
-    extra_tokens = _TEXT_TOKENS
-    without_values = staticmethod(partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3))
-    """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""
-    time_is_reversed = True
-    mhla_blocks = (9, 3, 5)
-    default_clip = Clip(frames=163, fps=30.0, sizes=((480, 848),))
-    # T5's
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
-    )
-    models = (
-        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), **_FRAMES),
-        tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6),
-    )
+class MochiForward(Forward):
+    """Mochi 1's forward."""
 
     def patch(self, transformer: Any) -> tuple[int, ...]:
         """Return a patch of one latent frame."""
         size = transformer.config.patch_size
         return 1, size, size
+
+
+_FORWARD = MochiForward(
+    axes=3,
+    time_is_reversed=True,
+    # T5's
+    conditions=(
+        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
+    ),
+    # The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies.
+    without_values=staticmethod(partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3)),
+)
+
+MOCHI = Family(
+    name="mochi",
+    transformers=(_CLASS,),
+    attention=Attention(
+        adapter=MochiAdapter(),
+        class_path="MochiAttention",
+        processor="diffusers.models.attention_processor.MochiAttnProcessor2_0",
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=_FORWARD,
+    trained=Training(_FORWARD),
+    mhla_blocks=(9, 3, 5),
+    default_clip=Clip(frames=163, fps=30.0, sizes=((480, 848),)),
+    models=(
+        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), **_FRAMES),
+        tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6),
+    ),
+)

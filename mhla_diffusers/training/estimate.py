@@ -88,7 +88,9 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
     with _first_of_a_group(transformer, config.context_parallel), _fused_attention():
-        batch = _batch(sample, trained_family(transformer).process(transformer, config.flow_shift), config, dtype)
+        batch = _batch(
+            sample, trained_family(transformer).training.process(transformer, config.flow_shift), config, dtype
+        )
         roles = Roles.of(transformer, config, changed, {name: x[0] for name, x in batch.conditioning.items()})
         for parameter in roles.critic.parameters.values() if roles.critic is not None else ():
             parameter.data = parameter.data.to(dtype)
@@ -97,7 +99,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     return Estimate(
         parameters=sum(parameter.numel() for parameter in transformer.parameters()),
         latents=tuple(sample["latents"].shape),
-        tokens=math.prod(get_family(transformer).token_grid(transformer, latents)),
+        tokens=math.prod(get_family(transformer).forward.token_grid(transformer, latents)),
         stages=stages,
         processes=processes,
         split=config.context_parallel.processes,
@@ -165,11 +167,11 @@ def _estimate_stage(
     hooks = [x.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None)) for x in updated]
     flops = 0.0
     for share, run in parts:
-        with FlopCounterMode(display=False) as counter, family.without_values():
+        with FlopCounterMode(display=False) as counter, family.forward.without_values():
             run()
         flops += share * counter.get_total_flops()
     # separately, because PyTorch's counter keeps checkpointed activations alive
-    with _PeakMemory() as memory, family.without_values():
+    with _PeakMemory() as memory, family.forward.without_values():
         parts[0][1]()
     for hook in hooks:
         hook.remove()

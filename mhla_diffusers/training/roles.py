@@ -33,7 +33,7 @@ def lora_of(name: str) -> str | None:
 
 def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
     """Name and module of every self-attention that holds an MHLA layer; all of them in an unpatched model."""
-    attentions = get_family(transformer).self_attentions(transformer)
+    attentions = get_family(transformer).attention.self_attentions(transformer)
     return {name: attn for name, attn in attentions.items() if hasattr(attn, "mhla")} or attentions
 
 
@@ -81,7 +81,7 @@ def prepare_for_training(transformer: Any, config: TrainingConfig) -> list[str]:
         if stage.lora_rank is not None:
             add_lora(transformer, stage.lora_rank, config.seed, stage.lora_layers)
     transformer.train()
-    trained_family(transformer).prepare_for_training(transformer)
+    trained_family(transformer).training.prepare_for_training(transformer)
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     return trainable_names(transformer, *(stage.trainable for stage in config.stages))
@@ -98,7 +98,7 @@ def add_lora(
     if any(lora_of(weight) == name for weight, _ in transformer.named_parameters()):
         return
     if layers == "blocks":
-        blocks = tuple(f"{block}." for block in family.blocks_of(transformer))
+        blocks = tuple(f"{block}." for block in family.attention.blocks_of(transformer))
         targets = [
             place.removesuffix(".base_layer")
             for place, module in modules.items()
@@ -109,7 +109,7 @@ def add_lora(
         ]
     else:
         attentions = patched_attentions(transformer).values()
-        projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
+        projections = {linear for attn in attentions for linear in family.attention.adapter_of(attn).projections(attn)}
         targets = [place for place, module in modules.items() if module in projections]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -227,7 +227,7 @@ class Critic:
             if is_patched(self._model):
                 remove_mhla(self._model)
             self._model.float().train()
-            trained_family(transformer).prepare_for_training(self._model)
+            trained_family(transformer).training.prepare_for_training(self._model)
         else:
             add_lora(transformer, rank, seed + 1, "blocks", CRITIC)
         parameters = self._model.named_parameters()
@@ -282,5 +282,5 @@ class Roles:
         """
         critic = Critic(transformer, config.stages[-1], config.seed) if config.few_steps is not None else None
         teacher = Teacher(transformer, changing) if any(stage.needs_teacher for stage in config.stages) else None
-        process = trained_family(transformer).process(transformer, config.flow_shift)
+        process = trained_family(transformer).training.process(transformer, config.flow_shift)
         return cls(transformer, process, teacher, critic, empty, autocast, config.context_parallel.processes)

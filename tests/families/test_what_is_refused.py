@@ -58,4 +58,4 @@ def test_a_mean_flow_model_is_trained_on_steps_without_length():
 def test_longcats_prompts_are_not_rewritten():
     case = case_of("longcat_image")
     pipe = case.pipeline()
-    assert case.of_family.prompt_arguments(pipe, ["a"])["enable_prompt_rewrite"] is False
+    assert case.of_family.training.prompt_arguments(pipe, ["a"])["enable_prompt_rewrite"] is False

@@ -417,7 +417,7 @@ def test_pictures_are_shown_to_an_image_to_video_pipeline(tmp_path, monkeypatch)
         given.append((prompts[0], settings["image"].getpixel((0, 0))))
         return [torch.zeros(5, 16, 16, 3)]
 
-    monkeypatch.setattr(families.wan.WanFamily, "call", call)
+    monkeypatch.setattr(families.wan.WanTraining, "call", call)
     for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
         Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
     (tmp_path / "prompts.csv").write_text("text,image\na cat,blue.png\na dog,\n")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...families import Clip, Sample, TrainedFamily, trained_family
+from ...families import Clip, Family, Sample, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
@@ -57,7 +57,7 @@ def encode_folder(
     media = _check_captions(family, pipe, find_media(source))
     settings = {"frames": clip.frames, "fps": clip.fps, "sizes": [list(size) for size in clip.sizes]}
     # one transformer may be that of text-to-video too, whose samples differ
-    if family.keeps_first_frame(pipe, pipe.transformer.config):
+    if family.training.keeps_first_frame(pipe, pipe.transformer.config):
         settings[BEGINS_WITH_PICTURE] = True
     contents = contents_of(media)
     with folder_for_results(Path(output)):
@@ -76,10 +76,12 @@ def encode_folder(
                 made_up["pixels"] += original.scale_to(pixels.shape[2:]) > 1
                 # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
                 given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-                latents = family.encode_pixels(pipe, given)[0]
+                latents = family.training.encode_pixels(pipe, given)[0]
                 _check_finite(latents, model, item.name, "use another precision, or leave the file out")
-                sample = {"latents": latents, **family.encode_picture(pipe, given)}
-                sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
+                sample = {"latents": latents, **family.training.encode_picture(pipe, given)}
+                sample |= family.training.encode_prompt(
+                    pipe, item.caption, family.training.picture_settings(pipe, given)
+                )
                 writer.add(item.name, item.caption, _on_cpu(sample), contents[item.name], original)
     index = writer.index
     for what, count in (+made_up).items():
@@ -133,7 +135,7 @@ def synthesize(
     )
     family = trained_family(pipe.transformer)
     for prompt in prompts:
-        family.check_prompt(pipe, prompt)
+        family.training.check_prompt(pipe, prompt)
     clip = clip or family.default_clip
     _check_clip(family, pipe, clip)
     check(
@@ -153,18 +155,18 @@ def synthesize(
             for number, prompt in progress(left, **shown):
                 if steps:
                     generator = generator_for(seed, "synthesize", number)
-                    latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+                    latents = family.training.generate_latents(pipe, prompt, clip, steps, guidance, generator)
                     remedy = "use another precision, fewer or more steps, or another guidance"
                     _check_finite(latents, model, prompt, remedy)
                 else:
-                    shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+                    shape = family.forward.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
                     latents = torch.zeros(shape, dtype=torch.uint8)
-                sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
+                sample = {"latents": latents, **family.training.encode_prompt(pipe, prompt)}
                 writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample))
     return writer.index
 
 
-def model_header(model: str, family: TrainedFamily) -> dict[str, Any]:
+def model_header(model: str, family: Family) -> dict[str, Any]:
     """Make the header of a cache for a model, without settings; loads none of its weights."""
     names = ("vae", "text_encoder")
     parts = {name: component_identity(model, name) for name in names}
@@ -173,11 +175,11 @@ def model_header(model: str, family: TrainedFamily) -> dict[str, Any]:
 
 
 def _writer(
-    pipe: Any, model: str, family: TrainedFamily, output: str | Path, settings: dict[str, Any], contents: dict[str, str]
+    pipe: Any, model: str, family: Family, output: str | Path, settings: dict[str, Any], contents: dict[str, str]
 ) -> tuple[CacheWriter, set[str]]:
     """Open a cache, and return it with the sources that it lacks, or holds with other contents, which are dropped."""
     writer = CacheWriter(output, {**model_header(model, family), "settings": settings})
-    writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
+    writer.set_empty(_on_cpu(family.training.encode_prompt(pipe, "")))
     known = writer.index.contents
     changed = sorted(name for name in contents.keys() & known.keys() if contents[name] != known[name])
     if changed:
@@ -193,14 +195,18 @@ def _writer(
     return writer, missing
 
 
-def _check_clip(family: TrainedFamily, pipe: Any, clip: Clip) -> None:
+def _check_clip(family: Family, pipe: Any, clip: Clip) -> None:
     """Raise unless the model can take the frames and sizes."""
-    check_clip(family, pipe.transformer, pipe.vae.config, clip, family.keeps_first_frame(pipe, pipe.transformer.config))
+    check_clip(
+        family,
+        pipe.transformer,
+        pipe.vae.config,
+        clip,
+        family.training.keeps_first_frame(pipe, pipe.transformer.config),
+    )
 
 
-def check_clip(
-    family: TrainedFamily, transformer: Any, vae: Mapping[str, Any], clip: Clip, begins_with_picture: bool
-) -> None:
+def check_clip(family: Family, transformer: Any, vae: Mapping[str, Any], clip: Clip, begins_with_picture: bool) -> None:
     """Raise unless a model can take the frames and sizes; the error names the nearest ones.
 
     Args:
@@ -210,8 +216,8 @@ def check_clip(
         clip: frames and sizes.
         begins_with_picture: whether its pipeline gives the first frame to the transformer.
     """
-    temporal, spatial = family.strides(vae)
-    step = spatial * family.patch(transformer)[-1]
+    temporal, spatial = family.forward.strides(vae)
+    step = spatial * family.forward.patch(transformer)[-1]
     for size in clip.sizes:
         nearest = tuple(max(step, round(side / step) * step) for side in size)
         divides = all(side > 0 and side % step == 0 for side in size)
@@ -221,7 +227,7 @@ def check_clip(
             f"Size {size} is not square, but {family.name} only makes squares; try {(size[0],) * 2}.",
         )
     frames = clip.frames
-    if family.makes_videos:
+    if family.forward.makes_videos:
         near = max(0, round((frames - 1) / temporal)) * temporal + 1
         fits = frames >= 1 and (frames - 1) % temporal == 0
         check(fits, f"frames={frames} must be 1 more than a multiple of {temporal}; try {near}.")
@@ -233,7 +239,7 @@ def check_clip(
         check(frames == 1, f"frames={frames} is for video models; this one makes images, so frames must be 1.")
 
 
-def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) -> list[Media]:
+def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
     """Mark samples of shards whose caption the model does not take; raise for such files."""
     checked: list[Media] = []
     wrong: list[tuple[str, str]] = []
@@ -241,7 +247,7 @@ def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) ->
         problem = item.problem
         try:
             if problem is None:
-                family.check_prompt(pipe, item.caption)
+                family.training.check_prompt(pipe, item.caption)
         except ValueError as error:
             problem = str(error)
             if item.offset is None:
