@@ -75,7 +75,8 @@ def stream_latents(
     if family.forward.channels(config) != config.out_channels:
         raise ValueError(
             f"This {type(pipe).__name__} takes {family.forward.channels(config)} channels and predicts "
-            f"{config.out_channels}: the others hold a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
+            f"{config.out_channels}: the others hold a picture, which frame blocks after the first do not have. Use a "
+            "text-to-video pipeline."
         )
     side = stride * family.forward.patch(transformer)[-1]
     if height % side or width % side:

@@ -62,7 +62,7 @@ OWN_FORM = (
 )
 SPARSE = {"density": 0.2, "block_size": 4}
 # whose own attention is softmax attention
-SOFTMAX = tuple(name for name in RUNNING if case_of(name).of_family.own_attention == "softmax")
+SOFTMAX = tuple(name for name in RUNNING if case_of(name).of_family.attention.computes == "softmax")
 # half a minute each, so all but one are left to the long run; tests/benchmark counts DiT, SANA and Wan
 slowly = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("dit", "flux", "sana", "wan")]
 

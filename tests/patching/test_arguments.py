@@ -1,6 +1,7 @@
 """Arguments of the wrong kind are refused with their value, what is allowed, and the way out."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
