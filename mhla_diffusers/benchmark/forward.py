@@ -61,7 +61,7 @@ def change_attention(case: Case, transformer: Any, kind: str, backend: str | Non
             block.forward = lambda hidden_states, *_, **__: hidden_states
     if kind == SOFTMAX and family.attention.computes != SOFTMAX:
         for attn in family.attention.self_attentions(transformer).values():
-            attn.set_processor(imported(family.attention.softmax_processor or family.attention.processor)())
+            attn.set_processor(imported(family.attention.softmax_processor)())
     if kind in PATCHES:
         apply_mhla(transformer, **patch_settings(kind, case.model.blocks))
     if backend is not None and family.attention.dispatches:

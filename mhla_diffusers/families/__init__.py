@@ -10,7 +10,7 @@ from torch import nn
 from ..attention.rope import Rotary
 from .adapters import AttentionAdapter, AttentionInputs, JointAdapter
 from .allegro import ALLEGRO
-from .attentions import Attention, imported
+from .attentions import Attention, imported, usual_processor
 from .auraflow import AURAFLOW
 from .chroma import CHROMA
 from .chronoedit import CHRONOEDIT
@@ -232,7 +232,7 @@ def cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
     Without a family, which the module does not know, every family is asked whether it recognises the module.
     """
     family = family or next((one for one in families() if one.attention.recognises_cross(attn)), None)
-    return imported(Attention.cross_processor if family is None else family.attention.cross_processor)()
+    return usual_processor(attn, "" if family is None else family.attention.cross_processor)
 
 
 def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | None:

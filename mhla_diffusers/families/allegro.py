@@ -14,7 +14,7 @@ from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionAdapter, Projected
 from .attentions import Attention
 from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .forward import Forward, Kwargs, Sample, masked_text
 from .models import Clip, Model, tiny_video
 
 _CLASS = "AllegroTransformer3DModel"
@@ -74,10 +74,7 @@ ALLEGRO = Family(
     forward=AllegroForward(
         axes=3,
         # T5's
-        conditions=(
-            Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
-            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-        ),
+        conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.int64),
     ),
     trained=(
         "diffusers' autoencoder of Allegro encodes and decodes in tiles of one size alone, which mhla encode does not "
@@ -87,8 +84,8 @@ ALLEGRO = Family(
     default_clip=Clip(frames=88, fps=15.0, sizes=((720, 1280),)),
     models=(
         # whose 22 latent frames are those of 88
-        Model("allegro", _CLASS, 24, 96, 32, (7, 3, 5), ((720, 1280),), frames=85, temporal_stride=4, has_rope=True),
-        tiny_video("allegro", _CLASS, _TINY, has_rope=True),
+        Model("allegro", _CLASS, 24, 96, 32, (7, 3, 5), ((720, 1280),), frames=85, temporal_stride=4),
+        tiny_video("allegro", _CLASS, _TINY),
     ),
 )
 

@@ -24,11 +24,13 @@ class Attention:
     """How the self-attentions are called, what they attend with, and what they return."""
     class_path: str | None = None
     """End of the import path of the self-attentions' class, if no other family uses that class."""
-    processor: str = "diffusers.models.attention_processor.AttnProcessor2_0"
-    """Import path of the processor that the library gives the self-attentions."""
-    cross_processor: str = "diffusers.models.attention_processor.AttnProcessor2_0"
-    """Import path of the processor of the cross-attentions."""
-    softmax_processor: str | None = None
+    processor: str = ""
+    """Import path of the processor that the library gives the self-attentions; empty for their class's default, or of a
+    class without one ``AttnProcessor2_0``.
+    """
+    cross_processor: str = ""
+    """The same of the cross-attentions."""
+    softmax_processor: str = ""
     """Import path of a processor that computes softmax attention, if :attr:`processor` computes another."""
     perturbed_processors: Mapping[str, int] = field(default_factory=dict)
     """Class of a perturbed-attention guidance processor → number of parts of the batch; it perturbs the last part."""
@@ -66,9 +68,9 @@ class Attention:
         """Return the adapter of one self-attention, by default :attr:`adapter`."""
         return self.adapter
 
-    def own_processor(self, attn: Any = None) -> Any:
-        """Return a fresh processor of the kind that the library gives the self-attentions, or one of them."""
-        return imported(self.processor)()
+    def own_processor(self, attn: Any) -> Any:
+        """Return a fresh processor of the kind that the library gives a self-attention."""
+        return usual_processor(attn, self.processor)
 
     def recognises(self, attn: Any) -> bool:
         """Whether a self-attention of an unknown model belongs to this family, by :attr:`class_path`."""
@@ -108,6 +110,12 @@ class Attention:
 
         for module in (transformer, *self.self_attentions(transformer).values()):
             switch_back(module)
+
+
+def usual_processor(attn: Any, path: str = "") -> Any:
+    """Return a fresh processor: of an import path, else of the default of an attention's class."""
+    own = None if path else getattr(type(attn), "_default_processor_cls", None)
+    return (own or imported(path or "diffusers.models.attention_processor.AttnProcessor2_0"))()
 
 
 def imported(path: str) -> Any:

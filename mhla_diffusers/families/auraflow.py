@@ -38,7 +38,9 @@ AURAFLOW = Family(
     forward=_FORWARD,
     trained=Training(_FORWARD),
     models=(
-        image_model("auraflow", _CLASS, 12, 256, 4, **_LARGE, **_LAYERS),
-        tiny_image("auraflow", _CLASS, _TINY, layers=2, more_layers={"num_single_dit_layers": 1}, **_LAYERS),
+        image_model("auraflow", _CLASS, 12, 256, 4, **_LARGE, **_LAYERS, has_rope=False),
+        tiny_image(
+            "auraflow", _CLASS, _TINY, layers=2, more_layers={"num_single_dit_layers": 1}, **_LAYERS, has_rope=False
+        ),
     ),
 )

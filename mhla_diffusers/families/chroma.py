@@ -67,7 +67,7 @@ _FORWARD = ChromaForward(
     conditions=(
         Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
         Condition("attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.bool),
-    ),
+    )
 )
 
 CHROMA = Family(
@@ -77,7 +77,7 @@ CHROMA = Family(
     forward=_FORWARD,
     trained=Training(_FORWARD),
     models=(
-        image_model("chroma1-hd", _CLASS, 24, 128, 19, more_layers={"num_single_layers": 38}, has_rope=True),
-        tiny_image("chroma", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}, has_rope=True),
+        image_model("chroma1-hd", _CLASS, 24, 128, 19, more_layers={"num_single_layers": 38}),
+        tiny_image("chroma", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     ),
 )

@@ -34,9 +34,7 @@ _FORWARD = WanForward()
 CHRONOEDIT = Family(
     name="chronoedit",
     transformers=(_CLASS,),
-    attention=wan_attention(
-        "transformer_chronoedit.WanAttention", "diffusers.models.transformers.transformer_chronoedit.WanAttnProcessor"
-    ),
+    attention=wan_attention("transformer_chronoedit.WanAttention"),
     forward=_FORWARD,
     trained=ChronoEditTraining(_FORWARD),
     mhla_blocks=(7, 3, 5),

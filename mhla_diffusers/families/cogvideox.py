@@ -132,6 +132,6 @@ COGVIDEOX = Family(
         _model("cogvideox-2b", 30, 30, 49, (480, 720)),
         _model("cogvideox-5b", 48, 42, 49, (480, 720), settings=_ROPE),
         _model("cogvideox1.5-5b", 48, 42, 85, (768, 1360), **_VERSION_1_5),
-        tiny_video("cogvideox", _CLASS, {**_TINY, **_ROPE}, head_dim=16, has_rope=True),
+        tiny_video("cogvideox", _CLASS, {**_TINY, **_ROPE}, head_dim=16),
     ),
 )

@@ -100,8 +100,5 @@ COGVIEW4 = Family(
     ),
     forward=_FORWARD,
     trained=CogView4Training(_FORWARD),
-    models=(
-        image_model("cogview4-6b", _CLASS, 32, 128, 28, has_rope=True),
-        tiny_image("cogview4", _CLASS, _TINY, has_rope=True),
-    ),
+    models=(image_model("cogview4-6b", _CLASS, 32, 128, 28), tiny_image("cogview4", _CLASS, _TINY)),
 )

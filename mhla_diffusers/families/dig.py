@@ -48,7 +48,9 @@ class SoftmaxProcessor:
 
 
 def _model(name: str, heads: int, layers: int, **different: Any) -> Model:
-    return Model(name, _CLASS, heads, 64, layers, (4, 4), squares(256, 512, 1024, 2048), _WIDE, **different)
+    return Model(
+        name, _CLASS, heads, 64, layers, (4, 4), squares(256, 512, 1024, 2048), _WIDE, **different, has_rope=False
+    )
 
 
 class DiGAttention(Attention):
@@ -81,5 +83,5 @@ DIG = Family(
     library="mhla_diffusers.models.dig",
     squares_only=True,
     default_clip=DIT.default_clip,
-    models=(_model("dig-s-2", 6, 12), _model("dig-xl-2", 18, 28), tiny_image("dig", _CLASS, _WIDE)),
+    models=(_model("dig-s-2", 6, 12), _model("dig-xl-2", 18, 28), tiny_image("dig", _CLASS, _WIDE, has_rope=False)),
 )

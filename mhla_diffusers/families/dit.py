@@ -24,7 +24,7 @@ _SHOWN_LABELS = 12  # in an error; ImageNet has a thousand
 
 def _model(name: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
     sizes = squares(256, 512, 1024, 2048, 4096)
-    return Model(name, _CLASS, heads, head_dim, layers, (4, 4), sizes, {"out_channels": 8}, **different)
+    return Model(name, _CLASS, heads, head_dim, layers, (4, 4), sizes, {"out_channels": 8}, **different, has_rope=False)
 
 
 class DiTTraining(Training):
@@ -97,7 +97,7 @@ DIT = Family(
     models=(
         _model("dit-s-2", 6, 64, 12),
         _model("dit-xl-2", 16, 72, 28, source="facebook/DiT-XL-2-256"),
-        tiny_image("dit", _CLASS, {"out_channels": 8}),
+        tiny_image("dit", _CLASS, {"out_channels": 8}, has_rope=False),
     ),
 )
 

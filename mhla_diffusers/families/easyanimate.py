@@ -55,10 +55,8 @@ EASYANIMATE = Family(
     mhla_blocks=(4, 4, 4),
     default_clip=Clip(frames=49, fps=8.0, sizes=((512, 512),)),
     models=(
-        Model(
-            "easyanimate-5.1", _CLASS, 48, 64, 48, (4, 4, 4), ((512, 512),), temporal_stride=4, **_REAL, has_rope=True
-        ),
+        Model("easyanimate-5.1", _CLASS, 48, 64, 48, (4, 4, 4), ((512, 512),), temporal_stride=4, **_REAL),
         # the last block has one stream
-        tiny_video("easyanimate", _CLASS, _TINY, head_dim=16, more_layers={"mmdit_layers": 2}, has_rope=True),
+        tiny_video("easyanimate", _CLASS, _TINY, head_dim=16, more_layers={"mmdit_layers": 2}),
     ),
 )

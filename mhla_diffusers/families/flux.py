@@ -70,17 +70,14 @@ FLUX = Family(
         feed_forwards=("ff", "ff_context", "proj_mlp", "proj_out"),
         adapter=JointAdapter(context_first=True),
         class_path="FluxAttention",
-        processor="diffusers.models.transformers.transformer_flux.FluxAttnProcessor",
         dispatches=True,
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_FORWARD,
     trained=Training(_FORWARD),
     models=(
-        image_model(
-            "flux-dev", _CLASS, 24, 128, 19, settings=_DEV, more_layers={"num_single_layers": 38}, has_rope=True
-        ),
-        tiny_image("flux", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}, has_rope=True),
+        image_model("flux-dev", _CLASS, 24, 128, 19, settings=_DEV, more_layers={"num_single_layers": 38}),
+        tiny_image("flux", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     ),
 )
 

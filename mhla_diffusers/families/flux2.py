@@ -38,10 +38,6 @@ class Flux2Attention(Attention):
         """Return the adapter of the kind of block."""
         return self.single_adapter if hasattr(attn, "to_qkv_mlp_proj") else self.adapter
 
-    def own_processor(self, attn: Any = None) -> Any:
-        """Return a processor of the kind of block."""
-        return super().own_processor() if attn is None else attn._default_processor_cls()
-
 
 class Flux2Forward(FluxForward):
     """Flux.2's forward."""
@@ -90,7 +86,6 @@ FLUX2 = Family(
     attention=Flux2Attention(
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         adapter=JointAdapter(context_first=True),
-        processor="diffusers.models.transformers.transformer_flux2.Flux2AttnProcessor",
         dispatches=True,
         feed_forwards=("ff", "ff_context"),
         extra_tokens=_TEXT_TOKENS,
@@ -98,11 +93,9 @@ FLUX2 = Family(
     forward=_FORWARD,
     trained=Flux2Training(_FORWARD),
     models=(
-        image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}, has_rope=True),
-        image_model(
-            "flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}, has_rope=True
-        ),
-        tiny_image("flux2", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}, has_rope=True),
+        image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}),
+        image_model("flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}),
+        tiny_image("flux2", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     ),
 )
 

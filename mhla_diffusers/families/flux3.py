@@ -72,7 +72,6 @@ FLUX3 = Family(
         block_lists=("mode_blocks", "single_transformer_blocks"),
         adapter=Flux3Adapter(context_first=True),
         class_path="Flux3Attention",
-        processor="diffusers.models.transformers.transformer_flux3.Flux3AttnProcessor",
         dispatches=True,
         extra_tokens=_TEXT_TOKENS,
     ),
@@ -88,7 +87,7 @@ FLUX3 = Family(
         "apply_mhla(pipe, calibration=...) fits a patch without training."
     ),
     models=(
-        image_model("flux.3", _CLASS, 24, 128, 5, more_layers={"num_single_layers": 28}, has_rope=True),
-        tiny_image("flux3", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}, has_rope=True),
+        image_model("flux.3", _CLASS, 24, 128, 5, more_layers={"num_single_layers": 28}),
+        tiny_image("flux3", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     ),
 )

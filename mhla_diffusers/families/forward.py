@@ -37,6 +37,19 @@ class Condition(NamedTuple):
         return [int(getattr(config, size)) if isinstance(size, str) else size for size in self.shape]
 
 
+def masked_text(tokens: int, width: str, dtype: torch.dtype, output: int = 1) -> tuple[Condition, Condition]:
+    """Return the usual arguments for a text, padded to a number of tokens, and for its mask.
+
+    Args:
+        tokens: of the padded text.
+        width: setting of the transformer's configuration that holds the text's channels.
+        dtype: of the mask, int64 or bool.
+        output: index of the mask in what the pipeline's ``encode_prompt`` returns; the text's is 0.
+    """
+    mask = Condition("encoder_attention_mask", (tokens,), output, dtype)
+    return Condition("encoder_hidden_states", (tokens, width)), mask
+
+
 @dataclass(kw_only=True, eq=False)
 class Forward:
     """The forward of a family's transformers. A subclass overrides the methods that differ."""

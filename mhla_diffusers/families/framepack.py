@@ -92,7 +92,7 @@ FRAMEPACK = Family(
     mhla_blocks=(3, 3, 5),
     default_clip=Clip(frames=33, fps=30.0, sizes=((720, 1280),)),
     models=(
-        Model("framepack", _CLASS, 24, 128, 20, (3, 3, 5), ((720, 1280),), _SHOWN, **_REAL, has_rope=True),
-        tiny_video("framepack", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}, has_rope=True),
+        Model("framepack", _CLASS, 24, 128, 20, (3, 3, 5), ((720, 1280),), _SHOWN, **_REAL),
+        tiny_video("framepack", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}),
     ),
 )

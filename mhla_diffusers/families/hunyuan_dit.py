@@ -106,7 +106,7 @@ HUNYUAN_DIT = Family(
     forward=_FORWARD,
     trained=HunyuanDiTTraining(_FORWARD),
     models=(
-        image_model("hunyuan-dit", _CLASS, 16, 88, 40, settings=_REAL),
-        tiny_image("hunyuan_dit", _CLASS, _TINY, layers=4),
+        image_model("hunyuan-dit", _CLASS, 16, 88, 40, settings=_REAL, has_rope=False),
+        tiny_image("hunyuan_dit", _CLASS, _TINY, layers=4, has_rope=False),
     ),
 )

@@ -88,7 +88,7 @@ HUNYUAN_IMAGE = Family(
     trained=Training(_FORWARD),
     default_clip=Clip(frames=1, fps=1.0, sizes=((2048, 2048),)),
     models=(
-        image_model("hunyuan-image-2.1", _CLASS, 28, 128, 20, **_REAL, has_rope=True),
+        image_model("hunyuan-image-2.1", _CLASS, 28, 128, 20, **_REAL),
         tiny_image(
             "hunyuan_image",
             _CLASS,

@@ -100,7 +100,7 @@ HUNYUAN_VIDEO = Family(
     # frames per second as in the authors' scripts
     default_clip=Clip(frames=129, fps=24.0, sizes=((720, 1280),)),
     models=(
-        Model("hunyuan-video", _CLASS, 24, 128, 20, (11, 3, 5), ((720, 1280),), **_REAL, has_rope=True),
-        tiny_video("hunyuan_video", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}, has_rope=True),
+        Model("hunyuan-video", _CLASS, 24, 128, 20, (11, 3, 5), ((720, 1280),), **_REAL),
+        tiny_video("hunyuan_video", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}),
     ),
 )

@@ -90,7 +90,7 @@ HUNYUAN_VIDEO15 = Family(
     mhla_blocks=(10, 3, 5),
     default_clip=Clip(frames=121, fps=24.0, sizes=((480, 848),)),
     models=(
-        Model("hunyuan-video-1.5", _CLASS, 16, 128, 54, (10, 3, 5), ((480, 848), (720, 1280)), **_REAL, has_rope=True),
-        tiny_video("hunyuan_video15", _CLASS, _TINY, stride=16, patch=1, has_rope=True),
+        Model("hunyuan-video-1.5", _CLASS, 16, 128, 54, (10, 3, 5), ((480, 848), (720, 1280)), **_REAL),
+        tiny_video("hunyuan_video15", _CLASS, _TINY, stride=16, patch=1),
     ),
 )

@@ -19,7 +19,6 @@ from .forward import Condition, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 
 _CLASS = "Kandinsky5Transformer3DModel"
-_PROCESSOR = "diffusers.models.transformers.transformer_kandinsky.Kandinsky5AttnProcessor"
 _TEXT_TOKENS = 512
 _TINY: dict[str, Any] = {"in_text_dim": 16, "in_text_dim2": 12, "time_dim": 16, "model_dim": 24, "ff_dim": 32}
 _TINY |= {"axes_dims": (4, 4, 4)}
@@ -93,8 +92,6 @@ KANDINSKY5 = Family(
         attentions=("self_attention",),
         feed_forwards=("feed_forward",),
         adapter=Kandinsky5Adapter(),
-        processor=_PROCESSOR,
-        cross_processor=_PROCESSOR,
         dispatches=True,
     ),
     forward=Kandinsky5Forward(
@@ -126,6 +123,6 @@ KANDINSKY5 = Family(
             **_FRAMES,
             has_rope=True,
         ),
-        tiny_video("kandinsky5", _CLASS, _TINY, **_LAYERS, more_layers={"num_text_blocks": 1}, has_rope=True),
+        tiny_video("kandinsky5", _CLASS, _TINY, **_LAYERS, more_layers={"num_text_blocks": 1}),
     ),
 )

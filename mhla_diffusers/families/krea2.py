@@ -17,7 +17,7 @@ from .family import Family
 from .flux import grid_of_ids
 from .forward import Condition, Forward, Kwargs, Sample
 from .models import image_model, tiny_image
-from .training import Training, scaled_latents
+from .training import Training
 from .values import keep_with
 
 _CLASS = "Krea2Transformer2DModel"
@@ -69,14 +69,6 @@ class Krea2Forward(Forward):
         return {"position_ids": ids, **super().arguments(transformer, latents, timestep, conditioning)}
 
 
-class Krea2Training(Training):
-    """How Krea 2 is trained and called."""
-
-    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode to (B, 16, H, W), by a video autoencoder, for which an image is one frame."""
-        return scaled_latents(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())[:, :, 0]
-
-
 _FORWARD = Krea2Forward(
     fixed_patch=(2, 2),
     packs_latents=True,
@@ -91,16 +83,8 @@ _FORWARD = Krea2Forward(
 KREA2 = Family(
     name="krea2",
     transformers=(_CLASS,),
-    attention=Attention(
-        adapter=Krea2Adapter(context_first=True),
-        processor="diffusers.models.transformers.transformer_krea2.Krea2AttnProcessor",
-        dispatches=True,
-        extra_tokens=_TEXT_TOKENS,
-    ),
+    attention=Attention(adapter=Krea2Adapter(context_first=True), dispatches=True, extra_tokens=_TEXT_TOKENS),
     forward=_FORWARD,
-    trained=Krea2Training(_FORWARD),
-    models=(
-        image_model("krea-2", _CLASS, 48, 128, 28, has_rope=True),
-        tiny_image("krea2", _CLASS, _TINY, head_dim=16, has_rope=True),
-    ),
+    trained=Training(_FORWARD, encodes_frames=True),
+    models=(image_model("krea-2", _CLASS, 48, 128, 28), tiny_image("krea2", _CLASS, _TINY, head_dim=16)),
 )

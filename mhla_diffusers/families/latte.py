@@ -67,7 +67,9 @@ LATTE = Family(
     trained=LatteTraining(_FORWARD, process_class=LearnedVarianceDDPM),
     default_clip=Clip(frames=16, fps=8.0, sizes=((512, 512),)),
     models=(
-        Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16),
-        tiny_image("latte", _CLASS, {**_USUAL, "cross_attention_dim": 24, "caption_channels": 32}, frames=3),
+        Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16, has_rope=False),
+        tiny_image(
+            "latte", _CLASS, {**_USUAL, "cross_attention_dim": 24, "caption_channels": 32}, frames=3, has_rope=False
+        ),
     ),
 )

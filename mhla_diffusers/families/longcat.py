@@ -42,23 +42,17 @@ class LongCatImageTraining(Training):
 
 _FORWARD = LongCatImageForward(
     # Qwen2.5-VL's
-    conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),),
+    conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)
 )
 
 LONGCAT_IMAGE = Family(
     name="longcat_image",
     transformers=(_CLASS,),
-    attention=replace(
-        FLUX.attention,
-        class_path="LongCatImageAttention",
-        processor="diffusers.models.transformers.transformer_longcat_image.LongCatImageAttnProcessor",
-    ),
+    attention=replace(FLUX.attention, class_path="LongCatImageAttention"),
     forward=_FORWARD,
     trained=LongCatImageTraining(_FORWARD),
     models=(
-        image_model("longcat-image", _CLASS, 24, 128, 10, more_layers={"num_single_layers": 20}, has_rope=True),
-        tiny_image(
-            "longcat_image", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}, has_rope=True
-        ),
+        image_model("longcat-image", _CLASS, 24, 128, 10, more_layers={"num_single_layers": 20}),
+        tiny_image("longcat_image", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
     ),
 )

@@ -18,13 +18,12 @@ from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionAdapter
 from .attentions import Attention
 from .family import Family
-from .forward import Condition, Kwargs, Sample
+from .forward import Kwargs, Sample, masked_text
 from .models import Clip, Model, tiny_video
 from .packed_videos import PackedVideoForward, PackedVideoTraining, grid_of_coordinates
 from .values import read_once
 
 _CLASS = "LTXVideoTransformer3DModel"
-_PROCESSOR = "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor"
 _TEXT_TOKENS = 128
 _ROPE_SCALE = (8 / 25, 32, 32)
 """The pipeline's scale at its usual 25 frames per second, with 8 frames and 32x32 pixels per latent."""
@@ -53,7 +52,7 @@ class LTXAdapter(AttentionAdapter):
 def _model(name: str, head_dim: int, layers: int) -> Model:
     sizes = ((512, 704), (704, 1216))
     settings = {"cross_attention_dim": 32 * head_dim}
-    return Model(name, _CLASS, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, **STRIDES)
+    return Model(name, _CLASS, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, **STRIDES, has_rope=False)
 
 
 class LTXForward(PackedVideoForward):
@@ -83,25 +82,12 @@ class LTXForward(PackedVideoForward):
         return {"rope_interpolation_scale": _ROPE_SCALE, **arguments}
 
 
-_FORWARD = LTXForward(
-    axes=3,
-    packs_latents=True,
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
-    ),
-)
+_FORWARD = LTXForward(axes=3, packs_latents=True, conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.bool))
 
 LTX = Family(
     name="ltx",
     transformers=(_CLASS,),
-    attention=Attention(
-        adapter=LTXAdapter("image_rotary_emb"),
-        class_path="LTXAttention",
-        processor=_PROCESSOR,
-        cross_processor=_PROCESSOR,
-        dispatches=True,
-    ),
+    attention=Attention(adapter=LTXAdapter("image_rotary_emb"), class_path="LTXAttention", dispatches=True),
     forward=_FORWARD,
     trained=PackedVideoTraining(_FORWARD),
     mhla_blocks=(7, 3, 4),
@@ -110,7 +96,7 @@ LTX = Family(
     models=(
         _model("ltx-video-2b", 64, 28),
         _model("ltx-video-13b", 128, 48),
-        tiny_video("ltx", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), **STRIDES),
+        tiny_video("ltx", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), **STRIDES, has_rope=False),
     ),
 )
 

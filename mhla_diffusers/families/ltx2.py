@@ -40,7 +40,7 @@ _TINY: dict[str, Any] = {
 
 def _model(name: str, settings: dict[str, Any]) -> Model:
     sizes = ((512, 768), (1088, 1920))
-    return Model(name, _CLASS, 32, 128, 48, (4, 3, 4), sizes, settings, frames=121, **STRIDES)
+    return Model(name, _CLASS, 32, 128, 48, (4, 3, 4), sizes, settings, frames=121, **STRIDES, has_rope=False)
 
 
 class LTX2Adapter(LTXAdapter):
@@ -132,6 +132,8 @@ LTX2 = Family(
     models=(
         _model("ltx-2", {"rope_type": "split"}),
         _model("ltx-2.3", _VERSION_2_3),
-        tiny_video("ltx2", _CLASS, {**_VERSION_2_3, **_TINY}, head_dim=16, sizes=((128, 192),), **STRIDES),
+        tiny_video(
+            "ltx2", _CLASS, {**_VERSION_2_3, **_TINY}, head_dim=16, sizes=((128, 192),), **STRIDES, has_rope=False
+        ),
     ),
 )

@@ -16,7 +16,7 @@ from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter, without
 from .attentions import Attention
 from .family import Family
-from .forward import Condition, Forward
+from .forward import Forward, masked_text
 from .models import image_model, tiny_image
 from .training import Training
 from .values import WithoutValues
@@ -99,10 +99,7 @@ _FORWARD = Forward(
     takes_sigma=True,
     time_is_reversed=True,
     # Gemma 2's
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "cap_feat_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-    ),
+    conditions=masked_text(_TEXT_TOKENS, "cap_feat_dim", torch.int64),
     without_values=WithoutValues,  # the transformer reads the lengths of texts
 )
 
@@ -120,9 +117,7 @@ LUMINA2 = Family(
     trained=Lumina2Training(_FORWARD),
     # the class's defaults, with the width of Gemma 2 2B
     models=(
-        image_model(
-            "lumina-image-2.0", _CLASS, 24, 96, 26, settings=_REAL, more_layers={"num_refiner_layers": 2}, has_rope=True
-        ),
-        tiny_image("lumina2", _CLASS, _TINY, heads=4, more_layers={"num_refiner_layers": 1}, has_rope=True),
+        image_model("lumina-image-2.0", _CLASS, 24, 96, 26, settings=_REAL, more_layers={"num_refiner_layers": 2}),
+        tiny_image("lumina2", _CLASS, _TINY, heads=4, more_layers={"num_refiner_layers": 1}),
     ),
 )

@@ -80,7 +80,6 @@ MINIMAX_H3 = Family(
     transformers=(_CLASS,),
     attention=Attention(
         adapter=MiniMaxH3Adapter(context_first=True, rotary_argument="rotary_emb"),
-        processor="diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3AttnProcessor",
         dispatches=True,
         extra_tokens=_TEXT_TOKENS + _SOUND_TOKENS,
     ),
@@ -101,8 +100,8 @@ MINIMAX_H3 = Family(
     mhla_blocks=(12, 3, 5),
     default_clip=Clip(frames=124, fps=24.0, sizes=((768, 1344),)),
     models=(
-        Model("minimax-h3", _CLASS, 56, 128, 50, (12, 3, 5), ((768, 1344),), stride=16, frames=124, has_rope=True),
-        tiny_video("minimax_h3", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), stride=16, frames=21, has_rope=True),
+        Model("minimax-h3", _CLASS, 56, 128, 50, (12, 3, 5), ((768, 1344),), stride=16, frames=124),
+        tiny_video("minimax_h3", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), stride=16, frames=21),
     ),
 )
 

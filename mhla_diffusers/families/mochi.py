@@ -16,7 +16,7 @@ from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter
 from .attentions import Attention
 from .family import Family
-from .forward import Condition, Forward
+from .forward import Forward, masked_text
 from .models import Clip, Model, tiny_video
 from .training import Training
 from .values import WithoutValues
@@ -64,12 +64,9 @@ _FORWARD = MochiForward(
     axes=3,
     time_is_reversed=True,
     # T5's
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
-    ),
+    conditions=masked_text(_TEXT_TOKENS, "text_embed_dim", torch.bool),
     # The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies.
-    without_values=staticmethod(partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3)),
+    without_values=partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3),
 )
 
 MOCHI = Family(
@@ -86,7 +83,7 @@ MOCHI = Family(
     mhla_blocks=(9, 3, 5),
     default_clip=Clip(frames=163, fps=30.0, sizes=((480, 848),)),
     models=(
-        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), **_FRAMES),
-        tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6),
+        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), **_FRAMES, has_rope=False),
+        tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6, has_rope=False),
     ),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .attentions import Attention
 from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .forward import Condition, Forward, Kwargs, Sample, masked_text
 from .models import image_model, tiny_image
 from .processes import LearnedVarianceDDPM
 from .training import Training
@@ -43,10 +43,7 @@ class PixArtForward(Forward):
 
 _FORWARD = PixArtForward(
     # of α's pipeline, see conditions_of
-    conditions=(
-        Condition("encoder_hidden_states", (120, "caption_channels")),
-        Condition("encoder_attention_mask", (120,), output=1, dtype=torch.int64),
-    )
+    conditions=masked_text(120, "caption_channels", torch.int64)
 )
 
 PIXART = Family(
@@ -59,8 +56,16 @@ PIXART = Family(
     forward=_FORWARD,
     trained=Training(_FORWARD, process_class=LearnedVarianceDDPM, text_settings={"clean_caption": True}),
     models=(
-        image_model("pixart-alpha-xl-2", _CLASS, 16, 72, 28, settings=_ALPHA),
-        image_model("pixart-sigma-xl-2", _CLASS, 16, 72, 28, settings={**_ALPHA, "use_additional_conditions": False}),
-        tiny_image("pixart", _CLASS, {"cross_attention_dim": 24, "caption_channels": 32}),
+        image_model("pixart-alpha-xl-2", _CLASS, 16, 72, 28, settings=_ALPHA, has_rope=False),
+        image_model(
+            "pixart-sigma-xl-2",
+            _CLASS,
+            16,
+            72,
+            28,
+            settings={**_ALPHA, "use_additional_conditions": False},
+            has_rope=False,
+        ),
+        tiny_image("pixart", _CLASS, {"cross_attention_dim": 24, "caption_channels": 32}, has_rope=False),
     ),
 )

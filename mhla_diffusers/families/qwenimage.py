@@ -17,7 +17,7 @@ from .attentions import Attention
 from .family import Family
 from .forward import Condition, Forward, Kwargs, Sample
 from .models import image_model, tiny_image
-from .training import Training, scaled_latents
+from .training import Training
 
 _CLASS = "QwenImageTransformer2DModel"
 _TEXT_TOKENS = 512
@@ -75,10 +75,6 @@ class QwenImageForward(Forward):
 class QwenImageTraining(Training):
     """How Qwen-Image is trained and called."""
 
-    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode to (B, 16, H, W), by a video autoencoder, for which an image is one frame."""
-        return scaled_latents(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())[:, :, 0]
-
     def guidance_arguments(self, guidance: float) -> Kwargs:
         """Ask for classifier-free guidance, which the pipeline runs if it is given a negative prompt."""
         return {"true_cfg_scale": guidance, **({"negative_prompt": _NO_PROMPT} if guidance > 1 else {})}
@@ -105,9 +101,6 @@ QWENIMAGE = Family(
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_FORWARD,
-    trained=QwenImageTraining(_FORWARD, pads_text=True),
-    models=(
-        image_model("qwen-image", _CLASS, 24, 128, 60, has_rope=True),
-        tiny_image("qwenimage", _CLASS, _TINY, head_dim=16, has_rope=True),
-    ),
+    trained=QwenImageTraining(_FORWARD, encodes_frames=True, pads_text=True),
+    models=(image_model("qwen-image", _CLASS, 24, 128, 60), tiny_image("qwenimage", _CLASS, _TINY, head_dim=16)),
 )

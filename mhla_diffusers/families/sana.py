@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .attentions import Attention
 from .family import Family
-from .forward import Condition, Forward, Sample
+from .forward import Forward, Sample, masked_text
 from .models import Model, squares, tiny_image
 from .processes import DiffusionProcess, FlowMatching
 from .training import Training
@@ -32,7 +32,9 @@ def _model(name: str, heads: int, layers: int, cross_heads: int, cross_head_dim:
     settings = {"num_cross_attention_heads": cross_heads, "cross_attention_head_dim": cross_head_dim}
     settings["cross_attention_dim"] = heads * 32
     sizes = squares(512, 1024, 2048, 4096)
-    return Model(name, _CLASS, heads, 32, layers, (4, 4), sizes, settings, stride=32, patch=1, **different)
+    return Model(
+        name, _CLASS, heads, 32, layers, (4, 4), sizes, settings, stride=32, patch=1, **different, has_rope=False
+    )
 
 
 class SanaAttention(Attention):
@@ -72,10 +74,7 @@ class SanaTraining(Training):
 
 _FORWARD = SanaForward(
     # Gemma's
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-    )
+    conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.int64)
 )
 
 SANA = Family(
@@ -95,6 +94,6 @@ SANA = Family(
     models=(
         _model("sana-0.6b", 36, 28, 16, 72, source=_SOURCE.format(600)),
         _model("sana-1.6b", 70, 20, 20, 112, source=_SOURCE.format(1600)),
-        tiny_image("sana", _CLASS, _TINY, head_dim=16, sizes=squares(256), stride=32, patch=1),
+        tiny_image("sana", _CLASS, _TINY, head_dim=16, sizes=squares(256), stride=32, patch=1, has_rope=False),
     ),
 )

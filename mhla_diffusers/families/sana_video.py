@@ -47,7 +47,7 @@ SANA_VIDEO = Family(
     mhla_blocks=(7, 3, 5),
     default_clip=Clip(frames=81, fps=16.0, sizes=((480, 832),)),
     models=(
-        Model("sana-video-2b", _CLASS, 20, 112, 20, (7, 3, 5), ((480, 832),), **_REAL, has_rope=True),
-        tiny_video("sana_video", _CLASS, _TINY, has_rope=True),
+        Model("sana-video-2b", _CLASS, 20, 112, 20, (7, 3, 5), ((480, 832),), **_REAL),
+        tiny_video("sana_video", _CLASS, _TINY),
     ),
 )

@@ -24,7 +24,7 @@ _TINY |= {"in_channels": 4, "out_channels": 4}
 def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
     # the table of positions is larger than those of the checkpoints, so that 4096 px can be measured
     usual = {"caption_projection_dim": 64 * heads, "qk_norm": "rms_norm", "pos_embed_max_size": 512}
-    return image_model(name, _CLASS, heads, 64, layers, settings={**usual, **settings})
+    return image_model(name, _CLASS, heads, 64, layers, settings={**usual, **settings}, has_rope=False)
 
 
 class SD3Attention(Attention):
@@ -57,6 +57,6 @@ SD3 = Family(
     models=(
         _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
         _model("sd3.5-large", 38, 38),
-        tiny_image("sd3", _CLASS, _TINY),
+        tiny_image("sd3", _CLASS, _TINY, has_rope=False),
     ),
 )

@@ -100,11 +100,7 @@ _FORWARD = SkyReelsV2Forward(streamed=(_CLASS,))
 SKYREELS_V2 = Family(
     name="skyreels_v2",
     transformers=(_CLASS,),
-    attention=wan_attention(
-        "transformer_skyreels_v2.SkyReelsV2Attention",
-        "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2AttnProcessor",
-        SkyReelsV2Adapter(),
-    ),
+    attention=wan_attention("transformer_skyreels_v2.SkyReelsV2Attention", SkyReelsV2Adapter()),
     forward=_FORWARD,
     trained=WanTraining(_FORWARD),
     mhla_blocks=(8, 3, 6),

@@ -28,6 +28,8 @@ class Training:
     """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
     pads_text: bool = False
     """Whether samples hold the text, padded with zeros to one length, and its mask, which are the conditions."""
+    encodes_frames: bool = False
+    """Whether images are encoded by an autoencoder of videos, for which an image is one frame."""
     prompts_are_classes: bool = False
     """Whether the model is conditioned on classes, by number or name, instead of text."""
 
@@ -100,9 +102,10 @@ class Training:
 
     def encoded(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Run the autoencoder on clips, and scale their latents as :func:`scaled_latents`."""
-        found = pipe.vae.encode(pixels if self.forward.makes_videos else pixels[:, :, 0])
+        found = pipe.vae.encode(pixels if self.forward.makes_videos or self.encodes_frames else pixels[:, :, 0])
         latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
-        return scaled_latents(pipe.vae, latents.float())
+        scaled = scaled_latents(pipe.vae, latents.float())
+        return scaled[:, :, 0] if self.encodes_frames else scaled
 
     def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
         """Return the kwargs of the transformer's forward that come from a clip (1, 3, F, H, W).

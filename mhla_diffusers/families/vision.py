@@ -213,7 +213,7 @@ def _pooled(name: str, layers: int, heads: int, head_dim: int, settings: Mapping
     width = heads * head_dim
     shape = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width, "layer_norm_eps": 1e-6}
     sizes |= {"settings": {**shape, **settings}, "stride": 1, "layers_argument": "num_hidden_layers"}
-    return Model(name, _POOLED, heads, head_dim, layers, **sizes)
+    return Model(name, _POOLED, heads, head_dim, layers, **sizes, has_rope=False)
 
 
 def _deit(name: str, heads: int) -> Model:

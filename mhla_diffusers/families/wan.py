@@ -39,13 +39,13 @@ def wan_model(name: str, heads: int, ffn_dim: int, layers: int, **different: Any
     usual = {"transformer": _CLASS, "blocks": (7, 3, 5), "sizes": ((480, 832), (720, 1280)), "frames": 81}
     settings = {"ffn_dim": ffn_dim, **different.pop("settings", {})}
     shape = {"heads": heads, "head_dim": 128, "layers": layers, "temporal_stride": 4}
-    return Model(name, settings=settings, has_rope=True, **{**shape, **usual, **different})
+    return Model(name, settings=settings, **{**shape, **usual, **different})
 
 
 def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = None, **different: Any) -> Model:
     """Return a tiny configuration of Wan or of a relative, with further settings of its class."""
     tiny = {"ffn_dim": 32, "text_dim": 32, "freq_dim": 16, **(settings or {})}
-    return tiny_video(name, transformer, tiny, **different, has_rope=True)
+    return tiny_video(name, transformer, tiny, **different)
 
 
 class WanAttention(Attention):
@@ -132,14 +132,12 @@ class WanTraining(Training):
         return {"encoder_hidden_states_image": pipe.encode_image([first_picture(pipe, pixels)])[0]}
 
 
-def wan_attention(class_path: str, processor: str, adapter: AttentionAdapter | None = None) -> WanAttention:
+def wan_attention(class_path: str, adapter: AttentionAdapter | None = None) -> WanAttention:
     """Return the self-attentions of Wan, or of a relative with a copy of its class."""
     return WanAttention(
         block_lists=("blocks", "vace_blocks"),
         adapter=adapter or AttentionAdapter(),
         class_path=class_path,
-        processor=processor,
-        cross_processor=processor,
         dispatches=True,
     )
 
@@ -150,9 +148,7 @@ _FORWARD = WanForward(streamed=(_CLASS,))
 WAN = Family(
     name="wan",
     transformers=(_CLASS, "WanVACETransformer3DModel"),
-    attention=wan_attention(
-        "transformer_wan.WanAttention", "diffusers.models.transformers.transformer_wan.WanAttnProcessor"
-    ),
+    attention=wan_attention("transformer_wan.WanAttention"),
     forward=_FORWARD,
     trained=WanTraining(_FORWARD),
     mhla_blocks=(7, 3, 5),

@@ -68,10 +68,7 @@ _FORWARD = WanAnimateForward()
 WAN_ANIMATE = Family(
     name="wan_animate",
     transformers=(_CLASS,),
-    attention=wan_attention(
-        "transformer_wan_animate.WanAttention",
-        "diffusers.models.transformers.transformer_wan_animate.WanAttnProcessor",
-    ),
+    attention=wan_attention("transformer_wan_animate.WanAttention"),
     forward=_FORWARD,
     trained=WanAnimateTraining(_FORWARD),
     mhla_blocks=(7, 3, 5),

@@ -97,9 +97,7 @@ Z_IMAGE = Family(
     forward=_FORWARD,
     trained=ZImageTraining(_FORWARD, pads_text=True),
     models=(
-        image_model("z-image", _CLASS, 30, 128, 30, **_LAYERS, more_layers={"n_refiner_layers": 2}, has_rope=True),
-        tiny_image(
-            "z_image", _CLASS, _TINY, head_dim=16, **_LAYERS, more_layers={"n_refiner_layers": 1}, has_rope=True
-        ),
+        image_model("z-image", _CLASS, 30, 128, 30, **_LAYERS, more_layers={"n_refiner_layers": 2}),
+        tiny_image("z_image", _CLASS, _TINY, head_dim=16, **_LAYERS, more_layers={"n_refiner_layers": 1}),
     ),
 )
