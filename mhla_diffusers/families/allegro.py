@@ -12,9 +12,7 @@ from torch.nn import functional
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionAdapter, Projected
-from .attentions import Attention
-from .family import Family
-from .forward import Forward, Kwargs, Sample, masked_text
+from .family import Attention, Family, Forward, Kwargs, Sample, masked_text
 from .models import Clip, Model, tiny_video
 
 _CLASS = "AllegroTransformer3DModel"
@@ -41,9 +39,7 @@ class AllegroAdapter(AttentionAdapter):
         return _in_pairs(query), _in_pairs(key), value
 
 
-class AllegroForward(Forward):
-    """Allegro's forward."""
-
+class _Forward(Forward):
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
         """Count the first frame of an odd number as a latent frame of its own."""
         return frames // stride + frames % 2
@@ -71,7 +67,7 @@ ALLEGRO = Family(
         processor=_PROCESSOR,
         cross_processor=_PROCESSOR,
     ),
-    forward=AllegroForward(
+    forward=_Forward(
         axes=3,
         # T5's
         conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.int64),

@@ -7,11 +7,8 @@ text, then the image. Default blocks are those of all images, 16x16 tokens at 10
 from typing import Any
 
 from .adapters import JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward
+from .family import Attention, Condition, Family, Forward, Training
 from .models import image_model, tiny_image
-from .training import Training
 
 _CLASS = "AuraFlowTransformer2DModel"
 _TEXT_TOKENS = 256
@@ -22,10 +19,6 @@ _LARGE: dict[str, Any] = {"settings": {"pos_embed_max_size": 256 * 256}, "more_l
 _TINY = {"caption_projection_dim": 24, "joint_attention_dim": 32, "pos_embed_max_size": 8 * 8}
 
 
-_FORWARD = Forward(
-    takes_sigma=True, conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)
-)
-
 AURAFLOW = Family(
     name="auraflow",
     transformers=(_CLASS,),
@@ -35,8 +28,10 @@ AURAFLOW = Family(
         processor="diffusers.models.attention_processor.AuraFlowAttnProcessor2_0",
         extra_tokens=8 + _TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=Training(_FORWARD),
+    forward=Forward(
+        takes_sigma=True, conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)
+    ),
+    trained=Training(),
     models=(
         image_model("auraflow", _CLASS, 12, 256, 4, **_LARGE, **_LAYERS, has_rope=False),
         tiny_image(

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from .adapters import Arguments, JointAdapter
-from .family import Family
+from .family import Condition, Family, Kwargs, Sample, Training
 from .flux import FLUX, FluxForward
-from .forward import Condition, Kwargs, Sample
 from .models import image_model, tiny_image
-from .training import Training
 
 _CLASS = "ChromaTransformer2DModel"
 _TEXT_TOKENS = 512
@@ -36,9 +34,7 @@ class ChromaAdapter(JointAdapter):
         return super().key_mask(arguments)
 
 
-class ChromaForward(FluxForward):
-    """Chroma's forward."""
-
+class _Forward(FluxForward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid as Flux; ValueError for a mask under gradient checkpointing, or more than one picture."""
         is_checkpointed = transformer.gradient_checkpointing and torch.is_grad_enabled()
@@ -62,20 +58,18 @@ class ChromaForward(FluxForward):
         return {**arguments, "attention_mask": torch.cat([mask, of_image], dim=1)}
 
 
-_FORWARD = ChromaForward(
-    # T5's
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
-        Condition("attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.bool),
-    )
-)
-
 CHROMA = Family(
     name="chroma",
     transformers=(_CLASS,),
     attention=replace(FLUX.attention, adapter=ChromaAdapter(context_first=True), class_path=None),
-    forward=_FORWARD,
-    trained=Training(_FORWARD),
+    forward=_Forward(
+        # T5's
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
+            Condition("attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.bool),
+        )
+    ),
+    trained=Training(),
     models=(
         image_model("chroma1-hd", _CLASS, 24, 128, 19, more_layers={"num_single_layers": 38}),
         tiny_image("chroma", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),

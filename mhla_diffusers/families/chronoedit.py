@@ -8,8 +8,7 @@ longer video. Default blocks are Wan's; with two frames, as usual, they are 2 x 
 
 from typing import Any
 
-from .family import Family
-from .forward import Kwargs
+from .family import Family, Kwargs
 from .models import Clip
 from .wan import WanForward, WanTraining, tiny_wan, wan_attention, wan_model
 
@@ -21,22 +20,18 @@ _AT_720P: dict[str, Any] = {"blocks": (2, 3, 5), "sizes": ((720, 1280),)}
 _TINY = {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24}
 
 
-class ChronoEditTraining(WanTraining):
-    """How ChronoEdit is trained and called."""
-
+class _Training(WanTraining):
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
         """Add temporal reasoning, which other frames than five need."""
         return {**super().clip_arguments(pipe, clip), "enable_temporal_reasoning": clip.frames != _FRAMES}
 
 
-_FORWARD = WanForward()
-
 CHRONOEDIT = Family(
     name="chronoedit",
     transformers=(_CLASS,),
     attention=wan_attention("transformer_chronoedit.WanAttention"),
-    forward=_FORWARD,
-    trained=ChronoEditTraining(_FORWARD),
+    forward=WanForward(),
+    trained=_Training(),
     mhla_blocks=(7, 3, 5),
     default_clip=Clip(frames=_FRAMES, fps=16.0, sizes=((720, 1280),)),
     models=(

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, VelocityDDPM
-from .training import Training
 
 _CLASS = "CogVideoXTransformer3DModel"
 _ROPE = {"use_rotary_positional_embeddings": True}
@@ -45,9 +42,7 @@ def _model(name: str, heads: int, layers: int, frames: int, size: tuple[int, int
     )
 
 
-class CogVideoXForward(Forward):
-    """CogVideoX's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from ``hidden_states`` (B, F, C, H, W)."""
         return self.token_grid(transformer, arguments["hidden_states"].transpose(1, 2))
@@ -80,9 +75,7 @@ class CogVideoXForward(Forward):
         return arguments
 
 
-class CogVideoXTraining(Training):
-    """How CogVideoX is trained and called."""
-
+class _Training(Training):
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Put channels before frames."""
         return super().prediction(transformer, output, latents).transpose(1, 2)
@@ -111,10 +104,6 @@ class CogVideoXTraining(Training):
         return super().generate_latents(*args, **kwargs).transpose(0, 1)
 
 
-_FORWARD = CogVideoXForward(
-    axes=3, conditions=(Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
-)
-
 COGVIDEOX = Family(
     name="cogvideox",
     transformers=(_CLASS,),
@@ -123,8 +112,10 @@ COGVIDEOX = Family(
         processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
         extra_tokens=226,
     ),
-    forward=_FORWARD,
-    trained=CogVideoXTraining(_FORWARD),
+    forward=_Forward(
+        axes=3, conditions=(Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
+    ),
+    trained=_Training(),
     mhla_blocks=(4, 3, 5),
     default_clip=Clip(frames=49, fps=8.0, sizes=((480, 720),)),
     # numbers as in diffusers' conversion script; the pipeline of 1.5 generates 85 frames when asked for 81

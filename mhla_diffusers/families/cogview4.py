@@ -13,11 +13,8 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import image_model, tiny_image
-from .training import Training
 
 _CLASS = "CogView4Transformer2DModel"
 _TEXT_TOKENS = 224
@@ -49,9 +46,7 @@ class CogView4Adapter(JointAdapter):
         return super().rotary(attn, arguments)
 
 
-class CogView4Forward(Forward):
-    """CogView4's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the latents; ValueError for samples of several sizes in one row, or masks."""
         others = sorted((arguments.get("attention_kwargs") or {}).keys() - {"scale"})
@@ -70,9 +65,7 @@ class CogView4Forward(Forward):
         return {**super().arguments(transformer, latents, timestep, conditioning), **sizes}
 
 
-class CogView4Training(Training):
-    """How CogView4 is trained and called."""
-
+class _Training(Training):
     def needs_pictures(self, config: Any) -> bool:
         """Whether it is CogView4-Control, which takes the latents of a picture beside the noised ones."""
         return bool(config.in_channels != config.out_channels)
@@ -85,11 +78,6 @@ class CogView4Training(Training):
         return (pipe.text_encoder(ids.to(pipe.text_encoder.device), output_hidden_states=True).hidden_states[-2],)
 
 
-_FORWARD = CogView4Forward(
-    # GLM's
-    conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
-)
-
 COGVIEW4 = Family(
     name="cogview4",
     transformers=(_CLASS,),
@@ -98,7 +86,10 @@ COGVIEW4 = Family(
         processor="diffusers.models.transformers.transformer_cogview4.CogView4AttnProcessor",
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=CogView4Training(_FORWARD),
+    forward=_Forward(
+        # GLM's
+        conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
+    ),
+    trained=_Training(),
     models=(image_model("cogview4-6b", _CLASS, 32, 128, 28), tiny_image("cogview4", _CLASS, _TINY)),
 )

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ..config import PatchConfig
 from .adapters import AttentionAdapter, AttentionInputs, finite
-from .attentions import Attention
 from .dit import DIT
-from .family import Family
+from .family import Attention, Family
 from .models import Model, squares, tiny_image
 
 _CLASS = "DiGTransformer2DModel"
@@ -53,9 +52,7 @@ def _model(name: str, heads: int, layers: int, **different: Any) -> Model:
     )
 
 
-class DiGAttention(Attention):
-    """DiG's self-attentions."""
-
+class _Attention(Attention):
     def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse queries and keys that are not as wide as the values."""
         expand = transformer.config.expand_k
@@ -71,9 +68,9 @@ class DiGAttention(Attention):
 DIG = Family(
     name="dig",
     transformers=(_CLASS,),
-    attention=DiGAttention(
+    attention=_Attention(
         adapter=DiGAdapter(),
-        class_path="DiGAttention",
+        class_path="_Attention",
         processor="mhla_diffusers.models.dig.GatedLinearAttnProcessor",
         softmax_processor="mhla_diffusers.families.dig.SoftmaxProcessor",
         computes="gated linear",

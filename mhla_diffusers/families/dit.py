@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
-from .training import Training
 
 _CLASS = "DiTTransformer2DModel"
 _SHOWN_LABELS = 12  # in an error; ImageNet has a thousand
@@ -27,9 +24,7 @@ def _model(name: str, heads: int, head_dim: int, layers: int, **different: Any) 
     return Model(name, _CLASS, heads, head_dim, layers, (4, 4), sizes, {"out_channels": 8}, **different, has_rope=False)
 
 
-class DiTTraining(Training):
-    """How DiT is trained and called."""
-
+class _Training(Training):
     def prepare_for_training(self, transformer: nn.Module) -> None:
         """Disable label dropout, whose random numbers differ between processes; ``prompt_dropout`` replaces it."""
         for module in transformer.modules():
@@ -84,14 +79,12 @@ class DiTTraining(Training):
         return latents[0]
 
 
-_FORWARD = Forward(conditions=(Condition("class_labels", (), dtype=torch.int64),))
-
 DIT = Family(
     name="dit",
     transformers=(_CLASS,),
     attention=Attention(),
-    forward=_FORWARD,
-    trained=DiTTraining(_FORWARD, process_class=LearnedVarianceDDPM, prompts_are_classes=True),
+    forward=Forward(conditions=(Condition("class_labels", (), dtype=torch.int64),)),
+    trained=_Training(ddpm=LearnedVarianceDDPM, prompts_are_classes=True),
     squares_only=True,
     default_clip=Clip(frames=1, fps=1.0, sizes=((256, 256),)),
     models=(

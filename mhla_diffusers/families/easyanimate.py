@@ -10,9 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .adapters import AttentionInputs, JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward
+from .family import Attention, Condition, Family, Forward
 from .models import Clip, Model, tiny_video
 
 _CLASS = "EasyAnimateTransformer3DModel"

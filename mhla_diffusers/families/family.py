@@ -6,15 +6,21 @@ it.
 
 import inspect
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal
 
 from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig, check_settings, kind_of
 from .attentions import Attention
-from .forward import Forward
+from .forward import Condition, Forward, Kwargs, Sample, masked_text
 from .models import Clip, Model
-from .training import Training
+from .training import Training, first_picture, scaled_latents
+
+# what the file of a family takes from here
+__all__ = ["NEEDS_CAUSAL", "Attention", "Condition", "Family", "Forward", "Kwargs", "Sample", "Training"]
+__all__ += ["first_picture", "masked_text", "scaled_latents"]
 
 NEEDS_CAUSAL = (
     "causal='token' with blocks and block_length, the tokens in a block: for 2,048 tokens blocks=(32,), "
@@ -43,7 +49,7 @@ class Family:
     """What the transformer's forward takes, and the token grid, time and RoPE that its arguments say."""
     trained: Training | str = (
         "This family can be patched, but it does not say how its models are encoded, trained and called by a pipeline; "
-        "give it trained=Training(forward)."
+        "give it trained=Training()."
     )
     """How its models are encoded, trained and called by a pipeline, or why they are not and what to do instead."""
     library: str = "diffusers"
@@ -79,12 +85,14 @@ class Family:
         """Whether it is a diffusion model."""
         return self.kind == "diffusion"
 
-    @property
+    @cached_property
     def training(self) -> Training:
-        """How its models are encoded, trained and called; ValueError with the reason if they are not."""
+        """:attr:`trained` with this family's forward; ValueError with the reason if its models are not trained."""
         if isinstance(self.trained, str):
             raise ValueError(f"{self.name!r}: {self.trained}")
-        return self.trained
+        training = copy(self.trained)
+        training.forward = self.forward
+        return training
 
     def transformer_class(self, name: str) -> Any:
         """Return one of :attr:`transformers`; AttributeError if the library lacks it."""

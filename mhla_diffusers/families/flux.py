@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import image_model, tiny_image
-from .training import Training
 from .values import compiled_for, keep_with, read_once
 
 _CLASS = "FluxTransformer2DModel"
@@ -53,15 +50,6 @@ class FluxForward(Forward):
         return places.to(latents), torch.zeros(text_tokens, 3).to(latents)
 
 
-_FORWARD = FluxForward(
-    guidance=3.5,  # the pipeline's default
-    # T5's tokens and CLIP's pooled text
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
-        Condition("pooled_projections", ("pooled_projection_dim",), output=1),
-    ),
-)
-
 FLUX = Family(
     name="flux",
     transformers=(_CLASS,),
@@ -73,8 +61,15 @@ FLUX = Family(
         dispatches=True,
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=Training(_FORWARD),
+    forward=FluxForward(
+        guidance=3.5,  # the pipeline's default
+        # T5's tokens and CLIP's pooled text
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
+            Condition("pooled_projections", ("pooled_projection_dim",), output=1),
+        ),
+    ),
+    trained=Training(),
     models=(
         image_model("flux-dev", _CLASS, 24, 128, 19, settings=_DEV, more_layers={"num_single_layers": 38}),
         tiny_image("flux", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),

@@ -14,12 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from .adapters import AttentionAdapter, JointAdapter, ParallelAdapter
-from .attentions import Attention
-from .family import Family
+from .family import Attention, Condition, Family, Training
 from .flux import FluxForward
-from .forward import Condition
 from .models import Clip, image_model, tiny_image
-from .training import Training
 
 _CLASS = "Flux2Transformer2DModel"
 _TEXT_TOKENS = 512
@@ -28,9 +25,7 @@ _TINY = {"axes_dims_rope": (4, 4, 4, 4), "joint_attention_dim": 48, "in_channels
 
 
 @dataclass(kw_only=True, eq=False)
-class Flux2Attention(Attention):
-    """Self-attentions of two kinds of blocks."""
-
+class _Attention(Attention):
     single_adapter: AttentionAdapter = ParallelAdapter(context_first=True)
     """Of single-stream blocks, whose attentions run the feed-forward too."""
 
@@ -39,9 +34,7 @@ class Flux2Attention(Attention):
         return self.single_adapter if hasattr(attn, "to_qkv_mlp_proj") else self.adapter
 
 
-class Flux2Forward(FluxForward):
-    """Flux.2's forward."""
-
+class _Forward(FluxForward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid as Flux; ValueError for more than one picture, or cached ones."""
         if arguments.get("kv_cache_mode") is not None:
@@ -59,9 +52,7 @@ class Flux2Forward(FluxForward):
         return ids, text_ids
 
 
-class Flux2Training(Training):
-    """How Flux.2 is trained and called."""
-
+class _Training(Training):
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode, and norm each channel of a token."""
         return _normed(pipe.vae, super().encode_pixels(pipe, pixels))
@@ -74,24 +65,22 @@ class Flux2Training(Training):
         return _normed(pipe.vae, latents[None])[0] if "is_distilled" in pipe.config else latents
 
 
-_FORWARD = Flux2Forward(
-    # Mistral's tokens, or Qwen3's for Klein
-    conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),),
-    guidance=4.0,  # the pipeline's default
-)
-
 FLUX2 = Family(
     name="flux2",
     transformers=(_CLASS,),
-    attention=Flux2Attention(
+    attention=_Attention(
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         adapter=JointAdapter(context_first=True),
         dispatches=True,
         feed_forwards=("ff", "ff_context"),
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=Flux2Training(_FORWARD),
+    forward=_Forward(
+        # Mistral's tokens, or Qwen3's for Klein
+        conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),),
+        guidance=4.0,  # the pipeline's default
+    ),
+    trained=_Training(),
     models=(
         image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}),
         image_model("flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}),

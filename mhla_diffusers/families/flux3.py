@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .attentions import Attention
-from .family import Family
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .flux import grid_of_ids
-from .forward import Condition, Forward, Kwargs, Sample
 from .models import image_model, tiny_image
 from .values import keep_with
 
@@ -29,9 +27,7 @@ class Flux3Adapter(JointAdapter):
     mask_second = True
 
 
-class Flux3Attention(Attention):
-    """Flux.3's self-attentions."""
-
+class _Attention(Attention):
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Take of the blocks of single modes those of the image."""
         modes = {f"mode_blocks.image.{index}": block for index, block in enumerate(transformer.mode_blocks["image"])}
@@ -39,9 +35,7 @@ class Flux3Attention(Attention):
         return modes | {f"single_transformer_blocks.{index}": block for index, block in single}
 
 
-class Flux3Forward(Forward):
-    """Flux.3's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the ids, once per tensor; ValueError for reference pictures."""
         if arguments.get("image_cond_hidden_states") is not None:
@@ -68,14 +62,14 @@ class Flux3Forward(Forward):
 FLUX3 = Family(
     name="flux3",
     transformers=(_CLASS,),
-    attention=Flux3Attention(
+    attention=_Attention(
         block_lists=("mode_blocks", "single_transformer_blocks"),
         adapter=Flux3Adapter(context_first=True),
-        class_path="Flux3Attention",
+        class_path="_Attention",
         dispatches=True,
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=Flux3Forward(
+    forward=_Forward(
         fixed_patch=(2, 2),
         packs_latents=True,
         takes_sigma=True,

@@ -216,7 +216,9 @@ class Forward:
 
 def undefined(part: Any, what: str, method: str) -> ValueError:
     """Return the error about something that a part of a family does not define."""
-    return ValueError(f"{type(part).__name__} does not define {what}; implement {method}() in a subclass.")
+    return ValueError(
+        f"{type(part).__module__}.{type(part).__name__} does not define {what}; implement {method}() in a subclass."
+    )
 
 
 @cache

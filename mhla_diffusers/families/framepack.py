@@ -14,9 +14,7 @@ from torch import Tensor
 
 from ..attention.layout import Extra, Shape
 from .adapters import Arguments, AttentionAdapter, AttentionInputs, JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .values import WithoutValues
 
@@ -48,9 +46,7 @@ class FramepackAdapter(JointAdapter):
         return replace(inputs, hidden_states=inputs.hidden_states[:, inputs.extra[0] :])
 
 
-class FramepackForward(Forward):
-    """FramePack's forward."""
-
+class _Forward(Forward):
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add a picture and a history without content, which begins where the window ends."""
         size, first = latents.shape[3:], latents.shape[2]
@@ -74,7 +70,7 @@ FRAMEPACK = Family(
         dispatches=True,
         extra_tokens=_HISTORY_TOKENS + _IMAGE_TOKENS + _TEXT_TOKENS,
     ),
-    forward=FramepackForward(
+    forward=_Forward(
         axes=3,
         guidance=6000.0,  # a thousand times HunyuanVideo's default
         # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text

@@ -7,18 +7,16 @@ number of blocks is even. Default blocks are those of all images.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .adapters import AttentionAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import image_model, tiny_image
-from .processes import DiffusionProcess, VelocityDDPM
-from .training import Training
+from .processes import VelocityDDPM
 
 _CLASS = "HunyuanDiT2DModel"
 _PROCESSOR = "diffusers.models.attention_processor.HunyuanAttnProcessor2_0"
@@ -34,17 +32,13 @@ _TINY = {"in_channels": 4, "patch_size": 2, "hidden_size": 24, "cross_attention_
 _TINY |= {"cross_attention_dim_t5": 32, "pooled_projection_dim": 16}
 
 
-class HunyuanDiTAttention(Attention):
-    """HunyuanDiT's self-attentions."""
-
+class _Attention(Attention):
     def recognises_cross(self, attn: Any) -> bool:
         """Whether it has LayerNorm in every head; its query may be rotated."""
         return isinstance(getattr(attn, "norm_q", None), nn.LayerNorm)
 
 
-class HunyuanDiTForward(Forward):
-    """HunyuanDiT's forward."""
-
+class _Forward(Forward):
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add RoPE's tables, the picture's size and the only style; the timestep is a float."""
         from diffusers.models.embeddings import get_2d_rotary_pos_embed
@@ -61,17 +55,11 @@ class HunyuanDiTForward(Forward):
         }
 
 
-class HunyuanDiTTraining(Training):
-    """How HunyuanDiT is trained and called."""
-
+class _Training(Training):
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Drop the variance channels, as the pipeline does."""
         predicted: Tensor = output[:, : latents.shape[1]]
         return predicted
-
-    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Return DDPM of 1000 steps with predicted velocity."""
-        return VelocityDDPM(last_beta=0.03, ends_in_noise=False)
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Encode text by BERT (77, channels) and by T5 (256, channels), each with its mask."""
@@ -82,20 +70,10 @@ class HunyuanDiTTraining(Training):
         return sample
 
 
-_FORWARD = HunyuanDiTForward(
-    # of BERT and of T5
-    conditions=(
-        Condition("encoder_hidden_states", ("text_len", "cross_attention_dim")),
-        Condition("text_embedding_mask", ("text_len",), output=2, dtype=torch.int64),
-        Condition("encoder_hidden_states_t5", ("text_len_t5", "cross_attention_dim_t5")),
-        Condition("text_embedding_mask_t5", ("text_len_t5",), output=2, dtype=torch.int64),
-    )
-)
-
 HUNYUAN_DIT = Family(
     name="hunyuan_dit",
     transformers=(_CLASS,),
-    attention=HunyuanDiTAttention(
+    attention=_Attention(
         block_lists=("blocks",),
         adapter=AttentionAdapter("image_rotary_emb"),
         processor=_PROCESSOR,
@@ -103,8 +81,16 @@ HUNYUAN_DIT = Family(
         # HunyuanDiTPAGPipeline's, with and without classifier-free guidance
         perturbed_processors={"PAGCFGHunyuanAttnProcessor2_0": 3, "PAGHunyuanAttnProcessor2_0": 2},
     ),
-    forward=_FORWARD,
-    trained=HunyuanDiTTraining(_FORWARD),
+    forward=_Forward(
+        # of BERT and of T5
+        conditions=(
+            Condition("encoder_hidden_states", ("text_len", "cross_attention_dim")),
+            Condition("text_embedding_mask", ("text_len",), output=2, dtype=torch.int64),
+            Condition("encoder_hidden_states_t5", ("text_len_t5", "cross_attention_dim_t5")),
+            Condition("text_embedding_mask_t5", ("text_len_t5",), output=2, dtype=torch.int64),
+        )
+    ),
+    trained=_Training(ddpm=partial(VelocityDDPM, last_beta=0.03, ends_in_noise=False)),
     models=(
         image_model("hunyuan-dit", _CLASS, 16, 88, 40, settings=_REAL, has_rope=False),
         tiny_image("hunyuan_dit", _CLASS, _TINY, layers=4, has_rope=False),

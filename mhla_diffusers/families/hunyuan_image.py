@@ -13,11 +13,8 @@ from torch import Tensor
 
 from ..config import PatchConfig
 from .adapters import JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, image_model, squares, tiny_image
-from .training import Training
 from .values import WithoutValues
 
 _CLASS = "HunyuanImageTransformer2DModel"
@@ -29,9 +26,7 @@ _REAL: dict[str, Any] = {"settings": {"text_embed_2_dim": 1472}, "stride": 32, "
 _REAL |= {"sizes": squares(2048, 4096), "more_layers": {"num_single_layers": 40}}
 
 
-class HunyuanImageAttention(Attention):
-    """HunyuanImage 2.1's self-attentions."""
-
+class _Attention(Attention):
     def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse the refiner, whose tokens have frames."""
         if len(transformer.config.patch_size) == 2:
@@ -42,9 +37,7 @@ class HunyuanImageAttention(Attention):
         )
 
 
-class HunyuanImageForward(Forward):
-    """HunyuanImage 2.1's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the latents; ValueError under gradient checkpointing."""
         if transformer.gradient_checkpointing and torch.is_grad_enabled():
@@ -61,22 +54,10 @@ class HunyuanImageForward(Forward):
         return {**super().arguments(transformer, latents, timestep, conditioning), **end}
 
 
-_FORWARD = HunyuanImageForward(
-    guidance=3250.0,  # a thousand times the pipeline's default
-    # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-        Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
-        Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
-    ),
-    without_values=WithoutValues,  # the transformer reads which tokens are masked
-)
-
 HUNYUAN_IMAGE = Family(
     name="hunyuan_image",
     transformers=(_CLASS,),
-    attention=HunyuanImageAttention(
+    attention=_Attention(
         block_lists=("transformer_blocks", "single_transformer_blocks"),
         feed_forwards=("ff", "ff_context", "proj_mlp", "proj_out"),
         adapter=JointAdapter(),
@@ -84,8 +65,18 @@ HUNYUAN_IMAGE = Family(
         dispatches=True,
         extra_tokens=_TEXT_TOKENS + _GLYPH_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=Training(_FORWARD),
+    forward=_Forward(
+        guidance=3250.0,  # a thousand times the pipeline's default
+        # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+            Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
+            Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
+        ),
+        without_values=WithoutValues,  # the transformer reads which tokens are masked
+    ),
+    trained=Training(),
     default_clip=Clip(frames=1, fps=1.0, sizes=((2048, 2048),)),
     models=(
         image_model("hunyuan-image-2.1", _CLASS, 28, 128, 20, **_REAL),

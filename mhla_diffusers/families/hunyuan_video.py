@@ -15,11 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, Model, tiny_video
-from .training import Training
 
 _CLASS = "HunyuanVideoTransformer3DModel"
 _TEXT_TOKENS = 256
@@ -30,9 +27,7 @@ _TINY |= {"pooled_projection_dim": 12, "rope_axes_dim": (4, 4, 4)}
 _REAL: dict[str, Any] = {"frames": 129, "temporal_stride": 4, "more_layers": {"num_single_layers": 40}}
 
 
-class HunyuanVideoForward(Forward):
-    """HunyuanVideo's forward."""
-
+class _Forward(Forward):
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
         """Give text that is encoded with a picture the tokens of both."""
         text, mask, pooled = self.conditions
@@ -49,9 +44,7 @@ class HunyuanVideoForward(Forward):
         return arguments
 
 
-class HunyuanVideoTraining(Training):
-    """How HunyuanVideo is trained and called."""
-
+class _Training(Training):
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """Encode with the picture, or without one with a black one, as the pipeline's negative prompt."""
         every = {"latent_concat": 2, "token_replace": 4}.get(pipe.transformer.config.image_condition_type, 1)
@@ -72,17 +65,6 @@ class HunyuanVideoTraining(Training):
         return self.beside(pipe, latents, first, *mask)
 
 
-_FORWARD = HunyuanVideoForward(
-    axes=3,
-    guidance=6000.0,  # a thousand times the pipeline's default
-    # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.int64),
-        Condition("pooled_projections", ("pooled_projection_dim",), output=1),
-    ),
-)
-
 HUNYUAN_VIDEO = Family(
     name="hunyuan_video",
     transformers=(_CLASS,),
@@ -94,8 +76,17 @@ HUNYUAN_VIDEO = Family(
         dispatches=True,
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=HunyuanVideoTraining(_FORWARD, text_settings={"max_sequence_length": _TEXT_TOKENS}),
+    forward=_Forward(
+        axes=3,
+        guidance=6000.0,  # a thousand times the pipeline's default
+        # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.int64),
+            Condition("pooled_projections", ("pooled_projection_dim",), output=1),
+        ),
+    ),
+    trained=_Training(text_settings={"max_sequence_length": _TEXT_TOKENS}),
     mhla_blocks=(11, 3, 5),
     # frames per second as in the authors' scripts
     default_clip=Clip(frames=129, fps=24.0, sizes=((720, 1280),)),

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from .adapters import AttentionInputs, JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, Model, tiny_video
-from .training import Training
 from .values import WithoutValues
 
 _CLASS = "HunyuanVideo15Transformer3DModel"
@@ -40,9 +37,7 @@ class HunyuanVideo15Adapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class HunyuanVideo15Forward(Forward):
-    """HunyuanVideo 1.5's forward."""
-
+class _Forward(Forward):
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add empty given frames and no image."""
         config, batch = transformer.config, len(latents)
@@ -55,26 +50,11 @@ class HunyuanVideo15Forward(Forward):
         }
 
 
-class HunyuanVideo15Training(Training):
-    """How HunyuanVideo 1.5 is trained and called."""
-
+class _Training(Training):
     def needs_pictures(self, config: Any) -> bool:
         """Whether the model is for anything but text-to-video."""
         return bool(config.task_type != "t2v")
 
-
-_FORWARD = HunyuanVideo15Forward(
-    axes=3,
-    channels_name="out_channels",  # it also takes given frames
-    # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-        Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
-        Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
-    ),
-    without_values=WithoutValues,  # the transformer reads whether there is an image and which tokens are masked
-)
 
 HUNYUAN_VIDEO15 = Family(
     name="hunyuan_video15",
@@ -85,8 +65,19 @@ HUNYUAN_VIDEO15 = Family(
         dispatches=True,
         extra_tokens=_TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=HunyuanVideo15Training(_FORWARD),
+    forward=_Forward(
+        axes=3,
+        channels_name="out_channels",  # it also takes given frames
+        # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+            Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
+            Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
+        ),
+        without_values=WithoutValues,  # the transformer reads whether there is an image and which tokens are masked
+    ),
+    trained=_Training(),
     mhla_blocks=(10, 3, 5),
     default_clip=Clip(frames=121, fps=24.0, sizes=((480, 848),)),
     models=(

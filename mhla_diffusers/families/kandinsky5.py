@@ -13,9 +13,7 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionAdapter, AttentionInputs, Projected, finite
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 
 _CLASS = "Kandinsky5Transformer3DModel"
@@ -62,9 +60,7 @@ class Kandinsky5Adapter(AttentionAdapter):
         return finite(attn.out_layer(output.flatten(2)))
 
 
-class Kandinsky5Forward(Forward):
-    """Kandinsky 5.0's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read latents (B, F, H, W, C); ValueError for attention in another order of the tokens."""
         if arguments.get("sparse_params") is not None:
@@ -94,7 +90,7 @@ KANDINSKY5 = Family(
         adapter=Kandinsky5Adapter(),
         dispatches=True,
     ),
-    forward=Kandinsky5Forward(
+    forward=_Forward(
         axes=3,
         channels_name="in_visual_dim",
         # Qwen2.5-VL's tokens, and CLIP's pooled text

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from .adapters import Arguments, AttentionInputs, JointAdapter, Projected
-from .attentions import Attention
-from .family import Family
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .flux import grid_of_ids
-from .forward import Condition, Forward, Kwargs, Sample
 from .models import image_model, tiny_image
-from .training import Training
 from .values import keep_with
 
 _CLASS = "Krea2Transformer2DModel"
@@ -53,9 +50,7 @@ class Krea2Adapter(JointAdapter):
         return super().project_output(attn, output * gate.unflatten(-1, output.shape[2:]), inputs)
 
 
-class Krea2Forward(Forward):
-    """Krea 2's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the places behind the text, once per tensor."""
         return grid_of_ids(arguments["position_ids"], arguments["encoder_hidden_states"].shape[1])
@@ -69,22 +64,20 @@ class Krea2Forward(Forward):
         return {"position_ids": ids, **super().arguments(transformer, latents, timestep, conditioning)}
 
 
-_FORWARD = Krea2Forward(
-    fixed_patch=(2, 2),
-    packs_latents=True,
-    takes_sigma=True,
-    # Qwen3-VL's
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "num_text_layers", "text_hidden_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
-    ),
-)
-
 KREA2 = Family(
     name="krea2",
     transformers=(_CLASS,),
     attention=Attention(adapter=Krea2Adapter(context_first=True), dispatches=True, extra_tokens=_TEXT_TOKENS),
-    forward=_FORWARD,
-    trained=Training(_FORWARD, encodes_frames=True),
+    forward=_Forward(
+        fixed_patch=(2, 2),
+        packs_latents=True,
+        takes_sigma=True,
+        # Qwen3-VL's
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "num_text_layers", "text_hidden_dim")),
+            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
+        ),
+    ),
+    trained=Training(encodes_frames=True),
     models=(image_model("krea-2", _CLASS, 48, 128, 28), tiny_image("krea2", _CLASS, _TINY, head_dim=16)),
 )

@@ -11,12 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Sample
+from .family import Attention, Condition, Family, Forward, Sample, Training, scaled_latents
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
-from .training import Training, scaled_latents
 
 _CLASS = "LatteTransformer3DModel"
 # changes the class's defaults to the model that the pipeline takes
@@ -26,9 +23,7 @@ _USUAL |= {"activation_fn": "gelu-approximate"}
 _REAL = {**_USUAL, "cross_attention_dim": 1152, "caption_channels": 4096}
 
 
-class LatteForward(Forward):
-    """Latte's forward."""
-
+class _Forward(Forward):
     @property
     def makes_videos(self) -> bool:
         """Whether a sample has frames: True, although frames are no axis of the grid."""
@@ -39,9 +34,7 @@ class LatteForward(Forward):
         return super().token_grid(transformer, latents[:, :, 0])
 
 
-class LatteTraining(Training):
-    """How Latte is trained and called."""
-
+class _Training(Training):
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode every frame separately, to (B, C, F, H, W)."""
         latents = pipe.vae.encode(pixels.transpose(1, 2).flatten(0, 1)).latent_dist.mode().float()
@@ -54,17 +47,15 @@ class LatteTraining(Training):
         return {"encoder_hidden_states": text[0]}
 
 
-_FORWARD = LatteForward(
-    # the pipeline pads several prompts to 120 tokens, with 0
-    conditions=(Condition("encoder_hidden_states", (120, "caption_channels")),)
-)
-
 LATTE = Family(
     name="latte",
     transformers=(_CLASS,),
     attention=Attention(),
-    forward=_FORWARD,
-    trained=LatteTraining(_FORWARD, process_class=LearnedVarianceDDPM),
+    forward=_Forward(
+        # the pipeline pads several prompts to 120 tokens, with 0
+        conditions=(Condition("encoder_hidden_states", (120, "caption_channels")),)
+    ),
+    trained=_Training(ddpm=LearnedVarianceDDPM),
     default_clip=Clip(frames=16, fps=8.0, sizes=((512, 512),)),
     models=(
         Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16, has_rope=False),

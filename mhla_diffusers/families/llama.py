@@ -9,15 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import CausalConfig, PatchConfig
-from .attentions import Attention
-from .family import NEEDS_CAUSAL, Family
-from .forward import Forward
+from .family import NEEDS_CAUSAL, Attention, Family, Forward
 from .of_transformers import PROCESSOR, TransformersAdapter, why_not_here
 
 
-class LlamaAttention(Attention):
-    """Llama's self-attentions."""
-
+class _Attention(Attention):
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Return the decoder layers, by their names in the model."""
         inside = getattr(transformer, "model", None)
@@ -58,9 +54,7 @@ class LlamaAttention(Attention):
         take_interface(transformer, self.self_attentions(transformer).values())
 
 
-class LlamaForward(Forward):
-    """Llama's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the number of tokens of the text."""
         ids = arguments.get("input_ids")
@@ -70,10 +64,10 @@ class LlamaForward(Forward):
 LLAMA = Family(
     name="llama",
     transformers=("LlamaForCausalLM", "LlamaModel"),
-    attention=LlamaAttention(
+    attention=_Attention(
         block_lists=("layers",), attentions=("self_attn",), adapter=TransformersAdapter(), processor=PROCESSOR
     ),
-    forward=LlamaForward(axes=1, latents_name="input_ids"),
+    forward=_Forward(axes=1, latents_name="input_ids"),
     library="transformers",
     kind="language",
     mhla_blocks=(32,),

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Kwargs, Sample, masked_text
+from .family import Attention, Family, Kwargs, Sample, masked_text
 from .models import Clip, Model, tiny_video
 from .packed_videos import PackedVideoForward, PackedVideoTraining, grid_of_coordinates
 from .values import read_once
@@ -55,9 +53,7 @@ def _model(name: str, head_dim: int, layers: int) -> Model:
     return Model(name, _CLASS, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, **STRIDES, has_rope=False)
 
 
-class LTXForward(PackedVideoForward):
-    """LTX-Video's forward."""
-
+class _Forward(PackedVideoForward):
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
         """Refuse conditioning pictures, which would be split too, and text masks, which diffusers then ignores."""
         if extra := arguments["hidden_states"].shape[1] - math.prod(grid):
@@ -82,14 +78,12 @@ class LTXForward(PackedVideoForward):
         return {"rope_interpolation_scale": _ROPE_SCALE, **arguments}
 
 
-_FORWARD = LTXForward(axes=3, packs_latents=True, conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.bool))
-
 LTX = Family(
     name="ltx",
     transformers=(_CLASS,),
     attention=Attention(adapter=LTXAdapter("image_rotary_emb"), class_path="LTXAttention", dispatches=True),
-    forward=_FORWARD,
-    trained=PackedVideoTraining(_FORWARD),
+    forward=_Forward(axes=3, packs_latents=True, conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.bool)),
+    trained=PackedVideoTraining(),
     mhla_blocks=(7, 3, 4),
     default_clip=Clip(frames=161, fps=25.0, sizes=((512, 704),)),
     # the class's defaults, and for the 13B models of 0.9.7 heads of 128 channels in 48 layers

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Kwargs, Sample, scaled_latents
 from .ltx import STRIDES, LTXAdapter
 from .models import Clip, Model, tiny_video
 from .packed_videos import PackedVideoForward, PackedVideoTraining
-from .training import scaled_latents
 
 _CLASS = "LTX2VideoTransformer3DModel"
 _PROCESSOR = "diffusers.models.transformers.transformer_ltx2.LTX2PerturbedAttnProcessor"
@@ -66,9 +63,7 @@ class LTX2Adapter(LTXAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class LTX2Forward(PackedVideoForward):
-    """LTX-2's forward."""
-
+class _Forward(PackedVideoForward):
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
         """Return text and mask that the connectors make for the video."""
         width = "caption_channels" if config.use_prompt_embeddings else "cross_attention_dim"
@@ -94,9 +89,7 @@ class LTX2Forward(PackedVideoForward):
         return {**own, **times, "audio_num_frames": tokens, "isolate_modalities": bool(missing)}
 
 
-class LTX2Training(PackedVideoTraining):
-    """How LTX-2 is trained and called."""
-
+class _Training(PackedVideoTraining):
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """Encode text, and run the connectors on it."""
         embeddings, mask, *_ = super().encode_text(pipe, prompt, settings)
@@ -107,12 +100,6 @@ class LTX2Training(PackedVideoTraining):
         """Scale the latents, which the pipeline returns in the scale of its autoencoder."""
         return scaled_latents(pipe.vae, super().generate_latents(pipe, *settings, **named)[None])[0]
 
-
-_FORWARD = LTX2Forward(
-    axes=3,
-    why_never_split="diffusers splits the video of LTX-2 and not the sound that attends to it; run it in one process",
-    packs_latents=True,
-)
 
 LTX2 = Family(
     name="ltx2",
@@ -125,8 +112,12 @@ LTX2 = Family(
         cross_processor=_PROCESSOR,
         dispatches=True,
     ),
-    forward=_FORWARD,
-    trained=LTX2Training(_FORWARD),
+    forward=_Forward(
+        axes=3,
+        why_never_split="diffusers splits its video and not the sound that attends to it; run it in one process",
+        packs_latents=True,
+    ),
+    trained=_Training(),
     mhla_blocks=(4, 3, 4),
     default_clip=Clip(frames=121, fps=24.0, sizes=((512, 768),)),
     models=(

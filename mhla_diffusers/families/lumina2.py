@@ -14,11 +14,8 @@ from torch import Tensor
 from ..attention.layout import Shape
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter, without
-from .attentions import Attention
-from .family import Family
-from .forward import Forward, masked_text
+from .family import Attention, Family, Forward, Training, masked_text
 from .models import image_model, tiny_image
-from .training import Training
 from .values import WithoutValues
 
 _CLASS = "Lumina2Transformer2DModel"
@@ -85,23 +82,13 @@ def _rolled(x: Tensor, by: Tensor) -> Tensor:
     return x[torch.arange(len(by), device=x.device)[:, None], places % x.shape[1]]
 
 
-class Lumina2Training(Training):
-    """How Lumina 2 is trained and called."""
-
+class _Training(Training):
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """Return the empty prompt without the pipeline's instruction, as its negative prompt is."""
         if prompt:
             return super().encode_text(pipe, prompt, settings)
         return pipe.encode_prompt(prompt, True, max_sequence_length=settings["max_sequence_length"])[2:]
 
-
-_FORWARD = Forward(
-    takes_sigma=True,
-    time_is_reversed=True,
-    # Gemma 2's
-    conditions=masked_text(_TEXT_TOKENS, "cap_feat_dim", torch.int64),
-    without_values=WithoutValues,  # the transformer reads the lengths of texts
-)
 
 LUMINA2 = Family(
     name="lumina2",
@@ -113,8 +100,14 @@ LUMINA2 = Family(
         processor="diffusers.models.transformers.transformer_lumina2.Lumina2AttnProcessor2_0",
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=Lumina2Training(_FORWARD),
+    forward=Forward(
+        takes_sigma=True,
+        time_is_reversed=True,
+        # Gemma 2's
+        conditions=masked_text(_TEXT_TOKENS, "cap_feat_dim", torch.int64),
+        without_values=WithoutValues,  # the transformer reads the lengths of texts
+    ),
+    trained=_Training(),
     # the class's defaults, with the width of Gemma 2 2B
     models=(
         image_model("lumina-image-2.0", _CLASS, 24, 96, 26, settings=_REAL, more_layers={"num_refiner_layers": 2}),

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .packed_videos import grid_of_places, lies_on
 from .packing import pack
@@ -35,9 +33,7 @@ class MiniMaxH3Adapter(JointAdapter):
     pairs_halves = rotary_second = True
 
 
-class MiniMaxH3Forward(Forward):
-    """MiniMax-H3's forward."""
-
+class _Forward(Forward):
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
         """Count five for every 17 frames, and two for the last five; the pipeline rounds up to that."""
         return -((5 - frames) // 17) * 5 + 2
@@ -83,7 +79,7 @@ MINIMAX_H3 = Family(
         dispatches=True,
         extra_tokens=_TEXT_TOKENS + _SOUND_TOKENS,
     ),
-    forward=MiniMaxH3Forward(
+    forward=_Forward(
         axes=3,
         why_never_split=(
             "diffusers splits its text, sound and video as one, and MHLA the video alone; run it in one process"

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Forward, masked_text
+from .family import Attention, Family, Forward, Training, masked_text
 from .models import Clip, Model, tiny_video
-from .training import Training
 from .values import WithoutValues
 
 _CLASS = "MochiTransformer3DModel"
@@ -51,23 +48,12 @@ class MochiAdapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class MochiForward(Forward):
-    """Mochi 1's forward."""
-
+class _Forward(Forward):
     def patch(self, transformer: Any) -> tuple[int, ...]:
         """Return a patch of one latent frame."""
         size = transformer.config.patch_size
         return 1, size, size
 
-
-_FORWARD = MochiForward(
-    axes=3,
-    time_is_reversed=True,
-    # T5's
-    conditions=masked_text(_TEXT_TOKENS, "text_embed_dim", torch.bool),
-    # The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies.
-    without_values=partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3),
-)
 
 MOCHI = Family(
     name="mochi",
@@ -78,8 +64,15 @@ MOCHI = Family(
         processor="diffusers.models.attention_processor.MochiAttnProcessor2_0",
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=Training(_FORWARD),
+    forward=_Forward(
+        axes=3,
+        time_is_reversed=True,
+        # T5's
+        conditions=masked_text(_TEXT_TOKENS, "text_embed_dim", torch.bool),
+        # The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies.
+        without_values=partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3),
+    ),
+    trained=Training(),
     mhla_blocks=(9, 3, 5),
     default_clip=Clip(frames=163, fps=30.0, sizes=((480, 848),)),
     models=(

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample, masked_text
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training, masked_text
 from .models import image_model, tiny_image
 from .processes import LearnedVarianceDDPM
-from .training import Training
 
 _CLASS = "PixArtTransformer2DModel"
 _PIXELS = 8
@@ -22,9 +19,7 @@ _PIXELS = 8
 _ALPHA = {"caption_channels": 4096}
 
 
-class PixArtForward(Forward):
-    """PixArt-α and Σ's forward."""
-
+class _Forward(Forward):
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
         """Return texts of 120 tokens, or of 300 in Σ, whose configurations have no additional conditions."""
         tokens = 300 if config.use_additional_conditions is False else 120
@@ -41,11 +36,6 @@ class PixArtForward(Forward):
         return {**arguments, "added_cond_kwargs": size}
 
 
-_FORWARD = PixArtForward(
-    # of α's pipeline, see conditions_of
-    conditions=masked_text(120, "caption_channels", torch.int64)
-)
-
 PIXART = Family(
     name="pixart",
     transformers=(_CLASS,),
@@ -53,8 +43,11 @@ PIXART = Family(
         # PixArtSigmaPAGPipeline's, with and without classifier-free guidance
         perturbed_processors={"PAGCFGIdentitySelfAttnProcessor2_0": 3, "PAGIdentitySelfAttnProcessor2_0": 2}
     ),
-    forward=_FORWARD,
-    trained=Training(_FORWARD, process_class=LearnedVarianceDDPM, text_settings={"clean_caption": True}),
+    forward=_Forward(
+        # of α's pipeline, see conditions_of
+        conditions=masked_text(120, "caption_channels", torch.int64)
+    ),
+    trained=Training(ddpm=LearnedVarianceDDPM, text_settings={"clean_caption": True}),
     models=(
         image_model("pixart-alpha-xl-2", _CLASS, 16, 72, 28, settings=_ALPHA, has_rope=False),
         image_model(

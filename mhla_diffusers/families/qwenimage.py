@@ -13,11 +13,8 @@ from torch import Tensor
 
 from ..attention.rope import Rotary, rotary_of_complex
 from .adapters import Arguments, JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import image_model, tiny_image
-from .training import Training
 
 _CLASS = "QwenImageTransformer2DModel"
 _TEXT_TOKENS = 512
@@ -49,9 +46,7 @@ class QwenImageAdapter(JointAdapter):
         return cos, sin
 
 
-class QwenImageForward(Forward):
-    """Qwen-Image's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read ``img_shapes`` of the first sample, for the whole batch; ValueError unless they are one picture."""
         first = arguments["img_shapes"][0]
@@ -72,23 +67,11 @@ class QwenImageForward(Forward):
         return {"img_shapes": [[shape]] * len(latents), **arguments}
 
 
-class QwenImageTraining(Training):
-    """How Qwen-Image is trained and called."""
-
+class _Training(Training):
     def guidance_arguments(self, guidance: float) -> Kwargs:
         """Ask for classifier-free guidance, which the pipeline runs if it is given a negative prompt."""
         return {"true_cfg_scale": guidance, **({"negative_prompt": _NO_PROMPT} if guidance > 1 else {})}
 
-
-_FORWARD = QwenImageForward(
-    fixed_patch=(2, 2),
-    packs_latents=True,
-    takes_sigma=True,
-    conditions=(
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
-        Condition("encoder_hidden_states_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-    ),
-)
 
 QWENIMAGE = Family(
     name="qwenimage",
@@ -100,7 +83,15 @@ QWENIMAGE = Family(
         dispatches=True,
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=QwenImageTraining(_FORWARD, encodes_frames=True, pads_text=True),
+    forward=_Forward(
+        fixed_patch=(2, 2),
+        packs_latents=True,
+        takes_sigma=True,
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
+            Condition("encoder_hidden_states_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+        ),
+    ),
+    trained=_Training(encodes_frames=True, pads_text=True),
     models=(image_model("qwen-image", _CLASS, 24, 128, 60), tiny_image("qwenimage", _CLASS, _TINY, head_dim=16)),
 )

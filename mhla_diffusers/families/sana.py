@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attentions import Attention
-from .family import Family
-from .forward import Forward, Sample, masked_text
+from .family import Attention, Family, Forward, Sample, Training, masked_text
 from .models import Model, squares, tiny_image
 from .processes import DiffusionProcess, FlowMatching
-from .training import Training
 
 _CLASS = "SanaTransformer2DModel"
 _TEXT_TOKENS = 300
@@ -37,18 +34,14 @@ def _model(name: str, heads: int, layers: int, cross_heads: int, cross_head_dim:
     )
 
 
-class SanaAttention(Attention):
-    """SANA's self-attentions."""
-
+class _Attention(Attention):
     def recognises_cross(self, attn: Any) -> bool:
         """Whether it norms query and key across heads, as SANA 1.5, which diffusers' common processor does not."""
         weight = getattr(attn.norm_q, "weight", None)
         return weight is not None and weight.numel() == attn.inner_dim
 
 
-class SanaForward(Forward):
-    """SANA's forward."""
-
+class _Forward(Forward):
     def scheduler_timestep(self, transformer: Any, timestep: Tensor) -> Tensor:
         """Drop the factor; for SANA-Sprint, which embeds its guidance, return t of sin t / (sin t + cos t)."""
         if transformer.config.guidance_embeds:
@@ -72,15 +65,10 @@ class SanaTraining(Training):
         return super().encode_prompt(pipe, prompt, chosen)
 
 
-_FORWARD = SanaForward(
-    # Gemma's
-    conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.int64)
-)
-
 SANA = Family(
     name="sana",
     transformers=(_CLASS,),
-    attention=SanaAttention(
+    attention=_Attention(
         processor="diffusers.models.attention_processor.SanaLinearAttnProcessor2_0",
         cross_processor="diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0",
         softmax_processor="diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0",
@@ -89,8 +77,11 @@ SANA = Family(
         computes="linear",
         eps=1e-15,
     ),
-    forward=_FORWARD,
-    trained=SanaTraining(_FORWARD),
+    forward=_Forward(
+        # Gemma's
+        conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.int64)
+    ),
+    trained=SanaTraining(),
     models=(
         _model("sana-0.6b", 36, 28, 16, 72, source=_SOURCE.format(600)),
         _model("sana-1.6b", 70, 20, 20, 112, source=_SOURCE.format(1600)),

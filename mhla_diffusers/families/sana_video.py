@@ -8,8 +8,7 @@ latent frames by ten tokens each way at 81 frames of 480x832 pixels, Wan's grid.
 from dataclasses import replace
 from typing import Any
 
-from .family import Family
-from .forward import Forward
+from .family import Family, Forward
 from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, FlowMatching
 from .sana import SANA, SanaTraining
@@ -21,16 +20,11 @@ _REAL: dict[str, Any] = {"frames": 81, "temporal_stride": 4}
 _REAL["settings"] = {"mlp_ratio": 3.0}  # as diffusers' conversion script sets it; the rest are the class's defaults
 
 
-class SanaVideoTraining(SanaTraining):
-    """How SANA-Video is trained and called."""
-
+class _Training(SanaTraining):
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Return flow matching."""
         return FlowMatching(flow_shift)
 
-
-# the largest value of its time is that of the noised tokens
-_FORWARD = Forward(axes=3, conditions=SANA.forward.conditions)
 
 SANA_VIDEO = Family(
     name="sana_video",
@@ -42,8 +36,9 @@ SANA_VIDEO = Family(
         # norms and rotates query and key as SANA-Video does
         softmax_processor="diffusers.models.transformers.transformer_wan.WanAttnProcessor",
     ),
-    forward=_FORWARD,
-    trained=SanaVideoTraining(_FORWARD),
+    # the largest value of its time is that of the noised tokens
+    forward=Forward(axes=3, conditions=SANA.forward.conditions),
+    trained=_Training(),
     mhla_blocks=(7, 3, 5),
     default_clip=Clip(frames=81, fps=16.0, sizes=((480, 832),)),
     models=(

@@ -8,11 +8,8 @@ blocks are those of all images.
 from typing import Any
 
 from .adapters import AttentionAdapter, JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward
+from .family import Attention, Condition, Family, Forward, Training
 from .models import Model, image_model, tiny_image
-from .training import Training
 
 _CLASS = "SD3Transformer2DModel"
 _CLIP_TOKENS, _T5_TOKENS = 77, 256
@@ -27,33 +24,29 @@ def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
     return image_model(name, _CLASS, heads, 64, layers, settings={**usual, **settings}, has_rope=False)
 
 
-class SD3Attention(Attention):
-    """Stable Diffusion 3 and 3.5's self-attentions."""
-
+class _Attention(Attention):
     def adapter_of(self, attn: Any) -> AttentionAdapter:
         """Return the joint adapter, or for ``attn2`` that of an attention without text."""
         return self.adapter if attn.add_q_proj is not None else AttentionAdapter()
 
 
-_FORWARD = Forward(
-    # of CLIP and T5, and of CLIP
-    conditions=(
-        Condition("encoder_hidden_states", (_CLIP_TOKENS + _T5_TOKENS, "joint_attention_dim")),
-        Condition("pooled_projections", ("pooled_projection_dim",), output=2),
-    )
-)
-
 SD3 = Family(
     name="sd3",
     transformers=(_CLASS,),
-    attention=SD3Attention(
+    attention=_Attention(
         attentions=("attn", "attn2"),
         adapter=JointAdapter(),
         processor="diffusers.models.attention_processor.JointAttnProcessor2_0",
         extra_tokens=_CLIP_TOKENS + _T5_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=Training(_FORWARD, text_settings={"prompt_2": None, "prompt_3": None, "max_sequence_length": _T5_TOKENS}),
+    forward=Forward(
+        # of CLIP and T5, and of CLIP
+        conditions=(
+            Condition("encoder_hidden_states", (_CLIP_TOKENS + _T5_TOKENS, "joint_attention_dim")),
+            Condition("pooled_projections", ("pooled_projection_dim",), output=2),
+        )
+    ),
+    trained=Training(text_settings={"prompt_2": None, "prompt_3": None, "max_sequence_length": _T5_TOKENS}),
     models=(
         _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
         _model("sd3.5-large", 38, 38),

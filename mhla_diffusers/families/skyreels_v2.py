@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..config import CausalConfig, PatchConfig
 from .adapters import Arguments, AttentionAdapter, without
-from .family import Family
-from .forward import Kwargs, Sample
+from .family import Family, Kwargs, Sample
 from .models import Clip, Model
 from .wan import WanForward, WanTraining, grid_of_table, tiny_wan, wan_attention, wan_model
 
@@ -80,9 +79,7 @@ def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
     return wan_model(name, heads, ffn_dim, layers, **own)
 
 
-class SkyReelsV2Forward(WanForward):
-    """SkyReels-V2's forward."""
-
+class _Forward(WanForward):
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Pass times of frames as diffusion forcing's, and the frame rate to models that take it."""
         arguments: Kwargs = {"hidden_states": latents, "timestep": timestep, **conditioning}
@@ -95,14 +92,12 @@ class SkyReelsV2Forward(WanForward):
         return arguments
 
 
-_FORWARD = SkyReelsV2Forward(streamed=(_CLASS,))
-
 SKYREELS_V2 = Family(
     name="skyreels_v2",
     transformers=(_CLASS,),
     attention=wan_attention("transformer_skyreels_v2.SkyReelsV2Attention", SkyReelsV2Adapter()),
-    forward=_FORWARD,
-    trained=WanTraining(_FORWARD),
+    forward=_Forward(streamed=(_CLASS,)),
+    trained=WanTraining(),
     mhla_blocks=(8, 3, 6),
     default_clip=Clip(frames=97, fps=24.0, sizes=((544, 960),)),
     # numbers of diffusers' script that converts the checkpoints

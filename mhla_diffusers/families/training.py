@@ -1,8 +1,8 @@
 """How a family's models are trained: their process, encoding latents and prompts, and calling the pipeline."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,15 +15,12 @@ from .packing import unpack
 from .processes import KNOWN_FRAMES, DiffusionProcess, FlowMatching
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, eq=False)
 class Training:
     """How a family's models are trained, encoded for and called. A subclass overrides the methods that differ."""
 
-    forward: Forward
-    """The family's."""
-    _: KW_ONLY
-    process_class: type[DiffusionProcess] = FlowMatching
-    """How the model was trained."""
+    ddpm: Callable[[], DiffusionProcess] | None = None
+    """Makes the process of models that were not trained with flow matching."""
     text_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
     pads_text: bool = False
@@ -32,6 +29,8 @@ class Training:
     """Whether images are encoded by an autoencoder of videos, for which an image is one frame."""
     prompts_are_classes: bool = False
     """Whether the model is conditioned on classes, by number or name, instead of text."""
+    forward: Forward = field(init=False)
+    """The family's, which :attr:`Family.training` sets."""
 
     @property
     def suffix(self) -> str:
@@ -41,19 +40,19 @@ class Training:
     # Training
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Return the process that the model was trained with, by default of :attr:`process_class`.
+        """Return the process that the model was trained with, by default flow matching.
 
-        With flow matching, channels of a picture, which a video model takes and does not predict, stay clean.
+        Channels of a picture, which a video model takes and does not predict, stay clean.
 
         Raises:
             ValueError: the transformer is conditioned on pictures.
         """
         config = transformer.config
         self._check_trained_on_text(config)
-        if not issubclass(self.process_class, FlowMatching):
-            return self.process_class()
+        if self.ddpm is not None:
+            return self.ddpm()
         scale = 1e-3 if self.forward.takes_sigma else 1.0
-        process = self.process_class(flow_shift, scale, is_reversed=self.forward.time_is_reversed)
+        process = FlowMatching(flow_shift, scale, is_reversed=self.forward.time_is_reversed)
         if self.forward.makes_videos and config.in_channels != (config.get("out_channels") or config.in_channels):
             process.channels = int(config.out_channels)
         return process

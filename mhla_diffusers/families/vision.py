@@ -14,9 +14,13 @@ from torch import Tensor, nn
 
 from ..config import CausalConfig, PatchConfig
 from .adapters import Arguments, AttentionInputs, Projected, finite, key_padding_mask
-from .attentions import Attention
-from .family import Family
-from .forward import Forward, Kwargs, Sample
+from .family import (
+    Attention,
+    Family,
+    Forward,
+    Kwargs,
+    Sample,
+)
 from .models import Clip, Model, squares
 from .of_transformers import PROCESSOR, TransformersAdapter, why_not_here
 

@@ -18,11 +18,8 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import AttentionAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training, first_picture
 from .models import Clip, Model, tiny_video
-from .training import Training, first_picture
 
 _CLASS = "WanTransformer3DModel"
 _TEXT_TOKENS = 512
@@ -142,15 +139,13 @@ def wan_attention(class_path: str, adapter: AttentionAdapter | None = None) -> W
     )
 
 
-# those of VACE take one time for all frames, and so do relatives
-_FORWARD = WanForward(streamed=(_CLASS,))
-
 WAN = Family(
     name="wan",
     transformers=(_CLASS, "WanVACETransformer3DModel"),
     attention=wan_attention("transformer_wan.WanAttention"),
-    forward=_FORWARD,
-    trained=WanTraining(_FORWARD),
+    # those of VACE take one time for all frames, and so do relatives
+    forward=WanForward(streamed=(_CLASS,)),
+    trained=WanTraining(),
     mhla_blocks=(7, 3, 5),
     default_clip=Clip(frames=81, fps=16.0, sizes=((480, 832),)),
     models=(

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .family import Family
-from .forward import Kwargs, Sample
+from .family import Family, Kwargs, Sample
 from .models import Clip
 from .wan import WanForward, WanTraining, tiny_wan, wan_attention, wan_model
 
@@ -28,9 +27,7 @@ _TINY |= {"motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_enc
 _TINY |= {"face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2}
 
 
-class WanAnimateForward(WanForward):
-    """Wan Animate's forward."""
-
+class _Forward(WanForward):
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add a pose of zeros and no face where they are missing, as in the pipeline's guidance."""
         (batch, _, frames, height, width), config = latents.shape, transformer.config
@@ -46,9 +43,7 @@ class WanAnimateForward(WanForward):
         return channels, frames + 1, height, width
 
 
-class WanAnimateTraining(WanTraining):
-    """How Wan Animate is called."""
-
+class _Training(WanTraining):
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
         """Return the size, and frames of a segment; the driving video determines the number of segments."""
         height, width = clip.sizes[0]
@@ -63,14 +58,12 @@ class WanAnimateTraining(WanTraining):
         )
 
 
-_FORWARD = WanAnimateForward()
-
 WAN_ANIMATE = Family(
     name="wan_animate",
     transformers=(_CLASS,),
     attention=wan_attention("transformer_wan_animate.WanAttention"),
-    forward=_FORWARD,
-    trained=WanAnimateTraining(_FORWARD),
+    forward=_Forward(),
+    trained=_Training(),
     mhla_blocks=(7, 3, 5),
     default_clip=Clip(frames=77, fps=30.0, sizes=((720, 1280),)),
     models=(

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .attentions import Attention
-from .family import Family
-from .forward import Condition, Forward, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import image_model, tiny_image
-from .training import Training
 
 _CLASS = "ZImageTransformer2DModel"
 _TEXT_TOKENS = 512
@@ -28,9 +25,7 @@ _LAYERS: dict[str, Any] = {"layers_argument": "n_layers"}
 _TINY = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32, "axes_dims": [4, 6, 6]}
 
 
-class ZImageForward(Forward):
-    """Z-Image's forward."""
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from a list of images (C, F, H, W).
 
@@ -61,26 +56,11 @@ class ZImageForward(Forward):
         return {"x": list(latents[:, :, None]), "t": timestep, "cap_feats": texts}
 
 
-class ZImageTraining(Training):
-    """How Z-Image is trained and called."""
-
+class _Training(Training):
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Stack the list of images of one frame."""
         return super().prediction(transformer, torch.stack(list(output))[:, :, 0], latents)
 
-
-_FORWARD = ZImageForward(
-    fixed_patch=(_PATCH, _PATCH),
-    latents_name="x",
-    timestep_name="t",
-    takes_sigma=True,
-    time_is_reversed=True,
-    # Qwen3's
-    conditions=(
-        Condition("cap_feats", (_TEXT_TOKENS, "cap_feat_dim")),
-        Condition("cap_feats_mask", (_TEXT_TOKENS,), dtype=torch.int64),
-    ),
-)
 
 Z_IMAGE = Family(
     name="z_image",
@@ -94,8 +74,19 @@ Z_IMAGE = Family(
         dispatches=True,
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=_FORWARD,
-    trained=ZImageTraining(_FORWARD, pads_text=True),
+    forward=_Forward(
+        fixed_patch=(_PATCH, _PATCH),
+        latents_name="x",
+        timestep_name="t",
+        takes_sigma=True,
+        time_is_reversed=True,
+        # Qwen3's
+        conditions=(
+            Condition("cap_feats", (_TEXT_TOKENS, "cap_feat_dim")),
+            Condition("cap_feats_mask", (_TEXT_TOKENS,), dtype=torch.int64),
+        ),
+    ),
+    trained=_Training(pads_text=True),
     models=(
         image_model("z-image", _CLASS, 30, 128, 30, **_LAYERS, more_layers={"n_refiner_layers": 2}),
         tiny_image("z_image", _CLASS, _TINY, head_dim=16, **_LAYERS, more_layers={"n_refiner_layers": 1}),

@@ -1,5 +1,7 @@
 """CogView3-Plus as a model family: all that the package has to be told of it."""
 
+from functools import partial
+
 import torch
 
 from mhla_diffusers.families import Attention, Condition, Family, Forward, JointAdapter, Model, Training
@@ -20,15 +22,6 @@ class CogView3PlusForward(Forward):
         return {**super().arguments(transformer, latents, timestep, conditioning), **sizes}
 
 
-class CogView3PlusTraining(Training):
-    """The model predicts the velocity of a diffusion, not of a flow."""
-
-    def process(self, transformer, flow_shift):
-        return VelocityDDPM(snr_shift=4.0)
-
-
-FORWARD = CogView3PlusForward(conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),))
-
 COGVIEW3PLUS = Family(
     name="cogview3plus",
     transformers=(_CLASS,),
@@ -37,8 +30,8 @@ COGVIEW3PLUS = Family(
         processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
         extra_tokens=_TEXT_TOKENS,
     ),
-    forward=FORWARD,
-    trained=CogView3PlusTraining(FORWARD),
+    forward=CogView3PlusForward(conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)),
+    trained=Training(ddpm=partial(VelocityDDPM, snr_shift=4.0)),  # a diffusion whose velocity the model predicts
     models=(
         Model("cogview3-plus", _CLASS, heads=64, head_dim=40, layers=30, blocks=(4, 4), sizes=((1024, 1024),)),
         Model(
