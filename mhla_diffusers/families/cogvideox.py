@@ -27,19 +27,7 @@ _TINY = {"in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_d
 
 
 def _model(name: str, heads: int, layers: int, frames: int, size: tuple[int, int], **different: Any) -> Model:
-    return Model(
-        name,
-        _CLASS,
-        heads,
-        64,
-        layers,
-        (4, 3, 5),
-        (size,),
-        frames=frames,
-        temporal_stride=4,
-        **different,
-        has_rope=True,
-    )
+    return Model(name, _CLASS, heads, 64, layers, (4, 3, 5), (size,), frames=frames, temporal_stride=4, **different)
 
 
 class _Forward(Forward):

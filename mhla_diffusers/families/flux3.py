@@ -65,7 +65,7 @@ FLUX3 = Family(
     attention=_Attention(
         block_lists=("mode_blocks", "single_transformer_blocks"),
         adapter=Flux3Adapter(context_first=True),
-        class_path="_Attention",
+        class_path="Flux3Attention",
         dispatches=True,
         extra_tokens=_TEXT_TOKENS,
     ),

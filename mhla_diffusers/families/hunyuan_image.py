@@ -80,15 +80,6 @@ HUNYUAN_IMAGE = Family(
     default_clip=Clip(frames=1, fps=1.0, sizes=((2048, 2048),)),
     models=(
         image_model("hunyuan-image-2.1", _CLASS, 28, 128, 20, **_REAL),
-        tiny_image(
-            "hunyuan_image",
-            _CLASS,
-            _TINY,
-            layers=2,
-            more_layers={"num_single_layers": 1},
-            stride=8,
-            patch=1,
-            has_rope=True,
-        ),
+        tiny_image("hunyuan_image", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}, stride=8, patch=1),
     ),
 )

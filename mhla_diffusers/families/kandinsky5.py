@@ -106,19 +106,7 @@ KANDINSKY5 = Family(
     mhla_blocks=(10, 3, 5),
     default_clip=Clip(frames=121, fps=24.0, sizes=((512, 768),)),
     models=(
-        Model(
-            "kandinsky-5.0-lite",
-            _CLASS,
-            28,
-            64,
-            32,
-            (10, 3, 5),
-            ((512, 768),),
-            _LITE,
-            **_LAYERS,
-            **_FRAMES,
-            has_rope=True,
-        ),
+        Model("kandinsky-5.0-lite", _CLASS, 28, 64, 32, (10, 3, 5), ((512, 768),), _LITE, **_LAYERS, **_FRAMES),
         tiny_video("kandinsky5", _CLASS, _TINY, **_LAYERS, more_layers={"num_text_blocks": 1}),
     ),
 )

@@ -86,7 +86,7 @@ class VisionAdapter(TransformersAdapter):
 
 
 @dataclass(kw_only=True, eq=False)
-class VisionAttention(Attention):
+class VisionSelfAttention(Attention):
     """Self-attentions of a vision model, with or without a head."""
 
     attentions: tuple[str, ...] = ("attention",)
@@ -169,7 +169,7 @@ def _vision(name: str, *transformers: str, extra: int = 0, trunks: tuple[str, ..
     return Family(
         name=name,
         transformers=transformers,
-        attention=VisionAttention(
+        attention=VisionSelfAttention(
             adapter=VisionAdapter(has_extra=extra > 0), extra_tokens=extra, trunk_names=trunks, **where
         ),
         forward=VisionForward(),
