@@ -1,5 +1,6 @@
 """The model families that can be patched, one file each, and the table of them."""
 
+import copyreg
 import re
 from difflib import get_close_matches
 from typing import Any
@@ -154,10 +155,15 @@ def get_family(transformer: Any) -> Family:
     return family
 
 
+# a model that is copied or pickled with its patch keeps its family, known by name
+copyreg.pickle(Family, lambda family: (get_family, (family.name,)))
+
+
 def trained_family(transformer: Any) -> Family:
     """Return the family of a transformer to encode for, train or call; ValueError if it cannot be used so."""
     family = get_family(transformer)
-    return family if family.training else family
+    _ = family.training  # raises for one that is not trained
+    return family
 
 
 def _class_of(model: Any) -> type:
