@@ -15,7 +15,10 @@ _Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline; or 
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
 _Frames = Annotated[int | None, typer.Option(help="Per video; default: the family's, 81 for Wan.")]
 _Fps = Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")]
-_Sizes = Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH; repeat for aspect buckets.")]
+_Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--size", help="480x832, height first, or 512 for a square; repeat for aspect buckets."),
+]
 _Workers = Annotated[int, typer.Option(help="Processes that read files.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
 _Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]
@@ -54,6 +57,20 @@ def finetune_command(
     if not result.finished:
         raise typer.Exit(result.exit_code)
     typer.echo(f"Wrote {result.result}")
+
+
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run for its latest one.")],
+    output: Annotated[Path, typer.Option(help="New folder for the weights.")],
+) -> None:
+    """Make a patch of a checkpoint, as the run's result would be: of the moving average where there is one."""
+    import logging
+
+    from .finetune import export
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    export(checkpoint, output)
+    typer.echo(f"Wrote {output}")
 
 
 def data_command(

@@ -1,5 +1,6 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,19 @@ _PATCH = allow(words="a name, a path, or settings such as blocks", is_filled=Tru
 
 def _precision(name: Any) -> str:
     return precision_name(name, ("float32", "bfloat16"))
+
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(min|h)")
+
+
+def seconds_of(time: str) -> float:
+    """Return the seconds of a time such as "30min" or "8h"."""
+    number, unit = _TIME.fullmatch(time).groups()  # type: ignore[union-attr]  # settings were tested
+    return float(number) * {"min": 60, "h": 3600}[unit]
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, str) and _TIME.fullmatch(value) is not None and seconds_of(value) > 0
 
 
 @dataclass(frozen=True)
@@ -195,7 +209,8 @@ class TrainingConfig(Settings):
     component: str = field(default="transformer", metadata=_FILLED)
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
     patch: str | PatchConfig | None = field(default=None, metadata=_PATCH)
-    """Name of a patch, path of a patch YAML or of a saved patch to start from, or settings; None for no patch."""
+    """Name of a patch, path of a patch YAML, or settings; or a saved patch to begin with, such as another run's result,
+    with its weights and LoRA; None for no patch."""
     data: str | None = field(default=None, metadata=_FILLED)
     """Folder of latents, or of videos or images with captions (or webdataset's tar shards), which are encoded first;
     None if the caller passes the data."""
@@ -226,6 +241,17 @@ class TrainingConfig(Settings):
     """Processes that prefetch data."""
     checkpoint_every: int = field(default=500, metadata=_POSITIVE)
     keep_checkpoints: int = field(default=2, metadata=_POSITIVE)
+    export_every: int | str | None = field(
+        default=None,
+        metadata=allow(
+            words='a number of updates, at least 1, or a time such as "30min" or "8h"',
+            test=lambda value: value >= 1 if isinstance(value, int) else _is_time(value),
+        ),
+    )
+    """Updates, or time such as "30min", between exports of the weights so far into ``exports/step-…``; None for the
+    result alone."""
+    time_limit: str | None = field(default=None, metadata=allow(words='a time such as "30min" or "8h"', test=_is_time))
+    """Time after which the run writes a checkpoint and stops, counted from its start or resumption; None for none."""
     max_skipped: int = field(default=10, metadata=_POSITIVE)
     """Maximum consecutive updates that may be skipped because loss or gradient is not finite."""
     tracker: Literal["tensorboard", "wandb"] | None = None

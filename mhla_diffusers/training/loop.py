@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,20 +16,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..config import load_patch
 from ..devices import is_first_process, launched_on_cpus, launched_processes
 from ..families import NoisedBatch, trained_family
 from ..files import content_of, folder_for_results
 from ..patching import mhla_layers
-from ..reporting import progress
+from ..reporting import progress, shows_bars
+from .changes import Change, find_changes, say
 from .checks import check_fits, check_start
-from .config import TrainingConfig
+from .config import TrainingConfig, seconds_of
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
+from .export import write_weights
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
 from .roles import Roles, make_trainable, prepare_for_training
-from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint, step_of
+from .run_folder import (
+    CheckpointError,
+    RunFolder,
+    Tensors,
+    TrainingDivergedError,
+    read_state,
+    read_tensors,
+    step_of,
+)
 from .stage import Stage
 from .validation import Sampler
 
@@ -43,11 +54,12 @@ class TrainingResult:
     step: int
     """Updates done."""
     finished: bool
-    """False if SIGTERM or Ctrl-C stopped it; its last checkpoint is then at ``step``."""
+    """False if SIGTERM, Ctrl-C or the time limit stopped it; its last checkpoint is then at ``step``."""
     result: Path | None
     """Folder with the trained weights; None while unfinished."""
     exit_code: int = 0
-    """Exit code of the command: 130 after Ctrl-C, 143 after SIGTERM, also if another process received it."""
+    """Exit code of the command: 130 after Ctrl-C, 143 after SIGTERM, also if another process received it; 124, as of
+    ``timeout``, after the time limit."""
 
 
 def train(
@@ -105,7 +117,7 @@ def train_checked(
                     run.validate(stage)
                 batches = run.batches.from_step(run.step, drops_prompts=settings.few_steps is None)
                 while run.step < end:
-                    must_stop = run.update(stage, batches, bool(signals), bar)
+                    must_stop = run.update(stage, batches, bool(signals) or run.time_is_spent(), bar)
                     if run.step % config.validation.every == 0 or run.step == config.total_steps:
                         run.validate(stage)
                     if run.step == config.total_steps:
@@ -113,11 +125,16 @@ def train_checked(
                     if must_stop or run.step == end or run.step % config.checkpoint_every == 0:
                         run.save(stage, must_succeed=must_stop or run.step == end)
                     if must_stop and run.step < config.total_steps:
-                        logger.warning("Stopped by a signal after step %d; resume with --resume latest.", run.step)
-                        code = 128 + (signals[0] if signals else signal.SIGTERM)
+                        spent = not signals and run.time_is_spent()
+                        why = f"time_limit={config.time_limit}" if spent else "a signal"
+                        logger.warning("Stopped by %s after step %d; resume with --resume latest.", why, run.step)
+                        code = 124 if spent else 128 + (signals[0] if signals else signal.SIGTERM)
                         return TrainingResult(run.step, finished=False, result=None, exit_code=code)
+                    if run.step < config.total_steps and run.export_is_due():
+                        run.export(stage, run.folder.path / "exports" / f"step-{run.step:08d}", must_succeed=False)
                 if is_last:
-                    result = run.export(stage)
+                    run.export(stage, run.folder.result, must_succeed=True)
+                    result = run.folder.result
     return TrainingResult(run.step, finished=True, result=result)
 
 
@@ -149,13 +166,16 @@ class Run:
             "samples_per_update": samples_per_update,
             "training_samples": self.batches.training_samples,
             "config": config.to_dict(),
-            "content": _content(config, data),
+            "content": {"data": getattr(data, "content", None), **content_of_run(config)},
         }
         self.step = 0
         """Updates done, over all stages, skipped ones included."""
         self.skipped = 0
         """Updates skipped since the last one that was not."""
         self.validation_loss: float | None = None
+        self.changes: list[Change] = []
+        """Settings that have changed since the checkpoint that the run was resumed from."""
+        self.started_at = self.exported_at = time.monotonic()
 
         self.changed = prepare_for_training(transformer, config)
         self.unsharded = meta_copy(transformer) if self.is_sharded else None
@@ -168,16 +188,22 @@ class Run:
 
     def resume(self, checkpoint: Path) -> dict[str, Tensors]:
         """Load the weights of a checkpoint, and return the tensors of all its files."""
-        state, saved = load_checkpoint(checkpoint, self.identity)
+        state = read_state(checkpoint)
+        self.changes = find_changes(checkpoint, state, self.identity)
+        saved = read_tensors(checkpoint, state)
         self.step, self.skipped = state["step"], state["skipped_in_row"]
         parameters = dict(self.transformer.named_parameters())
         with torch.no_grad():
             for name, value in saved["weights"].items():
+                if name not in self.changed:  # of a stage that had not begun, and was removed
+                    continue
                 if self.is_sharded:
                     parameters[name].copy_(placed_like(value, parameters[name]))
                 else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
                     parameters[name].data = value.to(parameters[name].device)
         logger.info("Resuming from %s.", checkpoint)
+        for change in self.changes:
+            logger.info("Changed since: %s", say(change))
         return saved
 
     @contextmanager
@@ -187,12 +213,20 @@ class Run:
         if is_first:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self.folder.go_back_to(self.step)
+            self.folder.add_changes(self.step, self.changes)
         self.accelerator.wait_for_everyone()
         # otherwise TensorBoard keeps points after the checkpoint that the run resumes from
         first_new = self.step + 1 if self.step else 0
         self.accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
+        above_bar = logging_redirect_tqdm() if shows_bars() else nullcontext()
+        shown: dict[str, Any] = {
+            "total": self.config.total_steps,
+            "initial": self.step,
+            "unit": "step",
+            "disable": not is_first,
+        }
         try:
-            with progress(total=self.config.total_steps, initial=self.step, unit="step", disable=not is_first) as bar:
+            with above_bar, progress(**shown) as bar:
                 yield bar
         finally:
             self.accelerator.end_training()
@@ -348,8 +382,22 @@ class Run:
                 logger.error("%s Training continues; the earlier checkpoints are kept.", error)
         self.accelerator.wait_for_everyone()
 
-    def export(self, stage: Stage) -> Path:
-        """Write the result and return its folder."""
+    def time_is_spent(self) -> bool:
+        """Whether the time limit is over, by the clock of this process."""
+        limit = self.config.time_limit
+        return limit is not None and time.monotonic() - self.started_at >= seconds_of(limit)
+
+    def export_is_due(self) -> bool:
+        """Whether to export after this update; of a time the clock of the first process decides."""
+        every = self.config.export_every
+        if not isinstance(every, str):
+            return every is not None and self.step % every == 0
+        is_due = self.accelerator.is_main_process and time.monotonic() - self.exported_at >= seconds_of(every)
+        vote = torch.tensor(float(is_due), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(vote, reduction="sum") > 0)
+
+    def export(self, stage: Stage, folder: Path, must_succeed: bool) -> None:
+        """Write the weights for use, the moving average where there is one; a failure raises or is logged."""
         is_first = self.accelerator.is_main_process
         with stage.averaged_weights():
             whole = self.transformer
@@ -359,15 +407,22 @@ class Run:
                 if is_first:
                     whole.load_state_dict(state, assign=True)
             if is_first:
-                self.folder.export(whole, self.config)
+                try:
+                    write_weights(whole, self.config, folder)
+                except CheckpointError as error:
+                    if must_succeed:
+                        raise
+                    logger.error("%s Training continues.", error)
+            if self.unsharded is not None:
+                self.unsharded.to("meta")  # frees the whole weights
+        self.exported_at = time.monotonic()
         self.accelerator.wait_for_everyone()
-        return self.folder.result
 
 
-def _content(config: TrainingConfig, data: TrainingData) -> dict[str, Any]:
-    """Return what identifies the content of data, patch and base weights, None where it is unknown, as on the Hub."""
+def content_of_run(config: TrainingConfig) -> dict[str, Any]:
+    """Return what identifies the content of patch and base weights, None where it is unknown, as on the Hub."""
     patch, model = config.patch, config.model
-    content: dict[str, Any] = {"data": getattr(data, "content", None), "patch": None, "model": None}
+    content: dict[str, Any] = {"patch": None, "model": None}
     if isinstance(patch, str):
         content["patch"] = content_of(Path(patch)) if Path(patch).is_dir() else load_patch(patch).config.to_dict()
     if model is not None:

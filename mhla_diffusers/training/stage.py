@@ -124,7 +124,7 @@ class Stage:
     def _load(self, saved: dict[str, Tensors]) -> None:
         """Load what :meth:`tensors` returned."""
         load_optimizer_state(self.optimizer, self.trained, saved["optimizer"])
-        if self.average is not None:
+        if self.average is not None and "ema" in saved:  # else it begins here
             self.average.shadow_params = [placed_like(saved["ema"][name], p) for name, p in self.trained.items()]
             self.average.optimization_step = int(saved["ema"]["updates"])
         if self.critic_optimizer is not None:

@@ -199,9 +199,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({}, None, ValueError, "step-00000002"),
         ({"output": "other"}, "latest", FileNotFoundError, "no checkpoint"),
-        ({"seed": 7}, "latest", ValueError, "seed is 7 here and 0 there"),
-        ({"batch_size": 6}, "latest", ValueError, "samples per update is 6 here and 2 there"),
-        ({"validation": ValidationConfig(4)}, "latest", ValueError, "training samples is 12 here and 16 there"),
+        ({"seed": 7}, "latest", ValueError, "seed=7, which was 0: noise"),
+        ({"batch_size": 6}, "latest", ValueError, "samples per update=6, which was 2"),
+        ({"validation": ValidationConfig(4)}, "latest", ValueError, "training samples=12, which was 16"),
         ({"output": "x", "patch": PATCH}, None, ValueError, "not patched"),
         ({"output": "x", "make": _patched}, None, ValueError, "patch=None, but the transformer is patched"),
         (

@@ -14,7 +14,7 @@ from ...families import Clip, Family, Sample, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
-from ...reporting import progress
+from ...reporting import progress, times
 from ...settings import check, check_value
 from .cache import BEGINS_WITH_PICTURE, CacheIndex, CacheWriter
 from .data import in_workers
@@ -34,7 +34,7 @@ def encode_folder(
 ) -> CacheIndex:
     """Encode videos or images with captions into a cache; resumes an earlier call.
 
-    Unreadable files and samples of tar shards without a usable caption are skipped; the log and the index list them.
+    Unreadable files and samples of tar shards without a usable caption are skipped; the index lists them with reasons.
     A file that has changed since the earlier call, or whose caption has, is encoded again.
 
     Args:
@@ -86,10 +86,10 @@ def encode_folder(
     index = writer.index
     for what, count in (+made_up).items():
         logger.warning("%d of %d files have too few %s; %s.", count, len(media_left), what, _REMEDIES[what])
-    for name, reason in index.skipped.items():
-        logger.warning("Skipped %s: %s.", name, reason.rstrip("."))
+    if not index.samples:
+        reasons = "\n".join(f"{name}: {reason}" for name, reason in list(index.skipped.items())[:5])
+        raise ValueError(f"None of the {len(media)} files in {source} could be encoded, such as\n{reasons}")
     logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))
-    check(bool(index.samples), f"None of the {len(media)} files in {source} could be encoded: {index.skipped}.")
     return index
 
 
@@ -219,12 +219,12 @@ def check_clip(family: Family, transformer: Any, vae: Mapping[str, Any], clip: C
     temporal, spatial = family.forward.strides(vae)
     step = spatial * family.forward.patch(transformer)[-1]
     for size in clip.sizes:
-        nearest = tuple(max(step, round(side / step) * step) for side in size)
+        nearest = [max(step, round(side / step) * step) for side in size]
         divides = all(side > 0 and side % step == 0 for side in size)
-        check(divides, f"Size {size} must be divisible by {step}; the nearest is {nearest}.")
+        check(divides, f"Size {times(size)} must be divisible by {step}; the nearest is {times(nearest)}.")
         check(
             not family.squares_only or size[0] == size[1],
-            f"Size {size} is not square, but {family.name} only makes squares; try {(size[0],) * 2}.",
+            f"Size {times(size)} is not square, but {family.name} only makes squares; try {size[0]}x{size[0]}.",
         )
     frames = clip.frames
     if family.forward.makes_videos:
