@@ -451,7 +451,7 @@ def own_size(model: Any) -> int | None:
         ValueError: its pictures are not square.
     """
     family = find_family(model)
-    config = model.config if family is None else family.trunk(model).config  # of SigLIP the vision model's
+    config = model.config if family is None else family.attention.trunk(model).config  # of SigLIP the vision model's
     size = getattr(config, "image_size", None)
     if not isinstance(size, Sequence):
         return size
@@ -649,7 +649,7 @@ def look_at_attention(model: Any, config: ClassifyConfig, most: int) -> dict[str
     call = TransformerCall((pictures,), call_settings(model, config.size))
     if family is None:
         return {}
-    grid, names = call.grid(model), list(family.self_attentions(model))
+    grid, names = call.grid(model), list(family.attention.self_attentions(model))
     rows: dict[str, torch.Tensor] = {}
 
     def keep(name: str, matrix: torch.Tensor) -> None:

@@ -150,7 +150,7 @@ class PatchConfig(Settings):
             head_dim: D.
             extra: extra tokens.
             in_order: whether the attention before the patch sees no later token,
-                :attr:`mhla_diffusers.families.Family.own_attention_is_causal`.
+                :attr:`mhla_diffusers.families.Family.causal`.
         """
         raise NotImplementedError
 

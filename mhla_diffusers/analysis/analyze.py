@@ -42,7 +42,7 @@ def analyze(
     require_matplotlib()
     output.mkdir(parents=True, exist_ok=True)
     component, transformer = next(iter(find_transformers(model).items()))
-    names = list(get_family(transformer).self_attentions(transformer))
+    names = list(get_family(transformer).attention.self_attentions(transformer))
     check_value("layers", list(layers or ()), list[int], at_least=0, at_most=len(names) - 1)
     names = names if layers is None else [names[layer] for layer in layers]
     calls = record_calls({component: transformer}, run)[component]

@@ -42,7 +42,7 @@ def each_attention_matrix(
         names: of the self-attentions; None for all.
     """
     family = get_family(transformer)
-    attentions: dict[str, Any] = family.self_attentions(transformer)
+    attentions: dict[str, Any] = family.attention.self_attentions(transformer)
     chosen = list(attentions) if names is None else list(names)
     check_names(chosen, list(attentions), "self-attention")
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -56,7 +56,7 @@ def each_attention_matrix(
         batch.predict(transformer)
     grid = batch.grid(transformer)
     for name in chosen:
-        given = attention_inputs(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)
+        given = attention_inputs(attentions[name], *inputs[name], family.attention.adapter_of(attentions[name]), grid)
         before, tokens = given.extra[0], torch.Size(grid).numel()
         here = slice(before, before + tokens)
         yield name, _matrix(attentions[name], given, family)[:, :, here, here]
@@ -67,16 +67,16 @@ def _matrix(attn: Any, given: AttentionInputs, family: Family) -> torch.Tensor:
     if runs_mhla(attn):
         weights: torch.Tensor = attn.mhla.weights(given)
         return weights
-    if family.own_attention == "gated linear":
+    if family.attention.computes == "gated linear":
         raise ValueError(
             f"Gated linear attention of the {family.name!r} family has no matrix of weights: they have signs and no "
             "common sum. Give layers that are patched with MHLA."
         )
-    if family.own_attention == "linear":
+    if family.attention.computes == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
         normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)
         query, key = (rotated(x, given.rotary) for x in (query, key))  # RoPE rotates only the numerator
-        return torch.einsum("bqhd,bkhd->bhqk", query, key) / (normaliser + family.own_attention_eps)
+        return torch.einsum("bqhd,bkhd->bhqk", query, key) / (normaliser + family.attention.eps)
     query, key = (rotated(x, given.rotary).double() for x in (given.query, given.key))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     if given.key_mask is not None:
@@ -147,15 +147,15 @@ def analyze_layers(
             f"The input has {tokens} tokens; {tokens} x {tokens} attention matrices are formed up to {LARGEST_GRID}. "
             "Give a smaller resolution or fewer frames."
         )
-    attentions = family.self_attentions(transformer)
+    attentions = family.attention.self_attentions(transformer)
     layers = []
     for name, matrix in each_attention_matrix(transformer, batch, names):
         if each is not None:
             each(name, matrix)
         attn = attentions[name]
         config: PatchConfig | None = attn.mhla.config if runs_mhla(attn) else None
-        kind = family.own_attention if config is None else config.attention.removesuffix(" attention")
-        bound, head_dim = tokens, family.adapter_of(attn).heads(attn)[1]
+        kind = family.attention.computes if config is None else config.attention.removesuffix(" attention")
+        bound, head_dim = tokens, family.attention.adapter_of(attn).heads(attn)[1]
         if isinstance(config, MHLAConfig):
             bound = sum(min(size, head_dim) for size in block_sizes(grid, config.blocks_on(grid)))
         elif kind == "linear":

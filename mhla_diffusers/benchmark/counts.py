@@ -42,7 +42,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
     flops = dict.fromkeys(PARTS, 0)
     patched = 0
     family = get_family(transformer)
-    grid = family.grid_of_arguments(transformer, inputs)
+    grid = family.forward.grid_of_arguments(transformer, inputs)
     if isinstance(config, MHLAConfig):
         config.layout_on(grid)  # raises if the blocks cannot cut the grid
     begun: list[int] = []
@@ -54,12 +54,17 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
         nonlocal patched
         flops[part] += int(counter.get_total_flops()) - begun.pop()
         if part == ATTENTION and config is not None:
-            adapter = family.adapter_of(module)
+            adapter = family.attention.adapter_of(module)
             arguments = adapter.arguments(args, kwargs)
             sizes = sizes_of(module, family, config, grid, sum(adapter.extra(arguments, math.prod(grid))))
             patched += len(arguments["hidden_states"]) * sizes.flops
 
-    with torch.no_grad(), family.without_values(), FlopCounterMode(display=False) as counter, ExitStack() as hooks:
+    with (
+        torch.no_grad(),
+        family.forward.without_values(),
+        FlopCounterMode(display=False) as counter,
+        ExitStack() as hooks,
+    ):
         for part, module in _modules(transformer):
             hooks.enter_context(module.register_forward_pre_hook(begin))
             after = lambda module, args, kwargs, output, part=part: end(part, module, args, kwargs)  # noqa: E731
@@ -74,12 +79,12 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
 def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield part and module of everything that is counted as one."""
     family = get_family(transformer)
-    for attn in family.self_attentions(transformer).values():
+    for attn in family.attention.self_attentions(transformer).values():
         yield ATTENTION, attn
-        yield from ((_PROJECTIONS, linear) for linear in family.adapter_of(attn).projections(attn))
-    cross = ("attn2",) if "attn2" not in family.attentions else ()
-    for block in family.blocks_of(transformer).values():
-        for part, names in (("cross-attention", cross), ("feed-forward", family.feed_forwards)):
+        yield from ((_PROJECTIONS, linear) for linear in family.attention.adapter_of(attn).projections(attn))
+    cross = ("attn2",) if "attn2" not in family.attention.attentions else ()
+    for block in family.attention.blocks_of(transformer).values():
+        for part, names in (("cross-attention", cross), ("feed-forward", family.attention.feed_forwards)):
             for name in names:
                 module = getattr(block, name, None)
                 if isinstance(module, nn.Module):
@@ -130,7 +135,7 @@ def ceilings(cases: Iterable[Case]) -> list[tuple[str, ...]]:
     """
     rows: list[tuple[str, ...]] = []
     for case in cases:
-        if case.family.own_attention == "softmax":
+        if case.family.attention.computes == "softmax":
             plain, patched = count_forward(case), count_forward(case, case.family.default_config)
             whole, left = sum(plain.values()), sum(patched.values())
             tera = [f"{one / 1e12:,.0f}" if one >= 1e14 else f"{one / 1e12:.3g}" for one in (whole, left)]

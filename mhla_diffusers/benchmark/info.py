@@ -147,7 +147,7 @@ def print_model(
     plain, patched = count_forward(case), count_forward(case, config)
     whole, left = sum(plain.values()), sum(patched.values())
     tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
-    typer.echo(f"{name} at {case.size}: {tokens}; {family.own_attention} attention")
+    typer.echo(f"{name} at {case.size}: {tokens}; {family.attention.computes} attention")
     typer.echo(f"patched: {summary_of(config)}, in layers {config.layers}\n")
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
@@ -220,8 +220,8 @@ def _print_costs(patch: Patch) -> None:
         grid = case.grid
         blocks = config.blocks_on(grid) if isinstance(config, MHLAConfig) else (1,) * len(grid)
         if all(count <= size for count, size in zip(blocks, grid, strict=True)):
-            layer = case.model.heads, case.model.head_dim, family.extra_tokens
-            sizes = config.sizes_on(grid, *layer, in_order=family.own_attention_is_causal)
+            layer = case.model.heads, case.model.head_dim, family.attention.extra_tokens
+            sizes = config.sizes_on(grid, *layer, in_order=family.causal is not None)
             flops = [one / 1e9 for one in (sizes.softmax_flops, sizes.flops)]
             rows.append([case.name, times(grid), *(f"{one:,.0f}" if one >= 100 else f"{one:.2f}" for one in flops)])
     if rows:

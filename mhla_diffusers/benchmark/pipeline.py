@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from ..config import adapted_patch_folder, load_patch
-from ..families import TrainedFamily
+from ..families import Family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.pipelines import few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
@@ -56,7 +56,7 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
     return choice
 
 
-def patcher(name: str, family: TrainedFamily) -> Callable[[Any], object]:
+def patcher(name: str, family: Family) -> Callable[[Any], object]:
     """Return what puts a patch on a pipeline.
 
     Args:
@@ -68,9 +68,9 @@ def patcher(name: str, family: TrainedFamily) -> Callable[[Any], object]:
         FileNotFoundError: no such YAML file.
     """
     if name in PATCHES:
-        if name == SPARSE and family.own_attention != SOFTMAX:
+        if name == SPARSE and family.attention.computes != SOFTMAX:
             raise ValueError(
-                f"patch={name!r} is for softmax attention; that of {family.name} is {family.own_attention}."
+                f"patch={name!r} is for softmax attention; that of {family.name} is {family.attention.computes}."
             )
         return partial(apply_mhla, **patch_settings(name, family.mhla_blocks))
     saved, is_file = adapted_patch_folder(name) or name, Path(name).suffix in (".yaml", ".yml")
@@ -129,16 +129,18 @@ def benchmark_pipeline(
     image_metrics()  # raises before anything is timed
     family, device = choice.of_family, results.device
     family.default_config.replace(**dense_steps)  # raises what is not allowed
-    names = patches or (PATCHES if family.own_attention == SOFTMAX else LINEAR_KINDS)
+    names = patches or (PATCHES if family.attention.computes == SOFTMAX else LINEAR_KINDS)
     patching = {UNPATCHED: None, **{name: patcher(name, family) for name in names}}
     pipe = choice.load()
-    attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
+    attn = next(iter(family.attention.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
     size = BLOCK_SIZE if SPARSE in names else None
-    shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.adapter_of(attn).heads(attn), size)
+    shape = Shape(
+        choice.family, family.mhla_blocks, family.mhla_blocks, *family.attention.adapter_of(attn).heads(attn), size
+    )
     check_operator(shape, device, results.dtype)
 
     def run() -> Any:
-        prompt = "3" if family.prompts_are_classes else "a seven"
+        prompt = "3" if family.training.prompts_are_classes else "a seven"
         # a patch that was distilled takes its own number of steps
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)], **few_step_arguments(pipe, family))
         return sample

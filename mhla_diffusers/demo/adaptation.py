@@ -60,7 +60,7 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
 
     SANA's own attention is plain linear already, which leaves MHLA to be compared with it.
     """
-    own = family_named(tiny.family).own_attention
+    own = family_named(tiny.family).attention.computes
     mhla = MHLAConfig(blocks=tiny.blocks, mixing_per_head=tiny.mixing_per_head)
     if own != "softmax":
         return [Variant(f"own {own} attention", "control", None), Variant("MHLA", "mhla", mhla)]
@@ -88,7 +88,7 @@ def stages_of(variant: Variant, tiny: TinyPipeline) -> tuple[StageConfig, ...]:
     end_to_end = StageConfig(
         END_TO_END_STEPS, 5e-4, "attention", distillation, mixing_learning_rate=mixing, scheduler="cosine"
     )
-    if variant.patch is None or family_named(tiny.family).own_attention != "softmax":
+    if variant.patch is None or family_named(tiny.family).attention.computes != "softmax":
         return (replace(end_to_end, steps=TRANSFER_STEPS + END_TO_END_STEPS, learning_rate=2e-4, objectives=DIFFUSION),)
     return transfer, end_to_end
 
@@ -117,7 +117,7 @@ def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, se
 
     def encode(prompt: str) -> Sample:
         if prompt not in prompts:
-            conditioning = family.encode_prompt(pipe, prompt, tiny.call_settings)
+            conditioning = family.training.encode_prompt(pipe, prompt, tiny.call_settings)
             prompts[prompt] = {name: tensor.cpu() for name, tensor in conditioning.items()}
         return prompts[prompt]
 
@@ -129,7 +129,7 @@ def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, se
             scenes = [tiny.random_scene(chance) for _ in range(min(_BATCH, count - start))]
             pictures = [compose(scene, digits, tiny.digit_size, chance.randrange(2**32)) for scene in scenes]
             pixels = torch.stack([to_rgb(picture) for picture in pictures])
-            latents = family.encode_pixels(pipe, pixels.to(pipe.vae.device)).cpu()
+            latents = family.training.encode_pixels(pipe, pixels.to(pipe.vae.device)).cpu()
             for scene, own in zip(scenes, latents, strict=True):
                 encoded.append({"latents": own, **encode(tiny.prompt(scene))})
     return InMemoryData(encoded, empty=encode(""))
@@ -207,7 +207,7 @@ class Adaptation:
     def held_out_losses(self, pipe: Any) -> list[float]:
         """Return the training loss of every held-out sample."""
         transformer, device, count = pipe.transformer, torch.device(self.device), self.held_out
-        process = trained_family(transformer).process(transformer, _FLOW_SHIFT)
+        process = trained_family(transformer).training.process(transformer, _FLOW_SHIFT)
         # only the data's split, the seed and the timesteps of the settings are read
         settings = self.config((StageConfig(1, 1e-4, "all", DIFFUSION),), None, Path())
         parts = [NoisedBatches(self.data, process, settings, device, index, count) for index in range(count)]
@@ -219,7 +219,7 @@ class Adaptation:
         conditioning = {name: tensor.to(self.device) for name, tensor in stacked.items()}
         latents = conditioning.pop("latents")
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0)).to(self.device)
-        process = trained_family(transformer).process(transformer, _FLOW_SHIFT)
+        process = trained_family(transformer).training.process(transformer, _FLOW_SHIFT)
         return process.make_batch(latents, noise, quantiles.to(self.device), conditioning)
 
 

@@ -1,5 +1,6 @@
 """The model families that can be patched, one file each, and the table of them."""
 
+import copyreg
 import re
 from difflib import get_close_matches
 from typing import Any
@@ -9,92 +10,82 @@ from torch import nn
 
 from ..attention.rope import Rotary
 from .adapters import AttentionAdapter, AttentionInputs, JointAdapter
-from .allegro import AllegroFamily
-from .auraflow import AuraFlowFamily
-from .chroma import ChromaFamily
-from .chronoedit import ChronoEditFamily
-from .cogvideox import CogVideoXFamily
-from .cogview4 import CogView4Family
-from .dig import DiGFamily
-from .dit import DiTFamily
-from .easyanimate import EasyAnimateFamily
-from .family import Condition, Family, Sample, imported
-from .flux import FluxFamily
-from .flux2 import Flux2Family
-from .flux3 import Flux3Family
-from .framepack import FramepackFamily
-from .hunyuan_dit import HunyuanDiTFamily
-from .hunyuan_image import HunyuanImageFamily
-from .hunyuan_video import HunyuanVideoFamily
-from .hunyuan_video15 import HunyuanVideo15Family
-from .kandinsky5 import Kandinsky5Family
-from .krea2 import Krea2Family
-from .latte import LatteFamily
-from .llama import LlamaFamily
-from .longcat import LongCatImageFamily
-from .ltx import LTXFamily
-from .ltx2 import LTX2Family
-from .lumina2 import Lumina2Family
-from .minimax_h3 import MiniMaxH3Family
-from .mochi import MochiFamily
+from .allegro import ALLEGRO
+from .attentions import Attention, imported, usual_processor
+from .auraflow import AURAFLOW
+from .chroma import CHROMA
+from .chronoedit import CHRONOEDIT
+from .cogvideox import COGVIDEOX
+from .cogview4 import COGVIEW4
+from .dig import DIG
+from .dit import DIT
+from .easyanimate import EASYANIMATE
+from .family import Family
+from .flux import FLUX
+from .flux2 import FLUX2
+from .flux3 import FLUX3
+from .forward import Condition, Forward, Sample
+from .framepack import FRAMEPACK
+from .hunyuan_dit import HUNYUAN_DIT
+from .hunyuan_image import HUNYUAN_IMAGE
+from .hunyuan_video import HUNYUAN_VIDEO
+from .hunyuan_video15 import HUNYUAN_VIDEO15
+from .kandinsky5 import KANDINSKY5
+from .krea2 import KREA2
+from .latte import LATTE
+from .llama import LLAMA
+from .longcat import LONGCAT_IMAGE
+from .ltx import LTX
+from .ltx2 import LTX2
+from .lumina2 import LUMINA2
+from .minimax_h3 import MINIMAX_H3
+from .mochi import MOCHI
 from .models import Clip, Model
-from .pixart import PixArtFamily
+from .pixart import PIXART
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
-from .qwenimage import QwenImageFamily
-from .sana import SanaFamily
-from .sana_video import SanaVideoFamily
-from .sd3 import SD3Family
-from .skyreels_v2 import SkyReelsV2Family
-from .styles import ImageFamily, VideoFamily
-from .trained import TrainedFamily
-from .vision import DeiTFamily, Dinov2Family, PooledViTFamily, SiglipFamily, ViTFamily
-from .wan import WanFamily
-from .wan_animate import WanAnimateFamily
-from .z_image import ZImageFamily
+from .qwenimage import QWENIMAGE
+from .sana import SANA
+from .sana_video import SANA_VIDEO
+from .sd3 import SD3
+from .skyreels_v2 import SKYREELS_V2
+from .training import Training
+from .vision import DEIT, DINOV2, POOLED_VIT, SIGLIP, VIT
+from .wan import WAN
+from .wan_animate import WAN_ANIMATE
+from .z_image import Z_IMAGE
 
-_KINDS: tuple[type[Family], ...] = (
-    AllegroFamily, AuraFlowFamily, ChromaFamily, ChronoEditFamily, CogVideoXFamily, CogView4Family, DeiTFamily,
-    Dinov2Family, DiGFamily, DiTFamily, EasyAnimateFamily, FluxFamily, Flux2Family, Flux3Family, FramepackFamily,
-    HunyuanDiTFamily, HunyuanImageFamily, HunyuanVideoFamily, HunyuanVideo15Family, Kandinsky5Family, Krea2Family,
-    LatteFamily, LlamaFamily, LongCatImageFamily, LTXFamily, LTX2Family, Lumina2Family, MiniMaxH3Family, MochiFamily,
-    PixArtFamily, PooledViTFamily, QwenImageFamily, SanaFamily, SanaVideoFamily, SD3Family, SiglipFamily,
-    SkyReelsV2Family, ViTFamily, WanFamily, WanAnimateFamily, ZImageFamily,
+_SHIPPED = (
+    ALLEGRO, AURAFLOW, CHROMA, CHRONOEDIT, COGVIDEOX, COGVIEW4, DEIT, DIG, DINOV2, DIT, EASYANIMATE, FLUX, FLUX2,
+    FLUX3, FRAMEPACK, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, KANDINSKY5, KREA2, LATTE, LLAMA,
+    LONGCAT_IMAGE, LTX, LTX2, LUMINA2, MINIMAX_H3, MOCHI, PIXART, POOLED_VIT, QWENIMAGE, SANA, SANA_VIDEO, SD3,
+    SIGLIP, SKYREELS_V2, VIT, WAN, WAN_ANIMATE, Z_IMAGE,
 )  # fmt: skip
-_FAMILIES: dict[str, Family] = {kind.name: kind() for kind in _KINDS}
+_FAMILIES: dict[str, Family] = {family.name: family for family in _SHIPPED}
 
 _KIND_OF_CLASS = re.compile("Transformer|Model|PreTrained|For[A-Z]|Backbone|Loaders|Mixin")
 """Where the name of a class continues with its kind."""
 
 
 def register_family(family: Family) -> None:
-    """Make a family known to ``apply_mhla``.
-
-    A class that was defined again, for example by running a notebook cell twice, replaces its earlier version.
+    """Make a family known to ``apply_mhla``, in the place of an earlier version for the same transformers.
 
     Raises:
-        ValueError: not an instance of a family, attributes that patching needs are missing, or another class has this
-            name.
+        ValueError: not a :class:`Family`, names that are not in a tuple, or a family of this name for other
+            transformers.
     """
-    if isinstance(family, type):
-        raise ValueError(f"{family.__name__} is a class; register an instance of it, {family.__name__}().")
     if not isinstance(family, Family):
         raise ValueError(
-            f"family={family!r} must be an instance of a subclass of mhla_diffusers.families.Family; see "
-            "docs/add-a-model.md for one."
+            f"family={family!r} must be a mhla_diffusers.families.Family; see docs/add-a-model.md for one."
         )
-    needed = ("name", "transformers", "axes", "block_lists", "mhla_blocks")
-    missing = [name for name in needed if not hasattr(family, name)]
-    if missing:
-        raise ValueError(f"{type(family).__name__} lacks {', '.join(missing)}; docs/add-a-model.md explains them.")
-    for name in ("transformers", "block_lists"):
-        value = getattr(family, name)
+    for name, value in (("transformers", family.transformers), ("block_lists", family.attention.block_lists)):
         if not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value):
-            raise ValueError(
-                f"{type(family).__name__}.{name}={value!r} must be a tuple of names, such as ({value!r},)."
-            )
-    there, here = (f"{type(x).__module__}.{type(x).__qualname__}" for x in (_FAMILIES.get(family.name, family), family))
-    if there != here:
-        raise ValueError(f"Family {family.name!r} is already registered by {there}; choose another name for {here}.")
+            raise ValueError(f"{name}={value!r} of {family.name!r} must be a tuple of names, such as ({value!r},).")
+    before = _FAMILIES.get(family.name)
+    if before is not None and before.transformers != family.transformers:
+        raise ValueError(
+            f"Family {family.name!r} is already registered for {', '.join(before.transformers)}; choose another name "
+            f"for {', '.join(family.transformers)}."
+        )
     _FAMILIES[family.name] = family
 
 
@@ -134,15 +125,16 @@ def _lacking(family: Family, transformer: Any) -> str:
     """Return what a model with the name of a family's lacks of its attentions; empty for nothing, and for a class."""
     if isinstance(transformer, type):
         return ""
+    where = family.attention
     try:
-        attentions = family.self_attentions(transformer)
+        attentions = where.self_attentions(transformer)
         for attn in attentions.values():
-            adapter = family.adapter_of(attn)
+            adapter = where.adapter_of(attn)
             needed = (adapter.inputs[0], *(("processor",) if family.is_diffusion else ()))
             adapter.heads(attn), *(getattr(attn, name) for name in needed)
     except AttributeError as error:
         return str(error)
-    return "" if attentions else f"no {' or '.join(family.attentions)} in {' or '.join(family.block_lists)}"
+    return "" if attentions else f"no {' or '.join(where.attentions)} in {' or '.join(where.block_lists)}"
 
 
 def get_family(transformer: Any) -> Family:
@@ -163,11 +155,14 @@ def get_family(transformer: Any) -> Family:
     return family
 
 
-def trained_family(transformer: Any) -> TrainedFamily:
+# a model that is copied or pickled with its patch keeps its family, known by name
+copyreg.pickle(Family, lambda family: (get_family, (family.name,)))
+
+
+def trained_family(transformer: Any) -> Family:
     """Return the family of a transformer to encode for, train or call; ValueError if it cannot be used so."""
     family = get_family(transformer)
-    if not isinstance(family, TrainedFamily):
-        raise ValueError(f"{family.name!r}: {family.why_not_trained}")
+    _ = family.training  # raises for one that is not trained
     return family
 
 
@@ -212,7 +207,7 @@ def classes_that_are_split() -> list[str]:
     """
     import diffusers
 
-    names = (name for family in families() if family.why_never_split is None for name in family.transformers)
+    names = (name for family in families() if family.forward.why_never_split is None for name in family.transformers)
     return [name for name in names if getattr(getattr(diffusers, name, None), "_cp_plan", None) is not None]
 
 
@@ -227,14 +222,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def arguments_of(transformer: nn.Module, batch: NoisedBatch) -> dict[str, Any]:
     """Return the arguments of a transformer's forward for a batch."""
     family = get_family(transformer)
-    return family.forward_arguments(transformer, batch.hidden_states, batch.timestep, batch.conditioning)
+    return family.forward.arguments(transformer, batch.hidden_states, batch.timestep, batch.conditioning)
 
 
 def predict(model: nn.Module, batch: NoisedBatch) -> torch.Tensor:
     """Return the prediction of a transformer, possibly wrapped for training, for a batch: (B, output channels, ...)."""
     transformer = unwrapped(model)
     output = model(**arguments_of(transformer, batch), return_dict=False)[0]
-    return trained_family(transformer).prediction(transformer, output, batch.hidden_states)
+    return get_family(transformer).training.prediction(transformer, output, batch.hidden_states)
 
 
 def cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
@@ -242,8 +237,8 @@ def cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
 
     Without a family, which the module does not know, every family is asked whether it recognises the module.
     """
-    family = family or next((one for one in families() if one.recognises_cross_attention(attn)), None)
-    return imported(Family.cross_processor if family is None else family.cross_processor)()
+    family = family or next((one for one in families() if one.attention.recognises_cross(attn)), None)
+    return usual_processor(attn, "" if family is None else family.attention.cross_processor)
 
 
 def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | None:
@@ -251,16 +246,17 @@ def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | Non
 
     The module does not know its model, so every family is asked whether it recognises the module.
     """
-    grids = (family.grid_of_attention(attn, rotary) for family in families()) if rotary is not None else ()
+    grids = (family.attention.grid_of(attn, rotary) for family in families()) if rotary is not None else ()
     return next((grid for grid in grids if grid is not None), None)
 
 
 def family_of_attention(attn: Any) -> Family | None:
     """Return the family of a self-attention module, or None if no family recognises it."""
-    return next((family for family in families() if family.recognises_self_attention(attn)), None)
+    return next((family for family in families() if family.attention.recognises(attn)), None)
 
 
 __all__ = [
+    "Attention",
     "AttentionAdapter",
     "AttentionInputs",
     "Clip",
@@ -268,14 +264,13 @@ __all__ = [
     "DiffusionProcess",
     "Family",
     "FlowMatching",
+    "Forward",
     "LearnedVarianceDDPM",
-    "ImageFamily",
     "JointAdapter",
     "Model",
     "NoisedBatch",
     "Sample",
-    "TrainedFamily",
-    "VideoFamily",
+    "Training",
     "arguments_of",
     "classes_that_are_split",
     "cross_attention_processor",

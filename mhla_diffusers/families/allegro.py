@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionAdapter, Projected
-from .family import Condition, Family, Kwargs, Sample
+from .family import Attention, Family, Forward, Kwargs, Sample, masked_text
 from .models import Clip, Model, tiny_video
 
 _CLASS = "AllegroTransformer3DModel"
+_PROCESSOR = "diffusers.models.attention_processor.AllegroAttnProcessor2_0"
 _TEXT_TOKENS = 512
 _TINY: dict[str, Any] = {"cross_attention_dim": 24, "caption_channels": 32}
 
@@ -38,39 +39,12 @@ class AllegroAdapter(AttentionAdapter):
         return _in_pairs(query), _in_pairs(key), value
 
 
-class AllegroFamily(Family):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
-
-    name = "allegro"
-    transformers = (_CLASS,)
-    axes = 3
-    block_lists = ("transformer_blocks",)
-    attentions = ("attn1",)
-    adapter = AllegroAdapter("image_rotary_emb")
-    processor = cross_processor = "diffusers.models.attention_processor.AllegroAttnProcessor2_0"
-    has_rope = True
-    mhla_blocks = (7, 3, 5)
-    default_clip = Clip(frames=88, fps=15.0, sizes=((720, 1280),))
-    why_not_trained = (
-        "diffusers' autoencoder of Allegro encodes and decodes in tiles of one size alone, which mhla encode does not "
-        "do. apply_mhla(pipe, calibration=...) fits a patch without training."
-    )
-    # T5's
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-    )
-    models = (
-        # whose 22 latent frames are those of 88
-        Model("allegro", _CLASS, 24, 96, 32, (7, 3, 5), ((720, 1280),), frames=85, temporal_stride=4),
-        tiny_video("allegro", _CLASS, _TINY),
-    )
-
+class _Forward(Forward):
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
         """Count the first frame of an odd number as a latent frame of its own."""
         return frames // stride + frames % 2
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add RoPE as the pipeline makes it."""
         from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
@@ -80,8 +54,36 @@ class AllegroFamily(Family):
             config.attention_head_dim, ((0, 0), size), size, frames, scale, device=latents.device
         )
         places = torch.cartesian_prod(*(axis.long() for axis in made[3:])).T[:, None]
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        arguments = super().arguments(transformer, latents, timestep, conditioning)
         return {**arguments, "image_rotary_emb": (made[:3], tuple(places))}
+
+
+ALLEGRO = Family(
+    name="allegro",
+    transformers=(_CLASS,),
+    attention=Attention(
+        attentions=("attn1",),
+        adapter=AllegroAdapter("image_rotary_emb"),
+        processor=_PROCESSOR,
+        cross_processor=_PROCESSOR,
+    ),
+    forward=_Forward(
+        axes=3,
+        # T5's
+        conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.int64),
+    ),
+    trained=(
+        "diffusers' autoencoder of Allegro encodes and decodes in tiles of one size alone, which mhla encode does not "
+        "do. apply_mhla(pipe, calibration=...) fits a patch without training."
+    ),
+    mhla_blocks=(7, 3, 5),
+    default_clip=Clip(frames=88, fps=15.0, sizes=((720, 1280),)),
+    models=(
+        # whose 22 latent frames are those of 88
+        Model("allegro", _CLASS, 24, 96, 32, (7, 3, 5), ((720, 1280),), frames=85, temporal_stride=4),
+        tiny_video("allegro", _CLASS, _TINY),
+    ),
+)
 
 
 def _in_pairs(x: Tensor) -> Tensor:

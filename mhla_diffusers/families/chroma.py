@@ -7,14 +7,15 @@ of padded tokens. A bool mask, which training here uses, leaves padding out in b
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .adapters import Arguments, JointAdapter
-from .family import Condition, Kwargs, Sample
-from .flux import FluxFamily
+from .family import Condition, Family, Kwargs, Sample, Training
+from .flux import FLUX, FluxForward
 from .models import image_model, tiny_image
 
 _CLASS = "ChromaTransformer2DModel"
@@ -33,24 +34,7 @@ class ChromaAdapter(JointAdapter):
         return super().key_mask(arguments)
 
 
-class ChromaFamily(FluxFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "chroma"
-    transformers = (_CLASS,)
-    adapter = ChromaAdapter(context_first=True)
-    attention_class = None
-    # T5's
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
-        Condition("attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.bool),
-    )
-    guidance = None
-    models = (
-        image_model("chroma1-hd", _CLASS, 24, 128, 19, more_layers={"num_single_layers": 38}),
-        tiny_image("chroma", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
-    )
-
+class _Forward(FluxForward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid as Flux; ValueError for a mask under gradient checkpointing, or more than one picture."""
         is_checkpointed = transformer.gradient_checkpointing and torch.is_grad_enabled()
@@ -62,13 +46,32 @@ class ChromaFamily(FluxFamily):
             )
         return super().grid_of_arguments(transformer, arguments)
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Cut texts where the longest ends, and mask text and image where one is shorter."""
         text, mask = conditioning["encoder_hidden_states"], conditioning["attention_mask"].bool()
         longest = text.shape[1] if mask.is_meta else int(mask.sum(dim=1).max())
         text, mask = text[:, :longest], mask[:, :longest]
-        arguments = super().forward_arguments(transformer, latents, timestep, {"encoder_hidden_states": text})
+        arguments = super().arguments(transformer, latents, timestep, {"encoder_hidden_states": text})
         if mask.is_meta or bool(mask.all()):  # without values there are no lengths
             return arguments
         of_image = mask.new_ones(arguments["hidden_states"].shape[:2])
         return {**arguments, "attention_mask": torch.cat([mask, of_image], dim=1)}
+
+
+CHROMA = Family(
+    name="chroma",
+    transformers=(_CLASS,),
+    attention=replace(FLUX.attention, adapter=ChromaAdapter(context_first=True), class_path=None),
+    forward=_Forward(
+        # T5's
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
+            Condition("attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.bool),
+        )
+    ),
+    trained=Training(),
+    models=(
+        image_model("chroma1-hd", _CLASS, 24, 128, 19, more_layers={"num_single_layers": 38}),
+        tiny_image("chroma", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
+    ),
+)

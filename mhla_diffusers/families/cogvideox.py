@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, Model, tiny_video
 from .processes import DiffusionProcess, VelocityDDPM
-from .styles import VideoFamily
 
 _CLASS = "CogVideoXTransformer3DModel"
 _ROPE = {"use_rotary_positional_embeddings": True}
@@ -31,26 +30,7 @@ def _model(name: str, heads: int, layers: int, frames: int, size: tuple[int, int
     return Model(name, _CLASS, heads, 64, layers, (4, 3, 5), (size,), frames=frames, temporal_stride=4, **different)
 
 
-class CogVideoXFamily(VideoFamily):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
-
-    name = "cogvideox"
-    transformers = (_CLASS,)
-    adapter = JointAdapter(context_first=True)
-    processor = "diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
-    extra_tokens = 226
-    has_rope = True
-    mhla_blocks = (4, 3, 5)
-    default_clip = Clip(frames=49, fps=8.0, sizes=((480, 720),))
-    conditions = (Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
-    # numbers as in diffusers' conversion script; the pipeline of 1.5 generates 85 frames when asked for 81
-    models = (
-        _model("cogvideox-2b", 30, 30, 49, (480, 720)),
-        _model("cogvideox-5b", 48, 42, 49, (480, 720), settings=_ROPE),
-        _model("cogvideox1.5-5b", 48, 42, 85, (768, 1360), **_VERSION_1_5),
-        tiny_video("cogvideox", _CLASS, {**_TINY, **_ROPE}, head_dim=16),
-    )
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from ``hidden_states`` (B, F, C, H, W)."""
         return self.token_grid(transformer, arguments["hidden_states"].transpose(1, 2))
@@ -60,9 +40,9 @@ class CogVideoXFamily(VideoFamily):
         in_token = int(config.patch_size_t or 1)
         return math.ceil(super().latent_frames(config, frames, stride) / in_token) * in_token
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Put frames before channels, and add the RoPE tables if the model has RoPE."""
-        arguments = super().forward_arguments(transformer, latents.transpose(1, 2), timestep, conditioning)
+        arguments = super().arguments(transformer, latents.transpose(1, 2), timestep, conditioning)
         config = transformer.config
         if config.use_rotary_positional_embeddings:
             from diffusers.models.embeddings import get_3d_rotary_pos_embed
@@ -82,6 +62,8 @@ class CogVideoXFamily(VideoFamily):
             arguments["ofs"] = latents.new_full((1,), 2.0)  # what image-to-video of 1.5 always gets
         return arguments
 
+
+class _Training(Training):
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Put channels before frames."""
         return super().prediction(transformer, output, latents).transpose(1, 2)
@@ -98,9 +80,9 @@ class CogVideoXFamily(VideoFamily):
         the latents of the first frame; some checkpoints have them on the autoencoder's scale, divided by its factor.
         """
         latents = super().encode_pixels(pipe, pixels)
-        missing = self.latent_frames(pipe.transformer.config, latents.shape[2], 1) - latents.shape[2]
+        missing = self.forward.latent_frames(pipe.transformer.config, latents.shape[2], 1) - latents.shape[2]
         latents = torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
-        if self.channels(pipe.transformer.config) == latents.shape[1]:
+        if self.forward.channels(pipe.transformer.config) == latents.shape[1]:
             return latents
         first, scale = super().encode_pixels(pipe, pixels[:, :, :1]), pipe.vae.config.scaling_factor
         return self.beside(pipe, latents, first / scale**2 if pipe.vae.config.invert_scale_latents else first)
@@ -108,3 +90,27 @@ class CogVideoXFamily(VideoFamily):
     def generate_latents(self, *args: Any, **kwargs: Any) -> Tensor:
         """Put channels before frames."""
         return super().generate_latents(*args, **kwargs).transpose(0, 1)
+
+
+COGVIDEOX = Family(
+    name="cogvideox",
+    transformers=(_CLASS,),
+    attention=Attention(
+        adapter=JointAdapter(context_first=True),
+        processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
+        extra_tokens=226,
+    ),
+    forward=_Forward(
+        axes=3, conditions=(Condition("encoder_hidden_states", ("max_text_seq_length", "text_embed_dim")),)
+    ),
+    trained=_Training(),
+    mhla_blocks=(4, 3, 5),
+    default_clip=Clip(frames=49, fps=8.0, sizes=((480, 720),)),
+    # numbers as in diffusers' conversion script; the pipeline of 1.5 generates 85 frames when asked for 81
+    models=(
+        _model("cogvideox-2b", 30, 30, 49, (480, 720)),
+        _model("cogvideox-5b", 48, 42, 49, (480, 720), settings=_ROPE),
+        _model("cogvideox1.5-5b", 48, 42, 85, (768, 1360), **_VERSION_1_5),
+        tiny_video("cogvideox", _CLASS, {**_TINY, **_ROPE}, head_dim=16),
+    ),
+)

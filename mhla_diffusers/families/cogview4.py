@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, JointAdapter
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import image_model, tiny_image
-from .styles import ImageFamily
 
 _CLASS = "CogView4Transformer2DModel"
 _TEXT_TOKENS = 224
@@ -47,19 +46,7 @@ class CogView4Adapter(JointAdapter):
         return super().rotary(attn, arguments)
 
 
-class CogView4Family(ImageFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "cogview4"
-    transformers = (_CLASS,)
-    adapter = CogView4Adapter(context_first=True)
-    processor = "diffusers.models.transformers.transformer_cogview4.CogView4AttnProcessor"
-    extra_tokens = _TEXT_TOKENS
-    has_rope = True
-    # GLM's
-    conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
-    models = (image_model("cogview4-6b", _CLASS, 32, 128, 28), tiny_image("cogview4", _CLASS, _TINY))
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the latents; ValueError for samples of several sizes in one row, or masks."""
         others = sorted((arguments.get("attention_kwargs") or {}).keys() - {"scale"})
@@ -71,12 +58,14 @@ class CogView4Family(ImageFamily):
             )
         return super().grid_of_arguments(transformer, arguments)
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add the size of the picture, which is not cropped."""
         size = latents.new_tensor([[_STRIDE * side for side in latents.shape[2:]]]).expand(len(latents), -1)
         sizes = {"original_size": size, "target_size": size, "crop_coords": torch.zeros_like(size)}
-        return {**super().forward_arguments(transformer, latents, timestep, conditioning), **sizes}
+        return {**super().arguments(transformer, latents, timestep, conditioning), **sizes}
 
+
+class _Training(Training):
     def needs_pictures(self, config: Any) -> bool:
         """Whether it is CogView4-Control, which takes the latents of a picture beside the noised ones."""
         return bool(config.in_channels != config.out_channels)
@@ -87,3 +76,20 @@ class CogView4Family(ImageFamily):
         ids = tokenizer(prompt, max_length=count, truncation=True, return_tensors="pt").input_ids.long()
         ids = torch.nn.functional.pad(ids.view(1, -1), (count - ids.numel(), 0), value=tokenizer.pad_token_id)
         return (pipe.text_encoder(ids.to(pipe.text_encoder.device), output_hidden_states=True).hidden_states[-2],)
+
+
+COGVIEW4 = Family(
+    name="cogview4",
+    transformers=(_CLASS,),
+    attention=Attention(
+        adapter=CogView4Adapter(context_first=True),
+        processor="diffusers.models.transformers.transformer_cogview4.CogView4AttnProcessor",
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=_Forward(
+        # GLM's
+        conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
+    ),
+    trained=_Training(),
+    models=(image_model("cogview4-6b", _CLASS, 32, 128, 28), tiny_image("cogview4", _CLASS, _TINY)),
+)

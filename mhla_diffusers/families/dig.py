@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..config import PatchConfig
 from .adapters import AttentionAdapter, AttentionInputs, finite
-from .dit import DiTFamily
+from .dit import DIT
+from .family import Attention, Family
 from .models import Model, squares, tiny_image
 
 _CLASS = "DiGTransformer2DModel"
@@ -39,30 +40,19 @@ class SoftmaxProcessor:
     def __call__(self, attn: Any, hidden_states: Tensor) -> Any:
         """Attend: (B, N, hidden size) to the same."""
         tokens = hidden_states.shape[1]
-        inputs = DiGFamily.adapter.read(attn, {"hidden_states": hidden_states}, (tokens,), tokens)
+        inputs = DIG.attention.adapter.read(attn, {"hidden_states": hidden_states}, (tokens,), tokens)
         query, key, value = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
         attended = nn.functional.scaled_dot_product_attention(query, key, value)
-        return DiGFamily.adapter.project_output(attn, attended.transpose(1, 2), inputs)
+        return DIG.attention.adapter.project_output(attn, attended.transpose(1, 2), inputs)
 
 
 def _model(name: str, heads: int, layers: int, **different: Any) -> Model:
-    return Model(name, _CLASS, heads, 64, layers, (4, 4), squares(256, 512, 1024, 2048), _WIDE, **different)
+    return Model(
+        name, _CLASS, heads, 64, layers, (4, 4), squares(256, 512, 1024, 2048), _WIDE, **different, has_rope=False
+    )
 
 
-class DiGFamily(DiTFamily):
-    """Class-conditional image transformers whose own attention alternates between rows and columns."""
-
-    name = "dig"
-    library = "mhla_diffusers.models.dig"
-    transformers = (_CLASS,)
-    adapter = DiGAdapter()
-    processor = "mhla_diffusers.models.dig.GatedLinearAttnProcessor"
-    softmax_processor = "mhla_diffusers.families.dig.SoftmaxProcessor"
-    attention_class = "DiGAttention"
-    mhla_blocks = (4, 4)
-    own_attention = "gated linear"
-    models = (_model("dig-s-2", 6, 12), _model("dig-xl-2", 18, 28), tiny_image("dig", _CLASS, _WIDE))
-
+class _Attention(Attention):
     def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse queries and keys that are not as wide as the values."""
         expand = transformer.config.expand_k
@@ -73,3 +63,22 @@ class DiGFamily(DiTFamily):
             "as wide as them. Make a model with DiGTransformer2DModel(expand_k=1.0, ...) and train it, as the paper "
             "does; weights of one width do not fit the other."
         )
+
+
+DIG = Family(
+    name="dig",
+    transformers=(_CLASS,),
+    attention=_Attention(
+        adapter=DiGAdapter(),
+        class_path="DiGAttention",
+        processor="mhla_diffusers.models.dig.GatedLinearAttnProcessor",
+        softmax_processor="mhla_diffusers.families.dig.SoftmaxProcessor",
+        computes="gated linear",
+    ),
+    forward=DIT.forward,
+    trained=DIT.trained,
+    library="mhla_diffusers.models.dig",
+    squares_only=True,
+    default_clip=DIT.default_clip,
+    models=(_model("dig-s-2", 6, 12), _model("dig-xl-2", 18, 28), tiny_image("dig", _CLASS, _WIDE, has_rope=False)),
+)

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
-from .styles import ImageFamily
 
 _CLASS = "DiTTransformer2DModel"
 _SHOWN_LABELS = 12  # in an error; ImageNet has a thousand
@@ -22,26 +21,10 @@ _SHOWN_LABELS = 12  # in an error; ImageNet has a thousand
 
 def _model(name: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
     sizes = squares(256, 512, 1024, 2048, 4096)
-    return Model(name, _CLASS, heads, head_dim, layers, (4, 4), sizes, {"out_channels": 8}, **different)
+    return Model(name, _CLASS, heads, head_dim, layers, (4, 4), sizes, {"out_channels": 8}, **different, has_rope=False)
 
 
-class DiTFamily(ImageFamily):
-    """Class-conditional image transformers with a (height, width) token grid."""
-
-    name = "dit"
-    transformers = (_CLASS,)
-    mhla_blocks = (4, 4)
-    squares_only = True
-    process_class = LearnedVarianceDDPM
-    conditions = (Condition("class_labels", (), dtype=torch.int64),)
-    default_clip = Clip(frames=1, fps=1.0, sizes=((256, 256),))
-    prompts_are_classes = True
-    models = (
-        _model("dit-s-2", 6, 64, 12),
-        _model("dit-xl-2", 16, 72, 28, source="facebook/DiT-XL-2-256"),
-        tiny_image("dit", _CLASS, {"out_channels": 8}),
-    )
-
+class _Training(Training):
     def prepare_for_training(self, transformer: nn.Module) -> None:
         """Disable label dropout, whose random numbers differ between processes; ``prompt_dropout`` replaces it."""
         for module in transformer.modules():
@@ -94,6 +77,22 @@ class DiTFamily(ImageFamily):
             noise = empty + guidance * (wanted - empty)
             latents = pipe.scheduler.step(noise, time, latents).prev_sample
         return latents[0]
+
+
+DIT = Family(
+    name="dit",
+    transformers=(_CLASS,),
+    attention=Attention(),
+    forward=Forward(conditions=(Condition("class_labels", (), dtype=torch.int64),)),
+    trained=_Training(ddpm=LearnedVarianceDDPM, prompts_are_classes=True),
+    squares_only=True,
+    default_clip=Clip(frames=1, fps=1.0, sizes=((256, 256),)),
+    models=(
+        _model("dit-s-2", 6, 64, 12),
+        _model("dit-xl-2", 16, 72, 28, source="facebook/DiT-XL-2-256"),
+        tiny_image("dit", _CLASS, {"out_channels": 8}, has_rope=False),
+    ),
+)
 
 
 def _label_of(pipe: Any, prompt: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .adapters import AttentionInputs, JointAdapter
-from .family import Condition, Family
+from .family import Attention, Condition, Family, Forward
 from .models import Clip, Model, tiny_video
 
 _CLASS = "EasyAnimateTransformer3DModel"
@@ -30,30 +30,31 @@ class EasyAnimateAdapter(JointAdapter):
         return tokens, text if has_own or inputs.context is None else output.flatten(2)[:, : inputs.context.shape[1]]
 
 
-class EasyAnimateFamily(Family):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
-
-    name = "easyanimate"
-    transformers = (_CLASS,)
-    axes = 3
-    fixed_patch = (1, 2, 2)
-    block_lists = ("transformer_blocks",)
-    attentions = ("attn1",)
-    feed_forwards = ("ff", "txt_ff")
-    adapter = EasyAnimateAdapter(context_first=True)
-    processor = "diffusers.models.transformers.transformer_easyanimate.EasyAnimateAttnProcessor2_0"
-    extra_tokens = _TEXT_TOKENS
-    has_rope = True
-    mhla_blocks = (4, 4, 4)
-    default_clip = Clip(frames=49, fps=8.0, sizes=((512, 512),))
-    why_not_trained = (
+EASYANIMATE = Family(
+    name="easyanimate",
+    transformers=(_CLASS,),
+    attention=Attention(
+        attentions=("attn1",),
+        feed_forwards=("ff", "txt_ff"),
+        adapter=EasyAnimateAdapter(context_first=True),
+        processor="diffusers.models.transformers.transformer_easyanimate.EasyAnimateAttnProcessor2_0",
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=Forward(
+        axes=3,
+        fixed_patch=(1, 2, 2),
+        # Qwen2-VL's
+        conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),),
+    ),
+    trained=(
         "EasyAnimate's pipelines differ in what they encode beside the text, which mhla encode does not make. "
         "apply_mhla(pipe, calibration=...) fits a patch without training."
-    )
-    # Qwen2-VL's
-    conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)
-    models = (
+    ),
+    mhla_blocks=(4, 4, 4),
+    default_clip=Clip(frames=49, fps=8.0, sizes=((512, 512),)),
+    models=(
         Model("easyanimate-5.1", _CLASS, 48, 64, 48, (4, 4, 4), ((512, 512),), temporal_stride=4, **_REAL),
         # the last block has one stream
         tiny_video("easyanimate", _CLASS, _TINY, head_dim=16, more_layers={"mmdit_layers": 2}),
-    )
+    ),
+)

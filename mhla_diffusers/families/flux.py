@@ -6,15 +6,15 @@ token, from which it computes RoPE over picture, row and column. Default blocks 
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .family import Condition, Kwargs, Sample
-from .models import Model, image_model, tiny_image
-from .styles import PackedImageFamily
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
+from .models import image_model, tiny_image
 from .values import compiled_for, keep_with, read_once
 
 _CLASS = "FluxTransformer2DModel"
@@ -23,38 +23,24 @@ _DEV = {"guidance_embeds": True}
 _TINY = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "pooled_projection_dim": 12, "in_channels": 16}
 
 
-class FluxFamily(PackedImageFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
+@dataclass(kw_only=True, eq=False)
+class FluxForward(Forward):
+    """Flux's forward, which takes ids of every token."""
 
-    name = "flux"
-    transformers: ClassVar[tuple[str, ...]] = (_CLASS,)
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
-    adapter = JointAdapter(context_first=True)
-    processor = "diffusers.models.transformers.transformer_flux.FluxAttnProcessor"
-    attention_class: ClassVar[str | None] = "FluxAttention"
-    extra_tokens = _TEXT_TOKENS
-    feed_forwards: ClassVar[tuple[str, ...]] = ("ff", "ff_context", "proj_mlp", "proj_out")
-    # T5's tokens and CLIP's pooled text
-    conditions: ClassVar[tuple[Condition, ...]] = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
-        Condition("pooled_projections", ("pooled_projection_dim",), output=1),
-    )
-    guidance: ClassVar[float | None] = 3.5  # the pipeline's default
-    models: ClassVar[tuple[Model, ...]] = (
-        image_model("flux-dev", _CLASS, 24, 128, 19, settings=_DEV, more_layers={"num_single_layers": 38}),
-        tiny_image("flux", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
-    )
+    fixed_patch: tuple[int, ...] | None = (2, 2)
+    packs_latents: bool = True
+    takes_sigma: bool = True
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the ids, once per tensor; ValueError for ids of more than one picture."""
         return grid_of_ids(arguments["img_ids"])
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add the ids of tokens and text."""
         grid = self.token_grid(transformer, latents)
         ids, text_ids = self.ids(latents, grid, conditioning["encoder_hidden_states"].shape[1])
         keep_with(ids, grid)  # known here, and the ids may be on the meta device
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        arguments = super().arguments(transformer, latents, timestep, conditioning)
         return {"img_ids": ids, "txt_ids": text_ids, **arguments}
 
     def ids(self, latents: Tensor, grid: tuple[int, ...], text_tokens: int) -> tuple[Tensor, Tensor]:
@@ -62,6 +48,33 @@ class FluxFamily(PackedImageFamily):
         rows, columns = (torch.arange(size).float() for size in grid)
         places = torch.cartesian_prod(torch.zeros(1), rows, columns)
         return places.to(latents), torch.zeros(text_tokens, 3).to(latents)
+
+
+FLUX = Family(
+    name="flux",
+    transformers=(_CLASS,),
+    attention=Attention(
+        block_lists=("transformer_blocks", "single_transformer_blocks"),
+        feed_forwards=("ff", "ff_context", "proj_mlp", "proj_out"),
+        adapter=JointAdapter(context_first=True),
+        class_path="FluxAttention",
+        dispatches=True,
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=FluxForward(
+        guidance=3.5,  # the pipeline's default
+        # T5's tokens and CLIP's pooled text
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
+            Condition("pooled_projections", ("pooled_projection_dim",), output=1),
+        ),
+    ),
+    trained=Training(),
+    models=(
+        image_model("flux-dev", _CLASS, 24, 128, 19, settings=_DEV, more_layers={"num_single_layers": 38}),
+        tiny_image("flux", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
+    ),
+)
 
 
 def grid_of_ids(ids: Tensor, first: int = 0) -> tuple[int, int]:

@@ -6,15 +6,16 @@ its latents packed, 2x2 to a token.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .adapters import AttentionAdapter, ParallelAdapter
-from .family import Condition
-from .flux import FluxFamily
+from .adapters import AttentionAdapter, JointAdapter, ParallelAdapter
+from .family import Attention, Condition, Family, Training
+from .flux import FluxForward
 from .models import Clip, image_model, tiny_image
 
 _CLASS = "Flux2Transformer2DModel"
@@ -23,34 +24,17 @@ _KLEIN = {"joint_attention_dim": 7680, "guidance_embeds": False}
 _TINY = {"axes_dims_rope": (4, 4, 4, 4), "joint_attention_dim": 48, "in_channels": 16, "timestep_guidance_channels": 8}
 
 
-class Flux2Family(FluxFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "flux2"
-    transformers = (_CLASS,)
-    single_adapter = ParallelAdapter(context_first=True)
-    processor = "diffusers.models.transformers.transformer_flux2.Flux2AttnProcessor"
-    attention_class = None
-    feed_forwards = ("ff", "ff_context")
-    # 32 channels for the picture, counted as height, for height, for width, and for the text, counted as width
-    has_rope = True
-    # Mistral's tokens, or Qwen3's for Klein
-    conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)
-    guidance = 4.0  # the pipeline's default
-    models = (
-        image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}),
-        image_model("flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}),
-        tiny_image("flux2", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
-    )
+@dataclass(kw_only=True, eq=False)
+class _Attention(Attention):
+    single_adapter: AttentionAdapter = ParallelAdapter(context_first=True)
+    """Of single-stream blocks, whose attentions run the feed-forward too."""
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
         """Return the adapter of the kind of block."""
         return self.single_adapter if hasattr(attn, "to_qkv_mlp_proj") else self.adapter
 
-    def self_attention_processor(self, attn: Any = None) -> Any:
-        """Return a processor of the kind of block."""
-        return super().self_attention_processor() if attn is None else attn._default_processor_cls()
 
+class _Forward(FluxForward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid as Flux; ValueError for more than one picture, or cached ones."""
         if arguments.get("kv_cache_mode") is not None:
@@ -67,6 +51,8 @@ class Flux2Family(FluxFamily):
         ids, text_ids = (one.to(latents.device).expand(len(latents), -1, -1) for one in places)
         return ids, text_ids
 
+
+class _Training(Training):
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode, and norm each channel of a token."""
         return _normed(pipe.vae, super().encode_pixels(pipe, pixels))
@@ -77,6 +63,30 @@ class Flux2Family(FluxFamily):
         """Generate latents, and norm Klein's, whose pipeline returns what the autoencoder takes."""
         latents = super().generate_latents(pipe, prompt, clip, steps, guidance, generator)
         return _normed(pipe.vae, latents[None])[0] if "is_distilled" in pipe.config else latents
+
+
+FLUX2 = Family(
+    name="flux2",
+    transformers=(_CLASS,),
+    attention=_Attention(
+        block_lists=("transformer_blocks", "single_transformer_blocks"),
+        adapter=JointAdapter(context_first=True),
+        dispatches=True,
+        feed_forwards=("ff", "ff_context"),
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=_Forward(
+        # Mistral's tokens, or Qwen3's for Klein
+        conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),),
+        guidance=4.0,  # the pipeline's default
+    ),
+    trained=_Training(),
+    models=(
+        image_model("flux.2-dev", _CLASS, 48, 128, 8, more_layers={"num_single_layers": 48}),
+        image_model("flux.2-klein-4b", _CLASS, 24, 128, 5, settings=_KLEIN, more_layers={"num_single_layers": 20}),
+        tiny_image("flux2", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
+    ),
+)
 
 
 def _normed(vae: Any, latents: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .family import Condition, Family, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .flux import grid_of_ids
 from .models import image_model, tiny_image
 from .values import keep_with
@@ -27,44 +27,15 @@ class Flux3Adapter(JointAdapter):
     mask_second = True
 
 
-class Flux3Family(Family):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "flux3"
-    transformers = (_CLASS,)
-    axes = 2
-    block_lists = ("mode_blocks", "single_transformer_blocks")
-    adapter = Flux3Adapter(context_first=True)
-    processor = "diffusers.models.transformers.transformer_flux3.Flux3AttnProcessor"
-    attention_class = "Flux3Attention"
-    dispatches_attention = True
-    extra_tokens = _TEXT_TOKENS
-    packs_latents = True
-    takes_sigma = True
-    fixed_patch = (2, 2)
-    has_rope = True
-    mhla_blocks = (4, 4)
-    why_not_trained = (
-        "diffusers has no pipeline of Flux.3 but a modular one, which mhla does not call. "
-        "apply_mhla(pipe, calibration=...) fits a patch without training."
-    )
-    # Qwen3-VL's
-    conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),)
-    models = (
-        image_model("flux.3", _CLASS, 24, 128, 5, more_layers={"num_single_layers": 28}),
-        tiny_image("flux3", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
-    )
-
-    def channels(self, config: Any) -> int:
-        """Return the channels of a token, without packing."""
-        return int(config.in_channels) // 4
-
+class _Attention(Attention):
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Take of the blocks of single modes those of the image."""
         modes = {f"mode_blocks.image.{index}": block for index, block in enumerate(transformer.mode_blocks["image"])}
         single = enumerate(transformer.single_transformer_blocks)
         return modes | {f"single_transformer_blocks.{index}": block for index, block in single}
 
+
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the ids, once per tensor; ValueError for reference pictures."""
         if arguments.get("image_cond_hidden_states") is not None:
@@ -74,7 +45,7 @@ class Flux3Family(Family):
             )
         return grid_of_ids(arguments["img_ids"])
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add ids, rows and columns halved as in training, and for a flow map a step to the end."""
         grid, tokens = self.token_grid(transformer, latents), conditioning["encoder_hidden_states"].shape[1]
         scale = torch.tensor([1, 0.5, 0.5, 1])
@@ -83,6 +54,34 @@ class Flux3Family(Family):
             for sizes in ((1, *grid, 1), (1, 1, 1, tokens))
         )
         keep_with(ids, grid)  # known here, and the ids may be on the meta device
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        arguments = super().arguments(transformer, latents, timestep, conditioning)
         end = {"target_timestep": torch.zeros_like(timestep)} if transformer.config.flow_map else {}
         return {"img_ids": ids, "txt_ids": text_ids, **arguments, **end}
+
+
+FLUX3 = Family(
+    name="flux3",
+    transformers=(_CLASS,),
+    attention=_Attention(
+        block_lists=("mode_blocks", "single_transformer_blocks"),
+        adapter=Flux3Adapter(context_first=True),
+        class_path="Flux3Attention",
+        dispatches=True,
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=_Forward(
+        fixed_patch=(2, 2),
+        packs_latents=True,
+        takes_sigma=True,
+        # Qwen3-VL's
+        conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),),
+    ),
+    trained=(
+        "diffusers has no pipeline of Flux.3 but a modular one, which mhla does not call. "
+        "apply_mhla(pipe, calibration=...) fits a patch without training."
+    ),
+    models=(
+        image_model("flux.3", _CLASS, 24, 128, 5, more_layers={"num_single_layers": 28}),
+        tiny_image("flux3", _CLASS, _TINY, head_dim=16, layers=2, more_layers={"num_single_layers": 1}),
+    ),
+)

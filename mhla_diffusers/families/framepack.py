@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention.layout import Extra, Shape
 from .adapters import Arguments, AttentionAdapter, AttentionInputs, JointAdapter
-from .family import Condition, Family, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .values import WithoutValues
 
@@ -46,45 +46,49 @@ class FramepackAdapter(JointAdapter):
         return replace(inputs, hidden_states=inputs.hidden_states[:, inputs.extra[0] :])
 
 
-class FramepackFamily(Family):
-    """Image-to-video transformers; the (frames, height, width) token grid is that of a window of the video."""
-
-    name = "framepack"
-    transformers = (_CLASS,)
-    axes = 3
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
-    processor = "diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0"
-    adapter = FramepackAdapter()
-    dispatches_attention = True
-    extra_tokens = _HISTORY_TOKENS + _IMAGE_TOKENS + _TEXT_TOKENS
-    feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
-    has_rope = True
-    without_values = WithoutValues  # the transformer reads the length of a single text
-    mhla_blocks = (3, 3, 5)
-    default_clip = Clip(frames=33, fps=30.0, sizes=((720, 1280),))
-    guidance = 6000.0  # a thousand times HunyuanVideo's default
-    why_not_trained = (
-        "FramePack learns windows of a video with the frames before them, which mhla encode does not make. "
-        "apply_mhla(pipe, calibration=...) fits a patch without training."
-    )
-    # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.int64),
-        Condition("pooled_projections", ("pooled_projection_dim",), output=1),
-    )
-    models = (
-        Model("framepack", _CLASS, 24, 128, 20, (3, 3, 5), ((720, 1280),), _SHOWN, **_REAL),
-        tiny_video("framepack", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}),
-    )
-
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+class _Forward(Forward):
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add a picture and a history without content, which begins where the window ends."""
         size, first = latents.shape[3:], latents.shape[2]
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        arguments = super().arguments(transformer, latents, timestep, conditioning)
         image = latents.new_zeros(len(latents), _IMAGE_TOKENS, transformer.config.image_proj_dim)
         arguments |= {"image_embeds": image, "indices_latents": torch.arange(first)}
         for name, frames in _HISTORY.items():
             arguments[name] = latents.new_zeros(*latents.shape[:2], frames, *size)
             arguments[f"indices_{name}"] = torch.arange(first, first := first + frames)
         return arguments
+
+
+FRAMEPACK = Family(
+    name="framepack",
+    transformers=(_CLASS,),
+    attention=Attention(
+        block_lists=("transformer_blocks", "single_transformer_blocks"),
+        feed_forwards=("ff", "ff_context", "proj_mlp", "proj_out"),
+        adapter=FramepackAdapter(),
+        processor="diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
+        dispatches=True,
+        extra_tokens=_HISTORY_TOKENS + _IMAGE_TOKENS + _TEXT_TOKENS,
+    ),
+    forward=_Forward(
+        axes=3,
+        guidance=6000.0,  # a thousand times HunyuanVideo's default
+        # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.int64),
+            Condition("pooled_projections", ("pooled_projection_dim",), output=1),
+        ),
+        without_values=WithoutValues,  # the transformer reads the length of a single text
+    ),
+    trained=(
+        "FramePack learns windows of a video with the frames before them, which mhla encode does not make. "
+        "apply_mhla(pipe, calibration=...) fits a patch without training."
+    ),
+    mhla_blocks=(3, 3, 5),
+    default_clip=Clip(frames=33, fps=30.0, sizes=((720, 1280),)),
+    models=(
+        Model("framepack", _CLASS, 24, 128, 20, (3, 3, 5), ((720, 1280),), _SHOWN, **_REAL),
+        tiny_video("framepack", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}),
+    ),
+)

@@ -15,9 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, Model, tiny_video
-from .styles import VideoFamily
 
 _CLASS = "HunyuanVideoTransformer3DModel"
 _TEXT_TOKENS = 256
@@ -28,40 +27,24 @@ _TINY |= {"pooled_projection_dim": 12, "rope_axes_dim": (4, 4, 4)}
 _REAL: dict[str, Any] = {"frames": 129, "temporal_stride": 4, "more_layers": {"num_single_layers": 40}}
 
 
-class HunyuanVideoFamily(VideoFamily):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
-
-    name = "hunyuan_video"
-    transformers = (_CLASS,)
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
-    processor = "diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0"
-    adapter = JointAdapter()
-    dispatches_attention = True
-    extra_tokens = _TEXT_TOKENS
-    feed_forwards = ("ff", "ff_context", "proj_mlp", "proj_out")
-    has_rope = True
-    mhla_blocks = (11, 3, 5)
-    # frames per second as in the authors' scripts
-    default_clip = Clip(frames=129, fps=24.0, sizes=((720, 1280),))
-    # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.int64),
-        Condition("pooled_projections", ("pooled_projection_dim",), output=1),
-    )
-    text_settings = {"max_sequence_length": _TEXT_TOKENS}
-    guidance = 6000.0  # a thousand times the pipeline's default
-    models = (
-        Model("hunyuan-video", _CLASS, 24, 128, 20, (11, 3, 5), ((720, 1280),), **_REAL),
-        tiny_video("hunyuan_video", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}),
-    )
-
+class _Forward(Forward):
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
         """Give text that is encoded with a picture the tokens of both."""
         text, mask, pooled = self.conditions
         tokens = _SHOWN_TOKENS.get(config.image_condition_type, _TEXT_TOKENS)
         return text._replace(shape=(tokens, text.shape[1])), mask._replace(shape=(tokens,)), pooled
 
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Pass one time: the transformer knows of a picture by itself; SkyReels' pipeline has guidance 1."""
+        timestep, config = timestep if timestep.ndim == 1 else timestep[:, -1], transformer.config
+        arguments = super().arguments(transformer, latents, timestep, conditioning)
+        is_skyreels = config.in_channels != config.out_channels and config.image_condition_type is None
+        if is_skyreels and "guidance" in arguments:
+            arguments["guidance"] = torch.full_like(arguments["guidance"], 1000.0)
+        return arguments
+
+
+class _Training(Training):
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """Encode with the picture, or without one with a black one, as the pipeline's negative prompt."""
         every = {"latent_concat": 2, "token_replace": 4}.get(pipe.transformer.config.image_condition_type, 1)
@@ -81,11 +64,34 @@ class HunyuanVideoFamily(VideoFamily):
         mask = [torch.ones_like(first[:, :1])] if config.image_condition_type == "latent_concat" else []
         return self.beside(pipe, latents, first, *mask)
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Pass one time: the transformer knows of a picture by itself; SkyReels' pipeline has guidance 1."""
-        timestep, config = timestep if timestep.ndim == 1 else timestep[:, -1], transformer.config
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
-        is_skyreels = config.in_channels != config.out_channels and config.image_condition_type is None
-        if is_skyreels and "guidance" in arguments:
-            arguments["guidance"] = torch.full_like(arguments["guidance"], 1000.0)
-        return arguments
+
+HUNYUAN_VIDEO = Family(
+    name="hunyuan_video",
+    transformers=(_CLASS,),
+    attention=Attention(
+        block_lists=("transformer_blocks", "single_transformer_blocks"),
+        feed_forwards=("ff", "ff_context", "proj_mlp", "proj_out"),
+        adapter=JointAdapter(),
+        processor="diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
+        dispatches=True,
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=_Forward(
+        axes=3,
+        guidance=6000.0,  # a thousand times the pipeline's default
+        # Llama's tokens after the pipeline's own instruction, and CLIP's pooled text
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=2, dtype=torch.int64),
+            Condition("pooled_projections", ("pooled_projection_dim",), output=1),
+        ),
+    ),
+    trained=_Training(text_settings={"max_sequence_length": _TEXT_TOKENS}),
+    mhla_blocks=(11, 3, 5),
+    # frames per second as in the authors' scripts
+    default_clip=Clip(frames=129, fps=24.0, sizes=((720, 1280),)),
+    models=(
+        Model("hunyuan-video", _CLASS, 24, 128, 20, (11, 3, 5), ((720, 1280),), **_REAL),
+        tiny_video("hunyuan_video", _CLASS, _TINY, layers=2, more_layers={"num_single_layers": 1}),
+    ),
+)

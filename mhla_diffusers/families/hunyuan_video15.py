@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .adapters import AttentionInputs, JointAdapter
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip, Model, tiny_video
-from .styles import VideoFamily
 from .values import WithoutValues
 
 _CLASS = "HunyuanVideo15Transformer3DModel"
@@ -38,33 +37,8 @@ class HunyuanVideo15Adapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class HunyuanVideo15Family(VideoFamily):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
-
-    name = "hunyuan_video15"
-    transformers = (_CLASS,)
-    adapter = HunyuanVideo15Adapter()
-    processor = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
-    dispatches_attention = True
-    extra_tokens = _TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS
-    has_rope = True
-    channels_name = "out_channels"  # it also takes given frames
-    without_values = WithoutValues  # the transformer reads whether there is an image and which tokens are masked
-    mhla_blocks = (10, 3, 5)
-    default_clip = Clip(frames=121, fps=24.0, sizes=((480, 848),))
-    # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-        Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
-        Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
-    )
-    models = (
-        Model("hunyuan-video-1.5", _CLASS, 16, 128, 54, (10, 3, 5), ((480, 848), (720, 1280)), **_REAL),
-        tiny_video("hunyuan_video15", _CLASS, _TINY, stride=16, patch=1),
-    )
-
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+class _Forward(Forward):
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add empty given frames and no image."""
         config, batch = transformer.config, len(latents)
         nothing = latents.new_zeros(batch, config.in_channels - latents.shape[1], *latents.shape[2:])
@@ -75,6 +49,39 @@ class HunyuanVideo15Family(VideoFamily):
             **conditioning,
         }
 
+
+class _Training(Training):
     def needs_pictures(self, config: Any) -> bool:
         """Whether the model is for anything but text-to-video."""
         return bool(config.task_type != "t2v")
+
+
+HUNYUAN_VIDEO15 = Family(
+    name="hunyuan_video15",
+    transformers=(_CLASS,),
+    attention=Attention(
+        adapter=HunyuanVideo15Adapter(),
+        processor="diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0",
+        dispatches=True,
+        extra_tokens=_TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS,
+    ),
+    forward=_Forward(
+        axes=3,
+        channels_name="out_channels",  # it also takes given frames
+        # Qwen's tokens after the pipeline's own instruction, and ByT5's of the text in quotation marks
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
+            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+            Condition("encoder_hidden_states_2", (_GLYPH_TOKENS, "text_embed_2_dim"), output=2),
+            Condition("encoder_attention_mask_2", (_GLYPH_TOKENS,), output=3, dtype=torch.int64),
+        ),
+        without_values=WithoutValues,  # the transformer reads whether there is an image and which tokens are masked
+    ),
+    trained=_Training(),
+    mhla_blocks=(10, 3, 5),
+    default_clip=Clip(frames=121, fps=24.0, sizes=((480, 848),)),
+    models=(
+        Model("hunyuan-video-1.5", _CLASS, 16, 128, 54, (10, 3, 5), ((480, 848), (720, 1280)), **_REAL),
+        tiny_video("hunyuan_video15", _CLASS, _TINY, stride=16, patch=1),
+    ),
+)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionAdapter, AttentionInputs, Projected, finite
-from .family import Condition, Family, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 
 _CLASS = "Kandinsky5Transformer3DModel"
@@ -60,36 +60,7 @@ class Kandinsky5Adapter(AttentionAdapter):
         return finite(attn.out_layer(output.flatten(2)))
 
 
-class Kandinsky5Family(Family):
-    """Text- and image-to-video transformers with a (frames, height, width) token grid."""
-
-    name = "kandinsky5"
-    transformers = (_CLASS,)
-    axes = 3
-    block_lists = ("visual_transformer_blocks",)
-    attentions = ("self_attention",)
-    feed_forwards = ("feed_forward",)
-    adapter = Kandinsky5Adapter()
-    processor = cross_processor = "diffusers.models.transformers.transformer_kandinsky.Kandinsky5AttnProcessor"
-    dispatches_attention = True
-    has_rope = True
-    mhla_blocks = (10, 3, 5)
-    default_clip = Clip(frames=121, fps=24.0, sizes=((512, 768),))
-    channels_name = "in_visual_dim"
-    why_not_trained = (
-        "Kandinsky 5.0 takes latents with channels last beside those of a picture and a mask, which mhla encode does "
-        "not make. apply_mhla(pipe, calibration=...) fits a patch without training."
-    )
-    # Qwen2.5-VL's tokens, and CLIP's pooled text
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "in_text_dim")),
-        Condition("pooled_projections", ("in_text_dim2",), output=1),
-    )
-    models = (
-        Model("kandinsky-5.0-lite", _CLASS, 28, 64, 32, (10, 3, 5), ((512, 768),), _LITE, **_LAYERS, **_FRAMES),
-        tiny_video("kandinsky5", _CLASS, _TINY, **_LAYERS, more_layers={"num_text_blocks": 1}),
-    )
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read latents (B, F, H, W, C); ValueError for attention in another order of the tokens."""
         if arguments.get("sparse_params") is not None:
@@ -99,11 +70,43 @@ class Kandinsky5Family(Family):
             )
         return self.token_grid(transformer, arguments["hidden_states"].movedim(-1, 1))
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Move channels last, add an empty picture and mask where the model takes them, and places for RoPE."""
         grid, tokens = self.token_grid(transformer, latents), conditioning["encoder_hidden_states"].shape[1]
         others = latents.shape[1] + 1 if transformer.config.visual_cond else 0
         taken = torch.cat([latents, torch.zeros_like(latents[:, :1]).expand(-1, others, -1, -1, -1)], dim=1)
         *places, text = (torch.arange(size, device=latents.device) for size in (*grid, tokens))
-        arguments = super().forward_arguments(transformer, taken.movedim(1, -1), timestep, conditioning)
+        arguments = super().arguments(transformer, taken.movedim(1, -1), timestep, conditioning)
         return {**arguments, "visual_rope_pos": places, "text_rope_pos": text}
+
+
+KANDINSKY5 = Family(
+    name="kandinsky5",
+    transformers=(_CLASS,),
+    attention=Attention(
+        block_lists=("visual_transformer_blocks",),
+        attentions=("self_attention",),
+        feed_forwards=("feed_forward",),
+        adapter=Kandinsky5Adapter(),
+        dispatches=True,
+    ),
+    forward=_Forward(
+        axes=3,
+        channels_name="in_visual_dim",
+        # Qwen2.5-VL's tokens, and CLIP's pooled text
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "in_text_dim")),
+            Condition("pooled_projections", ("in_text_dim2",), output=1),
+        ),
+    ),
+    trained=(
+        "Kandinsky 5.0 takes latents with channels last beside those of a picture and a mask, which mhla encode does "
+        "not make. apply_mhla(pipe, calibration=...) fits a patch without training."
+    ),
+    mhla_blocks=(10, 3, 5),
+    default_clip=Clip(frames=121, fps=24.0, sizes=((512, 768),)),
+    models=(
+        Model("kandinsky-5.0-lite", _CLASS, 28, 64, 32, (10, 3, 5), ((512, 768),), _LITE, **_LAYERS, **_FRAMES),
+        tiny_video("kandinsky5", _CLASS, _TINY, **_LAYERS, more_layers={"num_text_blocks": 1}),
+    ),
+)

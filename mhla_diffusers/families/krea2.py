@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from .adapters import Arguments, AttentionInputs, JointAdapter, Projected
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .flux import grid_of_ids
 from .models import image_model, tiny_image
-from .styles import PackedImageFamily
-from .trained import scaled_latents
 from .values import keep_with
 
 _CLASS = "Krea2Transformer2DModel"
@@ -52,33 +50,34 @@ class Krea2Adapter(JointAdapter):
         return super().project_output(attn, output * gate.unflatten(-1, output.shape[2:]), inputs)
 
 
-class Krea2Family(PackedImageFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "krea2"
-    transformers = (_CLASS,)
-    adapter = Krea2Adapter(context_first=True)
-    processor = "diffusers.models.transformers.transformer_krea2.Krea2AttnProcessor"
-    extra_tokens = _TEXT_TOKENS
-    # Qwen3-VL's
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "num_text_layers", "text_hidden_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
-    )
-    models = (image_model("krea-2", _CLASS, 48, 128, 28), tiny_image("krea2", _CLASS, _TINY, head_dim=16))
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from the places behind the text, once per tensor."""
         return grid_of_ids(arguments["position_ids"], arguments["encoder_hidden_states"].shape[1])
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add picture, row and column of text, all 0, and of the grid's tokens."""
         grid, tokens = self.token_grid(transformer, latents), conditioning["encoder_hidden_states"].shape[1]
         places = torch.cartesian_prod(*(torch.arange(size).float() for size in (1, *grid)))
         ids = torch.cat([torch.zeros(tokens, 3), places]).to(latents.device)
         keep_with(ids, grid)  # known here, and the ids may be on the meta device
-        return {"position_ids": ids, **super().forward_arguments(transformer, latents, timestep, conditioning)}
+        return {"position_ids": ids, **super().arguments(transformer, latents, timestep, conditioning)}
 
-    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode to (B, 16, H, W), by a video autoencoder, for which an image is one frame."""
-        return scaled_latents(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())[:, :, 0]
+
+KREA2 = Family(
+    name="krea2",
+    transformers=(_CLASS,),
+    attention=Attention(adapter=Krea2Adapter(context_first=True), dispatches=True, extra_tokens=_TEXT_TOKENS),
+    forward=_Forward(
+        fixed_patch=(2, 2),
+        packs_latents=True,
+        takes_sigma=True,
+        # Qwen3-VL's
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "num_text_layers", "text_hidden_dim")),
+            Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
+        ),
+    ),
+    trained=Training(encodes_frames=True),
+    models=(image_model("krea-2", _CLASS, 48, 128, 28), tiny_image("krea2", _CLASS, _TINY, head_dim=16)),
+)

@@ -11,11 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .family import Condition, Sample
+from .family import Attention, Condition, Family, Forward, Sample, Training, scaled_latents
 from .models import Clip, Model, squares, tiny_image
 from .processes import LearnedVarianceDDPM
-from .styles import ImageFamily
-from .trained import scaled_latents
 
 _CLASS = "LatteTransformer3DModel"
 # changes the class's defaults to the model that the pipeline takes
@@ -25,21 +23,7 @@ _USUAL |= {"activation_fn": "gelu-approximate"}
 _REAL = {**_USUAL, "cross_attention_dim": 1152, "caption_channels": 4096}
 
 
-class LatteFamily(ImageFamily):
-    """Video transformers with a (height, width) token grid for every frame."""
-
-    name = "latte"
-    transformers = (_CLASS,)
-    mhla_blocks = (4, 4)
-    process_class = LearnedVarianceDDPM
-    # the pipeline pads several prompts to 120 tokens, with 0
-    conditions = (Condition("encoder_hidden_states", (120, "caption_channels")),)
-    default_clip = Clip(frames=16, fps=8.0, sizes=((512, 512),))
-    models = (
-        Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16),
-        tiny_image("latte", _CLASS, {**_USUAL, "cross_attention_dim": 24, "caption_channels": 32}, frames=3),
-    )
-
+class _Forward(Forward):
     @property
     def makes_videos(self) -> bool:
         """Whether a sample has frames: True, although frames are no axis of the grid."""
@@ -49,6 +33,8 @@ class LatteFamily(ImageFamily):
         """Return the grid of every frame, (height, width)."""
         return super().token_grid(transformer, latents[:, :, 0])
 
+
+class _Training(Training):
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode every frame separately, to (B, C, F, H, W)."""
         latents = pipe.vae.encode(pixels.transpose(1, 2).flatten(0, 1)).latent_dist.mode().float()
@@ -59,3 +45,22 @@ class LatteFamily(ImageFamily):
         # two prompts, because the pipeline cuts a single one to its length, and a batch needs equal lengths
         text, _ = self.encode_text(pipe, [prompt, prompt], {"clean_caption": True, **(settings or {})})
         return {"encoder_hidden_states": text[0]}
+
+
+LATTE = Family(
+    name="latte",
+    transformers=(_CLASS,),
+    attention=Attention(),
+    forward=_Forward(
+        # the pipeline pads several prompts to 120 tokens, with 0
+        conditions=(Condition("encoder_hidden_states", (120, "caption_channels")),)
+    ),
+    trained=_Training(ddpm=LearnedVarianceDDPM),
+    default_clip=Clip(frames=16, fps=8.0, sizes=((512, 512),)),
+    models=(
+        Model("latte-1", _CLASS, 16, 72, 28, (4, 4), squares(512, 1024), _REAL, frames=16, has_rope=False),
+        tiny_image(
+            "latte", _CLASS, {**_USUAL, "cross_attention_dim": 24, "caption_channels": 32}, frames=3, has_rope=False
+        ),
+    ),
+)

@@ -8,30 +8,12 @@ Grouped queries share keys and values, which MHLA repeats. Default blocks are th
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import CausalConfig, PatchConfig, check_settings
-from .styles import TransformersAdapter, TransformersFamily
-
-_NEEDED = (
-    "causal='token' with blocks and block_length, the tokens in a block: for 2,048 tokens blocks=(32,), "
-    "block_length=64."
-)
+from ..config import CausalConfig, PatchConfig
+from .family import NEEDS_CAUSAL, Attention, Family, Forward
+from .of_transformers import PROCESSOR, TransformersAdapter, why_not_here
 
 
-class LlamaFamily(TransformersFamily):
-    """Causal language models whose tokens are one axis."""
-
-    name = "llama"
-    transformers = ("LlamaForCausalLM", "LlamaModel")
-    axes = 1
-    kind = "language"
-    own_attention_is_causal = True
-    latents_name = "input_ids"
-    block_lists = ("layers",)
-    attentions = ("self_attn",)
-    adapter = TransformersAdapter()
-    mhla_blocks = (32,)
-    default_config = CausalConfig(blocks=(32,), block_length=64, causal="token", rope="before")
-
+class _Attention(Attention):
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Return the decoder layers, by their names in the model."""
         inside = getattr(transformer, "model", None)
@@ -39,27 +21,13 @@ class LlamaFamily(TransformersFamily):
             return super().blocks_of(transformer)
         return {f"model.{name}": block for name, block in super().blocks_of(inside).items()}
 
-    def grid_of_arguments(self, transformer: Any, arguments: Any) -> tuple[int, ...]:
-        """Return the number of tokens of the text."""
-        ids = arguments.get("input_ids")
-        return (int((ids if ids is not None else arguments["inputs_embeds"]).shape[1]),)
-
-    def complete(self, settings: Mapping[str, Any]) -> PatchConfig:
-        """Return the settings of a causal patch, completed by the default.
-
-        Raises:
-            ValueError: unknown fields, those of another attention, or values that are not allowed.
-        """
-        check_settings(settings, CausalConfig, f"The attention of a language model is causal, so it needs {_NEEDED}")
-        return self.default_config.replace(**settings)
-
     def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse patches that are not token-causal, and settings that language models cannot follow."""
         kind = type(transformer).__name__
         if not isinstance(config, CausalConfig):
             return (
                 f"{kind} predicts the next token, and {config.attention} would let every token see it. Its attention "
-                f"is causal, so it needs {_NEEDED}"
+                f"is causal, so it needs {NEEDS_CAUSAL}"
             )
         if config.causal == "block":
             return (
@@ -71,7 +39,7 @@ class LlamaFamily(TransformersFamily):
                 f"rope={config.rope!r} would need the tables of RoPE, but {kind} rotates queries and keys before its "
                 "attention gets them; set rope='before'."
             )
-        return super().why_not_patched(transformer, config)
+        return why_not_here(transformer, config)
 
     def prepare(self, transformer: Any) -> None:
         """Route its attentions through the interface."""
@@ -84,3 +52,24 @@ class LlamaFamily(TransformersFamily):
         from .llama_interface import take_interface
 
         take_interface(transformer, self.self_attentions(transformer).values())
+
+
+class _Forward(Forward):
+    def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the number of tokens of the text."""
+        ids = arguments.get("input_ids")
+        return (int((ids if ids is not None else arguments["inputs_embeds"]).shape[1]),)
+
+
+LLAMA = Family(
+    name="llama",
+    transformers=("LlamaForCausalLM", "LlamaModel"),
+    attention=_Attention(
+        block_lists=("layers",), attentions=("self_attn",), adapter=TransformersAdapter(), processor=PROCESSOR
+    ),
+    forward=_Forward(axes=1, latents_name="input_ids"),
+    library="transformers",
+    kind="language",
+    mhla_blocks=(32,),
+    causal=CausalConfig(blocks=(32,), block_length=64, causal="token", rope="before"),
+)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionAdapter
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Family, Kwargs, Sample, masked_text
 from .models import Clip, Model, tiny_video
-from .packed_videos import PackedVideoFamily, grid_of_coordinates
+from .packed_videos import PackedVideoForward, PackedVideoTraining, grid_of_coordinates
 from .values import read_once
 
 _CLASS = "LTXVideoTransformer3DModel"
@@ -50,30 +50,10 @@ class LTXAdapter(AttentionAdapter):
 def _model(name: str, head_dim: int, layers: int) -> Model:
     sizes = ((512, 704), (704, 1216))
     settings = {"cross_attention_dim": 32 * head_dim}
-    return Model(name, _CLASS, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, **STRIDES)
+    return Model(name, _CLASS, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, **STRIDES, has_rope=False)
 
 
-class LTXFamily(PackedVideoFamily):
-    """Video transformers with a (frames, height, width) token grid."""
-
-    name = "ltx"
-    transformers = (_CLASS,)
-    adapter = LTXAdapter("image_rotary_emb")
-    processor = cross_processor = "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor"
-    attention_class = "LTXAttention"
-    mhla_blocks = (7, 3, 4)
-    default_clip = Clip(frames=161, fps=25.0, sizes=((512, 704),))
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "caption_channels")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
-    )
-    # the class's defaults, and for the 13B models of 0.9.7 heads of 128 channels in 48 layers
-    models = (
-        _model("ltx-video-2b", 64, 28),
-        _model("ltx-video-13b", 128, 48),
-        tiny_video("ltx", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), **STRIDES),
-    )
-
+class _Forward(PackedVideoForward):
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
         """Refuse conditioning pictures, which would be split too, and text masks, which diffusers then ignores."""
         if extra := arguments["hidden_states"].shape[1] - math.prod(grid):
@@ -92,10 +72,27 @@ class LTXFamily(PackedVideoFamily):
             return grid_of_coordinates(coordinates)
         return super().grid_of_arguments(transformer, arguments)
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add RoPE's scale at the usual frame rate."""
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        arguments = super().arguments(transformer, latents, timestep, conditioning)
         return {"rope_interpolation_scale": _ROPE_SCALE, **arguments}
+
+
+LTX = Family(
+    name="ltx",
+    transformers=(_CLASS,),
+    attention=Attention(adapter=LTXAdapter("image_rotary_emb"), class_path="LTXAttention", dispatches=True),
+    forward=_Forward(axes=3, packs_latents=True, conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.bool)),
+    trained=PackedVideoTraining(),
+    mhla_blocks=(7, 3, 4),
+    default_clip=Clip(frames=161, fps=25.0, sizes=((512, 704),)),
+    # the class's defaults, and for the 13B models of 0.9.7 heads of 128 channels in 48 layers
+    models=(
+        _model("ltx-video-2b", 64, 28),
+        _model("ltx-video-13b", 128, 48),
+        tiny_video("ltx", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), **STRIDES, has_rope=False),
+    ),
+)
 
 
 @read_once

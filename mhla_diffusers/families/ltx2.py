@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Kwargs, Sample, scaled_latents
 from .ltx import STRIDES, LTXAdapter
 from .models import Clip, Model, tiny_video
-from .packed_videos import PackedVideoFamily
-from .trained import scaled_latents
+from .packed_videos import PackedVideoForward, PackedVideoTraining
 
 _CLASS = "LTX2VideoTransformer3DModel"
+_PROCESSOR = "diffusers.models.transformers.transformer_ltx2.LTX2PerturbedAttnProcessor"
 _TEXT_TOKENS, _SOUND_TOKENS = 1024, 126
 """Defaults of the pipeline: the length that it pads text to, and five seconds of sound."""
 _VERSION_2_3: dict[str, Any] = {
@@ -37,7 +37,7 @@ _TINY: dict[str, Any] = {
 
 def _model(name: str, settings: dict[str, Any]) -> Model:
     sizes = ((512, 768), (1088, 1920))
-    return Model(name, _CLASS, 32, 128, 48, (4, 3, 4), sizes, settings, frames=121, **STRIDES)
+    return Model(name, _CLASS, 32, 128, 48, (4, 3, 4), sizes, settings, frames=121, **STRIDES, has_rope=False)
 
 
 class LTX2Adapter(LTXAdapter):
@@ -63,24 +63,7 @@ class LTX2Adapter(LTXAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class LTX2Family(PackedVideoFamily):
-    """Video transformers with a (frames, height, width) token grid, and sound beside it."""
-
-    name = "ltx2"
-    transformers = (_CLASS,)
-    adapter = LTX2Adapter("query_rotary_emb")
-    # does what the other of its two does, where no guidance skips attention
-    processor = cross_processor = "diffusers.models.transformers.transformer_ltx2.LTX2PerturbedAttnProcessor"
-    attention_class = "LTX2Attention"
-    mhla_blocks = (4, 3, 4)
-    default_clip = Clip(frames=121, fps=24.0, sizes=((512, 768),))
-    why_never_split = "diffusers splits the video of LTX-2 and not the sound that attends to it; run it in one process"
-    models = (
-        _model("ltx-2", {"rope_type": "split"}),
-        _model("ltx-2.3", _VERSION_2_3),
-        tiny_video("ltx2", _CLASS, {**_VERSION_2_3, **_TINY}, head_dim=16, sizes=((128, 192),), **STRIDES),
-    )
-
+class _Forward(PackedVideoForward):
     def conditions_of(self, config: Any) -> tuple[Condition, ...]:
         """Return text and mask that the connectors make for the video."""
         width = "caption_channels" if config.use_prompt_embeddings else "cross_attention_dim"
@@ -95,22 +78,53 @@ class LTX2Family(PackedVideoFamily):
         shapes = super().conditioning_shapes(config)
         return {**shapes, "audio_hidden_states": sound, "audio_encoder_hidden_states": text}
 
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Add sound, at the usual frame rate; without any the video attends to none."""
+        shapes = self.conditioning_shapes(transformer.config)
+        missing = [name for name in shapes if name.startswith("audio") and name not in conditioning]
+        sound = {name: latents.new_zeros(len(latents), 1, shapes[name].shape[1]) for name in missing}
+        own = super().arguments(transformer, latents, timestep, {**sound, **conditioning})
+        tokens, sigma = own["audio_hidden_states"].shape[1], timestep.reshape(len(latents), -1).amax(dim=1)
+        times = {"sigma": sigma, "audio_timestep": sigma}
+        return {**own, **times, "audio_num_frames": tokens, "isolate_modalities": bool(missing)}
+
+
+class _Training(PackedVideoTraining):
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """Encode text, and run the connectors on it."""
         embeddings, mask, *_ = super().encode_text(pipe, prompt, settings)
         text, _, kept = pipe.connectors(embeddings, mask, padding_side=pipe.tokenizer.padding_side)
         return text, kept
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Add sound, at the usual frame rate; without any the video attends to none."""
-        shapes = self.conditioning_shapes(transformer.config)
-        missing = [name for name in shapes if name.startswith("audio") and name not in conditioning]
-        sound = {name: latents.new_zeros(len(latents), 1, shapes[name].shape[1]) for name in missing}
-        own = super().forward_arguments(transformer, latents, timestep, {**sound, **conditioning})
-        tokens, sigma = own["audio_hidden_states"].shape[1], timestep.reshape(len(latents), -1).amax(dim=1)
-        times = {"sigma": sigma, "audio_timestep": sigma}
-        return {**own, **times, "audio_num_frames": tokens, "isolate_modalities": bool(missing)}
-
     def generate_latents(self, pipe: Any, *settings: Any, **named: Any) -> Tensor:
         """Scale the latents, which the pipeline returns in the scale of its autoencoder."""
         return scaled_latents(pipe.vae, super().generate_latents(pipe, *settings, **named)[None])[0]
+
+
+LTX2 = Family(
+    name="ltx2",
+    transformers=(_CLASS,),
+    attention=Attention(
+        adapter=LTX2Adapter("query_rotary_emb"),
+        class_path="LTX2Attention",
+        # does what the other of its two does, where no guidance skips attention
+        processor=_PROCESSOR,
+        cross_processor=_PROCESSOR,
+        dispatches=True,
+    ),
+    forward=_Forward(
+        axes=3,
+        why_never_split="diffusers splits its video and not the sound that attends to it; run it in one process",
+        packs_latents=True,
+    ),
+    trained=_Training(),
+    mhla_blocks=(4, 3, 4),
+    default_clip=Clip(frames=121, fps=24.0, sizes=((512, 768),)),
+    models=(
+        _model("ltx-2", {"rope_type": "split"}),
+        _model("ltx-2.3", _VERSION_2_3),
+        tiny_video(
+            "ltx2", _CLASS, {**_VERSION_2_3, **_TINY}, head_dim=16, sizes=((128, 192),), **STRIDES, has_rope=False
+        ),
+    ),
+)

@@ -14,9 +14,8 @@ from torch import Tensor
 from ..attention.layout import Shape
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter, without
-from .family import Condition
+from .family import Attention, Family, Forward, Training, masked_text
 from .models import image_model, tiny_image
-from .styles import ImageFamily
 from .values import WithoutValues
 
 _CLASS = "Lumina2Transformer2DModel"
@@ -83,32 +82,35 @@ def _rolled(x: Tensor, by: Tensor) -> Tensor:
     return x[torch.arange(len(by), device=x.device)[:, None], places % x.shape[1]]
 
 
-class Lumina2Family(ImageFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "lumina2"
-    transformers = (_CLASS,)
-    block_lists = ("noise_refiner", "layers")
-    adapter = Lumina2Adapter(context_first=True)
-    processor = "diffusers.models.transformers.transformer_lumina2.Lumina2AttnProcessor2_0"
-    extra_tokens = _TEXT_TOKENS
-    without_values = WithoutValues  # the transformer reads the lengths of texts
-    feed_forwards = ("feed_forward",)
-    has_rope = True
-    takes_sigma = time_is_reversed = True
-    # Gemma 2's
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "cap_feat_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-    )
-    # the class's defaults, with the width of Gemma 2 2B
-    models = (
-        image_model("lumina-image-2.0", _CLASS, 24, 96, 26, settings=_REAL, more_layers={"num_refiner_layers": 2}),
-        tiny_image("lumina2", _CLASS, _TINY, heads=4, more_layers={"num_refiner_layers": 1}),
-    )
-
+class _Training(Training):
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """Return the empty prompt without the pipeline's instruction, as its negative prompt is."""
         if prompt:
             return super().encode_text(pipe, prompt, settings)
         return pipe.encode_prompt(prompt, True, max_sequence_length=settings["max_sequence_length"])[2:]
+
+
+LUMINA2 = Family(
+    name="lumina2",
+    transformers=(_CLASS,),
+    attention=Attention(
+        block_lists=("noise_refiner", "layers"),
+        feed_forwards=("feed_forward",),
+        adapter=Lumina2Adapter(context_first=True),
+        processor="diffusers.models.transformers.transformer_lumina2.Lumina2AttnProcessor2_0",
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=Forward(
+        takes_sigma=True,
+        time_is_reversed=True,
+        # Gemma 2's
+        conditions=masked_text(_TEXT_TOKENS, "cap_feat_dim", torch.int64),
+        without_values=WithoutValues,  # the transformer reads the lengths of texts
+    ),
+    trained=_Training(),
+    # the class's defaults, with the width of Gemma 2 2B
+    models=(
+        image_model("lumina-image-2.0", _CLASS, 24, 96, 26, settings=_REAL, more_layers={"num_refiner_layers": 2}),
+        tiny_image("lumina2", _CLASS, _TINY, heads=4, more_layers={"num_refiner_layers": 1}),
+    ),
+)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .family import Condition, Family, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .packed_videos import grid_of_places, lies_on
 from .packing import pack
@@ -33,36 +33,7 @@ class MiniMaxH3Adapter(JointAdapter):
     pairs_halves = rotary_second = True
 
 
-class MiniMaxH3Family(Family):
-    """Video transformers with sound; the (frames, height, width) token grid is that of the generated video."""
-
-    name = "minimax_h3"
-    transformers = (_CLASS,)
-    axes = 3
-    block_lists = ("transformer_blocks",)
-    adapter = MiniMaxH3Adapter(context_first=True, rotary_argument="rotary_emb")
-    processor = "diffusers.models.transformers.transformer_minimax_h3.MiniMaxH3AttnProcessor"
-    dispatches_attention = True
-    extra_tokens = _TEXT_TOKENS + _SOUND_TOKENS
-    has_rope = True
-    mhla_blocks = (12, 3, 5)
-    default_clip = Clip(frames=124, fps=24.0, sizes=((768, 1344),))
-    why_never_split = (
-        "diffusers splits its text, sound and video as one, and MHLA the video alone; run it in one process"
-    )
-    why_not_trained = (
-        "MiniMax-H3 learns video and sound together, which mhla encode does not read, and the mhla command does not "
-        "call its modular pipeline. apply_mhla(pipe, calibration=...) fits a patch without training."
-    )
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),
-        Condition("audio_hidden_states", (_SOUND_TOKENS, "audio_in_channels")),
-    )
-    models = (
-        Model("minimax-h3", _CLASS, 56, 128, 50, (12, 3, 5), ((768, 1344),), stride=16, frames=124),
-        tiny_video("minimax_h3", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), stride=16, frames=21),
-    )
-
+class _Forward(Forward):
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
         """Count five for every 17 frames, and two for the last five; the pipeline rounds up to that."""
         return -((5 - frames) // 17) * 5 + 2
@@ -83,13 +54,13 @@ class MiniMaxH3Family(Family):
         grid = _grid_of_rows(places, *others)
         return compiled_for(grid, lambda: lies_on(grid, places.T))
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add the layout without pictures; sound has the video's time. ValueError for samples at other times."""
         if not timestep.is_meta and bool((timestep != timestep[0]).any()):
             raise ValueError("MiniMax-H3 takes one time for a batch; run samples at other times one after another.")
         from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
-        arguments = super().forward_arguments(transformer, latents, timestep[:1], conditioning)
+        arguments = super().arguments(transformer, latents, timestep[:1], conditioning)
         text, sound = (arguments[condition.name].shape[1] for condition in self.conditions)
         sizes = *latents.shape[2:], sound // 2, self.patch(transformer)
         # the last three: channels of sound, and tags of the rows of sound and video
@@ -98,6 +69,37 @@ class MiniMaxH3Family(Family):
         keep_with(layout["position_ids"], self.token_grid(transformer, latents))  # known, also on the meta device
         arguments |= {"hidden_states": pack(latents, self.patch(transformer)), **layout}
         return {**arguments, "timestep_indices": torch.zeros_like(layout["token_tags"])}
+
+
+MINIMAX_H3 = Family(
+    name="minimax_h3",
+    transformers=(_CLASS,),
+    attention=Attention(
+        adapter=MiniMaxH3Adapter(context_first=True, rotary_argument="rotary_emb"),
+        dispatches=True,
+        extra_tokens=_TEXT_TOKENS + _SOUND_TOKENS,
+    ),
+    forward=_Forward(
+        axes=3,
+        why_never_split=(
+            "diffusers splits its text, sound and video as one, and MHLA the video alone; run it in one process"
+        ),
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),
+            Condition("audio_hidden_states", (_SOUND_TOKENS, "audio_in_channels")),
+        ),
+    ),
+    trained=(
+        "MiniMax-H3 learns video and sound together, which mhla encode does not read, and the mhla command does not "
+        "call its modular pipeline. apply_mhla(pipe, calibration=...) fits a patch without training."
+    ),
+    mhla_blocks=(12, 3, 5),
+    default_clip=Clip(frames=124, fps=24.0, sizes=((768, 1344),)),
+    models=(
+        Model("minimax-h3", _CLASS, 56, 128, 50, (12, 3, 5), ((768, 1344),), stride=16, frames=124),
+        tiny_video("minimax_h3", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), stride=16, frames=21),
+    ),
+)
 
 
 @read_once

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from ..attention.rope import Rotary
 from .adapters import Arguments, AttentionInputs, JointAdapter
-from .family import Condition
+from .family import Attention, Family, Forward, Training, masked_text
 from .models import Clip, Model, tiny_video
-from .styles import VideoFamily
 from .values import WithoutValues
 
 _CLASS = "MochiTransformer3DModel"
@@ -49,31 +48,35 @@ class MochiAdapter(JointAdapter):
         return super().project_output(attn, output, inputs)
 
 
-class MochiFamily(VideoFamily):
-    """Text-to-video transformers with a (frames, height, width) token grid."""
-
-    name = "mochi"
-    transformers = (_CLASS,)
-    adapter = MochiAdapter()
-    processor = "diffusers.models.attention_processor.MochiAttnProcessor2_0"
-    attention_class = "MochiAttention"
-    extra_tokens = _TEXT_TOKENS
-    without_values = staticmethod(partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3))
-    """The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies."""
-    time_is_reversed = True
-    mhla_blocks = (9, 3, 5)
-    default_clip = Clip(frames=163, fps=30.0, sizes=((480, 848),))
-    # T5's
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),
-        Condition("encoder_attention_mask", (_TEXT_TOKENS,), output=1, dtype=torch.bool),
-    )
-    models = (
-        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), **_FRAMES),
-        tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6),
-    )
-
+class _Forward(Forward):
     def patch(self, transformer: Any) -> tuple[int, ...]:
         """Return a patch of one latent frame."""
         size = transformer.config.patch_size
         return 1, size, size
+
+
+MOCHI = Family(
+    name="mochi",
+    transformers=(_CLASS,),
+    attention=Attention(
+        adapter=MochiAdapter(),
+        class_path="MochiAttention",
+        processor="diffusers.models.attention_processor.MochiAttnProcessor2_0",
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=_Forward(
+        axes=3,
+        time_is_reversed=True,
+        # T5's
+        conditions=masked_text(_TEXT_TOKENS, "text_embed_dim", torch.bool),
+        # The processor reads which text is masked, and RoPE disables autocast for the device of its frequencies.
+        without_values=partial(WithoutValues, lambda x: isinstance(x, nn.Parameter) and x.ndim == 3),
+    ),
+    trained=Training(),
+    mhla_blocks=(9, 3, 5),
+    default_clip=Clip(frames=163, fps=30.0, sizes=((480, 848),)),
+    models=(
+        Model("mochi-1", _CLASS, 24, 128, 48, (9, 3, 5), ((480, 848),), **_FRAMES, has_rope=False),
+        tiny_video("mochi", _CLASS, _TINY, frames=13, temporal_stride=6, has_rope=False),
+    ),
+)

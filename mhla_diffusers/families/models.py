@@ -53,6 +53,8 @@ class Model:
     """Argument of the class that takes :attr:`layers`."""
     more_layers: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the class that count other layers; building fewer layers also builds fewer of these."""
+    has_rope: bool = True
+    """Whether self-attentions have RoPE, which is then measured with them."""
     source: str = ""
     """Hub id of the pipeline whose transformer it is, for a dry run of its recipe without the Hub."""
 

@@ -6,19 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from .family import Kwargs, Sample
-from .styles import VideoFamily, takes_picture
+from .forward import Forward, Kwargs, Sample
+from .training import Training, takes_picture
 from .values import compiled_for, read_once
 
 _SIZE = ("num_frames", "height", "width")
 """Kwargs of a transformer's forward that hold the token grid."""
 
 
-class PackedVideoFamily(VideoFamily):
-    """The transformer takes tokens of packed latents, and their grid as numbers."""
-
-    dispatches_attention = True
-    packs_latents = True
+class PackedVideoForward(Forward):
+    """Forward that takes tokens of packed latents, and their grid as numbers."""
 
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the numbers that the pipelines pass; ValueError unless all of them are given."""
@@ -30,11 +27,15 @@ class PackedVideoFamily(VideoFamily):
             )
         return grid
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add the grid, and a time for every token where frames have times of their own."""
         timestep = self.times_of_tokens(transformer, latents, timestep)
         size = dict(zip(_SIZE, self.token_grid(transformer, latents), strict=True))
-        return {**size, **super().forward_arguments(transformer, latents, timestep, conditioning)}
+        return {**size, **super().arguments(transformer, latents, timestep, conditioning)}
+
+
+class PackedVideoTraining(Training):
+    """Training of models whose image-to-video is the pipeline's."""
 
     def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
         """Whether the pipeline is for image-to-video; its transformer is that of text-to-video."""

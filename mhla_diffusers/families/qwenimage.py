@@ -13,10 +13,8 @@ from torch import Tensor
 
 from ..attention.rope import Rotary, rotary_of_complex
 from .adapters import Arguments, JointAdapter
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import image_model, tiny_image
-from .styles import PackedImageFamily
-from .trained import scaled_latents
 
 _CLASS = "QwenImageTransformer2DModel"
 _TEXT_TOKENS = 512
@@ -48,22 +46,7 @@ class QwenImageAdapter(JointAdapter):
         return cos, sin
 
 
-class QwenImageFamily(PackedImageFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "qwenimage"
-    transformers = (_CLASS,)
-    adapter = QwenImageAdapter(context_first=True)
-    processor = "diffusers.models.transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0"
-    pads_text = True
-    extra_tokens = _TEXT_TOKENS
-    feed_forwards = ("img_mlp", "txt_mlp")
-    conditions = (
-        Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
-        Condition("encoder_hidden_states_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
-    )
-    models = (image_model("qwen-image", _CLASS, 24, 128, 60), tiny_image("qwenimage", _CLASS, _TINY, head_dim=16))
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read ``img_shapes`` of the first sample, for the whole batch; ValueError unless they are one picture."""
         first = arguments["img_shapes"][0]
@@ -77,16 +60,38 @@ class QwenImageFamily(PackedImageFamily):
             )
         return height, width
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Add the shape of one picture for every sample."""
         shape = (1, *self.token_grid(transformer, latents))
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
+        arguments = super().arguments(transformer, latents, timestep, conditioning)
         return {"img_shapes": [[shape]] * len(latents), **arguments}
 
-    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode to (B, 16, H, W), by a video autoencoder, for which an image is one frame."""
-        return scaled_latents(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())[:, :, 0]
 
+class _Training(Training):
     def guidance_arguments(self, guidance: float) -> Kwargs:
         """Ask for classifier-free guidance, which the pipeline runs if it is given a negative prompt."""
         return {"true_cfg_scale": guidance, **({"negative_prompt": _NO_PROMPT} if guidance > 1 else {})}
+
+
+QWENIMAGE = Family(
+    name="qwenimage",
+    transformers=(_CLASS,),
+    attention=Attention(
+        feed_forwards=("img_mlp", "txt_mlp"),
+        adapter=QwenImageAdapter(context_first=True),
+        processor="diffusers.models.transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0",
+        dispatches=True,
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=_Forward(
+        fixed_patch=(2, 2),
+        packs_latents=True,
+        takes_sigma=True,
+        conditions=(
+            Condition("encoder_hidden_states", (_TEXT_TOKENS, "joint_attention_dim")),
+            Condition("encoder_hidden_states_mask", (_TEXT_TOKENS,), output=1, dtype=torch.int64),
+        ),
+    ),
+    trained=_Training(encodes_frames=True, pads_text=True),
+    models=(image_model("qwen-image", _CLASS, 24, 128, 60), tiny_image("qwenimage", _CLASS, _TINY, head_dim=16)),
+)

@@ -8,9 +8,8 @@ blocks are those of all images.
 from typing import Any
 
 from .adapters import AttentionAdapter, JointAdapter
-from .family import Condition
+from .family import Attention, Condition, Family, Forward, Training
 from .models import Model, image_model, tiny_image
-from .styles import ImageFamily
 
 _CLASS = "SD3Transformer2DModel"
 _CLIP_TOKENS, _T5_TOKENS = 77, 256
@@ -22,30 +21,35 @@ _TINY |= {"in_channels": 4, "out_channels": 4}
 def _model(name: str, heads: int, layers: int, **settings: Any) -> Model:
     # the table of positions is larger than those of the checkpoints, so that 4096 px can be measured
     usual = {"caption_projection_dim": 64 * heads, "qk_norm": "rms_norm", "pos_embed_max_size": 512}
-    return image_model(name, _CLASS, heads, 64, layers, settings={**usual, **settings})
+    return image_model(name, _CLASS, heads, 64, layers, settings={**usual, **settings}, has_rope=False)
 
 
-class SD3Family(ImageFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "sd3"
-    transformers = (_CLASS,)
-    attentions = ("attn", "attn2")
-    adapter = JointAdapter()
-    processor = "diffusers.models.attention_processor.JointAttnProcessor2_0"
-    extra_tokens = _CLIP_TOKENS + _T5_TOKENS
-    text_settings = {"prompt_2": None, "prompt_3": None, "max_sequence_length": _T5_TOKENS}
-    # of CLIP and T5, and of CLIP
-    conditions = (
-        Condition("encoder_hidden_states", (_CLIP_TOKENS + _T5_TOKENS, "joint_attention_dim")),
-        Condition("pooled_projections", ("pooled_projection_dim",), output=2),
-    )
-    models = (
-        _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
-        _model("sd3.5-large", 38, 38),
-        tiny_image("sd3", _CLASS, _TINY),
-    )
-
+class _Attention(Attention):
     def adapter_of(self, attn: Any) -> AttentionAdapter:
         """Return the joint adapter, or for ``attn2`` that of an attention without text."""
         return self.adapter if attn.add_q_proj is not None else AttentionAdapter()
+
+
+SD3 = Family(
+    name="sd3",
+    transformers=(_CLASS,),
+    attention=_Attention(
+        attentions=("attn", "attn2"),
+        adapter=JointAdapter(),
+        processor="diffusers.models.attention_processor.JointAttnProcessor2_0",
+        extra_tokens=_CLIP_TOKENS + _T5_TOKENS,
+    ),
+    forward=Forward(
+        # of CLIP and T5, and of CLIP
+        conditions=(
+            Condition("encoder_hidden_states", (_CLIP_TOKENS + _T5_TOKENS, "joint_attention_dim")),
+            Condition("pooled_projections", ("pooled_projection_dim",), output=2),
+        )
+    ),
+    trained=Training(text_settings={"prompt_2": None, "prompt_3": None, "max_sequence_length": _T5_TOKENS}),
+    models=(
+        _model("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
+        _model("sd3.5-large", 38, 38),
+        tiny_image("sd3", _CLASS, _TINY, has_rope=False),
+    ),
+)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..config import CausalConfig, PatchConfig
 from .adapters import Arguments, AttentionAdapter, without
-from .family import Kwargs, Sample
+from .family import Family, Kwargs, Sample
 from .models import Clip, Model
-from .wan import WanFamily, grid_of_table, tiny_wan, wan_model
+from .wan import WanForward, WanTraining, grid_of_table, tiny_wan, wan_attention, wan_model
 
 _CLASS = "SkyReelsV2Transformer3DModel"
 _AT_24_FPS = 1
@@ -79,25 +79,8 @@ def _model(name: str, heads: int, ffn_dim: int, layers: int) -> Model:
     return wan_model(name, heads, ffn_dim, layers, **own)
 
 
-class SkyReelsV2Family(WanFamily):
-    """Video transformers with a (frames, height, width) token grid."""
-
-    name = "skyreels_v2"
-    transformers = (_CLASS,)
-    streamed = (_CLASS,)
-    attention_class = "transformer_skyreels_v2.SkyReelsV2Attention"
-    processor = cross_processor = "diffusers.models.transformers.transformer_skyreels_v2.SkyReelsV2AttnProcessor"
-    adapter = SkyReelsV2Adapter()
-    mhla_blocks = (8, 3, 6)
-    default_clip = Clip(frames=97, fps=24.0, sizes=((544, 960),))
-    # numbers of diffusers' script that converts the checkpoints
-    models = (
-        _model("skyreels-v2-1.3b", 12, 8960, 30),
-        _model("skyreels-v2-14b", 40, 13824, 40),
-        tiny_wan("skyreels_v2", _CLASS),
-    )
-
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+class _Forward(WanForward):
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Pass times of frames as diffusion forcing's, and the frame rate to models that take it."""
         arguments: Kwargs = {"hidden_states": latents, "timestep": timestep, **conditioning}
         if timestep.ndim == 2:
@@ -107,3 +90,20 @@ class SkyReelsV2Family(WanFamily):
         if transformer.config.inject_sample_info:
             arguments["fps"] = [_AT_24_FPS] * len(latents)
         return arguments
+
+
+SKYREELS_V2 = Family(
+    name="skyreels_v2",
+    transformers=(_CLASS,),
+    attention=wan_attention("transformer_skyreels_v2.SkyReelsV2Attention", SkyReelsV2Adapter()),
+    forward=_Forward(streamed=(_CLASS,)),
+    trained=WanTraining(),
+    mhla_blocks=(8, 3, 6),
+    default_clip=Clip(frames=97, fps=24.0, sizes=((544, 960),)),
+    # numbers of diffusers' script that converts the checkpoints
+    models=(
+        _model("skyreels-v2-1.3b", 12, 8960, 30),
+        _model("skyreels-v2-14b", 40, 13824, 40),
+        tiny_wan("skyreels_v2", _CLASS),
+    ),
+)

@@ -6,16 +6,23 @@ tokens once; transformers interpolates them for other sizes.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import CausalConfig, PatchConfig
 from .adapters import Arguments, AttentionInputs, Projected, finite, key_padding_mask
-from .family import Kwargs, Sample
+from .family import (
+    Attention,
+    Family,
+    Forward,
+    Kwargs,
+    Sample,
+)
 from .models import Clip, Model, squares
-from .styles import TransformersAdapter, TransformersFamily
+from .of_transformers import PROCESSOR, TransformersAdapter, why_not_here
 
 
 class VisionAdapter(TransformersAdapter):
@@ -78,28 +85,17 @@ class VisionAdapter(TransformersAdapter):
         return finite(self.output_projection(attn)(output.flatten(2))), None
 
 
-class VisionFamily(TransformersFamily):
-    """Vision models of transformers, whose tokens are the patches of one picture."""
+@dataclass(kw_only=True, eq=False)
+class VisionSelfAttention(Attention):
+    """Self-attentions of a vision model, with or without a head."""
 
-    axes = 2
-    kind = "vision"
-    adapter = VisionAdapter(has_extra=True)
-    attentions = ("attention",)
-    latents_name = "pixel_values"
-    channels_name = "num_channels"
-    # the paper's 16 blocks; 196 tokens are too few uniform blocks of 64 to choose among
-    mhla_blocks = (4, 4)
-    default_clip = Clip(frames=1, fps=1.0, sizes=((224, 224),))
-    feed_forwards = ("mlp",)
-    trunk_names: ClassVar[tuple[str, ...]] = ()
+    attentions: tuple[str, ...] = ("attention",)
+    feed_forwards: tuple[str, ...] = ("mlp",)
+    processor: str = PROCESSOR
+    trunk_names: tuple[str, ...] = ()
     """Attributes of a model with a head that hold the model without it; absent ones are skipped."""
-    layers_path: ClassVar[str] = "layers"
+    layers_path: str = "layers"
     """Path of the blocks in the trunk."""
-
-    def build(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """Make a model with fresh weights; settings are those of its configuration class."""
-        made = self.transformer_class(name)
-        return made(made.config_class(**settings))
 
     def trunk(self, transformer: Any) -> Any:
         """Return the model without its head."""
@@ -113,29 +109,6 @@ class VisionFamily(TransformersFamily):
         layers = trunk.get_submodule(self.layers_path)
         return {f"{inside}{self.layers_path}.{index}": block for index, block in enumerate(layers)}
 
-    def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kwargs:
-        """Return the arguments of the trunk's forward by name; ValueError without pixels."""
-        arguments = super().named_arguments(transformer, args, kwargs)
-        if not isinstance(arguments.get("pixel_values"), Tensor):
-            raise ValueError("pixel_values=None: pass pictures, (batch, channels, height, width).")
-        return arguments
-
-    def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
-        """Return the patches of pixels (B, C, H, W)."""
-        return super().token_grid(self.trunk(transformer), latents)
-
-    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Return the patches of a size in pixels; there is no autoencoder."""
-        return self.token_grid(transformer, torch.empty(1, 1, *clip.sizes[0], device="meta"))
-
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Pass pixels (B, C, H, W) instead of latents, and no time."""
-        return {"pixel_values": latents, **conditioning}
-
-    def conditioning_shapes(self, config: Any) -> Sample:
-        """Return nothing: the model gets only pixels."""
-        return {}
-
     def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
         """Refuse an order: a picture has none."""
         if isinstance(config, CausalConfig):
@@ -143,7 +116,7 @@ class VisionFamily(TransformersFamily):
                 f"causal={config.causal!r} orders tokens, and the patches of {type(transformer).__name__} have no "
                 "order; leave it out."
             )
-        return super().why_not_patched(transformer, config)
+        return why_not_here(transformer, config)
 
     def prepare(self, transformer: Any) -> None:
         """Give the attentions a processor."""
@@ -153,52 +126,87 @@ class VisionFamily(TransformersFamily):
             switch(attn, VisionAttention)
 
 
-class ViTFamily(VisionFamily):
-    """ViT: a class token before the patches."""
+@dataclass(kw_only=True, eq=False)
+class VisionForward(Forward):
+    """Forward of pixels, (B, C, H, W)."""
 
-    name = "vit"
-    transformers = ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling")
-    trunk_names = ("vit",)
-    extra_tokens = 1
+    latents_name: str = "pixel_values"
+    channels_name: str = "num_channels"
+    interpolates: bool = False
+    """Whether pixels of any size need an argument that asks to interpolate the positions."""
+
+    def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kwargs:
+        """Return the arguments of the trunk's forward by name; ValueError without pixels."""
+        arguments = super().named_arguments(transformer, args, kwargs)
+        if not isinstance(arguments.get("pixel_values"), Tensor):
+            raise ValueError("pixel_values=None: pass pictures, (batch, channels, height, width).")
+        return arguments
+
+    def patch(self, transformer: Any) -> tuple[int, ...]:
+        """Return pixels per token and axis, also by the configuration of a model with a text tower."""
+        size = getattr(transformer.config, "vision_config", transformer.config).patch_size
+        return size, size
+
+    def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Return the patches of a size in pixels; there is no autoencoder."""
+        return self.token_grid(transformer, torch.empty(1, 1, *clip.sizes[0], device="meta"))
+
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+        """Pass pixels instead of latents, and no time."""
+        interpolated = {"interpolate_pos_encoding": True} if self.interpolates else {}
+        return {"pixel_values": latents, **conditioning, **interpolated}
+
+    def conditioning_shapes(self, config: Any) -> Sample:
+        """Return nothing: the model gets only pixels."""
+        return {}
 
 
-class DeiTFamily(VisionFamily):
-    """DeiT: a class token and a distillation token before the patches."""
+def _vision(name: str, *transformers: str, extra: int = 0, trunks: tuple[str, ...] = (), **where: Any) -> Family:
+    """Return a family of transformers with so many tokens before the patches.
 
-    name = "deit"
-    transformers = (
-        *("DeiTModel", "DeiTForImageClassification"),
-        *("DeiTForImageClassificationWithTeacher", "DeiTForMaskedImageModeling"),
-    )
-    trunk_names = ("deit",)
-    extra_tokens = 2
-
-
-class Dinov2Family(VisionFamily):
-    """DINOv2: a class token, and in models with registers four of these after it, before the patches."""
-
-    name = "dinov2"
-    transformers = (
-        *("Dinov2Model", "Dinov2ForImageClassification", "Dinov2Backbone"),
-        *("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersBackbone"),
-    )
-    trunk_names = ("dinov2", "dinov2_with_registers")
-    layers_path = "encoder.layer"
-    extra_tokens = 5
-
-
-class SiglipFamily(VisionFamily):
-    """SigLIP's vision tower, alone, under a classifier, or beside the text tower, which is not patched.
-
-    Its tokens are patches only; its pooling is not a self-attention.
+    At the paper's 16 blocks by default: 196 tokens are too few uniform blocks of 64 to choose among.
     """
+    return Family(
+        name=name,
+        transformers=transformers,
+        attention=VisionSelfAttention(
+            adapter=VisionAdapter(has_extra=extra > 0), extra_tokens=extra, trunk_names=trunks, **where
+        ),
+        forward=VisionForward(),
+        library="transformers",
+        kind="vision",
+        default_clip=Clip(frames=1, fps=1.0, sizes=((224, 224),)),
+    )
 
-    name = "siglip"
-    transformers = ("SiglipVisionModel", "SiglipForImageClassification", "SiglipModel")
-    trunk_names = ("vision_model",)
-    layers_path = "encoder.layers"
-    attentions = ("self_attn",)
-    adapter = VisionAdapter()
+
+# a class token before the patches
+VIT = _vision("vit", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling", extra=1, trunks=("vit",))
+# a class token and a distillation token
+DEIT = _vision(
+    "deit",
+    *("DeiTModel", "DeiTForImageClassification"),
+    *("DeiTForImageClassificationWithTeacher", "DeiTForMaskedImageModeling"),
+    extra=2,
+    trunks=("deit",),
+)
+# a class token, and in models with registers four of these after it
+DINOV2 = _vision(
+    "dinov2",
+    *("Dinov2Model", "Dinov2ForImageClassification", "Dinov2Backbone"),
+    *("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersBackbone"),
+    extra=5,
+    trunks=("dinov2", "dinov2_with_registers"),
+    layers_path="encoder.layer",
+)
+# the vision tower, alone, under a classifier, or beside the text tower, which is not patched; its pooling is no
+# self-attention
+SIGLIP = _vision(
+    "siglip",
+    *("SiglipVisionModel", "SiglipForImageClassification", "SiglipModel"),
+    trunks=("vision_model",),
+    layers_path="encoder.layers",
+    attentions=("self_attn",),
+)
 
 
 _POOLED = "PooledViTForImageClassification"
@@ -209,7 +217,7 @@ def _pooled(name: str, layers: int, heads: int, head_dim: int, settings: Mapping
     width = heads * head_dim
     shape = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width, "layer_norm_eps": 1e-6}
     sizes |= {"settings": {**shape, **settings}, "stride": 1, "layers_argument": "num_hidden_layers"}
-    return Model(name, _POOLED, heads, head_dim, layers, **sizes)
+    return Model(name, _POOLED, heads, head_dim, layers, **sizes, has_rope=False)
 
 
 def _deit(name: str, heads: int) -> Model:
@@ -218,20 +226,14 @@ def _deit(name: str, heads: int) -> Model:
     return _pooled(name, 12, heads, 64, {"num_labels": 1000}, blocks=(4, 4), patch=16, sizes=sizes)
 
 
-class PooledViTFamily(VisionFamily):
-    """DeiT whose patches are averaged (paper, Appendix E): :mod:`mhla_diffusers.models.pooled_vit`."""
-
-    name = "pooled-vit"
-    library = "mhla_diffusers.models"
-    transformers = (_POOLED,)
-    adapter = VisionAdapter()
-    models = (
+# DeiT whose patches are averaged (paper, Appendix E): mhla_diffusers.models.pooled_vit
+POOLED_VIT = replace(
+    _vision("pooled-vit", _POOLED),
+    library="mhla_diffusers.models",
+    forward=VisionForward(interpolates=True),
+    models=(
         _deit("deit-t-16", 3),
         _deit("deit-s-16", 6),
         _pooled("tiny-pooled-vit", 3, 2, 12, _TINY, blocks=(2, 2), patch=4, sizes=squares(32)),
-    )
-
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Pass pixels of any size: positions are interpolated."""
-        arguments = super().forward_arguments(transformer, latents, timestep, conditioning)
-        return {**arguments, "interpolate_pos_encoding": True}
+    ),
+)

@@ -10,16 +10,16 @@ first frame. Some also take a vision encoder's embedding of that frame.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention.rope import Rotary
-from .family import Condition, Kwargs, Sample
+from .adapters import AttentionAdapter
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training, first_picture
 from .models import Clip, Model, tiny_video
-from .styles import VideoFamily, first_picture
 
 _CLASS = "WanTransformer3DModel"
 _TEXT_TOKENS = 512
@@ -45,31 +45,20 @@ def tiny_wan(name: str, transformer: str, settings: Mapping[str, Any] | None = N
     return tiny_video(name, transformer, tiny, **different)
 
 
-class WanFamily(VideoFamily):
-    """Video transformers with a (frames, height, width) token grid."""
+class WanAttention(Attention):
+    """Wan's self-attentions."""
 
-    name = "wan"
-    transformers: ClassVar[tuple[str, ...]] = (_CLASS, "WanVACETransformer3DModel")
-    block_lists = ("blocks", "vace_blocks")
-    attention_class: ClassVar[str] = "transformer_wan.WanAttention"  # relatives have copies of their own
-    processor = cross_processor = "diffusers.models.transformers.transformer_wan.WanAttnProcessor"
-    mhla_blocks = (7, 3, 5)
-    dispatches_attention = True
-    has_rope = True
-    # those of VACE take one time for all frames, and so do relatives
-    streamed: ClassVar[tuple[str, ...]] = (_CLASS,)
-    conditions = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),)
-    default_clip = Clip(frames=81, fps=16.0, sizes=((480, 832),))
-    models: ClassVar[tuple[Model, ...]] = (
-        wan_model("wan2.1-1.3b", 12, 8960, 30, source="Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
-        wan_model("wan2.1-14b", 40, 13824, 40, source="Wan-AI/Wan2.1-T2V-14B-Diffusers"),
-        # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
-        tiny_wan("wan", _CLASS, _TINY, heads=3, head_dim=32, layers=4),
-    )
-
-    def grid_of_attention(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+    def grid_of(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
         """Read the grid from the sines."""
-        return grid_of_table(rotary[1]) if self.recognises_self_attention(attn) else None
+        return grid_of_table(rotary[1]) if self.recognises(attn) else None
+
+
+@dataclass(kw_only=True, eq=False)
+class WanForward(Forward):
+    """Wan's forward."""
+
+    axes: int = 3
+    conditions: tuple[Condition, ...] = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),)
 
     def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
         """Take the frames' channels from later rows of the model's own table; ValueError if it is too short."""
@@ -101,10 +90,21 @@ class WanFamily(VideoFamily):
         frames = clip.frames if clip.frames % stride == 1 else clip.frames // stride * stride + 1
         return super().grid_of_clip(pipe, transformer, replace(clip, frames=frames))
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Pass times of frames per token, as Wan 2.2 TI2V-5B takes them."""
         timestep = self.times_of_tokens(transformer, latents, timestep)
-        return super().forward_arguments(transformer, latents, timestep, conditioning)
+        return super().arguments(transformer, latents, timestep, conditioning)
+
+    def conditioning_shapes(self, config: Any) -> Sample:
+        """Add ``encoder_hidden_states_image``, if the transformer takes it."""
+        shapes = dict(super().conditioning_shapes(config))
+        if config.image_dim is not None:
+            shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, config.image_dim, device="meta")
+        return shapes
+
+
+class WanTraining(Training):
+    """How Wan is trained and called."""
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
         """Pass frames and size; the pipeline adds a frame where its temporal stride divides them, as 1 always does."""
@@ -116,9 +116,9 @@ class WanFamily(VideoFamily):
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode to 16 channels; for image-to-video to 36, with a mask and the latents of the first frame."""
         latents = super().encode_pixels(pipe, pixels)
-        if self.channels(pipe.transformer.config) == latents.shape[1]:
+        if self.forward.channels(pipe.transformer.config) == latents.shape[1]:
             return latents
-        known = torch.ones_like(latents[:, :1, :1]).repeat(1, self.strides(pipe.vae.config)[0], 1, 1, 1)
+        known = torch.ones_like(latents[:, :1, :1]).repeat(1, self.forward.strides(pipe.vae.config)[0], 1, 1, 1)
         first = torch.cat([pixels[:, :, :1], torch.zeros_like(pixels[:, :, 1:])], dim=2)
         return self.beside(pipe, latents, known, super().encode_pixels(pipe, first))
 
@@ -128,12 +128,33 @@ class WanFamily(VideoFamily):
             return {}
         return {"encoder_hidden_states_image": pipe.encode_image([first_picture(pipe, pixels)])[0]}
 
-    def conditioning_shapes(self, config: Any) -> Sample:
-        """Add ``encoder_hidden_states_image``, if the transformer takes it."""
-        shapes = dict(super().conditioning_shapes(config))
-        if config.image_dim is not None:
-            shapes["encoder_hidden_states_image"] = torch.empty(_IMAGE_TOKENS, config.image_dim, device="meta")
-        return shapes
+
+def wan_attention(class_path: str, adapter: AttentionAdapter | None = None) -> WanAttention:
+    """Return the self-attentions of Wan, or of a relative with a copy of its class."""
+    return WanAttention(
+        block_lists=("blocks", "vace_blocks"),
+        adapter=adapter or AttentionAdapter(),
+        class_path=class_path,
+        dispatches=True,
+    )
+
+
+WAN = Family(
+    name="wan",
+    transformers=(_CLASS, "WanVACETransformer3DModel"),
+    attention=wan_attention("transformer_wan.WanAttention"),
+    # those of VACE take one time for all frames, and so do relatives
+    forward=WanForward(streamed=(_CLASS,)),
+    trained=WanTraining(),
+    mhla_blocks=(7, 3, 5),
+    default_clip=Clip(frames=81, fps=16.0, sizes=((480, 832),)),
+    models=(
+        wan_model("wan2.1-1.3b", 12, 8960, 30, source="Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+        wan_model("wan2.1-14b", 40, 13824, 40, source="Wan-AI/Wan2.1-T2V-14B-Diffusers"),
+        # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
+        tiny_wan("wan", _CLASS, _TINY, heads=3, head_dim=32, layers=4),
+    ),
+)
 
 
 def grid_of_table(table: Any) -> tuple[int, ...]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from .adapters import JointAdapter
-from .family import Condition, Kwargs, Sample
+from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import image_model, tiny_image
-from .styles import ImageFamily
 
 _CLASS = "ZImageTransformer2DModel"
 _TEXT_TOKENS = 512
@@ -26,34 +25,7 @@ _LAYERS: dict[str, Any] = {"layers_argument": "n_layers"}
 _TINY = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 32, "axes_dims": [4, 6, 6]}
 
 
-class ZImageFamily(ImageFamily):
-    """Text-to-image transformers with a (height, width) token grid."""
-
-    name = "z_image"
-    transformers = (_CLASS,)
-    block_lists = ("layers",)
-    attentions = ("attention",)
-    adapter = JointAdapter(rotary_argument="freqs_cis")
-    processor = "diffusers.models.transformers.transformer_z_image.ZSingleStreamAttnProcessor"
-    dispatches_attention = True
-    pads_text = True
-    extra_tokens = _TEXT_TOKENS
-    feed_forwards = ("feed_forward",)
-    latents_name = "x"
-    fixed_patch = (_PATCH, _PATCH)
-    timestep_name = "t"
-    has_rope = True
-    takes_sigma = time_is_reversed = True
-    # Qwen3's
-    conditions = (
-        Condition("cap_feats", (_TEXT_TOKENS, "cap_feat_dim")),
-        Condition("cap_feats_mask", (_TEXT_TOKENS,), dtype=torch.int64),
-    )
-    models = (
-        image_model("z-image", _CLASS, 30, 128, 30, **_LAYERS, more_layers={"n_refiner_layers": 2}),
-        tiny_image("z_image", _CLASS, _TINY, head_dim=16, **_LAYERS, more_layers={"n_refiner_layers": 1}),
-    )
-
+class _Forward(Forward):
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the grid from a list of images (C, F, H, W).
 
@@ -75,7 +47,7 @@ class ZImageFamily(ImageFamily):
             )
         return height // patch, width // patch
 
-    def forward_arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
+    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Pass lists of images with one frame and of texts without their padding."""
         texts = list(conditioning["cap_feats"])
         if not conditioning["cap_feats"].is_meta:  # which has no lengths to read
@@ -83,6 +55,40 @@ class ZImageFamily(ImageFamily):
             texts = [text[mask] for text, mask in zip(texts, masks, strict=True)]
         return {"x": list(latents[:, :, None]), "t": timestep, "cap_feats": texts}
 
+
+class _Training(Training):
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Stack the list of images of one frame."""
         return super().prediction(transformer, torch.stack(list(output))[:, :, 0], latents)
+
+
+Z_IMAGE = Family(
+    name="z_image",
+    transformers=(_CLASS,),
+    attention=Attention(
+        block_lists=("layers",),
+        attentions=("attention",),
+        feed_forwards=("feed_forward",),
+        adapter=JointAdapter(rotary_argument="freqs_cis"),
+        processor="diffusers.models.transformers.transformer_z_image.ZSingleStreamAttnProcessor",
+        dispatches=True,
+        extra_tokens=_TEXT_TOKENS,
+    ),
+    forward=_Forward(
+        fixed_patch=(_PATCH, _PATCH),
+        latents_name="x",
+        timestep_name="t",
+        takes_sigma=True,
+        time_is_reversed=True,
+        # Qwen3's
+        conditions=(
+            Condition("cap_feats", (_TEXT_TOKENS, "cap_feat_dim")),
+            Condition("cap_feats_mask", (_TEXT_TOKENS,), dtype=torch.int64),
+        ),
+    ),
+    trained=_Training(pads_text=True),
+    models=(
+        image_model("z-image", _CLASS, 30, 128, 30, **_LAYERS, more_layers={"n_refiner_layers": 2}),
+        tiny_image("z_image", _CLASS, _TINY, head_dim=16, **_LAYERS, more_layers={"n_refiner_layers": 1}),
+    ),
+)

@@ -37,7 +37,7 @@ def generate_command(
     rows: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts or ()]
     rows += read_prompt_table(prompt_file) if prompt_file is not None else ()
     images = [own or image for _, own in rows]
-    samples = plan_samples([prompt for prompt, _ in rows], family_named(family).suffix, seeds or (0,), images)
+    samples = plan_samples([prompt for prompt, _ in rows], family_named(family).training.suffix, seeds or (0,), images)
     folder = output or Path("outputs", family)
     chosen = SampleSet(family, samples, folder, seed=None, **options)
     typer.echo(chosen.summary, err=True)

@@ -16,7 +16,7 @@ import torch
 
 from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
-from ..families import TrainedFamily, families, find_family, get_family, supported_instead, trained_family
+from ..families import Family, families, find_family, get_family, supported_instead, trained_family
 from ..files import content_of, read_json
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
@@ -81,14 +81,14 @@ class PipelineChoice:
         choose_device(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_value("frames_per_second", self.frames_per_second, int | None, above=0)
-        if self.frames_per_second is not None and not self.of_family.makes_videos:
+        if self.frames_per_second is not None and not self.of_family.forward.makes_videos:
             raise ValueError(
                 f"frames_per_second={self.frames_per_second} is for videos, but {self.family!r} makes images; leave it "
                 "out."
             )
 
     @property
-    def of_family(self) -> TrainedFamily:
+    def of_family(self) -> Family:
         """The registered family."""
         return family_named(self.family)
 
@@ -170,7 +170,7 @@ class PipelineChoice:
         if found != {self.family}:
             raise ValueError(f"{self.model} belongs to {', '.join(found)}, but family={self.family!r} was asked for.")
         for prompt in prompts:
-            self.of_family.check_prompt(pipe, prompt)
+            self.of_family.training.check_prompt(pipe, prompt)
         if self.weights is not None:
             load_result(pipe, self.weights)
             if self.patch_settings:
@@ -182,24 +182,28 @@ class PipelineChoice:
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
-        """Call the pipeline as :meth:`TrainedFamily.call`: a tiny one with the settings that it was trained for.
+        """Call the pipeline as :meth:`Training.call`: a tiny one with the settings that it was trained for.
 
         A model that was distilled to few steps is called with their number and without guidance.
         """
         defaults = call_settings(self.family) if self.model is None else {}
         settings = {**defaults, **few_step_arguments(pipe, self.of_family), **self.settings, **arguments}
         try:
-            return self.of_family.call(pipe, prompts, generators, **settings)
+            return self.of_family.training.call(pipe, prompts, generators, **settings)
         except (TypeError, ValueError) as error:
             if not self.settings:
                 raise
             raise ValueError(f"{type(pipe).__name__} fails with the settings {self.settings}: {error}") from error
 
 
-def few_step_arguments(pipe: Any, family: TrainedFamily) -> dict[str, Any]:
+def few_step_arguments(pipe: Any, family: Family) -> dict[str, Any]:
     """Return the number of steps that a pipeline was distilled to and no guidance; {} for a pipeline of any number."""
     few_steps = few_steps_of(pipe)
-    return {} if few_steps is None else {"num_inference_steps": len(few_steps.times), **family.guidance_arguments(1.0)}
+    return (
+        {}
+        if few_steps is None
+        else {"num_inference_steps": len(few_steps.times), **family.training.guidance_arguments(1.0)}
+    )
 
 
 def load_pipeline(
@@ -291,15 +295,15 @@ def component_identity(model: str, component: str) -> str:
 
 def class_count(model: str | None, family: str) -> int:
     """Return the number of classes that a pipeline was trained on, read without its weights."""
-    return family_named(family).class_count(*_index_and_config(model, family))
+    return family_named(family).training.class_count(*_index_and_config(model, family))
 
 
 def check_classes(model: str | None, family: str, prompts: Iterable[str]) -> None:
     """Raise ValueError for a prompt that is not a class of a pipeline for classes, read without its weights."""
-    if family_named(family).prompts_are_classes:
+    if family_named(family).training.prompts_are_classes:
         found = _index_and_config(model, family)
         for prompt in prompts:
-            family_named(family).check_class(*found, prompt)
+            family_named(family).training.check_class(*found, prompt)
 
 
 def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -310,13 +314,13 @@ def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], d
     )
 
 
-def family_named(name: str) -> TrainedFamily:
+def family_named(name: str) -> Family:
     """Return the registered family of diffusion models of that name; ValueError if its pipeline cannot be called."""
     check_choice("family", name, [family.name for family in families() if family.is_diffusion])
     return trained_family(name)
 
 
-def family_of(model: str, component: str = "transformer") -> TrainedFamily:
+def family_of(model: str, component: str = "transformer") -> Family:
     """Return the family of a pipeline's transformer, by its class, without its weights."""
     name = component_identity(model, component).split(" ")[0]
     if name == "none":

@@ -9,7 +9,7 @@ import torch
 
 from ..config import CausalConfig
 from ..families import trained_family
-from ..families.trained import unscaled_latents
+from ..families.training import unscaled_latents
 from ..patching import VideoStream, require_layers
 from ..settings import check_value
 
@@ -71,13 +71,14 @@ def stream_latents(
             f"This {type(pipe).__name__} has a second transformer for the last steps, whose stream would lack the "
             "states that the first one stored; stream with a pipeline of one transformer."
         )
-    config, (_, stride) = transformer.config, family.strides(pipe.vae.config)
-    if family.channels(config) != config.out_channels:
+    config, (_, stride) = transformer.config, family.forward.strides(pipe.vae.config)
+    if family.forward.channels(config) != config.out_channels:
         raise ValueError(
-            f"This {type(pipe).__name__} takes {family.channels(config)} channels and predicts {config.out_channels}: "
-            "the others hold a picture, which frame blocks after the first do not have. Use a text-to-video pipeline."
+            f"This {type(pipe).__name__} takes {family.forward.channels(config)} channels and predicts "
+            f"{config.out_channels}: the others hold a picture, which frame blocks after the first do not have. Use a "
+            "text-to-video pipeline."
         )
-    side = stride * family.patch(transformer)[-1]
+    side = stride * family.forward.patch(transformer)[-1]
     if height % side or width % side:
         raise ValueError(f"height={height} and width={width} must be multiples of {side}.")
 
@@ -89,19 +90,19 @@ def stream_latents(
         for causal in causals:
             frames = frame_blocks * causal.block_length
             causal.grid_from((frames,))  # raises if the patch ends earlier
-            too_late = family.why_too_late(transformer, 0, frames)
+            too_late = family.forward.why_too_late(transformer, 0, frames)
             if too_late is not None:
                 raise ValueError(too_late)
-    encoded = [family.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
+    encoded = [family.training.encode_text(pipe, text, settings)[0].to(transformer.dtype) for text in texts]
     frames = causals[0].block_length * int(config.patch_size[0])
-    shape = len(prompts), family.channels(config), frames, height // stride, width // stride
+    shape = len(prompts), family.forward.channels(config), frames, height // stride, width // stride
     generators = generator if generator is None or isinstance(generator, torch.Generator) else list(generator)
     draw = partial(randn_tensor, shape, generator=generators, device=encoded[0].device, dtype=torch.float32)
 
     def predict(latents: torch.Tensor, time: torch.Tensor, keep: bool) -> torch.Tensor:
         given, times, found = latents.to(transformer.dtype), time.expand(len(latents)), []
         for stream, text in zip(streams, encoded, strict=True):
-            arguments = family.forward_arguments(transformer, given, times, {"encoder_hidden_states": text})
+            arguments = family.forward.arguments(transformer, given, times, {"encoder_hidden_states": text})
             found.append(stream(**arguments, keep=keep, return_dict=False)[0])
         return found[0] if len(found) == 1 else torch.lerp(found[1], found[0], guidance)
 

@@ -40,7 +40,7 @@ class MHLACache(Cache):
                 f"MHLACache is for a language model that generates token by token, and {type(transformer).__name__} "
                 f"is a {family.kind} model."
             )
-        attentions = list(family.self_attentions(transformer).values())
+        attentions = list(family.attention.self_attentions(transformer).values())
         if all(layer_of(attn) is None for attn in attentions):
             raise ValueError("The model is not patched with MHLA; call apply_mhla() first, or take a DynamicCache.")
         layers = [DynamicLayer() if layer_of(attn) is None else StateLayer(attn, backend) for attn in attentions]

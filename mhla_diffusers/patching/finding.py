@@ -90,7 +90,7 @@ def find_patched(model: Any) -> dict[str, Patched]:
     """Find the handle of every patched transformer of a pipeline by component name, of a model as ``transformer``."""
     found = {}
     for name, transformer in supported_transformers(model).items():
-        held = vars(get_family(transformer).trunk(transformer)).get(ATTRIBUTE)
+        held = vars(get_family(transformer).attention.trunk(transformer)).get(ATTRIBUTE)
         if held is None:  # diffusers' own form leaves no handle
             attentions = attentions_of(transformer).values()
             processor = next((attn.processor for attn in attentions if has_mhla_processor(attn)), None)

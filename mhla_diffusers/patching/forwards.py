@@ -93,7 +93,7 @@ class Forwards:
         """Return the modules that hold a function for gradient checkpointing."""
         if self.patched.family.is_diffusion:
             return [self.patched.transformer]
-        return list(self.patched.family.blocks_of(self.patched.transformer).values())
+        return list(self.patched.family.attention.blocks_of(self.patched.transformer).values())
 
     def _prepare_compiling(self) -> None:
         """Raise the limit of graphs, and make what runs while torch.compile traces a forward, in no graph."""
@@ -137,10 +137,10 @@ class Forwards:
             outer = outer.outer
         # so that _end takes it back after a refusal too
         enter(CallContext(off=outer.off, of=patched, outer=outer))
-        arguments = family.named_arguments(trunk, args, kwargs)
+        arguments = family.forward.named_arguments(trunk, args, kwargs)
         if family.is_diffusion:
             self._check_processors()
-        name = family.latents_name
+        name = family.forward.latents_name
         latents = arguments.get(name)
         if latents is None:
             raise ValueError(f"{type(trunk).__name__} was called without {name}, whose shape gives the token grid.")
@@ -148,12 +148,12 @@ class Forwards:
         for tensor in [latents] if isinstance(latents, torch.Tensor) else latents:
             for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
                 torch._dynamo.mark_static(tensor, axis)
-        grid = tuple(int(size) for size in family.grid_of_arguments(trunk, arguments))
+        grid = tuple(int(size) for size in family.forward.grid_of_arguments(trunk, arguments))
         if 0 in grid:
             raise ValueError(f"{name} of {type(trunk).__name__} are too small for one token: the token grid is {grid}.")
         is_compiled = torch.compiler.is_compiling()
         if not is_compiled and grid != patched.latest_grid:
-            is_compiled = any(block._compiled_call_impl for block in family.blocks_of(trunk).values())
+            is_compiled = any(block._compiled_call_impl for block in family.attention.blocks_of(trunk).values())
         if is_compiled:
             self._note_graph()
         self._meet()
@@ -189,9 +189,9 @@ class Forwards:
     def _warn_of_call(self, grid: Grid) -> None:
         """Warn, of each topic once, of what a call on this token grid does not get from the patch."""
         patched = self.patched
-        if grid != patched.latest_grid and patched.family.own_attention == "softmax" and patched.layers:
+        if grid != patched.latest_grid and patched.family.attention.computes == "softmax" and patched.layers:
             layer = next(iter(patched.layers.values()))
-            advice = advise(layer.config, grid, layer.heads, layer.head_dim, patched.family.extra_tokens)
+            advice = advise(layer.config, grid, layer.heads, layer.head_dim, patched.family.attention.extra_tokens)
             for topic, words in advice.items():
                 self._warn_once(topic, "%s", words)
         if patched.few_steps is not None:
@@ -305,7 +305,7 @@ class Forwards:
                 attn.processor = patched.processor
             elif patched.is_unfused(attn):
                 layer.original_processor, attn.processor = processor, patched.processor
-            elif (parts := patched.family.perturbed_processors.get(type(processor).__name__)) is not None:
+            elif (parts := patched.family.attention.perturbed_processors.get(type(processor).__name__)) is not None:
                 if not patched.is_off:
                     attn.processor = PerturbedMHLAProcessor(patched.running_processor(), parts)
             else:

@@ -23,8 +23,8 @@ def install(patched: Patched, layers: Mapping[str, PatchedLayer], pipe: Any) -> 
         layers: name of every self-attention to be patched, with its new layer.
         pipe: pipeline that calls the transformer; a transformer or None where that is not known.
     """
-    processor, trunk = patched.running_processor(), patched.family.trunk(patched.transformer)
-    patched.family.prepare(patched.transformer)
+    processor, trunk = patched.running_processor(), patched.family.attention.trunk(patched.transformer)
+    patched.family.attention.prepare(patched.transformer)
     for name, layer in layers.items():
         attn = patched.attentions[name]
         layer.original_processor = processor.enter(attn)
@@ -122,5 +122,5 @@ def remove(patched: Patched, model: Any = None) -> None:
         patched.forwards.remove()
     patched.forwards = None
     if patched.is_installed:
-        delattr(patched.family.trunk(patched.transformer), ATTRIBUTE)
-    patched.family.restore(patched.transformer)
+        delattr(patched.family.attention.trunk(patched.transformer), ATTRIBUTE)
+    patched.family.attention.restore(patched.transformer)

@@ -60,7 +60,7 @@ def check_split(
     Raises:
         ValueError: tokens or heads that the processes do not divide, or a call that cannot be split.
     """
-    reason = family.why_not_split(arguments, grid)
+    reason = family.forward.why_not_split(arguments, grid)
     if reason is not None:
         raise ValueError(f"This call cannot run under context parallelism: {reason}.")
     parallel.shares(math.prod(grid))

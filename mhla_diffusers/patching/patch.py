@@ -134,7 +134,7 @@ def _tell_what_runs(patched: Patched) -> None:
     """Log which attention a new patch runs, and warn where it has yet to be adapted."""
     config, kind = patched.config, type(patched.transformer).__name__
     runs = f"{config.attention} in {len(patched.layers)} of the {len(patched.attentions)} self-attentions of {kind}"
-    if isinstance(config, LinearConfig) and patched.family.own_attention == "softmax":
+    if isinstance(config, LinearConfig) and patched.family.attention.computes == "softmax":
         logger.warning(
             "%s: nothing of it is adapted yet, so the outputs are not usable. Train it, or load an adapted patch with "
             "load_mhla().%s",
@@ -446,24 +446,24 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
                 f"blocks={family.mhla_blocks}."
             )
         causal = config.causal if isinstance(config, CausalConfig) else None
-        extra = family.adapter.has_extra
+        extra = family.attention.adapter.has_extra
         check_denominator(config.feature_map, config.eps, config.normalize, extra, causal)
-        if family.adapter.rope_by_head and config.rope != "before":
+        if family.attention.adapter.rope_by_head and config.rope != "before":
             raise ValueError(
                 f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other "
                 "angles; set rope='before'."
             )
-    elif family.own_attention != "softmax":
+    elif family.attention.computes != "softmax":
         raise ValueError(
             f"{config.attention.capitalize()} approximates softmax attention, and the own attention of {kind} is "
-            f"{family.own_attention}; patch it with MHLA, blocks={family.mhla_blocks}."
+            f"{family.attention.computes}; patch it with MHLA, blocks={family.mhla_blocks}."
         )
-    if isinstance(config, CausalConfig) and family.adapter.has_extra:
+    if isinstance(config, CausalConfig) and family.attention.adapter.has_extra:
         raise ValueError(
             f"causal={config.causal!r} orders the tokens of the grid, and {kind} attends to extra tokens too, such as "
             "text or a class token, which have no place in that order; leave it out."
         )
-    if (why := family.why_not_patched(patched.transformer, config)) is not None:
+    if (why := family.attention.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
     if group_offloading(patched.transformer):
         raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")

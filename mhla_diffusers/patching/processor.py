@@ -237,7 +237,7 @@ class MHLAProcessor:
             family = family or family_of_attention(attn)
             if family is None:
                 raise _unknown_model(attn)
-            original = family.self_attention_processor(attn)
+            original = family.attention.own_processor(attn)
         return with_backend_of(self, original)
 
     @property
@@ -449,7 +449,7 @@ def adapter_of(attn: Any, family: Family | None = None) -> AttentionAdapter:
     if layer is not None:
         return layer.adapter
     if family is not None:
-        return family.adapter_of(attn)
+        return family.attention.adapter_of(attn)
     if getattr(attn, "add_q_proj", None) is not None:
         raise _unknown_model(attn)
     return AttentionAdapter()

@@ -68,13 +68,13 @@ class DenoisingLoop:
 
     def step_by_timestep(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         """Return the step of a forward by its timestep, which waits for the device; None if it is unknown."""
-        timestep = self.family.time_of(self.family.named_arguments(transformer, args, kwargs))
+        timestep = self.family.forward.time_of(self.family.forward.named_arguments(transformer, args, kwargs))
         scheduler = self.scheduler
         timesteps = getattr(scheduler, "timesteps", None)
         if timestep is None or timesteps is None or not len(timesteps):
             return None
         given = torch.as_tensor(timestep)
-        of_scheduler = self.family.scheduler_timestep(transformer, given.float().max())
+        of_scheduler = self.family.forward.scheduler_timestep(transformer, given.float().max())
         places = timesteps.to(of_scheduler.device).float()
         rounded, same = places, _SAME
         if given.is_floating_point():  # some pipelines round to the type of the latents before they scale

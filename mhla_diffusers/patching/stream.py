@@ -56,12 +56,12 @@ class VideoStream:
         self._transformer: nn.Module = model if isinstance(model, nn.Module) else model.components[names[0]]
         self._inside: Any = unwrapped(self._transformer)
         inside, self._family = self._inside, get_family(self._inside)
-        if type(inside).__name__ not in self._family.streamed:
+        if type(inside).__name__ not in self._family.forward.streamed:
             raise ValueError(
                 f"A {type(inside).__name__} cannot be given a video frame block after frame block: its family "
-                f"{self._family.name!r} supports {', '.join(self._family.streamed) or 'no transformer'}."
+                f"{self._family.name!r} supports {', '.join(self._family.forward.streamed) or 'no transformer'}."
             )
-        attentions = self._family.self_attentions(inside)
+        attentions = self._family.attention.self_attentions(inside)
         self._layers = {name: layer_of(attn) for name, attn in attentions.items()}
         for name, layer in self._layers.items():
             if layer is not None and getattr(layer.config, "causal", None) != "block":
@@ -130,7 +130,9 @@ class VideoStream:
         names = inspect.signature(forward).parameters
         if not any(one.kind is one.VAR_KEYWORD for one in names.values()):
             check_names(kwargs, [*names][1:] + ["keep"], "argument of a stream")
-        latents = self._family.named_arguments(self._inside, args, kwargs).get(self._family.latents_name)
+        latents = self._family.forward.named_arguments(self._inside, args, kwargs).get(
+            self._family.forward.latents_name
+        )
         if isinstance(latents, torch.Tensor) and not torch.is_autocast_enabled(latents.device.type):
             kind = self._inside.dtype
             check(
@@ -201,6 +203,6 @@ class _Step:
             return rotary
         if self._rotary is None or self._rotary[0] is not rotary:
             stream = self._stream
-            moved = stream._family.rotary_from(stream._inside, rotary, grid, self._first)
+            moved = stream._family.forward.rotary_from(stream._inside, rotary, grid, self._first)
             self._rotary = rotary, moved
         return self._rotary[1]

@@ -70,14 +70,14 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
     if any(patched.lora is not None for patched in find_patched(transformer).values()):
         _check_lora(transformer, config)
     together = frames_together(transformer)  # raises where it cannot be trained
-    channels, axes = family.channels(transformer.config), 4 if family.makes_videos else 3
+    channels, axes = family.forward.channels(transformer.config), 4 if family.forward.makes_videos else 3
     for shape in sorted(set(data.shapes)):
         if len(shape) != axes or shape[0] != channels:
             raise ValueError(
                 f"The data holds latents of shape {shape}, but {type(transformer).__name__} takes {channels} channels "
                 f"and {axes - 1} further axes. Was the data encoded for another model?"
             )
-        grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
+        grid = family.forward.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         for layer in layers.values():
             patch = layer.config
             if isinstance(patch, SparseConfig):
@@ -97,7 +97,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             "attention; choose 'attention', 'lora' or 'all'.",
         )
     if config.few_steps is not None:
-        process = family.process(transformer, config.flow_shift)
+        process = family.training.process(transformer, config.flow_shift)
         check(
             type(process) is FlowMatching,
             f"few_steps needs flow matching whose time is σ, and this model was trained with {type(process).__name__}; "
@@ -175,16 +175,16 @@ def _check_split(transformer: Any, data: TrainingData, config: TrainingConfig) -
     if degrees.processes == 1:
         return
     check(
-        family.why_never_split is None,
-        f"context_parallel cannot be set for this transformer: {family.why_never_split}.",
+        family.forward.why_never_split is None,
+        f"context_parallel cannot be set for this transformer: {family.forward.why_never_split}.",
     )
     check(
         getattr(transformer, "_cp_plan", None) is not None,
         f"diffusers does not define how to split the tokens of {type(transformer).__name__} over processes "
         f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}.",
     )
-    attentions, layers = family.self_attentions(transformer), mhla_layers(transformer)
-    for heads in sorted({family.adapter_of(attn).heads(attn)[0] for attn in attentions.values()}):
+    attentions, layers = family.attention.self_attentions(transformer), mhla_layers(transformer)
+    for heads in sorted({family.attention.adapter_of(attn).heads(attn)[0] for attn in attentions.values()}):
         allowed = [str(degree) for degree in range(2, heads + 1) if heads % degree == 0]
         check(
             heads % degrees.ulysses == 0,
@@ -193,7 +193,7 @@ def _check_split(transformer: Any, data: TrainingData, config: TrainingConfig) -
         )
     lengths = {}
     for shape in sorted(set(data.shapes)):
-        tokens = math.prod(family.token_grid(transformer, torch.empty(1, *shape, device="meta")))
+        tokens = math.prod(family.forward.token_grid(transformer, torch.empty(1, *shape, device="meta")))
         lengths[f"latents of shape {shape} make {tokens} tokens"] = tokens
     text = data[0].get("encoder_hidden_states") if any(layer.adapter.has_extra for layer in layers.values()) else None
     if text is not None:

@@ -91,7 +91,9 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(dtype)
     with _first_of_a_group(transformer, config.context_parallel), _fused_attention():
-        batch = _batch(sample, trained_family(transformer).process(transformer, config.flow_shift), config, dtype)
+        batch = _batch(
+            sample, trained_family(transformer).training.process(transformer, config.flow_shift), config, dtype
+        )
         roles = Roles.of(transformer, config, changed, {name: x[0] for name, x in batch.conditioning.items()})
         for parameter in roles.critic.parameters.values() if roles.critic is not None else ():
             parameter.data = parameter.data.to(dtype)
@@ -100,7 +102,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     return Estimate(
         parameters=sum(parameter.numel() for parameter in transformer.parameters()),
         latents=tuple(sample["latents"].shape),
-        tokens=math.prod(get_family(transformer).token_grid(transformer, latents)),
+        tokens=math.prod(get_family(transformer).forward.token_grid(transformer, latents)),
         stages=stages,
         processes=processes,
         split=config.context_parallel.processes,
@@ -168,11 +170,11 @@ def _estimate_stage(
     hooks = [x.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None)) for x in updated]
     flops = 0.0
     for share, run in parts:
-        with FlopCounterMode(display=False) as counter, family.without_values():
+        with FlopCounterMode(display=False) as counter, family.forward.without_values():
             run()
         flops += share * counter.get_total_flops()
     # separately, because PyTorch's counter keeps checkpointed activations alive
-    with _PeakMemory() as memory, family.without_values():
+    with _PeakMemory() as memory, family.forward.without_values():
         parts[0][1]()
     for hook in hooks:
         hook.remove()
@@ -205,7 +207,7 @@ def _bytes_of_quantization(transformer: nn.Module, frozen_bytes: int) -> int:
 
     Those of one block are held converted as well, since its backward pass reads them.
     """
-    blocks: dict[str, int] = dict.fromkeys(get_family(transformer).blocks_of(transformer), 0)
+    blocks: dict[str, int] = dict.fromkeys(get_family(transformer).attention.blocks_of(transformer), 0)
     saved = 0
     for place, linear in linears_of_blocks(transformer).items():
         saved += (frozen_bytes - 1) * linear.weight.numel() - 4 * linear.out_features

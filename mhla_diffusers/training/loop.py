@@ -157,7 +157,7 @@ class Run:
         # whole weights may not fit on the device, so sharding moves them part by part
         self.transformer = transformer if self.is_sharded else transformer.to(device)
         self.family = trained_family(transformer)
-        process = self.family.process(transformer, config.flow_shift)
+        process = self.family.training.process(transformer, config.flow_shift)
         # processes that split the tokens of a batch form a group, with the same batches, noise and times
         size = config.context_parallel.processes
         group, groups = accelerator.process_index // size, accelerator.num_processes // size
@@ -279,7 +279,9 @@ class Run:
         totals: dict[str, torch.Tensor] = {}
         for forward in range(config.gradient_accumulation):
             batch = next(batches)
-            tokens += len(batch.latents) * math.prod(self.family.token_grid(self.transformer, batch.hidden_states))
+            tokens += len(batch.latents) * math.prod(
+                self.family.forward.token_grid(self.transformer, batch.hidden_states)
+            )
             with accelerator.accumulate(stage.model):
                 if self.is_sharded:
                     stage.model.set_requires_gradient_sync(accelerator.sync_gradients)

@@ -43,7 +43,7 @@ def plain_name(name: str) -> str:
 
 def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
     """Name and module of every self-attention that holds an MHLA layer; all of them in an unpatched model."""
-    attentions = get_family(transformer).self_attentions(transformer)
+    attentions = get_family(transformer).attention.self_attentions(transformer)
     return {name: attn for name, attn in attentions.items() if hasattr(attn, "mhla")} or attentions
 
 
@@ -91,7 +91,7 @@ def prepare_for_training(transformer: Any, config: TrainingConfig) -> list[str]:
         if stage.lora_rank is not None:
             add_lora(transformer, stage.lora_rank, config.seed, stage.lora_layers)
     transformer.train()
-    trained_family(transformer).prepare_for_training(transformer)
+    trained_family(transformer).training.prepare_for_training(transformer)
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     return trainable_names(transformer, *(stage.trainable for stage in config.stages))
@@ -99,7 +99,7 @@ def prepare_for_training(transformer: Any, config: TrainingConfig) -> list[str]:
 
 def linears_of_blocks(transformer: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of the blocks by name, without those of MHLA and of LoRA."""
-    blocks = tuple(f"{block}." for block in get_family(transformer).blocks_of(transformer))
+    blocks = tuple(f"{block}." for block in get_family(transformer).attention.blocks_of(transformer))
     return {
         place: module
         for place, module in transformer.named_modules()
@@ -154,7 +154,7 @@ def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
     if layers == "blocks":
         return [place.removesuffix(".base_layer") for place in linears_of_blocks(transformer)]
     attentions, family = patched_attentions(transformer).values(), get_family(transformer)
-    projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
+    projections = {linear for attn in attentions for linear in family.attention.adapter_of(attn).projections(attn)}
     return [place for place, module in transformer.named_modules() if module in projections]
 
 
@@ -279,7 +279,7 @@ class Critic:
             if is_patched(self._model):
                 remove_mhla(self._model)
             self._model.float().train()
-            trained_family(transformer).prepare_for_training(self._model)
+            trained_family(transformer).training.prepare_for_training(self._model)
         else:
             add_lora(transformer, rank, seed + 1, "blocks", CRITIC)
         parameters = self._model.named_parameters()
@@ -336,5 +336,5 @@ class Roles:
         critic = None
         if teacher is not None and config.few_steps is not None:
             critic = Critic(transformer, teacher, config.stages[-1], config.seed)
-        process = trained_family(transformer).process(transformer, config.flow_shift)
+        process = trained_family(transformer).training.process(transformer, config.flow_shift)
         return cls(transformer, process, teacher, critic, empty, autocast, config.context_parallel.processes)

@@ -65,13 +65,16 @@ class PromptSampler:
         self._pipe, self._prompts, self._component = pipe, prompts, component
         self._family = trained_family(getattr(pipe, component))
         self._frames_per_second = round(clip.fps)
-        self._settings = {**self._family.clip_arguments(pipe, clip), "num_inference_steps": steps}
+        self._settings = {**self._family.training.clip_arguments(pipe, clip), "num_inference_steps": steps}
         if few_steps is not None:
             sample_in(pipe, few_steps)
-            self._settings |= {"num_inference_steps": len(few_steps.times), **self._family.guidance_arguments(1.0)}
+            self._settings |= {
+                "num_inference_steps": len(few_steps.times),
+                **self._family.training.guidance_arguments(1.0),
+            }
         pipe.set_progress_bar_config(disable=True)
         for prompt in prompts:
-            self._family.check_prompt(pipe, prompt)  # before the training, not at its first samples
+            self._family.training.check_prompt(pipe, prompt)  # before the training, not at its first samples
 
     @torch.no_grad()
     def __call__(self, transformer: nn.Module, folder: Path) -> None:
@@ -82,8 +85,8 @@ class PromptSampler:
         try:
             for number, prompt in enumerate(self._prompts):
                 generator = torch.Generator().manual_seed(0)
-                (sample,) = self._family.call(self._pipe, [prompt], [generator], **self._settings)
-                write_sample(sample, folder / f"{number:02d}{self._family.suffix}", self._frames_per_second)
+                (sample,) = self._family.training.call(self._pipe, [prompt], [generator], **self._settings)
+                write_sample(sample, folder / f"{number:02d}{self._family.training.suffix}", self._frames_per_second)
         finally:
             transformer.train(training)
 

@@ -279,14 +279,14 @@ class Study:
         samples = [self.data[index] for index in indices]
         latents, captions = (torch.stack([s[key] for s in samples]) for key in ("latents", "encoder_hidden_states"))
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(indices[0])).to(self.device)
-        process = get_family(self.softmax).process(self.softmax, FLOW_SHIFT)
+        process = get_family(self.softmax).training.process(self.softmax, FLOW_SHIFT)
         return process.make_batch(latents, noise, quantiles.to(self.device), {"encoder_hidden_states": captions})
 
     @torch.no_grad()
     @torch.no_grad()
     def measure(self, row: Row, model: Any) -> dict[str, Any]:
         """Return all that the table has of a row."""
-        size, process = self.size, get_family(self.softmax).process(self.softmax, FLOW_SHIFT)
+        size, process = self.size, get_family(self.softmax).training.process(self.softmax, FLOW_SHIFT)
         model.eval().requires_grad_(False)
         losses = []
         for number in range(size.held_out):
@@ -324,7 +324,7 @@ class Study:
     def attention_errors(self, model: Any, batch: Any) -> list[float]:
         """Return ‖output − softmax's‖ / ‖softmax's‖ of every layer, on the inputs that the softmax model gives it."""
         found, hooks, side = [], [], self.size.pixels // self.size.patch
-        for name, attn in get_family(self.softmax).self_attentions(self.softmax).items():
+        for name, attn in get_family(self.softmax).attention.self_attentions(self.softmax).items():
 
             def compare(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
                 with call_context(grid=(self.size.frames, side, side)):
@@ -342,7 +342,7 @@ class Study:
 
     def generate(self, model: Any, labels: torch.Tensor) -> torch.Tensor:
         """Generate clips (B, 3, F, S, S) of captions by Euler's steps with guidance, from the same noise for all."""
-        size, process = self.size, get_family(self.softmax).process(self.softmax, FLOW_SHIFT)
+        size, process = self.size, get_family(self.softmax).training.process(self.softmax, FLOW_SHIFT)
         sigmas = process.shifted(torch.linspace(1, 0, size.sampler_steps + 1, device=self.device)).tolist()
         made = []
         for place, label in enumerate(labels):

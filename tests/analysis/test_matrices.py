@@ -20,7 +20,7 @@ def attended(model, call):
     """What every self-attention hands to its output projection: name → (B, H, N, D), and its value in that shape."""
     found, values = {}, {}
     handles = []
-    for name, attn in get_family(model).self_attentions(model).items():
+    for name, attn in get_family(model).attention.self_attentions(model).items():
 
         def note(_, args, name=name, attn=attn):
             found[name] = args[0].unflatten(-1, (attn.heads, -1)).transpose(1, 2)

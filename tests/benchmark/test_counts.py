@@ -78,7 +78,7 @@ def test_ceilings_command_and_the_table_that_ships(tmp_path):
     assert {line.split(",")[0] for line in (ROOT / "assets/models/ceilings.csv").read_text().splitlines()[1:]} == {
         case.model.name
         for case in map(small_case, models().values())
-        if not case.model.is_tiny and case.family.own_attention == "softmax"
+        if not case.model.is_tiny and case.family.attention.computes == "softmax"
     }
 
 

@@ -522,9 +522,9 @@ class Case:
 
     def _latents(self, grid: tuple[int, ...]) -> tuple[int, ...]:
         model = _model_of(self.name)
-        sizes = [count * length for count, length in zip(grid, self.of_family.patch(model), strict=True)]
+        sizes = [count * length for count, length in zip(grid, self.of_family.forward.patch(model), strict=True)]
         frames = [] if self.frames is None else [self.frames]
-        return self.of_family.channels(model.config), *frames, *sizes
+        return self.of_family.forward.channels(model.config), *frames, *sizes
 
     def transformer(self, **config: Any) -> Any:
         """The model; arguments of the class may differ."""
@@ -546,7 +546,7 @@ class Case:
         """Latents and conditioning of the shapes that the family tells, for at most three samples, no two alike."""
         draw, conditioning = drawer(batch, seed), {}
         latents = draw(*self._latents(grid))
-        for name, value in self.of_family.conditioning_shapes(_model_of(self.name).config).items():
+        for name, value in self.of_family.forward.conditioning_shapes(_model_of(self.name).config).items():
             shape, is_float = list(value.shape), value.dtype.is_floating_point
             if not shape:
                 conditioning[name] = torch.tensor([3, 7, 1000])[:batch]
@@ -561,11 +561,11 @@ class Case:
     def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
         """Keyword arguments of the transformer's forward."""
         family, grid = self.of_family, self.grids[ragged]
-        is_sigma = family.takes_sigma or family.time_is_reversed
+        is_sigma = family.forward.takes_sigma or family.forward.time_is_reversed
         timestep = torch.tensor([0.5, 0.25, 0.75] if is_sigma else [500, 250, 750])[:batch]
         timestep = timestep[:1].expand(batch) if self.one_time else timestep
         latents, conditioning = self.drawn(grid, batch, seed)
-        return self.change(family.forward_arguments(_model_of(self.name), latents, timestep, conditioning), grid)
+        return self.change(family.forward.arguments(_model_of(self.name), latents, timestep, conditioning), grid)
 
 
 class _Built(Case):
@@ -839,7 +839,7 @@ def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 def all_listed(name: str) -> dict[str, Any]:
     """Settings with which a patch computes the attention that it replaces: all pairs listed; one block where linear."""
     case = case_of(name)
-    if case.of_family.own_attention == "linear":
+    if case.of_family.attention.computes == "linear":
         # what MHLA adds to every feature as small as what SANA adds to its normaliser
         return {"blocks": (1,) * len(case.grid), "eps": 1e-15}
     return {"density": 1.0}

@@ -10,7 +10,7 @@ from mhla_diffusers.families import Family
 from ..models import seeded
 from ..pipelines import quiet
 from .cases import Case, kl_autoencoder, t5, text_tokenizer
-from .cogview3plus import CogView3PlusFamily
+from .cogview3plus import COGVIEW3PLUS
 
 CALL = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 8}
 """Arguments of the pipeline's call for a small picture: 8x8 latents, a token grid of 4x4."""
@@ -33,7 +33,7 @@ def cogview3plus_pipeline(transformer: Any = None) -> CogView3PlusPipeline:
 class _Added(Case):
     @property
     def of_family(self) -> Family:
-        return CogView3PlusFamily()
+        return COGVIEW3PLUS
 
     def transformer(self, **config: Any) -> Any:
         (model,) = (model for model in self.of_family.models if model.is_tiny)

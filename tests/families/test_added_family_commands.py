@@ -12,7 +12,7 @@ from mhla_diffusers import families, load_mhla, mhla_layers
 from mhla_diffusers.families import register_family
 
 from ..evaluation.pictures import mhla
-from .cogview3plus import CogView3PlusFamily
+from .cogview3plus import COGVIEW3PLUS
 from .cogview3plus_tiny import CALL, cogview3plus_pipeline, save_cogview3plus
 
 SETTINGS = [word for name, value in CALL.items() for word in ("--set", f"{name}={str(value).lower()}")]
@@ -28,9 +28,9 @@ patch:
 @pytest.fixture(autouse=True)
 def family() -> Iterator[None]:
     """CogView3-Plus, known to the package during one test."""
-    register_family(CogView3PlusFamily())
+    register_family(COGVIEW3PLUS)
     yield
-    families._FAMILIES.pop(CogView3PlusFamily.name)
+    families._FAMILIES.pop(COGVIEW3PLUS.name)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.chroma import ChromaFamily
+from mhla_diffusers.families.chroma import CHROMA
 
 from ..models import relative_change
 from .cases import ROUNDING, all_listed, case_of, output, plain
@@ -12,7 +12,7 @@ from .recording import forwards
 
 chroma = case_of("chroma")
 
-FAMILY = ChromaFamily()
+FAMILY = CHROMA
 SETTINGS = plain("chroma")
 
 
@@ -21,10 +21,10 @@ def test_padding_takes_no_part():
     model, (latents, conditioning) = mhla.apply_mhla(chroma.transformer(), **SETTINGS), chroma.drawn((8, 8), 2, 1)
     assert not conditioning["attention_mask"].all()
     time = torch.tensor([0.5, 0.5])
-    batch = output(model, FAMILY.forward_arguments(model, latents, time, conditioning))
+    batch = output(model, FAMILY.forward.arguments(model, latents, time, conditioning))
     for place in range(2):
         of_one = {name: x[place : place + 1] for name, x in conditioning.items()}
-        alone = FAMILY.forward_arguments(model, latents[place : place + 1], time[:1], of_one)
+        alone = FAMILY.forward.arguments(model, latents[place : place + 1], time[:1], of_one)
         assert "attention_mask" not in alone
         assert relative_change(batch[place], output(model, alone)[0]) < ROUNDING
 
@@ -45,9 +45,9 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
     """Which also fills the longer text up."""
     pipe, prompts = chroma.pipeline(), ["a red ball", "dog"]
     given = forwards(pipe, **{**chroma.call, "prompt": prompts, "negative_prompt": ["", ""]})[0]
-    samples = [FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": 8}) for prompt in prompts]
+    samples = [FAMILY.training.encode_prompt(pipe, prompt, {"max_sequence_length": 8}) for prompt in prompts]
     conditioning = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-    found = FAMILY.forward_arguments(pipe.transformer, torch.zeros(2, *chroma.latents), given["timestep"], conditioning)
+    found = FAMILY.forward.arguments(pipe.transformer, torch.zeros(2, *chroma.latents), given["timestep"], conditioning)
     tokens = found["encoder_hidden_states"].shape[1]
     assert tokens < given["encoder_hidden_states"].shape[1]
     torch.testing.assert_close(found["encoder_hidden_states"], given["encoder_hidden_states"][:, :tokens])

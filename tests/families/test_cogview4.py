@@ -25,11 +25,11 @@ def test_text_is_padded_as_among_longer_texts():
     pipe, family = CASE.pipeline(), CASE.of_family
     longer = "the red dog on " * 8
     expected = pipe.encode_prompt(["the red dog", longer], do_classifier_free_guidance=False)[0]
-    found = family.encode_prompt(pipe, "the red dog", {"max_sequence_length": expected.shape[1]})
+    found = family.training.encode_prompt(pipe, "the red dog", {"max_sequence_length": expected.shape[1]})
     torch.testing.assert_close(found["encoder_hidden_states"], expected[0], rtol=1e-5, atol=1e-6)
 
 
 def test_control_is_patched_but_not_trained():
     model = CASE.transformer(in_channels=8)
     with pytest.raises(ValueError, match="conditioned on pictures"):
-        CASE.of_family.process(model, 3.0)
+        CASE.of_family.training.process(model, 3.0)

@@ -12,7 +12,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import rope
 from mhla_diffusers.benchmark.cases import choose_cases, models
 from mhla_diffusers.benchmark.counts import count_forward
-from mhla_diffusers.families import TrainedFamily, get_family, predict
+from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.families.processes import NoisedBatch
 from mhla_diffusers.patching import attn_processors, layer_sensitivity
 from mhla_diffusers.training import ObjectiveWeights, StageConfig
@@ -62,7 +62,7 @@ OWN_FORM = (
 )
 SPARSE = {"density": 0.2, "block_size": 4}
 # whose own attention is softmax attention
-SOFTMAX = tuple(name for name in RUNNING if case_of(name).of_family.own_attention == "softmax")
+SOFTMAX = tuple(name for name in RUNNING if case_of(name).of_family.attention.computes == "softmax")
 # half a minute each, so all but one are left to the long run; tests/benchmark counts DiT, SANA and Wan
 slowly = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("dit", "flux", "sana", "wan")]
 
@@ -87,8 +87,8 @@ def test_apply_changes_and_remove_restores_bit_for_bit(name: str) -> None:
     own = {f"{attention}.processor" for attention in case.attentions}
     others = {key: one for key, one in attn_processors(model).items() if key not in own}
     if name in NAMES:  # what an attention gets back whose processor nobody has kept
-        for attn in case.of_family.self_attentions(model).values():
-            assert type(attn.processor) is type(case.of_family.self_attention_processor(attn))
+        for attn in case.of_family.attention.self_attentions(model).values():
+            assert type(attn.processor) is type(case.of_family.attention.own_processor(attn))
     assert mhla.apply_mhla(model, **plain(name)) is model and mhla.is_patched(model)
     assert inspect.signature(model.forward) == before["signature"]
     assert [key.removesuffix(".mhla") for key in mhla.mhla_layers(model)] == list(case.attentions)
@@ -199,12 +199,12 @@ def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
     model, queries = case.transformer(), []
 
     def note(attn: Any, args: Any, kwargs: Any) -> None:
-        adapter = case.of_family.adapter_of(attn)
+        adapter = case.of_family.attention.adapter_of(attn)
         inputs = adapter.read(attn, adapter.arguments(args, kwargs), case.grid, tokens)
         assert inputs.extra == case.extra
         queries.append(inputs.query)
 
-    tokens, latents = torch.Size(case.grid).numel(), case.of_family.latents_name
+    tokens, latents = torch.Size(case.grid).numel(), case.of_family.forward.latents_name
     model.get_submodule(case.attentions[0]).register_forward_pre_hook(note, with_kwargs=True)
     for seed in (1, 2):
         output(model, {**case.inputs(), latents: case.inputs(seed=seed)[latents]})
@@ -429,8 +429,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
     case = case_of(name)
     model = mhla.apply_mhla(case.transformer(), **plain(name)).train()
     arguments = case.inputs(batch=case.checkpointed)
-    if isinstance(case.of_family, TrainedFamily):
-        case.of_family.prepare_for_training(model)
+    if not isinstance(case.of_family.trained, str):
+        case.of_family.training.prepare_for_training(model)
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
@@ -448,7 +448,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 def _batch(name: str, model: Any) -> tuple[NoisedBatch, Any]:
     """Random latents of the usual grid, and conditioning of the shapes that the family tells."""
     case = case_of(name)
-    process = case.of_family.process(model, 3.0)
+    process = case.of_family.training.process(model, 3.0)
     latents, conditioning = case.drawn(case.grid, 2, seed=4)
     return process.make_batch(latents, torch.randn_like(latents), torch.tensor([0.3, 0.7]), conditioning), process
 

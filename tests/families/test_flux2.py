@@ -8,7 +8,7 @@ from torch.nn import functional
 import mhla_diffusers as mhla
 from mhla_diffusers.benchmark.counts import ATTENTION, count_parts
 from mhla_diffusers.families import Clip
-from mhla_diffusers.families.flux2 import Flux2Family
+from mhla_diffusers.families.flux2 import FLUX2
 from mhla_diffusers.families.values import keep_with
 from mhla_diffusers.training.roles import add_lora
 
@@ -19,7 +19,7 @@ from .recording import forwards
 
 flux2 = case_of("flux2")
 
-FAMILY = Flux2Family()
+FAMILY = FLUX2
 SETTINGS = plain("flux2")
 CLIP = Clip(1, 1.0, ((32, 32),))
 GRID = (7, 5)
@@ -32,11 +32,11 @@ def klein():
 
 
 def test_ids_are_the_pipelines_and_tell_the_grid():
-    ids, text_ids = FAMILY.ids(LATENTS, GRID, 6)
+    ids, text_ids = FAMILY.forward.ids(LATENTS, GRID, 6)
     expected = Flux2Pipeline._prepare_latent_ids(LATENTS)
     assert ids.dtype == expected.dtype and torch.equal(ids, expected)
     assert torch.equal(text_ids, Flux2Pipeline._prepare_text_ids(torch.zeros(2, 6, 1)))
-    assert FAMILY.grid_of_arguments(None, {"img_ids": expected}) == GRID
+    assert FAMILY.forward.grid_of_arguments(None, {"img_ids": expected}) == GRID
 
 
 def test_reference_pictures_are_refused():
@@ -44,7 +44,7 @@ def test_reference_pictures_are_refused():
     for sizes in ([(7, 5)], [(2, 2), (1, 3)]):
         others = Flux2Pipeline._prepare_image_ids([torch.zeros(1, 16, *size) for size in sizes])
         with pytest.raises(ValueError, match=r"Flux\.2 .*remove_mhla\(pipe\)"):
-            FAMILY.grid_of_arguments(None, {"img_ids": torch.cat([own, others.expand(2, -1, -1)], dim=1)})
+            FAMILY.forward.grid_of_arguments(None, {"img_ids": torch.cat([own, others.expand(2, -1, -1)], dim=1)})
 
 
 def test_cached_reference_pictures_are_refused():
@@ -76,7 +76,7 @@ def test_lora_adapts_both_kinds_of_blocks():
 def test_pixels_become_latents_as_reference_pictures_do():
     pipe = flux2.pipeline()
     pixels = torch.rand(2, 3, 1, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    found = functional.pixel_unshuffle(FAMILY.encode_pixels(pipe, pixels), 2)
+    found = functional.pixel_unshuffle(FAMILY.training.encode_pixels(pipe, pixels), 2)
     torch.testing.assert_close(found, pipe._encode_vae_image(pixels[:, :, 0], None), rtol=1e-4, atol=1e-5)
 
 
@@ -88,23 +88,27 @@ def test_generated_latents_are_of_the_scale_of_encoded_ones(make):
     own = pipe.vae.decode
     pipe.vae.decode = lambda z, **given: decoded.append(z) or own(z, **given)
     settings = {"num_inference_steps": 2, "guidance_scale": 4.0, "output_type": "pt"}
-    FAMILY.call(
-        pipe, ["a red ball"], [torch.Generator().manual_seed(3)], **FAMILY.clip_arguments(pipe, CLIP), **settings
+    FAMILY.training.call(
+        pipe,
+        ["a red ball"],
+        [torch.Generator().manual_seed(3)],
+        **FAMILY.training.clip_arguments(pipe, CLIP),
+        **settings,
     )
-    found = FAMILY.generate_latents(pipe, "a red ball", CLIP, 2, 4.0, torch.Generator().manual_seed(3))
+    found = FAMILY.training.generate_latents(pipe, "a red ball", CLIP, 2, 4.0, torch.Generator().manual_seed(3))
     bn, packed = pipe.vae.bn, functional.pixel_unshuffle(decoded[0], 2)
     expected = (packed - bn.running_mean.view(1, -1, 1, 1)) / (bn.running_var.view(1, -1, 1, 1) + 1e-4).sqrt()
     torch.testing.assert_close(found, functional.pixel_shuffle(expected, 2)[0], rtol=1e-4, atol=1e-5)
-    assert found.shape == FAMILY.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP)
+    assert found.shape == FAMILY.forward.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP)
 
 
 def test_prompts_of_klein_are_encoded_as_its_pipeline_hands_them_over():
     pipe = klein()
     given = forwards(pipe, **flux2.call)[0]["encoder_hidden_states"][0]
-    found = FAMILY.encode_prompt(pipe, flux2.call["prompt"], {"max_sequence_length": 8})
+    found = FAMILY.training.encode_prompt(pipe, flux2.call["prompt"], {"max_sequence_length": 8})
     torch.testing.assert_close(found["encoder_hidden_states"], given)
     text = {name: x[None] for name, x in found.items()}
-    assert "guidance" not in FAMILY.forward_arguments(
+    assert "guidance" not in FAMILY.forward.arguments(
         pipe.transformer, torch.zeros(1, 4, 16, 16), given.new_tensor([0.5]), text
     )
 

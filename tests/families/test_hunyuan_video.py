@@ -30,16 +30,16 @@ def test_forward_is_called_as_by_the_pipeline():
     family = get_family(pipe.transformer)
     call = CASE.call | {"num_inference_steps": 1, "output_type": "latent"}
     given, _ = forwards(pipe, **call)
-    conditioning = {key: x[None] for key, x in family.encode_prompt(pipe, call["prompt"]).items()}
-    shapes = {key: (x.shape, x.dtype) for key, x in family.conditioning_shapes(pipe.transformer.config).items()}
-    for encoded in (family.encode_prompt(pipe, call["prompt"]), family.encode_prompt(pipe, "")):
+    conditioning = {key: x[None] for key, x in family.training.encode_prompt(pipe, call["prompt"]).items()}
+    shapes = {key: (x.shape, x.dtype) for key, x in family.forward.conditioning_shapes(pipe.transformer.config).items()}
+    for encoded in (family.training.encode_prompt(pipe, call["prompt"]), family.training.encode_prompt(pipe, "")):
         assert {key: (x.shape, x.dtype) for key, x in encoded.items()} == shapes
         assert encoded["encoder_attention_mask"].any()  # without a token the model would divide by their number
     # masks are floats in the pipeline, and taken for bool by the transformer
     assert {x.dtype for key, x in conditioning.items() if "mask" in key} == {torch.int64}
     assert all(0 < x.sum() < x.numel() for key, x in conditioning.items() if "mask" in key)
     latents = given["hidden_states"][:, :4]
-    made = family.forward_arguments(pipe.transformer, latents, given["timestep"], conditioning)
+    made = family.forward.arguments(pipe.transformer, latents, given["timestep"], conditioning)
     assert {key for key in given if given[key] is not None} == {*made, "return_dict"}
     for key, argument in made.items():
         assert torch.equal(argument.to(given[key].dtype), given[key])
@@ -61,7 +61,7 @@ def test_guidance_of_generated_latents():
     pipe = CASE.pipeline()
     family, guider = get_family(pipe.transformer), pipe.guider
     found = {
-        scale: family.generate_latents(pipe, "a dog", CLIP, 1, scale, torch.Generator().manual_seed(1))
+        scale: family.training.generate_latents(pipe, "a dog", CLIP, 1, scale, torch.Generator().manual_seed(1))
         for scale in (1.0, 6.0)
     }
     assert pipe.guider is guider
@@ -78,13 +78,13 @@ def test_as_many_tokens_without_values_as_with_them():
     for device in ("meta", "cpu"):
         model = CASE.transformer().to(device)
         model.transformer_blocks[0].register_forward_hook(lambda *call: shapes.append([x.shape for x in call[2]]))
-        with get_family(model).without_values():
+        with get_family(model).forward.without_values():
             model(**{key: x.to(device) for key, x in CASE.inputs().items()})
     assert shapes[0] == shapes[1]
 
 
 def test_training_is_estimated_without_values():
     model = mhla.apply_mhla(CASE.transformer(), blocks=(2, 2, 3)).to("meta")
-    sample = {"latents": torch.empty(CASE.latents), **get_family(model).conditioning_shapes(model.config)}
+    sample = {"latents": torch.empty(CASE.latents), **get_family(model).forward.conditioning_shapes(model.config)}
     stage = StageConfig(1, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
     assert estimate(model, sample, TrainingConfig("unused", (stage,))).stages[0].flops > 0

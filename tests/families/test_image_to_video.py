@@ -115,9 +115,12 @@ each_other = pytest.mark.parametrize("name", OTHERS)
 def _encoded(name: str, pipe: Any, pixels: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
     """A sample as ``mhla encode`` makes it, noised half way, and the arguments of the transformer's forward."""
     family, call = get_family(pipe.transformer), OTHERS[name][1]
-    settings = {**call, **family.picture_settings(pipe, pixels)}
-    sample = {**family.encode_picture(pipe, pixels), **family.encode_prompt(pipe, call["prompt"], settings)}
-    latents, process = family.encode_pixels(pipe, pixels), family.process(pipe.transformer, 3.0)
+    settings = {**call, **family.training.picture_settings(pipe, pixels)}
+    sample = {
+        **family.training.encode_picture(pipe, pixels),
+        **family.training.encode_prompt(pipe, call["prompt"], settings),
+    }
+    latents, process = family.training.encode_pixels(pipe, pixels), family.training.process(pipe.transformer, 3.0)
     conditioning = {key: value[None] for key, value in sample.items()}
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(1))
     batch = process.make_batch(latents, noise, torch.tensor([0.5]), conditioning)
@@ -155,7 +158,7 @@ def test_image_to_video_is_trained_on_what_it_predicts(name: str) -> None:
     with torch.no_grad():
         batch, _ = _encoded(name, pipe, (_video().float() / 127.5 - 1)[None])
     apply_mhla(pipe, **plain(get_family(pipe.transformer).name))
-    process = get_family(pipe.transformer).process(pipe.transformer, 3.0)
+    process = get_family(pipe.transformer).training.process(pipe.transformer, 3.0)
     prediction = predict(pipe.transformer, batch)
     loss = process.loss(prediction, batch)
     loss.mean().backward()
@@ -190,13 +193,13 @@ def test_encoded_clips_have_what_the_pipeline_makes_of_their_first_frame(name: s
     size = {"height": _HEIGHT, "width": _WIDTH, "num_inference_steps": 2}
     given = _first_forward(pipe, {**call, **size, "image": first})
     family, pixels = get_family(pipe.transformer), (video.float() / 127.5 - 1)[None]
-    latents = family.encode_pixels(pipe, pixels)
+    latents = family.training.encode_pixels(pipe, pixels)
     assert latents.shape == given["hidden_states"].shape == (1, 36, 4, 8, 12)
     # all but the noise; the picture is normalised in float32 here and there
     torch.testing.assert_close(latents[:, 16:], given["hidden_states"][:, 16:], rtol=1e-5, atol=1e-5)
-    (picture,) = family.encode_picture(pipe, pixels).values()
+    (picture,) = family.training.encode_picture(pipe, pixels).values()
     torch.testing.assert_close(picture, given["encoder_hidden_states_image"][0], rtol=1e-5, atol=1e-5)
-    assert family.conditioning_shapes(pipe.transformer.config).keys() == {
+    assert family.forward.conditioning_shapes(pipe.transformer.config).keys() == {
         "encoder_hidden_states",
         "encoder_hidden_states_image",
     }
@@ -206,7 +209,7 @@ def test_a_transformer_of_other_channels_is_refused() -> None:
     pipe = _wan_pipeline()
     pipe.transformer.register_to_config(in_channels=52)
     with pytest.raises(ValueError, match="52 channels, .* 16 .* 36 "):
-        get_family(pipe.transformer).encode_pixels(pipe, torch.zeros(1, 3, 5, 16, 16))
+        get_family(pipe.transformer).training.encode_pixels(pipe, torch.zeros(1, 3, 5, 16, 16))
 
 
 def test_channels_of_a_picture_are_neither_noised_nor_predicted() -> None:
@@ -232,7 +235,7 @@ def test_dropping_the_prompt_leaves_the_picture() -> None:
 def test_prompts_alone_are_refused(make: Callable[[], Any]) -> None:
     pipe = make()
     with pytest.raises(ValueError, match=f"{type(pipe).__name__} .*image"):
-        get_family(pipe.transformer).call(pipe, ["a cat"], [torch.Generator().manual_seed(0)])
+        get_family(pipe.transformer).training.call(pipe, ["a cat"], [torch.Generator().manual_seed(0)])
 
 
 @each_pipeline
@@ -246,7 +249,7 @@ def test_prompts_are_encoded_as_the_pipeline_encodes_them(name: str) -> None:
     picture = Image.new("RGB", (_WIDTH, _HEIGHT), "red")
     settings = {"height": _HEIGHT, "width": _WIDTH, "num_inference_steps": 2, "image": picture}
     given = _first_forward(pipe, {**texts, **settings, "prompt": prompt})
-    (found,) = get_family(pipe.transformer).encode_prompt(pipe, prompt).values()
+    (found,) = get_family(pipe.transformer).training.encode_prompt(pipe, prompt).values()
     assert found.shape == (512, 32)
     assert torch.equal(found, given["encoder_hidden_states"][0])
 

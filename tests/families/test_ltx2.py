@@ -7,13 +7,13 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import classes_that_are_split
-from mhla_diffusers.families.ltx2 import LTX2Family
+from mhla_diffusers.families.ltx2 import LTX2
 
 from ..models import assert_changed, relative_change
 from .cases import ROUNDING, all_listed, case_of, drawer, output, plain
 from .recording import forwards
 
-CASE, FAMILY = case_of("ltx2"), LTX2Family()
+CASE, FAMILY = case_of("ltx2"), LTX2
 TOKENS = torch.Size(CASE.grid).numel()
 
 
@@ -82,16 +82,16 @@ def test_a_mask_between_tokens_is_refused():
 
 
 def test_a_split_over_processes_is_refused():
-    assert FAMILY.why_not_split(CASE.inputs(), CASE.grid)
+    assert FAMILY.forward.why_not_split(CASE.inputs(), CASE.grid)
     assert "LTX2VideoTransformer3DModel" not in classes_that_are_split()
 
 
 def test_files_hold_no_sound_and_the_video_attends_to_none():
     model, (latents, conditioning) = CASE.transformer(), CASE.drawn(CASE.grid, 2, seed=1)
     timestep = torch.tensor([500, 250])
-    given = FAMILY.forward_arguments(model, latents, timestep, conditioning)
+    given = FAMILY.forward.arguments(model, latents, timestep, conditioning)
     silent = {name: x for name, x in conditioning.items() if not name.startswith("audio")}
-    found = output(model, FAMILY.forward_arguments(model, latents, timestep, silent))
+    found = output(model, FAMILY.forward.arguments(model, latents, timestep, silent))
     assert relative_change(found, output(model, {**given, "isolate_modalities": True})) < ROUNDING
     assert_changed(found, output(model, given))
 
@@ -102,12 +102,12 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
     call = {**CASE.call, **no_guidance, "prompt": list(prompts), "output_type": "latent"}
     given = forwards(pipe, **call)[0]
     for place, prompt in enumerate(prompts):
-        found = FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": call["max_sequence_length"]})
+        found = FAMILY.training.encode_prompt(pipe, prompt, {"max_sequence_length": call["max_sequence_length"]})
         for name, x in found.items():
             # encoded in one batch there: the same operations, summed in another order
             torch.testing.assert_close(x, given[name][place], rtol=1e-4, atol=1e-5)
-    told = FAMILY.conditioning_shapes(pipe.transformer.config)
-    whole = FAMILY.encode_prompt(pipe, "")
+    told = FAMILY.forward.conditioning_shapes(pipe.transformer.config)
+    whole = FAMILY.training.encode_prompt(pipe, "")
     assert all(x.shape == told[name].shape and x.dtype == told[name].dtype for name, x in whole.items())
     assert torch.equal(given["sigma"], given["timestep"])
 
@@ -115,5 +115,5 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
 def test_sound_of_the_default_clip():
     """As many tokens as the pipeline makes of 121 frames at 24 a second, of an autoencoder with the real strides."""
     clip = FAMILY.default_clip
-    tokens = FAMILY.conditioning_shapes(CASE.transformer().config)["audio_hidden_states"].shape[0]
+    tokens = FAMILY.forward.conditioning_shapes(CASE.transformer().config)["audio_hidden_states"].shape[0]
     assert tokens == round(clip.frames / clip.fps * 16000 / 160 / 4)

@@ -125,7 +125,7 @@ def _of_cogvideox(shift: float) -> tuple[Any, VelocityDDPM]:
 
 def _of_hunyuan_dit() -> tuple[Any, VelocityDDPM]:
     pipe = case_of("hunyuan_dit").pipeline()
-    return pipe.scheduler, trained_family(pipe.transformer).process(pipe.transformer, 3.0)
+    return pipe.scheduler, trained_family(pipe.transformer).training.process(pipe.transformer, 3.0)
 
 
 @pytest.mark.parametrize("make", [lambda: _of_cogvideox(1.0), lambda: _of_cogvideox(3.0), _of_hunyuan_dit])

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.qwenimage import QwenImageFamily
+from mhla_diffusers.families.qwenimage import QWENIMAGE
 
 from .cases import case_of, output, plain
 from .recording import forwards
 
 qwenimage = case_of("qwenimage")
 
-FAMILY = QwenImageFamily()
+FAMILY = QWENIMAGE
 
 
 def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
@@ -22,7 +22,7 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
     alone = forwards(pipe, **{**qwenimage.call, "prompt": prompts[0], "negative_prompt": None})[0]
     assert alone["encoder_hidden_states_mask"] is None
     for place, prompt in enumerate(prompts):
-        found = FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": 8})
+        found = FAMILY.training.encode_prompt(pipe, prompt, {"max_sequence_length": 8})
         text, mask = batch["encoder_hidden_states"][place], batch["encoder_hidden_states_mask"][place]
         tokens = len(text)
         assert tokens < 8 and mask.equal(found["encoder_hidden_states_mask"][:tokens])
@@ -33,14 +33,14 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
         )
     assert not batch["encoder_hidden_states_mask"].all()
     own = len(alone["encoder_hidden_states"][0])
-    found = FAMILY.encode_prompt(pipe, prompts[0], {"max_sequence_length": 8})
+    found = FAMILY.training.encode_prompt(pipe, prompts[0], {"max_sequence_length": 8})
     assert found["encoder_hidden_states"][:own].equal(alone["encoder_hidden_states"][0])
 
 
 def test_text_is_cut_as_the_pipeline_cuts_it():
     pipe = qwenimage.pipeline()
     call = {**qwenimage.call, "negative_prompt": None, "max_sequence_length": 2}
-    found = FAMILY.encode_prompt(pipe, call["prompt"], {"max_sequence_length": 2})
+    found = FAMILY.training.encode_prompt(pipe, call["prompt"], {"max_sequence_length": 2})
     assert found["encoder_hidden_states"].equal(forwards(pipe, **call)[0]["encoder_hidden_states"][0])
 
 

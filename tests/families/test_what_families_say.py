@@ -64,7 +64,10 @@ def test_image_to_video_is_patched(name, settings, latents):
 def test_image_to_video_of_hunyuan_video_15_is_not_trained():
     case = case_of("hunyuan_video15")
     pipe, family = case.pipeline(task_type="i2v"), case.of_family
-    for refused in (lambda: family.encode_prompt(pipe, "a"), lambda: family.process(pipe.transformer, 7.0)):
+    for refused in (
+        lambda: family.training.encode_prompt(pipe, "a"),
+        lambda: family.training.process(pipe.transformer, 7.0),
+    ):
         with pytest.raises(ValueError, match="conditioned on pictures"):
             refused()
 

@@ -49,7 +49,7 @@ def test_gradient_checkpointing_of_hunyuan_image_which_diffusers_lacks():
 
 
 def test_a_mean_flow_model_is_trained_on_steps_without_length():
-    arguments = case_of("hunyuan_image").of_family.forward_arguments(
+    arguments = case_of("hunyuan_image").of_family.forward.arguments(
         case_of("hunyuan_image").transformer(use_meanflow=True), torch.zeros(1, 4, 8, 8), torch.tensor([500]), {}
     )
     assert torch.equal(arguments["timestep_r"], arguments["timestep"])
@@ -58,4 +58,4 @@ def test_a_mean_flow_model_is_trained_on_steps_without_length():
 def test_longcats_prompts_are_not_rewritten():
     case = case_of("longcat_image")
     pipe = case.pipeline()
-    assert case.of_family.prompt_arguments(pipe, ["a"])["enable_prompt_rewrite"] is False
+    assert case.of_family.training.prompt_arguments(pipe, ["a"])["enable_prompt_rewrite"] is False

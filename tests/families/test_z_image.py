@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.z_image import ZImageFamily
+from mhla_diffusers.families.z_image import Z_IMAGE
 
 from .cases import case_of, output, plain
 from .recording import forwards
 
 z_image, uneven = case_of("z_image"), case_of("z_image_uneven")
 
-FAMILY = ZImageFamily()
+FAMILY = Z_IMAGE
 SETTINGS = plain("z_image")
 
 
@@ -21,9 +21,9 @@ def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
     texts = forwards(pipe, **{**z_image.call, "prompt": list(prompts), "negative_prompt": None})[0]["cap_feats"][:2]
     assert len(texts[0]) != len(texts[1])
     latents = torch.zeros(2, 4, 16, 16)
-    samples = [FAMILY.encode_prompt(pipe, prompt, {"max_sequence_length": 8}) for prompt in prompts]
+    samples = [FAMILY.training.encode_prompt(pipe, prompt, {"max_sequence_length": 8}) for prompt in prompts]
     conditioning = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-    given = FAMILY.forward_arguments(pipe.transformer, latents, torch.tensor([0.5, 0.5]), conditioning)
+    given = FAMILY.forward.arguments(pipe.transformer, latents, torch.tensor([0.5, 0.5]), conditioning)
     for found, expected in zip(given["cap_feats"], texts, strict=True):
         # encoded in one batch there: the same operations, summed in another order
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

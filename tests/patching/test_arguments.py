@@ -1,6 +1,7 @@
 """Arguments of the wrong kind are refused with their value, what is allowed, and the way out."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import MHLAState, register_feature_map
 from mhla_diffusers.families import Family, get_family, register_family
-from mhla_diffusers.families.wan import WanFamily
+from mhla_diffusers.families.wan import WAN as WAN_FAMILY
 from mhla_diffusers.models import VLTConfig, VLTForImageClassification
 from mhla_diffusers.patching import (
     attn_processors,
@@ -26,20 +27,6 @@ from ..models import FAMILIES, inputs, patched
 from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
 
 CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1}
-
-
-class LacksAxes(Family):
-    name = "lacking"
-    transformers = ("SomeTransformer2DModel",)
-    block_lists = ("blocks",)
-
-    def self_attention_processor(self):
-        return None
-
-
-class OneName(WanFamily):
-    name = "one name"
-    transformers = "SomeTransformer2DModel"
 
 
 def vit():
@@ -107,10 +94,13 @@ REFUSED = {
     "tiny pipeline": (lambda: pipeline_folder("flux"), "'flux' .*allowed: dit, sana, wan"),
     "name of a feature map": (lambda: register_feature_map(3, torch.relu), "name=3"),
     "no feature map": (lambda: register_feature_map("foo", 3), "feature_map=3"),
-    "class of a family": (lambda: register_family(WanFamily), r"WanFamily\(\)"),
+    "class of a family": (lambda: register_family(Family), "Family'>"),
     "no family": (lambda: register_family(None), "family=None"),
-    "family that lacks something": (lambda: register_family(LacksAxes()), "axes, mhla_blocks"),
-    "family of one name": (lambda: register_family(OneName()), "transformers='Some.* must be a tuple"),
+    "family with blocks of other axes": (lambda: replace(WAN_FAMILY, mhla_blocks=(4, 4)), r"mhla_blocks=\(4, 4\).* 3"),
+    "family of one name": (
+        lambda: register_family(replace(WAN_FAMILY, transformers="SomeTransformer2DModel")),
+        "transformers='Some.* must be a tuple",
+    ),
     "family of a pipeline": (lambda: get_family(wan_pipeline()), "WanPipeline is a pipeline"),
     "family of no name": (lambda: get_family("wam"), "^'wam' is not supported"),
     "stream of nothing": (lambda: mhla.VideoStream(None), "NoneType"),

@@ -59,8 +59,8 @@ def test_video_has_at_least_512_tokens():
     pipe = load_tiny("wan")
     family = get_family(pipe.transformer)
     with torch.no_grad():
-        latents = family.encode_pixels(pipe, torch.zeros(1, 3, 9, 64, 64))
-    grid = torch.Size(family.token_grid(pipe.transformer, latents))
+        latents = family.training.encode_pixels(pipe, torch.zeros(1, 3, 9, 64, 64))
+    grid = torch.Size(family.forward.token_grid(pipe.transformer, latents))
     assert grid.numel() >= 512
 
 

@@ -132,7 +132,7 @@ def _patched() -> Any:
 def test_ctrl_c_leaves_workers_alone(tmp_path: Path) -> None:
     """A terminal sends it to the processes that read data as well."""
     config = one_stage(tmp_path, steps=6, workers=1)
-    process = get_family(tiny_wan()).process(tiny_wan(), 3.0)
+    process = get_family(tiny_wan()).training.process(tiny_wan(), 3.0)
     batches = NoisedBatches(wan_data(), process, config, torch.device("cpu")).from_step(0)
     before = set(psutil.Process().children())
     next(batches)

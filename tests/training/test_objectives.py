@@ -24,7 +24,7 @@ TRANSFER = StageConfig(1, 1e-3, "attention", ObjectiveWeights(transfer=1.0))
 
 
 def _one_batch(transformer: Any, data: InMemoryData) -> NoisedBatch:
-    process = get_family(transformer).process(transformer, 3.0)
+    process = get_family(transformer).training.process(transformer, 3.0)
     config = one_stage("unused", batch_size=2)
     return next(NoisedBatches(data, process, config, torch.device("cpu")).from_step(0))
 
@@ -105,7 +105,7 @@ def test_guidance_is_distilled_in(family: str) -> None:
         expected[:, noised:] = conditional[:, noised:]
         torch.testing.assert_close(teacher.predict(batch, 3.0, empty), expected)
         loss = (predict(transformer, batch) - expected).square().mean()
-    roles = Roles(transformer, get_family(transformer).process(transformer, 3.0), teacher, empty=empty)
+    roles = Roles(transformer, get_family(transformer).training.process(transformer, 3.0), teacher, empty=empty)
     stage = StageConfig(1, 1e-3, "all", ObjectiveWeights(distillation=1.0), guidance=3.0)
     ((found, _),) = stage_losses(roles, stage, transformer, batch)
     torch.testing.assert_close(found, loss)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from re import fullmatch
 from typing import Any, Literal
 
-from ...families import Clip, TrainedFamily
+from ...families import Clip, Family
 from ...reporting import parse_size, times
 from ...settings import Settings, allow, check
 
@@ -96,9 +96,7 @@ class Clips(Settings):
         step = {"head": sys.maxsize, "chunk": self.lengths[-1], "all": self.stride or 1}[self.extract]
         return range(0, sys.maxsize, step)
 
-    def fitted(
-        self, family: TrainedFamily, transformer: Any, vae: Mapping[str, Any], begins_with_picture: bool
-    ) -> "Clips":
+    def fitted(self, family: Family, transformer: Any, vae: Mapping[str, Any], begins_with_picture: bool) -> "Clips":
         """Return the clips with sizes for a model, after checks; errors name the nearest frames and sizes.
 
         Args:
@@ -110,8 +108,8 @@ class Clips(Settings):
         Raises:
             ValueError: frames or sizes that the model cannot take.
         """
-        temporal, spatial = family.strides(vae)
-        step = spatial * family.patch(transformer)[-1]
+        temporal, spatial = family.forward.strides(vae)
+        step = spatial * family.forward.patch(transformer)[-1]
         sizes = self.sizes
         if isinstance(sizes, str):
             sizes = _auto_sizes(self._auto_size(family.default_clip), step, family.squares_only)
@@ -124,7 +122,7 @@ class Clips(Settings):
                 f"Size {times(size)} is not square, but {family.name} only makes squares; try {size[0]}x{size[0]}.",
             )
         for frames in self.lengths:
-            if family.makes_videos:
+            if family.forward.makes_videos:
                 near = max(0, round((frames - 1) / temporal)) * temporal + 1
                 fits = frames >= 1 and (frames - 1) % temporal == 0
                 check(fits, f"frames={frames} must be 1 more than a multiple of {temporal}; try {near}.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...families import Sample, TrainedFamily, trained_family
+from ...families import Family, Sample, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...patching import is_patched
@@ -59,7 +59,7 @@ def encode_folder(
     media = _check_captions(family, pipe, sources.media())
     settings = clips.settings()
     # one transformer may be that of text-to-video too, whose samples differ
-    if family.keeps_first_frame(pipe, pipe.transformer.config):
+    if family.training.keeps_first_frame(pipe, pipe.transformer.config):
         settings[BEGINS_WITH_PICTURE] = True
     contents = contents_of(media)
     with folder_for_results(Path(output)):
@@ -88,10 +88,11 @@ def encode_folder(
                         continue
                     # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
                     given = (clip.pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-                    latents = family.encode_pixels(pipe, given)[0]
+                    latents = family.training.encode_pixels(pipe, given)[0]
                     _check_finite(latents, model, name, "use another precision, or leave the file out")
-                    sample = {"latents": latents, **family.encode_picture(pipe, given)}
-                    sample |= family.encode_prompt(pipe, item.caption, family.picture_settings(pipe, given))
+                    sample = {"latents": latents, **family.training.encode_picture(pipe, given)}
+                    of_picture = family.training.picture_settings(pipe, given)
+                    sample |= family.training.encode_prompt(pipe, item.caption, of_picture)
                     place: dict[str, Any] = {"bucket": clip.bucket, "start": clip.start, "origin": item.origin}
                     writer.add(name, item.caption, _on_cpu(sample), contents[name], clip.original, **place)
                 index.unfinished = None
@@ -147,7 +148,7 @@ def synthesize(
     )
     family = trained_family(pipe.transformer)
     for prompt in prompts:
-        family.check_prompt(pipe, prompt)
+        family.training.check_prompt(pipe, prompt)
     clips = _fitted(clips or Clips.of(family.default_clip), family, pipe)
     check(
         len(clips.sizes) == 1 and len(clips.lengths) == 1,
@@ -167,18 +168,18 @@ def synthesize(
             for number, prompt in progress(left, **shown):
                 if steps:
                     generator = generator_for(seed, "synthesize", number)
-                    latents = family.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+                    latents = family.training.generate_latents(pipe, prompt, clip, steps, guidance, generator)
                     remedy = "use another precision, fewer or more steps, or another guidance"
                     _check_finite(latents, model, prompt, remedy)
                 else:
-                    shape = family.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+                    shape = family.forward.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
                     latents = torch.zeros(shape, dtype=torch.uint8)
-                sample = {"latents": latents, **family.encode_prompt(pipe, prompt)}
+                sample = {"latents": latents, **family.training.encode_prompt(pipe, prompt)}
                 writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample), bucket=(clip.frames, *clip.sizes[0]))
     return writer.index
 
 
-def model_header(model: str, family: TrainedFamily) -> dict[str, Any]:
+def model_header(model: str, family: Family) -> dict[str, Any]:
     """Make the header of a cache for a model, without settings; loads none of its weights."""
     names = ("vae", "text_encoder")
     parts = {name: component_identity(model, name) for name in names}
@@ -187,11 +188,11 @@ def model_header(model: str, family: TrainedFamily) -> dict[str, Any]:
 
 
 def _writer(
-    pipe: Any, model: str, family: TrainedFamily, output: str | Path, settings: dict[str, Any], contents: dict[str, str]
+    pipe: Any, model: str, family: Family, output: str | Path, settings: dict[str, Any], contents: dict[str, str]
 ) -> tuple[CacheWriter, set[str]]:
     """Open a cache, and return it with the sources that it lacks, or holds with other contents, which are dropped."""
     writer = CacheWriter(output, {**model_header(model, family), "settings": settings})
-    writer.set_empty(_on_cpu(family.encode_prompt(pipe, "")))
+    writer.set_empty(_on_cpu(family.training.encode_prompt(pipe, "")))
     known = writer.index.contents
     changed = sorted(name for name in contents.keys() & known.keys() if contents[name] != known[name])
     if changed:
@@ -207,13 +208,13 @@ def _writer(
     return writer, missing
 
 
-def _fitted(clips: Clips, family: TrainedFamily, pipe: Any) -> Clips:
+def _fitted(clips: Clips, family: Family, pipe: Any) -> Clips:
     """Return clips with sizes for a pipeline; ValueError for frames or sizes that its model cannot take."""
-    begins_with_picture = family.keeps_first_frame(pipe, pipe.transformer.config)
+    begins_with_picture = family.training.keeps_first_frame(pipe, pipe.transformer.config)
     return clips.fitted(family, pipe.transformer, pipe.vae.config, begins_with_picture)
 
 
-def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) -> list[Media]:
+def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
     """Mark samples of shards whose caption the model does not take; raise for such files."""
     checked: list[Media] = []
     wrong: list[tuple[str, str]] = []
@@ -221,7 +222,7 @@ def _check_captions(family: TrainedFamily, pipe: Any, media: Sequence[Media]) ->
         problem = item.problem
         try:
             if problem is None:
-                family.check_prompt(pipe, item.caption)
+                family.training.check_prompt(pipe, item.caption)
         except ValueError as error:
             problem = str(error)
             if item.offset is None:

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from ...devices import choose_device
-from ...families.trained import unscaled_latents
+from ...families.training import unscaled_latents
 from ...files import write_text
 from ...generation import component_identity
 from ...reporting import data_url, html_page, html_table, progress, times

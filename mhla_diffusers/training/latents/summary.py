@@ -73,16 +73,16 @@ class DataModel:
         import diffusers
 
         pipeline = getattr(diffusers, str(read_json(pipeline_file(self.name, "model_index.json"))["_class_name"]), None)
-        picture = pipeline is not None and self.family.keeps_first_frame(pipeline, self.transformer.config)
+        picture = pipeline is not None and self.family.training.keeps_first_frame(pipeline, self.transformer.config)
         return clips.fitted(self.family, self.transformer, self.vae, picture)
 
     def latent_shape(self, clip: Clip) -> tuple[int, ...]:
         """Return the shape of the latents of a clip."""
-        return self.family.latent_shape(self.transformer.config, self.vae, clip)
+        return self.family.forward.latent_shape(self.transformer.config, self.vae, clip)
 
     def tokens(self, latents: tuple[int, ...]) -> int:
         """Return how many tokens self-attention has for latents of a shape."""
-        return prod(self.family.token_grid(self.transformer, torch.empty(1, *latents, device="meta")))
+        return prod(self.family.forward.token_grid(self.transformer, torch.empty(1, *latents, device="meta")))
 
     def problem_of(self, caption: str) -> str | None:
         """Return why a caption cannot be used; None for any text, unless the model takes classes."""

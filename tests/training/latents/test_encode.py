@@ -323,7 +323,7 @@ def test_damage_of_a_cache_is_named(harm: Callable[[Path], object], name: str, w
     _small_cache(tmp_path, 2)
 
     def batch() -> object:
-        config, process = one_stage(tmp_path, workers=workers), get_family(tiny_wan()).process(tiny_wan(), 3.0)
+        config, process = one_stage(tmp_path, workers=workers), get_family(tiny_wan()).training.process(tiny_wan(), 3.0)
         return next(NoisedBatches(LatentCache(tmp_path), process, config, torch.device("cpu")).from_step(0))
 
     batch()
@@ -350,6 +350,6 @@ def test_latents_that_are_not_finite_are_told_by_their_file(
     write_video(tmp_path / "videos" / "a.mp4")
     (tmp_path / "videos" / "a.txt").write_text("a ball")
     encoded = torch.full((1, 4, 2, 4, 4), float("nan"))
-    monkeypatch.setattr("mhla_diffusers.families.wan.WanFamily.encode_pixels", lambda *_: encoded)
+    monkeypatch.setattr("mhla_diffusers.families.wan.WanTraining.encode_pixels", lambda *_: encoded)
     with pytest.raises(ValueError, match=r"not finite for 'a.mp4'; use another precision"):
         encode_folder(pipe, model, tmp_path / "videos", tmp_path / "cache", WAN_CLIP)

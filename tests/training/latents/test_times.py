@@ -58,7 +58,7 @@ def test_a_frame_block_shares_its_time_and_half_of_the_videos_have_begun() -> No
 @pytest.mark.parametrize("cls", [WanTransformer3DModel, SkyReelsV2Transformer3DModel])
 def test_every_frame_is_noised_to_its_time_and_clean_ones_are_not_judged(cls: type) -> None:
     model = mhla.apply_mhla(wan(cls, num_layers=1), **CAUSAL)
-    process = get_family(model).process(model, 3.0)
+    process = get_family(model).training.process(model, 3.0)
     assert frames_together(model) == 2
     latents, noise = torch.randn(2, 16, FRAMES, 8, 8), torch.randn(2, 16, FRAMES, 8, 8)
     quantile, text = torch.tensor([[0, 0, 0.5, 0.5, 0.9, 0.9], [0.3] * 6]).double(), torch.randn(2, 6, 32)
@@ -82,7 +82,7 @@ def test_every_frame_is_noised_to_its_time_and_clean_ones_are_not_judged(cls: ty
 
 def test_times_are_a_function_of_the_seed_for_any_number_of_processes() -> None:
     model = mhla.apply_mhla(wan(num_layers=1), **CAUSAL)
-    process, device = get_family(model).process(model, 3.0), torch.device("cpu")
+    process, device = get_family(model).training.process(model, 3.0), torch.device("cpu")
 
     def times(size: int, processes: int) -> torch.Tensor:
         parts = (
@@ -111,7 +111,7 @@ def test_without_a_causal_patch_there_is_one_time_and_the_same_as_ever() -> None
     model = mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2))
     assert frames_together(model) is None
     config = _config(patch=mhla.MHLAConfig(blocks=(2, 2, 2)))
-    batches = NoisedBatches(_data(), get_family(model).process(model, 3.0), config, torch.device("cpu"))
+    batches = NoisedBatches(_data(), get_family(model).training.process(model, 3.0), config, torch.device("cpu"))
     assert all(batch.time.shape == (2,) for batch in islice(batches.from_step(0), 2))
     assert validation_loss(model, batches).isfinite()
 

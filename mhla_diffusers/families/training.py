@@ -1,57 +1,67 @@
-"""What encoding, training and generating need to know of a family beside what patching needs."""
+"""How a family's models are trained: their process, encoding latents and prompts, and calling the pipeline."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .family import Family, Kwargs, Sample
+from .forward import Forward, Kwargs, Sample, undefined
 from .models import Clip
 from .packing import unpack
-from .processes import DiffusionProcess, FlowMatching
+from .processes import KNOWN_FRAMES, DiffusionProcess, FlowMatching
 
 
-class TrainedFamily(Family):
-    """A family whose latents and prompts can be encoded, whose models can be trained, and whose pipeline is called."""
+@dataclass(kw_only=True, eq=False)
+class Training:
+    """How a family's models are trained, encoded for and called. A subclass overrides the methods that differ."""
 
-    process_class: ClassVar[type[DiffusionProcess] | None] = None
-    """How the model was trained."""
-    text_settings: ClassVar[Mapping[str, Any]] = {}
+    ddpm: Callable[[], DiffusionProcess] | None = None
+    """Makes the process of models that were not trained with flow matching."""
+    text_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
-    pads_text: ClassVar[bool] = False
-    """Whether samples hold the text, padded with zeros to one length, and its mask, which are the ``conditions``."""
-    prompts_are_classes: ClassVar[bool] = False
+    pads_text: bool = False
+    """Whether samples hold the text, padded with zeros to one length, and its mask, which are the conditions."""
+    encodes_frames: bool = False
+    """Whether images are encoded by an autoencoder of videos, for which an image is one frame."""
+    prompts_are_classes: bool = False
     """Whether the model is conditioned on classes, by number or name, instead of text."""
+    forward: Forward = field(init=False)
+    """The family's, which :attr:`Family.training` sets."""
 
     @property
     def suffix(self) -> str:
         """Suffix of generated files: ``.mp4`` or ``.png``."""
-        return ".mp4" if self.makes_videos else ".png"
+        return ".mp4" if self.forward.makes_videos else ".png"
 
     # Training
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Return the process that the model was trained with, by default of :attr:`process_class`.
+        """Return the process that the model was trained with, by default flow matching.
+
+        Channels of a picture, which a video model takes and does not predict, stay clean.
 
         Raises:
-            ValueError: the family does not define it, or the transformer is conditioned on pictures.
+            ValueError: the transformer is conditioned on pictures.
         """
-        self._check_trained_on_text(transformer.config)
-        if self.process_class is None:
-            raise self.undefined("how the model was trained", "process")
-        if issubclass(self.process_class, FlowMatching):
-            scale = 1e-3 if self.takes_sigma else 1.0
-            return self.process_class(flow_shift, scale, is_reversed=self.time_is_reversed)
-        return self.process_class()
+        config = transformer.config
+        self._check_trained_on_text(config)
+        if self.ddpm is not None:
+            return self.ddpm()
+        scale = 1e-3 if self.forward.takes_sigma else 1.0
+        process = FlowMatching(flow_shift, scale, is_reversed=self.forward.time_is_reversed)
+        if self.forward.makes_videos and config.in_channels != (config.get("out_channels") or config.in_channels):
+            process.channels = int(config.out_channels)
+        return process
 
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Return the prediction for latents (B, C, ...), of their shape: by default the output, towards the noise."""
-        if self.packs_latents:
-            output = unpack(output, self.token_grid(transformer, latents), self.patch(transformer))
-        predicted: Tensor = -output if self.time_is_reversed else output
+        if self.forward.packs_latents:
+            output = unpack(output, self.forward.token_grid(transformer, latents), self.forward.patch(transformer))
+        predicted: Tensor = -output if self.forward.time_is_reversed else output
         return predicted
 
     def prepare_for_training(self, transformer: nn.Module) -> None:
@@ -68,14 +78,14 @@ class TrainedFamily(Family):
     def _check_trained_on_text(self, config: Any) -> None:
         if self.needs_pictures(config):
             raise ValueError(
-                f"This {self.name!r} checkpoint is conditioned on pictures, which captions do not hold. It can be "
-                "patched and generates; encode and train with a text-to-video checkpoint."
+                "This checkpoint is conditioned on pictures, which captions do not hold. It can be patched and "
+                "generates; encode and train with a text-to-video checkpoint."
             )
 
     # Encoding
 
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode clips to latents in the transformer's scale, by default as :func:`scaled_latents`.
+        """Encode clips to latents in the transformer's scale; a first latent frame that is a picture by itself.
 
         Args:
             pipe: pipeline with its autoencoder.
@@ -84,20 +94,49 @@ class TrainedFamily(Family):
         Returns:
             float32 (B, C, F, H, W), or (B, C, H, W) for images.
         """
-        encoded = pipe.vae.encode(pixels if self.makes_videos else pixels[:, :, 0])
-        latents = encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
-        return scaled_latents(pipe.vae, latents.float())
+        latents = self.encoded(pipe, pixels)
+        if not self.keeps_first_frame(pipe, pipe.transformer.config):
+            return latents
+        return torch.cat([self.encoded(pipe, pixels[:, :, :1]), latents[:, :, 1:]], dim=2)
+
+    def encoded(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Run the autoencoder on clips, and scale their latents as :func:`scaled_latents`."""
+        found = pipe.vae.encode(pixels if self.forward.makes_videos or self.encodes_frames else pixels[:, :, 0])
+        latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+        scaled = scaled_latents(pipe.vae, latents.float())
+        return scaled[:, :, 0] if self.encodes_frames else scaled
 
     def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
-        """Return the kwargs of the transformer's forward that come from a clip (1, 3, F, H, W); by default none.
+        """Return the kwargs of the transformer's forward that come from a clip (1, 3, F, H, W).
 
-        :data:`~.processes.KNOWN_FRAMES` is none of them: it is the number of latent frames that are given.
+        By default none, beside :data:`~.processes.KNOWN_FRAMES`, the number of given latent frames, where the first is
+        a picture.
         """
-        return {}
+        return {KNOWN_FRAMES: torch.tensor(1)} if self.keeps_first_frame(pipe, pipe.transformer.config) else {}
 
     def picture_settings(self, pipe: Any, pixels: Tensor) -> Mapping[str, Any]:
-        """Return the settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W); by default none."""
-        return {}
+        """Return the settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W).
+
+        By default its first frame as ``image``, where prompts of videos are encoded with a picture.
+        """
+        is_taken = self.forward.makes_videos and "image" in inspect.signature(pipe.encode_prompt).parameters
+        return {"image": first_picture(pipe, pixels)} if is_taken else {}
+
+    def beside(self, pipe: Any, latents: Tensor, *pictures: Tensor) -> Tensor:
+        """Add channels of pictures, each (B, C, F, H, W) with at most the latents' frames, filled up with zeros.
+
+        Raises:
+            ValueError: the transformer takes another number of channels.
+        """
+        frames, wanted = latents.shape[2], self.forward.channels(pipe.transformer.config)
+        filled = [functional.pad(one, (0, 0, 0, 0, 0, frames - one.shape[2])) for one in pictures]
+        found = torch.cat([latents, *filled], dim=1)
+        if wanted != found.shape[1]:
+            raise ValueError(
+                f"{type(pipe.transformer).__name__} takes {wanted} channels, not the {latents.shape[1]} of latents or "
+                f"the {found.shape[1]} with a first frame; give the samples as InMemoryData."
+            )
+        return found
 
     def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
         """Whether a pipeline, or its class, gives its picture to the transformer as a first latent frame without noise.
@@ -120,9 +159,9 @@ class TrainedFamily(Family):
         """
         config = pipe.transformer.config
         self._check_trained_on_text(config)
-        conditions = self.conditions_of(config)
+        conditions = self.forward.conditions_of(config)
         if not conditions:
-            raise self.undefined("how prompts are encoded", "encode_prompt")
+            raise undefined(self, "how prompts are encoded", "encode_prompt")
         usual = {"max_sequence_length": conditions[0].sizes(config)[0], **self.text_settings}
         tokens = {**usual, **(settings or {})}
         outputs = self.encode_text(pipe, prompt, tokens)
@@ -134,7 +173,7 @@ class TrainedFamily(Family):
 
     def _padded(self, embeddings: Any, masks: Any, length: int) -> Sample:
         """Return a text of one sample, padded with zeros to a length, and the mask of its tokens."""
-        text, mask = self.conditions
+        text, mask = self.forward.conditions
         # encode_prompt gives a mask, or None, or texts of a negative prompt in its place
         found = embeddings[0][masks[0].bool()] if isinstance(masks, Tensor) else embeddings[0]
         takes_part = torch.arange(length, device=found.device) < len(found)
@@ -192,7 +231,9 @@ class TrainedFamily(Family):
         Raises:
             ValueError: the pipeline needs more arguments, such as a picture.
         """
-        usual = {"output_type": "np"} if self.makes_videos else {}  # some pipelines return PIL images by default
+        usual = (
+            {"output_type": "np"} if self.forward.makes_videos else {}
+        )  # some pipelines return PIL images by default
         arguments = {**usual, **self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         missing = [
@@ -216,7 +257,7 @@ class TrainedFamily(Family):
         finally:
             if guider is not None:
                 pipe.guider = guider
-        return output.frames if self.makes_videos else output.images
+        return output.frames if self.forward.makes_videos else output.images
 
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
@@ -224,10 +265,21 @@ class TrainedFamily(Family):
         """Generate latents in the transformer's scale: (C, ...)."""
         settings = {"num_inference_steps": steps, "output_type": "latent", **self.guidance_arguments(guidance)}
         latents: Tensor = self.call(pipe, [prompt], [generator], **self.clip_arguments(pipe, clip), **settings)[0]
-        if self.packs_latents and latents.ndim == 2:
-            grid = self.grid_of_clip(pipe, pipe.transformer, clip)
-            latents = unpack(latents[None], grid, self.patch(pipe.transformer))[0]
+        if self.forward.packs_latents and latents.ndim == 2:
+            grid = self.forward.grid_of_clip(pipe, pipe.transformer, clip)
+            latents = unpack(latents[None], grid, self.forward.patch(pipe.transformer))[0]
         return latents
+
+
+def first_picture(pipe: Any, pixels: Tensor) -> Any:
+    """Return the first frame of a clip (1, 3, F, H, W) as a PIL image."""
+    return pipe.video_processor.postprocess(pixels[:, :, 0].float(), output_type="pil")[0]
+
+
+def takes_picture(pipe: Any) -> bool:
+    """Whether a pipeline, or its class, begins every video with a picture; one that takes any conditions need not."""
+    known = inspect.signature(pipe.__call__).parameters
+    return "image" in known and "conditions" not in known
 
 
 def scaled_latents(vae: Any, latents: Tensor) -> Tensor:

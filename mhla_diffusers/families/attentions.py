@@ -1,0 +1,124 @@
+"""Where a model's self-attentions are, how they are called and what they compute."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+from ..attention.rope import Rotary
+from ..config import PatchConfig
+from .adapters import AttentionAdapter
+
+
+@dataclass(kw_only=True, eq=False)
+class Attention:
+    """The self-attentions of a family. A subclass overrides the methods that differ."""
+
+    block_lists: tuple[str, ...] = ("transformer_blocks",)
+    """Attributes of the transformer that hold blocks; absent ones are skipped."""
+    attentions: tuple[str, ...] = ("attn1", "attn")
+    """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are skipped."""
+    feed_forwards: tuple[str, ...] = ("ff", "ffn", "ff_context")
+    """Attributes of a block that are feed-forward layers; absent ones are skipped."""
+    adapter: AttentionAdapter = AttentionAdapter()
+    """How the self-attentions are called, what they attend with, and what they return."""
+    class_path: str | None = None
+    """End of the import path of the self-attentions' class, if no other family uses that class."""
+    processor: str = ""
+    """Import path of the processor that the library gives the self-attentions; empty for their class's default, or of a
+    class without one ``AttnProcessor2_0``.
+    """
+    cross_processor: str = ""
+    """The same of the cross-attentions."""
+    softmax_processor: str = ""
+    """Import path of a processor that computes softmax attention, if :attr:`processor` computes another."""
+    perturbed_processors: Mapping[str, int] = field(default_factory=dict)
+    """Class of a perturbed-attention guidance processor → number of parts of the batch; it perturbs the last part."""
+    dispatches: bool = False
+    """Whether the attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
+    computes: Literal["softmax", "linear", "gated linear"] = "softmax"
+    """What the self-attentions compute without a patch."""
+    eps: float = 0.0
+    """Added to the normaliser by attention that is linear with φ = ReLU."""
+    extra_tokens: int = 0
+    """Extra tokens of the longest text that the pipeline takes by default; costs are computed for this many."""
+
+    def trunk(self, transformer: Any) -> Any:
+        """Return the module that takes the pixels or latents and runs the blocks; by default the transformer."""
+        return transformer
+
+    def blocks_of(self, transformer: Any) -> dict[str, Any]:
+        """Name and module of every transformer block that has a self-attention, in the order of the layer indices."""
+        return {
+            f"{list_name}.{index}": block
+            for list_name in self.block_lists
+            for index, block in enumerate(getattr(transformer, list_name, ()))
+        }
+
+    def self_attentions(self, transformer: Any) -> dict[str, Any]:
+        """Name and module of every self-attention, in the order of the layer indices."""
+        return {
+            f"{name}.{attention}": getattr(block, attention)
+            for name, block in self.blocks_of(transformer).items()
+            for attention in self.attentions
+            if getattr(block, attention, None) is not None
+        }
+
+    def adapter_of(self, attn: Any) -> AttentionAdapter:
+        """Return the adapter of one self-attention, by default :attr:`adapter`."""
+        return self.adapter
+
+    def own_processor(self, attn: Any) -> Any:
+        """Return a fresh processor of the kind that the library gives a self-attention."""
+        return usual_processor(attn, self.processor)
+
+    def recognises(self, attn: Any) -> bool:
+        """Whether a self-attention of an unknown model belongs to this family, by :attr:`class_path`."""
+        path = f".{type(attn).__module__}.{type(attn).__qualname__}"
+        return self.class_path is not None and path.endswith(f".{self.class_path}")
+
+    def recognises_cross(self, attn: Any) -> bool:
+        """Whether a cross-attention of an unknown model needs this family's processor."""
+        return False
+
+    def grid_of(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+        """Return the token grid that RoPE tables of a self-attention imply; None for another model, or no grid.
+
+        With it diffusers' own ``set_attn_processor`` needs no ``grid``.
+        """
+        return None
+
+    def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
+        """Return why a transformer cannot have these settings, and what to do instead; None if it can."""
+        return None
+
+    def prepare(self, transformer: Any) -> None:
+        """Called once before a transformer is patched: adds methods to set processors where its classes lack them."""
+        from diffusers.models.attention import AttentionMixin
+
+        from .patched_classes import ProcessorMethods, switch
+
+        if not hasattr(transformer, "set_attn_processor"):
+            switch(transformer, AttentionMixin)
+        for attn in self.self_attentions(transformer).values():
+            if not hasattr(attn, "set_processor"):
+                switch(attn, ProcessorMethods)
+
+    def restore(self, transformer: Any) -> None:
+        """Called once when the patch is removed; undoes :meth:`prepare`."""
+        from .patched_classes import switch_back
+
+        for module in (transformer, *self.self_attentions(transformer).values()):
+            switch_back(module)
+
+
+def usual_processor(attn: Any, path: str = "") -> Any:
+    """Return a fresh processor: of an import path, else of the default of an attention's class."""
+    own = None if path else getattr(type(attn), "_default_processor_cls", None)
+    return (own or imported(path or "diffusers.models.attention_processor.AttnProcessor2_0"))()
+
+
+def imported(path: str) -> Any:
+    """Import what a dotted path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
