@@ -18,8 +18,8 @@ from ..reporting import scaled
 from .config import ContextParallel, OptimizerName, StageConfig, TrainingConfig
 from .distributed import check_groups, check_sharded, gathered_parts, split_tokens
 from .few_steps import DistributionMatching
-from .objectives import Losses, stage_losses
-from .roles import Roles, linears_of_blocks, prepare_for_training, trainable_names
+from .objectives import stage_losses
+from .roles import Losses, Roles, linears_of_blocks, prepare_for_training, trainable_names
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from ..generation.noise import generator_for
 from ..patching import mhla_disabled, mhla_layers
 from .config import FewStepsConfig
 from .latents.data import NoisedBatches
-from .objectives import Losses
-from .roles import Roles
+from .roles import Losses, Roles
 
 _LEAST, _MOST = 0.02, 0.98
 """σ that samples are noised to; near 0 and 1 the difference of teacher and critic is uninformative."""

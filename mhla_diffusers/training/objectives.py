@@ -11,12 +11,7 @@ from ..families import NoisedBatch, get_family, predict
 from ..patching import call_context
 from ..patching.parallel import parallel_of
 from .config import StageConfig
-from .roles import Roles, patched_attentions
-
-Losses = Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Losses of a batch, one graph at a time: the loss () to run backward before the next is asked for, and its parts for
-the metrics, each (), which add up over the batch.
-"""
+from .roles import Losses, Roles, patched_attentions
 
 
 def stage_losses(roles: Roles, stage: StageConfig, model: torch.nn.Module, batch: NoisedBatch) -> Losses:

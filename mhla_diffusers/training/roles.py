@@ -27,6 +27,10 @@ from .latents.data import drop_prompts
 
 STUDENT, CRITIC = LORA, "critic"
 """Names of the two LoRAs, as PEFT has them in the names of their weights; that of a loaded patch is the student's."""
+Losses = Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""Losses of a batch, one graph at a time: the loss () to run backward before the next is asked for, and its parts for
+the metrics, each (), which add up over the batch.
+"""
 
 
 def lora_of(name: str) -> str | None:

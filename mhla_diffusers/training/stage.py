@@ -14,9 +14,9 @@ from .config import TrainingConfig
 from .distributed import gathered, placed_like
 from .few_steps import DistributionMatching
 from .latents.data import NoisedBatches
-from .objectives import Losses, stage_losses
+from .objectives import stage_losses
 from .optimizer import load_optimizer_state, make_optimizer, make_schedule, optimizer_class, optimizer_state
-from .roles import Roles, make_trainable, trainable_names
+from .roles import Losses, Roles, make_trainable, trainable_names
 from .run_folder import Tensors
 from .validation import validation_loss
 
