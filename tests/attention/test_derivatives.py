@@ -27,7 +27,7 @@ KINDS = {
     "sparse, all or nothing": ((4, 6), None, {"lists": ALL_OR_NOTHING}),
     "sparse, means": ((4, 6), None, {"lists": SOME, "far": "means"}),
     "all listed": ((4, 6), None, {"lists": EVERYTHING, "rotary": True, "mask": True}),
-    "one block": ((2, 3), None, {"block_size": 8, "constants": False}),
+    "one block": ((2, 3), None, {"block_size": 8, "key_block_size": 8, "constants": False}),
 }
 """Kind of call, in float64 → grid, MHLA's blocks or None for sparse attention, and options."""
 
