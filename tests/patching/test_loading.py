@@ -209,7 +209,7 @@ def test_a_relative_path_asks_no_hub(tmp_path, monkeypatch):
     Path("runs").mkdir()
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or "runs")
-    with pytest.raises(FileNotFoundError, match="The folder runs that is here has no first.*revision='main'"):
+    with pytest.raises(FileNotFoundError, match="local folder runs has no first.*revision='main'"):
         load_mhla(models.wan(), "runs/first")
     assert not asked
     with pytest.raises(FileNotFoundError, match="holds no MHLA patch"):
