@@ -11,7 +11,7 @@ from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"(?<=\]\()\.\./([^)#\s]+)")
 """Target of a link out of the folder of the pages, seen from a page."""
-_ROLE = re.compile(r":(?:func|class|meth|mod):(?=<code>)")
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):(?=<code>)")
 """What stands before a name in docstrings."""
 
 
@@ -33,10 +33,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _page_of(notebook: Path) -> str:
-    """Return the text and the code of a notebook as Markdown."""
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
-    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in texts)
+    """Return the text, the code and the outputs of a notebook as Markdown."""
+    parts = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        for data in (output["data"] for output in cell.get("outputs", ())):
+            picture = f'<img alt="What the cell shows" src="data:image/png;base64,{data.get("image/png")}">'
+            parts.append(picture if "image/png" in data else f"```text\n{data['text/plain']}\n```")
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -46,5 +51,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leave the names of functions and classes in docstrings, and drop the roles before them."""
-    return _ROLE.sub("", html)
+    """Leave the names of functions and classes in docstrings, and drop the roles before them and the marks of code."""
+    return _ROLE.sub("", html).replace("<p>::</p>", "").replace("::</p>", ":</p>")

@@ -16,7 +16,13 @@ from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 from .generation.commands import generate_command
 from .reporting import set_quiet
-from .training.commands import data_command, encode_command, finetune_command, synthesize_command
+from .training.commands import (
+    data_command,
+    encode_command,
+    export_command,
+    finetune_command,
+    synthesize_command,
+)
 
 app = typer.Typer(
     help="Cheap attention at long sequences for diffusers pipelines.",
@@ -91,6 +97,7 @@ def info(
 
 app.command("generate")(generate_command)
 app.command("finetune")(finetune_command)
+app.command("export")(export_command)
 app.command("data")(data_command)
 app.command("encode")(encode_command)
 app.command("synthesize")(synthesize_command)

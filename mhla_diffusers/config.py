@@ -581,7 +581,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in patch_names():
-            known = [*patch_names(), *adapted_patch_names()]
+            known = ["default", *patch_names(), *adapted_patch_names()]  # which commands take, for apply_mhla(pipe)
             near = nearest(name_or_path, known, count=3, cutoff=0.4)
             hint = f"; {near}" if near else "."
             if adapted_patch_folder(str(name_or_path)) is not None:

@@ -105,6 +105,16 @@ def free_threads() -> int:
     return max(1, allowed - round(busy))
 
 
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return the most bytes that torch has held on a device, unless it is the CPU, and this process's resident ones."""
+    resident = {"host_memory": psutil.Process().memory_info().rss}
+    return (
+        resident
+        if device.type == "cpu"
+        else {"device_memory": torch.accelerator.max_memory_allocated(device), **resident}
+    )
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Let torch use this number of CPU threads within the context."""

@@ -3,10 +3,13 @@
 import base64
 import csv
 import io
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -39,7 +42,9 @@ _shown: dict[str, Any] = {"quiet": False, "at": time.monotonic()}
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
-    """Format a table with aligned columns.
+    """Format a table with aligned columns, as wide as the terminal at most, or 80 without one.
+
+    Texts that make it too wide continue on further lines. Words are not broken, so that names can be copied.
 
     Args:
         header: names of the columns.
@@ -47,14 +52,28 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
         right: right-align all columns but the first.
     """
     lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if right and column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    words = [max(len(word) for cell in column for word in (*cell.split(), "")) for column in zip(*lines, strict=True)]
+    limit = shutil.get_terminal_size().columns
+    while sum(widths) + 2 * (len(widths) - 1) > limit and widths != words:
+        width, column = max((width, column) for column, width in enumerate(widths) if width > words[column])
+        widths[column] = width - 1
+    printed = []
+    for line in lines:
+        cells = [wrap(cell, max(1, width)) or [""] for cell, width in zip(line, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            aligned = (
+                part.rjust(width) if right and column else part.ljust(width)
+                for column, (part, width) in enumerate(zip(parts, widths, strict=True))
+            )
+            printed.append("  ".join(aligned).rstrip())
+    return "\n".join(printed)
+
+
+def wrap(text: str, width: int | None = None) -> list[str]:
+    """Split a text into lines of a width, the terminal's if None; words are not broken."""
+    width = width or shutil.get_terminal_size().columns
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

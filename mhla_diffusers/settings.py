@@ -14,10 +14,11 @@ a YAML file with overrides of the command line (:func:`read_yaml`). An error nam
 
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from fractions import Fraction
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -154,9 +155,10 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
         script = next((name for key, name in _SCRIPTS.items() if isinstance(content, dict) and key in content), None)
         if script is not None and not own & _SCRIPTS.keys() & content.keys():
             raise ValueError(f"{source} is a configuration of {script}; run that, or give another file.") from error
-        place = f"{source}, line {_line_of(text, path)}" if path else str(source)
-        related = [override for key, override in changed.items() if path and key[: len(path)] == path[: len(key)]]
-        raise ValueError(f"{place}{' with ' if related else ''}{', '.join(related)}: {error}") from error
+        related = {key: override for key, override in changed.items() if key[: len(path)] == path[: len(key)]}
+        is_overridden = any(key == path[: len(key)] for key in related)  # then no line of the file is to blame
+        place = f"{source}, line {_line_of(text, path)}" if path and not is_overridden else str(source)
+        raise ValueError(f"{place}{' with ' if related else ''}{', '.join(related.values())}: {error}") from error
 
 
 def _set(content: Any, override: str) -> Place:
@@ -341,6 +343,23 @@ def _as_plain(value: Any) -> Any:
     return [_as_plain(one) for one in value] if isinstance(value, tuple | list) else value
 
 
+def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield dotted name, value before and value now of everything that differs between two contents of JSON.
+
+    What only one of them has is None in the other. Lists of named values are compared one by one, others as wholes.
+    """
+    prefix = f"{name}." if name else ""
+    both_lists = isinstance(before, list) and isinstance(now, list)
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from differences(before.get(key), now.get(key), f"{prefix}{key}")
+    elif both_lists and all(isinstance(one, dict) for one in (*before, *now)):
+        for index, (one, other) in enumerate(zip_longest(before, now)):
+            yield from differences(one, other, f"{prefix}{index}")
+    elif before != now:
+        yield name, before, now
+
+
 def check(condition: bool, message: str, *path: str | int) -> None:
     """Raise ValueError with the message, and within settings the path that it is about, unless a condition holds."""
     if not condition:
@@ -371,8 +390,10 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: float = 0.6) -> str:
-    """Return "did you mean ...?" with the allowed names that are like a name, or "" if none is."""
-    near = get_close_matches(str(name), [str(one) for one in allowed], n=count, cutoff=cutoff)
+    """Return "did you mean ...?" with the allowed names that are like a name, or begin with it; "" for none."""
+    names = [str(one) for one in allowed]
+    near = get_close_matches(str(name), names, n=count, cutoff=cutoff)
+    near = near or [one for one in names if name and one.startswith(str(name))][:count]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

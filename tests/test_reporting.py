@@ -1,4 +1,4 @@
-"""Progress, which needs no terminal."""
+"""Tables as wide as a terminal, and progress, which needs none."""
 
 import io
 import sys
@@ -45,3 +45,16 @@ def test_quiet_shows_none(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) 
         assert shown(monkeypatch, stderr, seconds=0.0) == ""
     finally:
         reporting.set_quiet(False)
+
+
+def test_a_table_too_wide_goes_on_in_further_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "28")
+    rows = [["a", "one two three four", "1.5"], ["a-long-name", "five", "12"]]
+    assert reporting.text_table(["name", "words", "ms"], rows, right=True).splitlines() == [
+        "name              words   ms",
+        "a               one two  1.5",
+        "             three four",
+        "a-long-name        five   12",
+    ]
+    monkeypatch.setenv("COLUMNS", "4")  # words stay whole
+    assert "a-long-name" in reporting.text_table(["name", "words", "ms"], rows)

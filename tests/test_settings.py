@@ -85,9 +85,9 @@ def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
         (
             TEXT,
             ["parts.1.rate=0"],
-            "a.yaml, line 3 with parts.1.rate=0: parts.1.rate=0 must be a number above 0",
+            "a.yaml with parts.1.rate=0: parts.1.rate=0 must be a number above 0",
         ),
-        (TEXT, ["parts.0={}"], "a.yaml, line 2 with parts.0={}: parts.0 lacks rate."),
+        (TEXT, ["parts.0={}"], "a.yaml with parts.0={}: parts.0 lacks rate."),
         (TEXT, ["parts.0.kind=slwo"], "parts.0.kind='slwo' must be 'fast' or 'slow'; did you mean 'slow'?"),
         (TEXT, ["parts.0.rat=1"], "Unknown setting 'parts.0.rat'; did you mean 'rate'? Allowed: rate, kind."),
         (TEXT, ["parts.2.rate=1"], "Override 'parts.2.rate=1': there is no '2' to set; the list has 2 entries"),

@@ -25,24 +25,22 @@ def analyze(
     seed: _SEED = 0,
 ) -> None:
     """Rank, entropy and sensitivity of every layer's attention; attention maps and mixing matrices as pictures."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
+    from ..reporting import text_table, wrap
     from .analyze import analyze as analyze_model
 
     with _short_run(family, prompt, seed, output, options) as (pipe, run):
         found, pictures = analyze_model(pipe, run, output, layers=layers, token=token)
-    table = Table("layer", "attention", "tokens", "rank", "at most", "entropy", "moves", box=SIMPLE, pad_edge=False)
+    rows = []
     for layer in found:
         moves = "-" if layer.moves is None else f"{layer.moves**0.5:.1%}"
         cells = (str(layer.tokens), f"{layer.rank:.1f}", str(layer.rank_bound), f"{layer.entropy:.2f}", moves)
-        table.add_row(layer.name, layer.attention, *cells)
-    Console().print(table)
-    typer.echo(
+        rows.append((layer.name, layer.attention, *cells))
+    header = ("layer", "attention", "tokens", "rank", "at most", "entropy", "moves")
+    words = (
         "Rank: singular values above 1/10000 of the largest. Entropy: of a query's weights, in nats. Moves: how "
         "far the model's output moves when this layer alone is replaced, relative."
     )
+    typer.echo("\n".join([text_table(header, rows, right=True), "", *wrap(words)]))
     for picture in pictures:
         typer.echo(f"Wrote {picture}")
 
@@ -57,7 +55,9 @@ def audit(
 ) -> None:
     """What a patch costs: error of every layer, head and step, and how much weight the block lists hold."""
     if options["patch"] is None and options["weights"] is None:
-        raise ValueError("There is nothing to audit without a patch; give --patch or --weights.")
+        raise ValueError(
+            "There is nothing to audit without a patch; give --patch, such as --patch default, or --weights."
+        )
     from .audit import audit as audit_model
     from .audit import write_audit
 

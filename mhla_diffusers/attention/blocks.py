@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .derivatives import is_transformed
+from .derivatives import NAMESPACE, is_transformed
 from .layout import (
     Shape,
     block_count,
@@ -139,10 +139,10 @@ def _out_of_blocks(
 # Operators, so that torch.compile does not trace what reads the tables. They have no forward derivative: a custom
 # operator cannot, so the functions above go around them.
 to_blocks_operator = torch.library.custom_op(
-    "mhla_diffusers::to_blocks", _in_blocks, mutates_args=(), schema=f"(Tensor x, {_PLACE}, bool zeros) -> Tensor"
+    f"{NAMESPACE}::to_blocks", _in_blocks, mutates_args=(), schema=f"(Tensor x, {_PLACE}, bool zeros) -> Tensor"
 )
 from_blocks_operator = torch.library.custom_op(
-    "mhla_diffusers::from_blocks",
+    f"{NAMESPACE}::from_blocks",
     _out_of_blocks,
     mutates_args=(),
     schema=f"(Tensor rows, {_PLACE}, SymInt count) -> Tensor",

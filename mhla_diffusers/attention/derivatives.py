@@ -1,11 +1,15 @@
-"""What differentiates a call besides a backward pass: forward mode, and the transforms of ``torch.func``.
+"""Custom operators: their namespace, and the derivatives that they lack.
 
-PyTorch gives custom operators no rule for them, and drops tangents there without a word. So while one is active,
-operators in PyTorch take the place of custom ones, and the kernels are not used.
+PyTorch gives custom operators no rule for forward mode and the transforms of ``torch.func``, and drops tangents there
+without a word. So while one is active, operators in PyTorch take the place of custom ones, and the kernels are not
+used.
 """
 
 import torch
 from torch.autograd import forward_ad
+
+NAMESPACE = __name__.partition(".")[0]
+"""Namespace of the operators: the package, so that a copy of it under another name registers its own."""
 
 
 def is_forward_mode() -> bool:

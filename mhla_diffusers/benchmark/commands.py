@@ -204,12 +204,14 @@ def bench_ceilings(
     output: Annotated[Path, typer.Option(help="Gets ceilings.md and ceilings.csv.")] = Path("outputs/models"),
 ) -> None:
     """Counted, not timed: what every model spends on attention by resolution, and the most that a patch can bring."""
-    from ..reporting import write_table
+    from ..reporting import text_table, write_table
     from .cases import choose_cases, models
     from .counts import CEILINGS, ceilings
 
     names = model or [name for name, one in models().items() if not one.is_tiny]
-    typer.echo(write_table(CEILINGS, ceilings(choose_cases(names)), output, "ceilings"))
+    rows = ceilings(choose_cases(names))
+    write_table(CEILINGS, rows, output, "ceilings")
+    typer.echo(f"{text_table(CEILINGS, rows, right=True)}\n\nWrote {output / 'ceilings'}.md and .csv")
 
 
 @bench.command("plot")

@@ -38,16 +38,25 @@ def print_info() -> None:
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     typer.echo(f"\nDevices: {', '.join([*devices, f'CPU ({platform.machine()})'])}")
     typer.echo(f"Backends: {', '.join(BACKENDS)}; feature maps: {', '.join(feature_map_names())}\n")
-    axes = {1: "tokens of a text", 2: "height x width", 3: "frames x height x width"}
-    models = [
-        (family.name, transformer, axes[family.axes], family.default_config.attention, str(family.mhla_blocks))
-        for family in families()
-        for transformer in family.transformers
-    ]
-    _print_table("Supported models", ["family", "transformer", "token grid", "default", "MHLA blocks"], models)
-    presets = [(name, load_patch(name)) for name in patch_names()]
-    patches = [(name, summary_of(one.config), str(one.config.layers), one.base_model) for name, one in presets]
-    _print_table("\nPresets, for --patch", ["name", "attention", "layers", "base model"], patches)
+    models = []
+    for family in families():
+        names = [family.name] + [""] * (len(family.transformers) - 1)
+        facts = family.default_config.attention.removesuffix(" attention"), times(family.mhla_blocks)
+        models += [(name, one, *facts) for name, one in zip(names, family.transformers, strict=True)]
+    _print_table("Supported models", ["family", "transformer", "default", "blocks"], models)
+    typer.echo("blocks: of MHLA, as height x width, frames x height x width, or along a text")
+    presets: dict[str, list[tuple[str, str, str]]] = {}
+    for name in patch_names():
+        preset = load_patch(name)
+        config = preset.config
+        setting = f"{config.density:.1%}" if isinstance(config, SparseConfig) else ""
+        setting = times(config.blocks) if isinstance(config, LinearConfig) else setting
+        row = f"  {name}", f"{config.attention.removesuffix(' attention')}, {setting}", str(config.layers)
+        presets.setdefault(preset.base_model, [(preset.base_model, "", "")]).append(row)
+    header = ["base model, presets for --patch", "attention", "layers"]
+    _print_table(
+        "\nPresets; those of MHLA are to be adapted first", header, [row for rows in presets.values() for row in rows]
+    )
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
@@ -170,7 +179,7 @@ def print_any_patch(patch: str) -> None:
         ("weights", record.weights),
         *([("left as it is", ", ".join(record.unpatched))] if record.unpatched else []),
         ("file", f"{record.file}, {file.stat().st_size / 1e6:,.1f} MB"),
-        ("SHA-256", f"{record.sha256}, fits"),
+        ("SHA-256, fits", record.sha256),
     ]
     runs = dict.fromkeys(summary_of(PatchConfig.from_dict(part.patch)) for part in record.transformers.values())
     typer.echo(f"{folder.name} runs {' and '.join(runs)}\n")
@@ -221,7 +230,6 @@ def _print_costs(patch: Patch) -> None:
 
 
 def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> None:
-    """Print a table as wide as its longest texts, so that names can be copied in any terminal."""
     typer.echo(f"{title}\n{text_table(header, rows, right)}")
 
 

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from ..files import check_writable, read_csv, write_text
-from ..reporting import markdown_table, progress, require_matplotlib, text_table
+from ..reporting import markdown_table, progress, require_matplotlib, text_table, wrap
 
 _CACHE_BYTES = 2**28
 """More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
@@ -274,16 +274,17 @@ class Results:
         """Print and write the rows of one case."""
         rows = [replace(row, dtype=str(self.dtype).removeprefix("torch.")) for row in rows]
         self.rows += rows
-        sys.stdout.write(f"{rows[0].case}\n{text_table(*table_of(rows))}\n\n")
+        for title, timed, untimed in tables_of(rows):
+            lines = [title, text_table(*timed, right=True), *(line for text in untimed for line in wrap(text))]
+            sys.stdout.write("\n".join(lines) + "\n\n")
         text = io.StringIO()
         writer = csv.DictWriter(text, [column.name for column in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(row) for row in self.rows)
         write_text(text.getvalue(), self.file.with_suffix(".csv"))
         page = "".join(f"- {name}: {value}\n" for name, value in self.conditions.items())
-        for case in dict.fromkeys(row.case for row in self.rows):
-            table = table_of([row for row in self.rows if row.case == case])
-            page += f"\n{case}\n\n{markdown_table(*table)}"
+        for title, timed, untimed in tables_of(self.rows):
+            page += f"\n{title}\n\n{markdown_table(*timed)}" + "".join(f"\n{text}\n" for text in untimed)
         write_text(page, self.file.with_suffix(".md"))
 
     def finish(self) -> None:
@@ -294,23 +295,38 @@ class Results:
         sys.stdout.write(f"Wrote {self.file}.csv and .md\n")
 
 
-def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return header and cells of the rows of some cases, with the columns that are not empty.
+def tables_of(rows: Sequence[Row]) -> list[tuple[str, tuple[list[str], list[list[str]]], list[str]]]:
+    """Return title, table and remarks of every case and stage: a line per reason why something was not timed."""
+    tables = []
+    for case, stage in dict.fromkeys((row.case, row.stage) for row in rows):
+        here = [row for row in rows if (row.case, row.stage) == (case, stage)]
+        reasons: dict[str, list[str]] = {}
+        for row in here:
+            if row.status != "measured":
+                reasons.setdefault(": ".join(filter(None, (row.status, row.reason))), []).append(row.variant)
+        remarks = [f"{reason}: {'; '.join(names)}" for reason, names in reasons.items()]
+        timed = table_of([row for row in here if row.status == "measured"])
+        tables.append((f"{case}, {stage}" if stage else case, timed, remarks))
+    return tables
 
-    "times baseline" says how many times faster a row is than the fastest baseline of its case and stage among them.
+
+def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return header and cells of the rows of one case and stage, with the columns that are not empty.
+
+    "times baseline" says how many times faster a row is than the fastest baseline among them.
     """
 
     def text(number: float | None, form: str, factor: float = 1) -> str:
-        return "" if number is None else form.format(factor * number)
+        if number is None:
+            return ""
+        return f"{factor * number:,.0f}" if factor * number >= 1000 else form.format(factor * number)
 
     lines = []
+    baseline = min((seconds for row in rows if row.baseline and (seconds := row.seconds) is not None), default=None)
     for row in rows:
-        beside = [other for other in rows if (other.case, other.stage) == (row.case, row.stage) and other.baseline]
-        baseline = min((seconds for other in beside if (seconds := other.seconds) is not None), default=None)
         lines.append(
             {
                 "variant": row.variant,
-                "stage": row.stage,
                 "median ms": text(row.median, "{:.3g}", 1000),
                 "p20": text(row.p20, "{:.3g}", 1000),
                 "p80": text(row.p80, "{:.3g}", 1000),
@@ -322,10 +338,10 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 "times baseline": text(baseline / row.seconds if baseline and row.seconds else None, "{:.2f}"),
                 "PSNR, dB": text(row.psnr, "{:.1f}"),
                 "SSIM": text(row.ssim, "{:.3f}"),
-                "remark": ": ".join(filter(None, ("" if row.status == "measured" else row.status, row.reason))),
+                "remark": row.reason,
             }
         )
-    used = [name for name in lines[0] if any(line[name] for line in lines)]
+    used = [name for name in lines[0] if any(line[name] for line in lines)] if lines else ["variant"]
     return used, [[line[name] for name in used] for line in lines]
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from ..files import written_aside
-from ..reporting import require_matplotlib
+from ..reporting import require_matplotlib, wrap
 from ..tiny.digits import FRAMES_PER_SECOND, Scene
 
 _SHOWN = 6
 """Scenes of a picture."""
-_SCALE, _MARGIN, _LABEL, _GAP = 2, 130, 26, 4
-"""Enlargement of a picture, and pixels beside the rows, above the columns and between the pictures."""
+_SCALE, _MARGIN, _LABEL, _GAP, _TEXT = 2, 136, 54, 4, 15
+"""Enlargement of a picture, pixels beside the rows, above the columns, between the pictures, and of the letters."""
 
 
 def draw_samples(pictures: Mapping[str, Sequence[torch.Tensor]], scenes: Sequence[Scene], file: Path) -> Path:
@@ -32,10 +32,11 @@ def draw_samples(pictures: Mapping[str, Sequence[torch.Tensor]], scenes: Sequenc
     columns, frames, side = len(rows[0]), rows[0].shape[1], _SCALE * rows[0].shape[-1]
     blank = Image.new("L", (_MARGIN + columns * (side + _GAP), _LABEL + len(rows) * (side + _GAP)), 255)
     pen = ImageDraw.Draw(blank)
-    for column, scene in enumerate(scenes[:columns]):
-        pen.text((_MARGIN + column * (side + _GAP), 0), scene.caption.replace(" and ", " and\n"), fill=0, spacing=1)
-    for row, name in enumerate(pictures):
-        pen.text((4, _LABEL + row * (side + _GAP) + side // 2), name, fill=0)
+    labels = [(_MARGIN + column * (side + _GAP), 0, scene.caption) for column, scene in enumerate(scenes[:columns])]
+    labels += [(4, _LABEL + row * (side + _GAP) + side // 2 - _TEXT, name) for row, name in enumerate(pictures)]
+    for x, y, text in labels:
+        # the font's own spaces are too narrow to be seen
+        pen.text((x, y), "\n".join(wrap(text, 14)).replace(" ", "  "), fill=0, spacing=2, font_size=_TEXT)
     sheets = [blank.copy() for _ in range(frames)]
     for row, clips in enumerate(rows):
         for column, clip in enumerate((255 * clips.clamp(0, 1)).round().to(torch.uint8)):

@@ -4,6 +4,10 @@ ComfyUI loads ``pipelines/comfyui-mhla``, or any file in ``custom_nodes`` with t
 ``from mhla_diffusers.engines.comfyui import comfy_entrypoint``. The node sets three things on a clone of the model: an
 attention override, which attends; a wrapper of the diffusion model, which reads token grid, text length and step once
 per call; and a wrapper of the sampler, which ends the count of :class:`.attend.EngineAttention`.
+
+ComfyUI has one attention override per model. Its node Model Attention Backend, which calls
+``ModelPatcher.set_model_optimized_attention``, replaces the one before; its Model Sparse Attention, in
+``comfy_extras/nodes_sparse_attention.py``, puts itself on top again at every step and hands on what it does not take.
 """
 
 import inspect
@@ -11,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +39,7 @@ _TEXT_INPUTS: dict[str, tuple[str, ...]] = {
 """Models whose token grid is known, in raster order, and their inputs that share the sequence with it."""
 _REFERENCE_INPUTS = ("ref_latents", "ref_latent", "reference_latent", "reference_motion", "context_latents")
 _WRAPPER_KEY = "mhla"
+_OVERRIDE = "optimized_attention_override"
 _PREVIOUS = "mhla_previous"
 """Attribute of our override: the override before it."""
 
@@ -58,6 +63,8 @@ class _Patch:
     """State that the override and the wrappers of one patched model share."""
 
     attention: EngineAttention
+    sigmas: tuple[float, float]
+    """Largest and smallest sigma of sparse attention."""
     call: ContextVar[_ModelCall | None] = field(default_factory=lambda: ContextVar("mhla_call", default=None))
     calls: int = 0
     """Calls of the diffusion model in the present sampling."""
@@ -65,7 +72,7 @@ class _Patch:
     """Whether any attention came to the override in the present sampling."""
 
 
-def patch_model(model: Any, settings: EngineSettings) -> Any:
+def patch_model(model: Any, settings: EngineSettings, *, start_percent: float = 0.0, end_percent: float = 1.0) -> Any:
     """Return a clone of a model whose self-attention is sparse.
 
     An override that the model already has becomes the dense attention; one of ours is replaced.
@@ -73,11 +80,23 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
     Args:
         model: ComfyUI's ``ModelPatcher``, which stays as it is.
         settings: what to do.
+        start_percent: where of the sampling, by the model's sigmas, sparse attention begins: 0 to 1.
+        end_percent: where it ends; dense attention runs before and after.
+
+    Raises:
+        ValueError: the start is not before the end, or ComfyUI's Model Sparse Attention is on the model.
     """
+    check(
+        0 <= start_percent < end_percent <= 1,
+        f"start_percent={start_percent:g} must be below end_percent={end_percent:g}, both from 0 to 1.",
+    )
     clone = model.clone()
     options = dict(clone.model_options.get("transformer_options", {}))
-    previous = options.get("optimized_attention_override")
-    patch = _Patch(EngineAttention(settings, logging.getLogger(__name__)))
+    previous = options.get(_OVERRIDE)
+    _refuse_core_sparse(previous)
+    sigma_at = model.get_model_object("model_sampling").percent_to_sigma
+    sigmas = float(sigma_at(start_percent)), float(sigma_at(end_percent))
+    patch = _Patch(EngineAttention(settings, logging.getLogger(__name__)), sigmas)
     wrappers = {kind: dict(by_key) for kind, by_key in options.get("wrappers", {}).items()}
     for kind, wrapper in (  # kinds of ComfyUI's WrappersMP
         ("diffusion_model", _wrap_diffusion_model(patch)),
@@ -85,9 +104,21 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
     ):
         wrappers.setdefault(kind, {})[_WRAPPER_KEY] = [wrapper]
     options["wrappers"] = wrappers
-    options["optimized_attention_override"] = _make_override(patch, getattr(previous, _PREVIOUS, previous))
+    options[_OVERRIDE] = _make_override(patch, getattr(previous, _PREVIOUS, previous))
     clone.model_options = {**clone.model_options, "transformer_options": options}
     return clone
+
+
+def _refuse_core_sparse(override: Override | None) -> None:
+    """Raise where an override is that of ComfyUI's own sparse attention.
+
+    ComfyUI names the modules of its nodes by their path.
+    """
+    check(
+        not getattr(override, "__module__", "").endswith("nodes_sparse_attention"),
+        "Model Sparse Attention and MHLA Sparse Attention are on one model, and where one of them is dense, the other "
+        "would attend. Remove one. For another dense attention use Model Attention Backend.",
+    )
 
 
 def _make_override(patch: _Patch, previous: Override | None) -> Override:
@@ -209,8 +240,17 @@ def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
     """Return the wrapper that reads every call of the diffusion model for its attentions."""
 
     def diffusion_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = inspect.signature(executor.original).bind(*args, **kwargs).arguments
+        inputs |= inputs.pop("kwargs", {})
+        options = inputs.get("transformer_options") or {}
+        override = options.get(_OVERRIDE)
+        _refuse_core_sparse(override)
         patch.calls += 1
-        token = patch.call.set(_read_call(executor, args, kwargs))
+        if getattr(override, "__qualname__", "").startswith("ModelPatcher.set_model_optimized_attention."):
+            # a Model Attention Backend behind the node, which knows no other override
+            options[_OVERRIDE] = _make_override(patch, override)
+        _choose_steps(patch, options)
+        token = patch.call.set(_read_call(executor.class_obj, inputs, options, args[0]))
         try:
             return executor(*args, **kwargs)
         finally:
@@ -237,16 +277,23 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
     return outer_sample
 
 
-def _read_call(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _ModelCall:
+def _choose_steps(patch: _Patch, options: Mapping[str, Any]) -> None:
+    """Make those steps of a sampler dense whose sigmas lie outside the window."""
+    schedule = options.get("sample_sigmas")
+    if schedule is not None:
+        (start, end), settings = patch.sigmas, patch.attention.settings
+        first, last = int((schedule[:-1] > start).sum()), int((schedule[:-1] < end).sum())
+        config = replace(settings.config, softmax_steps=first, softmax_last=last)
+        patch.attention.settings = replace(settings, config=config)
+
+
+def _read_call(model: Any, inputs: Mapping[str, Any], options: Mapping[str, Any], latent: Any) -> _ModelCall:
     """Read the inputs of a diffusion model, by their names in its ``_forward``."""
-    inputs = inspect.signature(executor.original).bind(*args, **kwargs).arguments
-    inputs |= inputs.pop("kwargs", {})
-    model = executor.class_obj
-    call = _ModelCall(step=_step(inputs.get("transformer_options", {})))
+    call = _ModelCall(step=_step(options))
     known = [base.__name__ for base in type(model).__mro__ if base.__name__ in _TEXT_INPUTS]
     if not known:
         return call
-    latent = args[0][0] if isinstance(args[0], list | tuple) else args[0]  # video before audio
+    latent = latent[0] if isinstance(latent, list | tuple) else latent  # video before audio
     call.grid = _token_grid(latent, getattr(model, "patch_size", 1))
     text = [inputs[name] for name in _TEXT_INPUTS[known[0]] if inputs.get(name) is not None]
     length = sum(one.shape[1] for one in text)
@@ -277,8 +324,6 @@ def _step(options: Mapping[str, Any]) -> Step | None:
 
 def read_settings(
     density: float,
-    softmax_steps: float,
-    softmax_last: float,
     refresh: float,
     softmax_layers: str,
     block_size: int,
@@ -289,9 +334,8 @@ def read_settings(
 
     Args:
         density: fraction of all pairs of blocks that attend exactly.
-        softmax_steps: share of the steps, from the first, that stay dense.
-        softmax_last: share of the steps, up to the last, that do.
-        refresh: after which share of the steps one does, from the first dense ones on; 0 for never.
+        refresh: after which share of the steps one is dense, from the first or the dense ones at the start on; 0 for
+            never.
         softmax_layers: layers that stay dense, such as "0,1".
         block_size: tokens per block; 0 fits it to the grid.
         order: which keys a block holds, "content" or "curve".
@@ -305,8 +349,7 @@ def read_settings(
         all(layer.isdecimal() for layer in layers),
         f"softmax_layers={softmax_layers!r} must be numbers of layers from 0, such as '0,1', or empty for none.",
     )
-    config: dict[str, Any] = {"density": float(density), "softmax_steps": float(softmax_steps), "order": order}
-    config |= {"softmax_last": float(softmax_last), "refresh": float(refresh) or None}
+    config: dict[str, Any] = {"density": float(density), "refresh": float(refresh) or None, "order": order}
     return EngineSettings(SparseConfig(**config, block_size=block_size or None), tuple(map(int, layers)), min_tokens)
 
 
@@ -314,8 +357,8 @@ def make_node() -> Any:
     """Return the node's class, which needs ComfyUI."""
     from comfy_api.latest import io
 
-    def share_of_steps(name: str, default: float, tooltip: str) -> Any:
-        return io.Float.Input(name, default=default, min=0.0, max=1.0, step=0.05, tooltip=tooltip)
+    def share(name: str, default: float, tooltip: str) -> Any:
+        return io.Float.Input(name, default=default, min=0.0, max=1.0, step=0.01, tooltip=tooltip)
 
     class MHLASparseAttention(io.ComfyNode):
         """Makes the self-attention of a model sparse."""
@@ -341,18 +384,18 @@ def make_node() -> Any:
                         tooltip="Share of all pairs of token blocks that attend exactly; the others take part through "
                         "their means and states. Less is faster, more is closer. 1 is dense attention.",
                     ),
-                    share_of_steps(
-                        "softmax_steps",
+                    share(
+                        "start_percent",
                         0.0,
-                        "Share of the sampler's steps, from the first, with dense attention: there the layout "
-                        "of the picture forms. 0 for none.",
+                        "Where of the sampling, by sigma, sparse attention begins. Before it attention is dense: there "
+                        "the layout of the picture forms.",
                     ),
-                    share_of_steps(
-                        "softmax_last",
-                        0.0,
-                        "Share of the sampler's steps, up to the last, with dense attention. 0 for none.",
+                    share(
+                        "end_percent",
+                        1.0,
+                        "Where of the sampling, by sigma, sparse attention ends. After it attention is dense.",
                     ),
-                    share_of_steps(
+                    share(
                         "refresh",
                         USUAL_REFRESH,
                         "Dense attention again after every such share of the steps, from the first on. What "
@@ -392,9 +435,10 @@ def make_node() -> Any:
             )
 
         @classmethod
-        def execute(cls, model: Any, **inputs: Any) -> Any:
+        def execute(cls, model: Any, start_percent: float, end_percent: float, **inputs: Any) -> Any:
             """Return the patched clone of a model."""
-            return io.NodeOutput(patch_model(model, read_settings(**inputs)))
+            window = {"start_percent": start_percent, "end_percent": end_percent}
+            return io.NodeOutput(patch_model(model, read_settings(**inputs), **window))
 
     return MHLASparseAttention
 

@@ -142,7 +142,7 @@ def compare_variants(
     from .clip import ClipScorer
     from .compare import SampleScore, compare_sets, read_variants
     from .extractors import load_callable, load_extractor
-    from .report import difference_table, score_table, write_report
+    from .report import difference_table, score_table, similarity_table, write_report
 
     read_variants(sets)  # before a model is asked of the Hub
     scores: dict[str, SampleScore] = {}
@@ -162,8 +162,9 @@ def compare_variants(
         sample_scores=scores,
         similarities=similarities,
     )
-    for header, rows in filter(lambda table: table[1], (score_table(variants), difference_table(variants))):
-        typer.echo(text_table(header, rows))
+    for header, rows in (score_table(variants), difference_table(variants), similarity_table(variants)):
+        if rows:
+            typer.echo(f"{text_table(header, rows, right=True)}\n")
     for remark in (*missing, *remarks):
         typer.echo(remark)
     report = write_report(variants, output, remarks=remarks, reference=reference, shown=shown)

@@ -99,7 +99,8 @@ def too_few(name: object, count: int, channels: int) -> str | None:
     return (
         f"{name} holds {count} images. A Fréchet distance of {channels} channels is stable from about "
         f"{_STABLE * channels} on; ADM's suite takes 10000 images for precision and recall, and 5000 for the Inception "
-        "score. Compare these scores only with those of as many images, or use KID, which is unbiased."
+        "score. Compare these scores only with those of as many images, or use KID, which is unbiased, "
+        "but with few images it scatters, below 0 too."
     )
 
 

@@ -56,6 +56,16 @@ def difference_table(variants: Sequence[Variant]) -> Table:
     return ["variant", "score", f"difference from {base.name}", "95 % interval", "sign settled"], rows
 
 
+def similarity_table(variants: Sequence[Variant]) -> Table:
+    """Tabulate how alike samples are to the first variant's, with intervals; no rows if nothing was compared."""
+    rows = [
+        [variant.name, _HEADINGS.get(name, name), f"{found.value:.4g}", f"{found.low:.4g} to {found.high:.4g}"]
+        for variant in variants[1:]
+        for name, found in variant.similarities.items()
+    ]
+    return ["variant", "measure", f"similarity to {variants[0].name}", "95 % interval"], rows
+
+
 def write_report(
     variants: Sequence[Variant],
     folder: Path,
@@ -86,13 +96,8 @@ def write_report(
     }
     parts = [html_table(*score_table(variants))]
     parts.append(f"<p>{escape(', '.join(f'{name}: {value}' for name, value in facts.items()))}</p>")
-    alike = [
-        [variant.name, _HEADINGS.get(name, name), f"{found.value:.4g}", f"{found.low:.4g} to {found.high:.4g}"]
-        for variant in variants[1:]
-        for name, found in variant.similarities.items()
-    ]
-    similarity = ["variant", "measure", f"similarity to {base.name}", "95 % interval"], alike
-    for title, table in (("Paired differences", difference_table(variants)), ("Similarity", similarity)):
+    tables = ("Paired differences", difference_table(variants)), ("Similarity", similarity_table(variants))
+    for title, table in tables:
         if table[1]:
             parts.append(f"<h2>{title}</h2><p>Over the same samples, with 95 % bootstrap intervals of the samples.</p>")
             parts.append(html_table(*table))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -19,7 +20,7 @@ from ..families import TrainedFamily, families, find_family, get_family, support
 from ..files import content_of, read_json
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
-from ..settings import check_choice, check_value
+from ..settings import check_choice, check_value, nearest
 from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES_PER_SECOND
 from .names import check_settings
@@ -267,7 +268,10 @@ def _result_in(weights: str | Path) -> Path:
     if not (folder / "metrics.jsonl").is_file():
         return folder
     if not (folder / "result").is_dir():
-        raise ValueError(f"{folder} is a run without a result so far; go on with it by --resume latest.")
+        raise ValueError(
+            f"{folder} is a run without a result so far; go on with it by --resume latest, or take its latest "
+            f"checkpoint: {shlex.join(['mhla', 'export', str(folder)])} --output FOLDER"
+        )
     return folder / "result"
 
 
@@ -357,8 +361,10 @@ def pipeline_file(model: str, name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
         modular = f" {_MODULAR}" if missing and file_exists(model, _MODULAR_INDEX) else ""
+        near = nearest(model, [f"tiny-{family}" for family in TINY]) if "/" not in model else ""
         raise FileNotFoundError(
-            f"{model} is neither a local folder nor a pipeline that could be read from the Hub: {error}{modular}"
+            f"{model} is neither a local folder nor a pipeline that could be read from the Hub{near and f' ({near})'}: "
+            f"{error}{modular}"
         ) from error
 
 

@@ -1,8 +1,9 @@
 """Load a saved patch from a folder or the Hub."""
 
 import json
+import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from torch import nn
 from ..config import KINDS, PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from ..files import check_hash, read_json
-from ..settings import check, check_value, nearest, said_allowed
+from ..settings import check, check_value, differences, nearest, said_allowed
 from .finding import find_transformers, is_patched
 from .handle import Patched
 from .installing import install, replace_weights
@@ -210,6 +211,11 @@ def read_record(folder: Path) -> PatchRecord:
     if not path.is_file():
         pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLE_SUFFIXES)
         why = f" It holds {', '.join(pickles)}, but pickle files are never loaded." if pickles else ""
+        if (folder / "state.json").is_file() or (folder / "checkpoints").is_dir():
+            command = shlex.join(["mhla", "export", str(folder)])
+            why = f" It is of a training run; make a patch of its weights: {command} --output FOLDER"
+        if (folder / "result" / CONFIG_NAME).is_file():
+            why = f" It is a training run, whose patch is {folder / 'result'}."
         raise FileNotFoundError(f"{folder} holds no MHLA patch: {CONFIG_NAME} is missing.{why}")
     content = read_json(path)
     try:
@@ -244,9 +250,9 @@ def check_file(folder: Path, record: PatchRecord) -> Path:
         f"{record.file} was written again without its settings, so it is unknown whether those in {CONFIG_NAME} "
         "belong to its tensors; keep the metadata of the safetensors file, or save with save_mhla().",
     )
-    changed = next(_differences(record.settings(), json.loads(metadata["mhla"]), ""), None)
+    changed = next(differences(json.loads(metadata["mhla"]), record.settings()), None)
     if changed is not None:
-        name, now, saved = changed
+        name, saved, now = changed
         raise ValueError(
             f"{CONFIG_NAME} was changed after saving: {name} is {now!r}, and the weights were saved with {saved!r}. "
             "They belong together, so put it back. What may differ are the arguments of load_mhla: blocks "
@@ -263,15 +269,6 @@ def _check_content(folder: Path, file: str, sha256: str) -> Path:
         raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
     check_hash(path, sha256, CONFIG_NAME)
     return path
-
-
-def _differences(now: Any, saved: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, value and saved value of everything that differs between two contents of JSON."""
-    if isinstance(now, dict) and isinstance(saved, dict):
-        for name in sorted({*now, *saved}):
-            yield from _differences(now.get(name), saved.get(name), f"{path}.{name}" if path else name)
-    elif now != saved:
-        yield path, now, saved
 
 
 # Whether it fits the model

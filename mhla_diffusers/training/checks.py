@@ -12,35 +12,45 @@ from ..families import FlowMatching, classes_that_are_split, get_family, trained
 from ..families.processes import KNOWN_FRAMES
 from ..patching import MHLALayer, find_patched, mhla_layers
 from ..settings import check
+from .changes import find_changes
 from .config import TrainingConfig
 from .distributed import check_groups, uses_fsdp2
 from .latents.data import TrainingData
 from .latents.times import frames_together
 from .optimizer import optimizer_class
-from .roles import STUDENT, patched_attentions
-from .run_folder import RunFolder
+from .roles import STUDENT, lora_targets, patched_attentions, quantization
+from .run_folder import RunFolder, read_state
 
 
 def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     """Check what needs neither the model nor the data, and return the checkpoint to resume from, if any.
 
     Raises:
-        ValueError: a new run in a folder that holds one, unsupported sharding, or processes that make no whole groups.
+        ValueError: a new run in a folder that holds one, changes that a checkpoint does not take, unsupported sharding,
+            or processes that make no whole groups.
         FileNotFoundError: no checkpoint to resume from.
         ImportError: as :func:`check_installed`.
     """
     checkpoint = RunFolder(config.output).find(resume)
+    if checkpoint is not None:  # what the run finds of data, patch and weights is compared later
+        find_changes(checkpoint, read_state(checkpoint), {"config": config.to_dict()})
     uses_fsdp2(config)
+    check(
+        config.base_dtype is None or launched_processes() == 1,
+        f"base_dtype={config.base_dtype!r} runs in one process, but {launched_processes()} were launched; remove it.",
+    )
     check_installed(config)
     check_groups(config.context_parallel, launched_processes())
     return checkpoint
 
 
 def check_installed(config: TrainingConfig) -> None:
-    """Raise ImportError if the tracker is missing, or bitsandbytes for ``optimizer: adamw8bit``."""
+    """Raise ImportError if the library of the tracker, of the optimizer or of ``base_dtype`` is missing."""
     from accelerate.utils import is_tensorboard_available, is_wandb_available
 
     optimizer_class(config.optimizer)
+    if config.base_dtype is not None:
+        quantization(config.base_dtype)
     available = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
     if config.tracker is not None and not available[config.tracker]():
         raise ImportError(
@@ -57,12 +67,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         f"patch={config.patch!r}, but the transformer is {'patched' if layers else 'not patched'}; both must have the "
         "same patch, or none.",
     )
-    for patched in find_patched(transformer).values():
-        check(
-            patched.lora in (None, STUDENT),
-            f"patch={config.patch!r} has the LoRA {patched.lora!r}, and training begins from the original model. "
-            "Give all stages as the stages of one run, or start from a patch without a LoRA.",
-        )
+    if any(patched.lora is not None for patched in find_patched(transformer).values()):
+        _check_lora(transformer, config)
     together = frames_together(transformer)  # raises where it cannot be trained
     channels, axes = family.channels(transformer.config), 4 if family.makes_videos else 3
     for shape in sorted(set(data.shapes)):
@@ -109,6 +115,31 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         )
     _check_data(data, config)
     _check_split(transformer, data, config)
+
+
+def _check_lora(transformer: Any, config: TrainingConfig) -> None:
+    """Raise unless every stage can go on with the LoRA of the patch that the run begins with."""
+    has = {
+        name: module.lora_A[STUDENT].out_features
+        for name, module in transformer.named_modules()
+        if STUDENT in getattr(module, "lora_A", ())
+    }
+    rank = max(has.values())
+    for index, stage in enumerate(config.stages):
+        check(
+            stage.trainable in ("mhla", "lora"),
+            f"trainable={stage.trainable!r} changes the weights that the LoRA of patch={config.patch!r} adds to; use "
+            "trainable: lora or mhla.",
+            *("stages", index),
+        )
+        targets = has if stage.lora_rank is None else lora_targets(transformer, stage.lora_layers)
+        check(
+            stage.lora_rank in (None, rank) and has.keys() == set(targets),
+            f"lora_rank={stage.lora_rank} with lora_layers={stage.lora_layers!r} does not fit the LoRA of patch="
+            f"{config.patch!r}, which has rank {rank} on {len(has)} layers, not {len(targets)}; give those of the run "
+            "that made it.",
+            *("stages", index),
+        )
 
 
 def _check_data(data: TrainingData, config: TrainingConfig) -> None:

@@ -20,7 +20,9 @@ _Frames = Annotated[
 _Fps = Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")]
 _Sizes = Annotated[
     list[str] | None,
-    typer.Option("--size", help='HEIGHTxWIDTH; repeat for aspect buckets, or "auto", or such as "auto 240x416".'),
+    typer.Option(
+        "--size", help='480x832, height first, or 512 for a square; repeat for buckets, or "auto", or "auto 240x416".'
+    ),
 ]
 _Upscale = Annotated[bool, typer.Option("--upscale", help="Enlarge files that are too small, else left out.")]
 _Workers = Annotated[int, typer.Option(help="Processes that read files.")]
@@ -61,6 +63,20 @@ def finetune_command(
     if not result.finished:
         raise typer.Exit(result.exit_code)
     typer.echo(f"Wrote {result.result}")
+
+
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run for its latest one.")],
+    output: Annotated[Path, typer.Option(help="New folder for the weights.")],
+) -> None:
+    """Make a patch of a checkpoint, as the run's result would be: of the moving average where there is one."""
+    import logging
+
+    from .finetune import export
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    export(checkpoint, output)
+    typer.echo(f"Wrote {output}")
 
 
 def data_command(

@@ -1,5 +1,6 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,12 @@ LoraLayers = Literal["attention", "blocks"]
 """Where LoRA is: on the projections of the patched self-attentions, or on every linear layer of the transformer's
 blocks."""
 
-OptimizerName = Literal["adamw", "adamw8bit"]
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "schedulefree"]
+"""AdamW and Adafactor of PyTorch, torchao's AdamW with moments in 8 bits, and schedulefree's AdamW, which averages the
+weights in place of a schedule that decays."""
+
+BaseType = Literal["int8", "float8"]
+"""Type of frozen weights by torchao, with one scale per output channel."""
 
 
 _POSITIVE, _ZERO_OR_MORE, _FILLED = allow(above=0), allow(at_least=0), allow(is_filled=True)
@@ -29,6 +35,19 @@ _PATCH = allow(words="a name, a path, or settings such as blocks", is_filled=Tru
 
 def _precision(name: Any) -> str:
     return precision_name(name, ("float32", "bfloat16"))
+
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(min|h)")
+
+
+def seconds_of(time: str) -> float:
+    """Return the seconds of a time such as "30min" or "8h"."""
+    number, unit = _TIME.fullmatch(time).groups()  # type: ignore[union-attr]  # settings were tested
+    return float(number) * {"min": 60, "h": 3600}[unit]
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, str) and _TIME.fullmatch(value) is not None and seconds_of(value) > 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +154,15 @@ class StageConfig(Settings):
             f"critic_updates={few_steps.critic_updates} come first; use at least {first}.",
         )
 
+    def describe(self) -> str:
+        """Say what the stage trains, and what its loss is, which cannot be compared with that of other objectives."""
+        if self.objectives is None:
+            loss = "distribution matching in few steps"
+        else:
+            weights = vars(self.objectives).items()
+            loss = " + ".join(f"{weight:g} {name}" for name, weight in weights if weight)
+        return f"trains {self.trainable}, loss = {loss}"
+
     @property
     def needs_teacher(self) -> bool:
         """Whether the unpatched model's outputs are needed."""
@@ -195,7 +223,8 @@ class TrainingConfig(Settings):
     component: str = field(default="transformer", metadata=_FILLED)
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
     patch: str | PatchConfig | None = field(default=None, metadata=_PATCH)
-    """Name of a patch, path of a patch YAML or of a saved patch to start from, or settings; None for no patch."""
+    """Name of a patch, path of a patch YAML, or settings; or a saved patch to begin with, such as another run's result,
+    with its weights and LoRA; None for no patch."""
     data: str | None = field(default=None, metadata=_FILLED)
     """Folder of latents, or of videos or images with captions (or webdataset's tar shards, or a YAML file of several
     sources), which are encoded first; None if the caller passes the data."""
@@ -208,10 +237,13 @@ class TrainingConfig(Settings):
     """Forwards per update."""
     precision: Literal["no", "bf16"] = field(default="no", metadata=allow(convert=_precision))
     """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
+    base_dtype: BaseType | None = None
+    """Type that the weights of all linear layers of the blocks are kept in under LoRA; None for that of ``precision``,
+    in which they compute in any case."""
     optimizer: OptimizerName = "adamw"
-    """adamw8bit keeps AdamW's moments in 8 bits and needs bitsandbytes."""
+    """adamw8bit needs torchao, schedulefree the library of that name."""
     weight_decay: float = field(default=0.0, metadata=_ZERO_OR_MORE)
-    """Weight decay of AdamW; the mixing matrices are never decayed."""
+    """Weight decay of the optimizer; the mixing matrices are never decayed."""
     max_gradient_norm: float = field(default=1.0, metadata=_POSITIVE)
     ema_decay: float | None = field(default=None, metadata=allow(above=0, below=1))
     """Decay of the moving average of the trained weights, which is then validated and exported."""
@@ -226,6 +258,17 @@ class TrainingConfig(Settings):
     """Processes that prefetch data."""
     checkpoint_every: int = field(default=500, metadata=_POSITIVE)
     keep_checkpoints: int = field(default=2, metadata=_POSITIVE)
+    export_every: int | str | None = field(
+        default=None,
+        metadata=allow(
+            words='a number of updates, at least 1, or a time such as "30min" or "8h"',
+            test=lambda value: value >= 1 if isinstance(value, int) else _is_time(value),
+        ),
+    )
+    """Updates, or time such as "30min", between exports of the weights so far into ``exports/step-…``; None for the
+    result alone."""
+    time_limit: str | None = field(default=None, metadata=allow(words='a time such as "30min" or "8h"', test=_is_time))
+    """Time after which the run writes a checkpoint and stops, counted from its start or resumption; None for none."""
     max_skipped: int = field(default=10, metadata=_POSITIVE)
     """Maximum consecutive updates that may be skipped because loss or gradient is not finite."""
     tracker: Literal["tensorboard", "wandb"] | None = None
@@ -270,6 +313,23 @@ class TrainingConfig(Settings):
                 "few_steps must be the last stage, because the model then samples in its times alone.",
                 "stages",
                 index,
+            )
+        check(
+            self.base_dtype is None or all(stage.trainable in ("mhla", "lora") for stage in self.stages),
+            f"base_dtype={self.base_dtype!r} is for weights that no stage trains; use trainable: lora or mhla.",
+        )
+        check(
+            self.base_dtype is None or self.gradient_checkpointing,
+            f"base_dtype={self.base_dtype!r} needs gradient_checkpointing: true; otherwise the backward pass keeps "
+            "every weight as it was converted to compute, and nothing is saved.",
+        )
+        averages = {"ema_decay": self.ema_decay is not None, "few_steps": self.few_steps is not None}
+        averages |= {"scheduler: cosine": any(stage.scheduler == "cosine" for stage in self.stages)}
+        for name, is_set in averages.items():
+            check(
+                self.optimizer != "schedulefree" or not is_set,
+                f"optimizer=schedulefree averages the weights at a constant rate and does not go with {name}; remove "
+                "one of the two.",
             )
         check(
             self.few_steps is None or self.context_parallel.processes == 1,

@@ -43,14 +43,23 @@ def uses_fsdp2(config: TrainingConfig) -> bool:
                 f"{setting} of accelerate's configuration is not supported in training; use "
                 "finetune/accelerate/fsdp2.yaml. Gradient checkpointing is a setting of the training configuration."
             )
-    if config.optimizer == "adamw8bit":
-        raise ValueError("optimizer=adamw8bit does not work on sharded weights; set optimizer: adamw with FSDP2.")
+    check_sharded(config)
     if config.few_steps is not None:
         raise ValueError(
             "few_steps does not train sharded weights (FSDP2), since student, teacher and critic share them; use one "
             "device, or finetune/accelerate/ddp.yaml."
         )
     return True
+
+
+def check_sharded(config: TrainingConfig) -> None:
+    """Raise ValueError for settings that do not work on sharded weights."""
+    if config.optimizer != "adamw":
+        raise ValueError(
+            f"optimizer={config.optimizer} does not work on sharded weights (FSDP2); set optimizer: adamw."
+        )
+    if config.base_dtype is not None:
+        raise ValueError(f"base_dtype={config.base_dtype} does not work on sharded weights (FSDP2); leave it out.")
 
 
 def shard(transformer: Any, device: torch.device, processes: int) -> None:

@@ -9,16 +9,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import NoisedBatch, Sample, get_family, trained_family
 from ..reporting import scaled
-from .config import ContextParallel, StageConfig, TrainingConfig
-from .distributed import check_groups, gathered_parts, split_tokens
+from .config import ContextParallel, OptimizerName, StageConfig, TrainingConfig
+from .distributed import check_groups, check_sharded, gathered_parts, split_tokens
 from .few_steps import DistributionMatching
 from .objectives import Losses, stage_losses
-from .roles import Roles, prepare_for_training, trainable_names
+from .roles import Roles, linears_of_blocks, prepare_for_training, trainable_names
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class StageEstimate:
     trainable: str
     trainable_parameters: int
     weight_bytes: int
-    """All weights, trained ones in float32; with sharding this process's part and what is gathered at a time."""
+    """All weights, trained ones in float32; with sharding this process's part and what is gathered at a time; with
+    ``base_dtype`` also those of one block as they are converted to compute."""
     training_bytes: int
-    """Gradients, AdamW's moments, the moving average and the teacher's original values; or this process's part."""
+    """Gradients, the optimizer's state, the moving average, the teacher's original values; or this process's part."""
     activation_bytes: int
     """Peak of forward and backward."""
     flops: int
@@ -81,6 +83,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
         processes: that FSDP2 shards weights, gradients and optimizer state over; None for no sharding.
     """
     if processes is not None:
+        check_sharded(config)
         check_groups(config.context_parallel, processes)
     changed = prepare_for_training(transformer, config)
     # all in the type that autocast computes in; what is kept in float32 is counted as such below
@@ -173,17 +176,41 @@ def _estimate_stage(
         parts[0][1]()
     for hook in hooks:
         hook.remove()
-    moments, taking_gradients = 8 if config.optimizer == "adamw" else 2, sum(x.numel() for x in updated)
+    state, taking_gradients = sum(_state_bytes(config.optimizer, x) for x in updated), sum(x.numel() for x in updated)
+    saved = _bytes_of_quantization(transformer, frozen_bytes) if config.base_dtype is not None else 0
     averaged = trained if config.ema_decay is not None else 0
     originals = 0 if roles.teacher is None else roles.teacher.extra_parameters
     return StageEstimate(
         trainable=stage.trainable if stage.few_steps is None else f"{stage.trainable} and a critic, in few steps",
         trainable_parameters=taking_gradients,
-        weight_bytes=(frozen_bytes * frozen + 4 * (trained + of_critic)) // shares + gathered,
-        training_bytes=((4 + moments) * taking_gradients + 4 * (averaged + originals)) // shares,
+        weight_bytes=(frozen_bytes * frozen + 4 * (trained + of_critic)) // shares + gathered - saved,
+        training_bytes=(4 * taking_gradients + state + 4 * (averaged + originals)) // shares,
         activation_bytes=memory.peak,
         flops=int(flops * config.gradient_accumulation),
     )
+
+
+def _state_bytes(optimizer: OptimizerName, parameter: torch.Tensor) -> int:
+    """Count the bytes that an optimizer keeps of a parameter."""
+    count = parameter.numel()
+    if optimizer == "adamw8bit" and count >= 4096 and count % 256 == 0:
+        return 2 * (count + 4 * count // 256)  # a scale per 256 values of both moments
+    if optimizer == "adafactor":  # a mean per row and per column of the last two axes
+        return 4 * (count if parameter.ndim < 2 else count // parameter.shape[-1] + count // parameter.shape[-2])
+    return 8 * count  # two moments, or one and the weights that are averaged
+
+
+def _bytes_of_quantization(transformer: nn.Module, frozen_bytes: int) -> int:
+    """Count the bytes that ``base_dtype`` saves: weights of one byte, with float32 scales per output channel.
+
+    Those of one block are held converted as well, since its backward pass reads them.
+    """
+    blocks: dict[str, int] = dict.fromkeys(get_family(transformer).blocks_of(transformer), 0)
+    saved = 0
+    for place, linear in linears_of_blocks(transformer).items():
+        saved += (frozen_bytes - 1) * linear.weight.numel() - 4 * linear.out_features
+        blocks[next(name for name in blocks if place.startswith(f"{name}."))] += linear.weight.numel()
+    return saved - frozen_bytes * max(blocks.values())
 
 
 def _batch(sample: Sample, process: Any, config: TrainingConfig, dtype: torch.dtype) -> NoisedBatch:

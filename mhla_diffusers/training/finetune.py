@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from ..config import load_patch
 from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpus
@@ -17,12 +18,13 @@ from ..families import Clip, Model, families, trained_family
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..generation.pipelines import pipeline_source, transformers_of
-from ..patching import apply_mhla, load_mhla, read_record
+from ..patching import apply_mhla, find_patched, load_mhla, read_record
 from ..reporting import times
 from ..settings import check
 from .checks import check_fits, check_installed, check_start
 from .config import TrainingConfig
 from .estimate import Estimate, estimate
+from .export import export_checkpoint
 from .latents.cache import INDEX_NAME, LatentCache
 from .latents.clips import Clips
 from .latents.data import InMemoryData
@@ -30,7 +32,8 @@ from .latents.encode import encode_folder, model_header
 from .latents.media import contents_of
 from .latents.sources import read_sources
 from .latents.summary import DataModel
-from .loop import TrainingResult, train_checked
+from .loop import TrainingResult, content_of_run, train_checked
+from .roles import plain_name
 from .validation import PromptSampler
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,29 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
         check_fits(run.transformer(with_weights=False), data, config)
         sampler = run.sampler() if config.validation.prompts else None
         return train_checked(run.transformer(with_weights=True), data, config, checkpoint, sampler)
+
+
+def export(checkpoint: str | Path, output: str | Path) -> None:
+    """Write the weights of a checkpoint for use, with the model and the patch that its run names.
+
+    Raises as :func:`export_checkpoint` and :class:`NamedRun`, and ValueError if model or patch have changed since.
+    """
+
+    def begin(config: TrainingConfig, content: dict[str, Any]) -> Any:
+        check(
+            config.model is not None,
+            f"The run of {checkpoint} names no model, since train() was called with a transformer; pass that to "
+            "mhla_diffusers.training.export_checkpoint().",
+        )
+        for name, found in content_of_run(config).items():
+            check(
+                found == content[name],
+                f"The content of {name}={getattr(config, name)} is not what the run of {checkpoint} began with; put it "
+                "back. Large files are compared by size and time: copy weights with cp --preserve=timestamps.",
+            )
+        return NamedRun(config).transformer(with_weights=True)
+
+    export_checkpoint(checkpoint, output, begin)
 
 
 def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
@@ -116,11 +142,7 @@ class NamedRun:
         named = None if shipped is None else trained_family(shipped.transformer)
         self.family = family = named or family_of(config.model, config.component)
         if isinstance(config.patch, str) and Path(config.patch).is_dir():
-            check(
-                read_record(Path(config.patch)).weights == "mhla",
-                f"patch={config.patch!r} was saved with weights of the model, which would replace those of the "
-                "teacher, the original model; start from a patch saved with weights='mhla', such as a calibrated one.",
-            )
+            read_record(Path(config.patch))
         elif isinstance(config.patch, str):
             patch = load_patch(config.patch)
             check(
@@ -169,7 +191,7 @@ class NamedRun:
             else:
                 model = cls.from_config(self._settings)
             if isinstance(patch, str) and Path(patch).is_dir():
-                return load_mhla(model, patch)
+                return _begin_with(Path(patch), model)
             return model if patch is None else apply_mhla(model, patch)
 
     def open_data(self, resuming: bool = False) -> LatentCache:
@@ -226,6 +248,24 @@ class NamedRun:
         sampling = None if few_steps is None else few_steps.sampling
         steps = validation.inference_steps
         return PromptSampler(pipe, validation.prompts, self.clip, steps, component, sampling)
+
+
+def _begin_with(folder: Path, model: Any) -> Any:
+    """Load a saved patch, such as another run's result, to train on from it, and return the model.
+
+    What it was trained to stays in its own type, float32, also in a model in bfloat16, to which ``load_mhla`` rounds.
+    """
+    (patched,) = find_patched(load_mhla(model, folder)).values()
+    patched.few_steps = None  # the run decides how its result samples
+    record = read_record(folder)
+    (component,) = record.transformers
+    saved = load_file(folder / record.file) | (load_file(folder / record.lora.file) if record.lora else {})
+    for name, parameter in model.named_parameters():
+        value = saved.get(f"{component}.{plain_name(name)}")
+        is_new = ".mhla." in name or plain_name(name) in (patched.replaced_weights or ())
+        if value is not None and is_new and not parameter.is_meta:
+            parameter.data = value
+    return model
 
 
 def _process_state() -> Any:

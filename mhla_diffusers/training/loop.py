@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,22 +16,33 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..config import load_patch
-from ..devices import is_first_process, launched_on_cpus, launched_processes
+from ..devices import is_first_process, launched_on_cpus, launched_processes, peak_memory
 from ..families import NoisedBatch, trained_family
 from ..files import content_of, folder_for_results
 from ..patching import mhla_layers
-from ..reporting import progress
+from ..reporting import progress, scaled, shows_bars
+from .changes import Change, find_changes, say
 from .checks import check_fits, check_start
-from .config import TrainingConfig
+from .config import TrainingConfig, seconds_of
 from .distributed import gathered, meta_copy, placed_like, shard, split_tokens, uses_fsdp2
+from .export import write_weights
 from .latents.data import NoisedBatches, TrainingData
 from .latents.times import frames_together
-from .roles import Roles, make_trainable, prepare_for_training
-from .run_folder import CheckpointError, RunFolder, Tensors, TrainingDivergedError, load_checkpoint, step_of
+from .roles import Roles, Teacher, make_trainable, prepare_for_training, quantize_base
+from .run_folder import (
+    CheckpointError,
+    RunFolder,
+    Tensors,
+    TrainingDivergedError,
+    read_state,
+    read_tensors,
+    step_of,
+)
 from .stage import Stage
-from .validation import Sampler
+from .validation import Sampler, show_samples, validation_loss
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +54,12 @@ class TrainingResult:
     step: int
     """Updates done."""
     finished: bool
-    """False if SIGTERM or Ctrl-C stopped it; its last checkpoint is then at ``step``."""
+    """False if SIGTERM, Ctrl-C or the time limit stopped it; its last checkpoint is then at ``step``."""
     result: Path | None
     """Folder with the trained weights; None while unfinished."""
     exit_code: int = 0
-    """Exit code of the command: 130 after Ctrl-C, 143 after SIGTERM, also if another process received it."""
+    """Exit code of the command: 130 after Ctrl-C, 143 after SIGTERM, also if another process received it; 124, as of
+    ``timeout``, after the time limit."""
 
 
 def train(
@@ -74,7 +86,7 @@ def train(
         ValueError: settings, data, transformer and the checkpoint do not fit each other, or the kind of sharding is not
             supported.
         FileNotFoundError: no checkpoint to resume from.
-        ImportError: the tracker is missing, or bitsandbytes for ``optimizer: adamw8bit``.
+        ImportError: the library of the tracker, of the optimizer or of ``base_dtype`` is missing.
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates or with non-finite weights or validation loss; no result is written.
         CheckpointError: the last checkpoint or the result could not be written.
@@ -99,13 +111,18 @@ def train_checked(
             end, is_last = config.end_of(index), index == len(config.stages) - 1
             if run.step >= end and not is_last:
                 continue  # done before the run was resumed
+            logger.info(
+                "Stage %d of %d, up to step %d: %s%s.",
+                *(index + 1, len(config.stages), end, settings.describe()),
+                "; not comparable with the loss of the stage before" * (index > 0),
+            )
             with run.stage(index, saved) as stage:
                 saved = {}
                 if run.step == 0:
                     run.validate(stage)
                 batches = run.batches.from_step(run.step, drops_prompts=settings.few_steps is None)
                 while run.step < end:
-                    must_stop = run.update(stage, batches, bool(signals), bar)
+                    must_stop = run.update(stage, batches, bool(signals) or run.time_is_spent(), bar)
                     if run.step % config.validation.every == 0 or run.step == config.total_steps:
                         run.validate(stage)
                     if run.step == config.total_steps:
@@ -113,11 +130,16 @@ def train_checked(
                     if must_stop or run.step == end or run.step % config.checkpoint_every == 0:
                         run.save(stage, must_succeed=must_stop or run.step == end)
                     if must_stop and run.step < config.total_steps:
-                        logger.warning("Stopped by a signal after step %d; resume with --resume latest.", run.step)
-                        code = 128 + (signals[0] if signals else signal.SIGTERM)
+                        spent = not signals and run.time_is_spent()
+                        why = f"time_limit={config.time_limit}" if spent else "a signal"
+                        logger.warning("Stopped by %s after step %d; resume with --resume latest.", why, run.step)
+                        code = 124 if spent else 128 + (signals[0] if signals else signal.SIGTERM)
                         return TrainingResult(run.step, finished=False, result=None, exit_code=code)
+                    if run.step < config.total_steps and run.export_is_due():
+                        run.export(stage, run.folder.path / "exports" / f"step-{run.step:08d}", must_succeed=False)
                 if is_last:
-                    result = run.export(stage)
+                    run.export(stage, run.folder.result, must_succeed=True)
+                    result = run.folder.result
     return TrainingResult(run.step, finished=True, result=result)
 
 
@@ -130,6 +152,8 @@ class Run:
         device: torch.device = accelerator.device
         # a process without a launcher has nobody to share with
         self.is_sharded = uses_fsdp2(config) and torch.distributed.is_initialized()
+        if config.base_dtype is not None:
+            quantize_base(transformer, config.base_dtype, device)
         # whole weights may not fit on the device, so sharding moves them part by part
         self.transformer = transformer if self.is_sharded else transformer.to(device)
         self.family = trained_family(transformer)
@@ -149,13 +173,16 @@ class Run:
             "samples_per_update": samples_per_update,
             "training_samples": self.batches.training_samples,
             "config": config.to_dict(),
-            "content": _content(config, data),
+            "content": {"data": getattr(data, "content", None), **content_of_run(config)},
         }
         self.step = 0
         """Updates done, over all stages, skipped ones included."""
         self.skipped = 0
         """Updates skipped since the last one that was not."""
         self.validation_loss: float | None = None
+        self.changes: list[Change] = []
+        """Settings that have changed since the checkpoint that the run was resumed from."""
+        self.started_at = self.exported_at = time.monotonic()
 
         self.changed = prepare_for_training(transformer, config)
         self.unsharded = meta_copy(transformer) if self.is_sharded else None
@@ -165,19 +192,31 @@ class Run:
         if size > 1:  # after calibration, which needs whole attentions
             split_tokens(transformer, config.context_parallel, device, groups)
         self.roles = Roles.of(transformer, config, self.changed, data.empty, accelerator.autocast)
+        self.unpatched_loss: float | None = None
+        """Validation loss of the original model on the same batches, measured before its weights are replaced."""
+        if config.validation.samples and config.patch is not None:
+            with Teacher(transformer, ()).at_work(), accelerator.autocast():
+                self.unpatched_loss = self._held_out_mean(validation_loss(transformer, self.batches))
 
     def resume(self, checkpoint: Path) -> dict[str, Tensors]:
         """Load the weights of a checkpoint, and return the tensors of all its files."""
-        state, saved = load_checkpoint(checkpoint, self.identity)
+        state = read_state(checkpoint)
+        self.changes = find_changes(checkpoint, state, self.identity)
+        saved = read_tensors(checkpoint, state)
         self.step, self.skipped = state["step"], state["skipped_in_row"]
         parameters = dict(self.transformer.named_parameters())
         with torch.no_grad():
             for name, value in saved["weights"].items():
+                if name not in self.changed:  # of a stage that had not begun, and was removed
+                    continue
                 if self.is_sharded:
                     parameters[name].copy_(placed_like(value, parameters[name]))
                 else:  # frozen so far, perhaps in bfloat16, while the trained values are float32
-                    parameters[name].data = value.to(parameters[name].device)
+                    # a copy, since kernels round otherwise where memory is not aligned, as in the file
+                    parameters[name].data = value.to(parameters[name].device, copy=True)
         logger.info("Resuming from %s.", checkpoint)
+        for change in self.changes:
+            logger.info("Changed since: %s", say(change))
         return saved
 
     @contextmanager
@@ -187,12 +226,20 @@ class Run:
         if is_first:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self.folder.go_back_to(self.step)
+            self.folder.add_changes(self.step, self.changes)
         self.accelerator.wait_for_everyone()
         # otherwise TensorBoard keeps points after the checkpoint that the run resumes from
         first_new = self.step + 1 if self.step else 0
         self.accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
+        above_bar = logging_redirect_tqdm() if shows_bars() else nullcontext()
+        shown: dict[str, Any] = {
+            "total": self.config.total_steps,
+            "initial": self.step,
+            "unit": "step",
+            "disable": not is_first,
+        }
         try:
-            with progress(total=self.config.total_steps, initial=self.step, unit="step", disable=not is_first) as bar:
+            with above_bar, progress(**shown) as bar:
                 yield bar
         finally:
             self.accelerator.end_training()
@@ -272,30 +319,42 @@ class Run:
             raise self._diverged(f"{self.skipped} updates in a row, up to step {self.step}, were skipped")
         if accelerator.is_main_process:
             self.folder.add_metrics({"step": self.step, "stage": stage.index, **values, "skipped": skipped})
-            accelerator.log({**values, "tokens_per_second": speed}, step=self.step)
+            memory = peak_memory(accelerator.device)
+            accelerator.log({**values, "tokens_per_second": speed, **memory}, step=self.step)
             shown = {"loss": f"{values['loss']:.4g}", "lr": f"{rate:.3g}", "tokens_per_s": f"{speed:.3g}"}
-            bar.set_postfix(shown, refresh=False)
+            bar.set_postfix(shown | {name: scaled(size, 1024, "B") for name, size in memory.items()}, refresh=False)
             bar.update(self.step - bar.n)
         return bool(stop_votes > 0)
 
     def validate(self, stage: Stage) -> None:
         """Measure the loss on held-out samples and generate samples, if the settings ask for it."""
-        samples, is_first = self.config.validation.samples, self.accelerator.is_main_process
+        is_first, unpatched = self.accelerator.is_main_process, self.unpatched_loss
         with stage.averaged_weights(), self.accelerator.autocast():
-            if samples:
-                # the processes of a group have the same losses
-                summed = self.accelerator.reduce(stage.held_out_loss(self.batches), reduction="sum")
-                self.validation_loss = loss = float(summed) / self.roles.split / samples
+            if self.config.validation.samples:
+                self.validation_loss = loss = self._held_out_mean(stage.held_out_loss(self.batches))
+                losses = {"validation_loss": loss}
+                if unpatched is not None and stage.matching is None:  # few steps have a validation loss of their own
+                    losses["unpatched_validation_loss"] = unpatched
                 if is_first:
-                    self.folder.add_metrics({"step": self.step, "validation_loss": loss})
-                    self.accelerator.log({"validation_loss": loss}, step=self.step)
-                logger.info("Validation loss %.5f after step %d.", loss, self.step)
+                    self.folder.add_metrics({"step": self.step, **losses})
+                    self.accelerator.log(losses, step=self.step)
+                beside = f" (unpatched {unpatched:.5f})" if len(losses) == 2 else ""
+                logger.info("Validation loss %.5f%s after step %d.", loss, beside, self.step)
             if self.sampler is not None and is_first:
-                self.sampler(self.transformer, self.folder.path / "samples" / f"step-{self.step:08d}")
+                samples = self.folder.path / "samples" / f"step-{self.step:08d}"
+                self.sampler(self.transformer, samples)
+                for tracker in self.accelerator.trackers:
+                    show_samples(tracker, samples, self.step)
             elif self.sampler is not None and (self.is_sharded or self.roles.split > 1):
                 with TemporaryDirectory() as folder:  # the first process needs the others' weights or tokens
                     self.sampler(self.transformer, Path(folder))
         self.accelerator.wait_for_everyone()
+
+    def _held_out_mean(self, summed: torch.Tensor) -> float:
+        """Return the mean over all held-out samples of losses that each process has summed over its own."""
+        # the processes of a group have the same losses
+        total = float(self.accelerator.reduce(summed, reduction="sum"))
+        return total / self.roles.split / self.config.validation.samples
 
     def check_end(self, stage: Stage) -> None:
         """Raise if the final model may be bad.
@@ -346,8 +405,22 @@ class Run:
                 logger.error("%s Training continues; the earlier checkpoints are kept.", error)
         self.accelerator.wait_for_everyone()
 
-    def export(self, stage: Stage) -> Path:
-        """Write the result and return its folder."""
+    def time_is_spent(self) -> bool:
+        """Whether the time limit is over, by the clock of this process."""
+        limit = self.config.time_limit
+        return limit is not None and time.monotonic() - self.started_at >= seconds_of(limit)
+
+    def export_is_due(self) -> bool:
+        """Whether to export after this update; of a time the clock of the first process decides."""
+        every = self.config.export_every
+        if not isinstance(every, str):
+            return every is not None and self.step % every == 0
+        is_due = self.accelerator.is_main_process and time.monotonic() - self.exported_at >= seconds_of(every)
+        vote = torch.tensor(float(is_due), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(vote, reduction="sum") > 0)
+
+    def export(self, stage: Stage, folder: Path, must_succeed: bool) -> None:
+        """Write the weights for use, the moving average where there is one; a failure raises or is logged."""
         is_first = self.accelerator.is_main_process
         with stage.averaged_weights():
             whole = self.transformer
@@ -357,15 +430,22 @@ class Run:
                 if is_first:
                     whole.load_state_dict(state, assign=True)
             if is_first:
-                self.folder.export(whole, self.config)
+                try:
+                    write_weights(whole, self.config, folder)
+                except CheckpointError as error:
+                    if must_succeed:
+                        raise
+                    logger.error("%s Training continues.", error)
+            if self.unsharded is not None:
+                self.unsharded.to("meta")  # frees the whole weights
+        self.exported_at = time.monotonic()
         self.accelerator.wait_for_everyone()
-        return self.folder.result
 
 
-def _content(config: TrainingConfig, data: TrainingData) -> dict[str, Any]:
-    """Return what identifies the content of data, patch and base weights, None where it is unknown, as on the Hub."""
+def content_of_run(config: TrainingConfig) -> dict[str, Any]:
+    """Return what identifies the content of patch and base weights, None where it is unknown, as on the Hub."""
     patch, model = config.patch, config.model
-    content: dict[str, Any] = {"data": getattr(data, "content", None), "patch": None, "model": None}
+    content: dict[str, Any] = {"patch": None, "model": None}
     if isinstance(patch, str):
         content["patch"] = content_of(Path(patch)) if Path(patch).is_dir() else load_patch(patch).config.to_dict()
     if model is not None:

@@ -13,26 +13,39 @@ from ..patching import MHLALayer, mhla_layers, register_mixing_clip
 from .config import OptimizerName, StageConfig
 from .distributed import gathered, placed_like
 
+_PROGRESS = ("k", "weight_sum", "lr_max")
+"""What schedule-free AdamW keeps in its groups: updates, the sum of their weights in the average, the highest rate."""
 _MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
 """Ends of the names of mixing matrices and λ, which may have a learning rate of their own."""
 
 
 def optimizer_class(name: OptimizerName) -> type[Optimizer]:
-    """Return the optimizer class by its name in the configuration.
+    """Return the optimizer class by its name in the configuration; ImportError if its library is missing.
 
     ``adamw8bit`` keeps both moments in 8 bits, in blocks of 256 values, except for parameters with fewer than 4096
-    values. It has been tested on a CPU only.
+    values or not a multiple of 256. It compiles its update for every shape of a parameter, at the first one.
     """
-    if name == "adamw":
-        return torch.optim.AdamW
+    chosen: Any
+    extra = {"adamw8bit": "quantize", "schedulefree": "schedulefree"}.get(name)
     try:
-        from bitsandbytes.optim import AdamW8bit
+        if name == "adamw":
+            chosen = torch.optim.AdamW
+        elif name == "adafactor":
+            chosen = torch.optim.Adafactor
+        elif name == "adamw8bit":
+            from torchao.optim import AdamW8bit
+
+            chosen = AdamW8bit
+        else:
+            from schedulefree import AdamWScheduleFree
+
+            chosen = AdamWScheduleFree
     except ImportError as error:
         raise ImportError(
-            "optimizer=adamw8bit needs bitsandbytes: pip install mhla_diffusers[adamw8bit], or set optimizer: adamw."
+            f"optimizer={name} needs a library: pip install mhla_diffusers[{extra}], or set optimizer: adamw."
         ) from error
-    chosen: type[Optimizer] = AdamW8bit
-    return chosen
+    kind: type[Optimizer] = chosen
+    return kind
 
 
 def make_optimizer(
@@ -45,7 +58,9 @@ def make_optimizer(
     matrices_alone: bool = False,
     kind: OptimizerName = "adamw",
 ) -> Optimizer:
-    """Make AdamW for a patched or unpatched model; mixing matrices never decay, and every step clips them to (0, 1).
+    """Make an optimizer for a patched or unpatched model.
+
+    Mixing matrices never decay, and every step clips them to (0, 1).
 
     Args:
         model: owner of the parameters.
@@ -71,6 +86,8 @@ def make_optimizer(
     )
     if any(isinstance(layer, MHLALayer) for layer in mhla_layers(model).values()):
         register_mixing_clip(optimizer, model)
+    if kind == "schedulefree":
+        optimizer.train()  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -96,12 +113,16 @@ def make_schedule(optimizer: Optimizer, stage: StageConfig, first_step: int) -> 
 
 def optimizer_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Return its state, "<parameter>/<part>" → tensor on the CPU; for a sharded model as in :func:`gathered`."""
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name, parameter in trained.items():
         for part, value in optimizer.state[parameter].items():
-            saved = torch.tensor(value) if isinstance(value, int) else gathered(value)
-            # AdamW8bit's table is shared by all parameters, and safetensors writes no shared tensor twice
-            state[f"{name}/{part}"] = saved.clone() if part.startswith("qmap") else saved
+            if hasattr(value, "codes"):  # 8 bits, of which only the table is the same for all parameters
+                state |= {f"{name}/{part}.{inner}": gathered(getattr(value, inner)) for inner in ("codes", "scale")}
+            else:
+                state[f"{name}/{part}"] = gathered(value)
+    for number, group in enumerate(optimizer.param_groups):
+        progress = {part: group[part] for part in _PROGRESS if part in group}
+        state |= {f"{number}/{part}": torch.tensor(value, dtype=torch.float64) for part, value in progress.items()}
     return state
 
 
@@ -112,8 +133,17 @@ def load_optimizer_state(
     """Load what :func:`optimizer_state` returned."""
     for key, value in tensors.items():
         name, _, part = key.rpartition("/")
-        parameter = trained[name]
-        if part == "step":  # a float32 tensor on the CPU for AdamW, a whole number for AdamW8bit
-            optimizer.state[parameter][part] = value if value.is_floating_point() else int(value)
-        else:
-            optimizer.state[parameter][part] = placed_like(value, parameter)
+        if part in _PROGRESS:
+            group = optimizer.param_groups[int(name)]
+            group[part] = type(group[part])(value.item())
+            continue
+        parameter, (part, _, inner) = trained[name], part.partition(".")
+        state = optimizer.state[parameter]
+        if inner:
+            from torchao.optim.subclass_8bit import OptimState8bit
+
+            if part not in state:
+                state[part] = OptimState8bit.zeros(parameter.shape, part == "exp_avg", device=parameter.device)
+            getattr(state[part], inner).copy_(value)
+        else:  # PyTorch counts the updates in a tensor on the CPU
+            state[part] = value if part == "step" else placed_like(value, parameter)

@@ -1,11 +1,13 @@
 """The roles of one transformer in training.
 
-The student is what a stage trains. The teacher is the same module with its original weights, without patch and LoRA.
-The critic of few steps is the teacher with a LoRA of its own, or a copy of it.
+The student is what a stage trains. The teacher is the same module with its original weights, without patch and LoRA,
+also where the run begins with a patch that brought weights. The critic of few steps is the teacher with a LoRA of its
+own, or a copy of it.
 """
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,18 +19,26 @@ from torch.distributed.tensor import DTensor
 
 from ..config import LinearConfig
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
-from ..patching import is_patched, mhla_disabled, mhla_layers, remove_mhla
-from .config import LoraLayers, StageConfig, Trainable, TrainingConfig
+from ..patching import find_patched, is_patched, mhla_disabled, mhla_layers, remove_mhla
+from ..patching.weights import LORA
+from .config import BaseType, LoraLayers, StageConfig, Trainable, TrainingConfig
+from .distributed import placed_like
 from .latents.data import drop_prompts
 
-STUDENT, CRITIC = "default", "critic"
-"""Names of the two LoRAs, as PEFT has them in the names of their weights."""
+STUDENT, CRITIC = LORA, "critic"
+"""Names of the two LoRAs, as PEFT has them in the names of their weights; that of a loaded patch is the student's."""
 
 
 def lora_of(name: str) -> str | None:
     """Return the name of the LoRA that a parameter belongs to; None for a parameter of the model or of MHLA."""
     found = re.search(r"\.lora_[AB]\.(\w+)\.", name)
     return found and found[1]
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter has in a model without adapters, and one of a LoRA as files name it."""
+    lora = lora_of(name)
+    return name.replace(".base_layer.", ".") if lora is None else name.replace(f".{lora}.", ".")
 
 
 def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
@@ -87,6 +97,36 @@ def prepare_for_training(transformer: Any, config: TrainingConfig) -> list[str]:
     return trainable_names(transformer, *(stage.trainable for stage in config.stages))
 
 
+def linears_of_blocks(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of the blocks by name, without those of MHLA and of LoRA."""
+    blocks = tuple(f"{block}." for block in get_family(transformer).blocks_of(transformer))
+    return {
+        place: module
+        for place, module in transformer.named_modules()
+        if isinstance(module, nn.Linear)
+        and place.startswith(blocks)
+        and ".mhla." not in place
+        and lora_of(f"{place}.") is None
+    }
+
+
+def quantization(kind: BaseType) -> Any:
+    """Return torchao's configuration of a type of frozen weights; ImportError if torchao is missing."""
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ImportError(f"base_dtype={kind} needs torchao: pip install mhla_diffusers[quantize].") from error
+    return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+
+
+def quantize_base(transformer: nn.Module, kind: BaseType, device: torch.device) -> None:
+    """Convert the weights of all linear layers of the blocks in place, one layer at a time on the device."""
+    from torchao.quantization import quantize_
+
+    for linear in linears_of_blocks(transformer).values():
+        quantize_(linear, quantization(kind), device=device)
+
+
 def add_lora(
     transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = "attention", name: str = STUDENT
 ) -> None:
@@ -94,24 +134,11 @@ def add_lora(
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    family, modules = get_family(transformer), dict(transformer.named_modules())
     if any(lora_of(weight) == name for weight, _ in transformer.named_parameters()):
         return
-    if layers == "blocks":
-        blocks = tuple(f"{block}." for block in family.blocks_of(transformer))
-        targets = [
-            place.removesuffix(".base_layer")
-            for place, module in modules.items()
-            if isinstance(module, nn.Linear)
-            and place.startswith(blocks)
-            and ".mhla." not in place
-            and lora_of(f"{place}.") is None
-        ]
-    else:
-        attentions = patched_attentions(transformer).values()
-        projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
-        targets = [place for place, module in modules.items() if module in projections]
-    with torch.random.fork_rng():
+    targets = lora_targets(transformer, layers)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated", UserWarning)  # training never merges
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, name)
     for layer in transformer.modules():
@@ -120,6 +147,15 @@ def add_lora(
             for part in (layer.lora_A, layer.lora_B):
                 if name in part:  # PEFT leaves a second one on the CPU where the model is on the meta device
                     part[name].to(layer.get_base_layer().weight.device)
+
+
+def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
+    """Return the names of the linear layers that a LoRA is for, whether or not they have one."""
+    if layers == "blocks":
+        return [place.removesuffix(".base_layer") for place in linears_of_blocks(transformer)]
+    attentions, family = patched_attentions(transformer).values(), get_family(transformer)
+    projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
+    return [place for place, module in transformer.named_modules() if module in projections]
 
 
 @contextmanager
@@ -148,25 +184,39 @@ def _original(transformer: nn.Module, lora: str | None) -> Iterator[None]:
 class Teacher:
     """Turns a transformer into the original model within a context.
 
-    Weights that no stage changes are shared. For weights that change, except MHLA's and LoRA's own, the original values
-    are kept on the device of the parameters and swapped in while the teacher runs. So create the teacher before
-    anything is trained or loaded.
+    Weights that no stage changes are shared. For weights that change, or that the patch has replaced, except MHLA's and
+    LoRA's own, the original values are kept on the device of the parameters and swapped in while the teacher runs. So
+    create the teacher before anything is trained or loaded from a checkpoint.
 
     Args:
-        transformer: with the original weights, patched or not.
+        transformer: with the original weights, patched or not, or with those of a loaded patch.
         changing: names of the parameters that training changes.
     """
 
     def __init__(self, transformer: nn.Module, changing: Iterable[str]) -> None:
-        self._transformer = transformer
-        parameters, shared = dict(transformer.named_parameters()), [name for name in changing if ".mhla." not in name]
-        self._originals = {name: parameters[name].detach().clone() for name in shared if lora_of(name) is None}
+        self._transformer, self._originals = transformer, dict[str, torch.Tensor]()
+        replaced: dict[str, torch.Tensor] = {}
+        for patched in find_patched(transformer).values():
+            replaced |= patched.replaced_weights or {}
+        shared = {plain_name(name) for name in changing if ".mhla." not in name and lora_of(name) is None}
+        for name, parameter in transformer.named_parameters():
+            plain = plain_name(name)
+            if plain in replaced:
+                self._originals[plain] = placed_like(replaced[plain], parameter)
+            elif plain in shared and lora_of(name) is None:
+                self._originals[plain] = parameter.detach().clone()
         self.extra_parameters = sum(original.numel() for original in self._originals.values())
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Within the context the transformer is the teacher; nothing takes gradients."""
-        with torch.no_grad(), _original(self._transformer, None):
+        with torch.no_grad(), self.original():
+            yield
+
+    @contextmanager
+    def original(self, lora: str | None = None) -> Iterator[None]:
+        """Within the context the transformer is the original model, with one LoRA or none."""
+        with _original(self._transformer, lora):
             self._swap()
             try:
                 yield
@@ -197,32 +247,34 @@ class Teacher:
     def _swap(self) -> None:
         """Exchange the original and the current values."""
         for name, parameter in self._transformer.named_parameters():
-            if name in self._originals:
-                original = self._originals[name].to(parameter.dtype)
+            plain = plain_name(name)
+            if plain in self._originals:
+                original = self._originals[plain].to(parameter.dtype)
                 if isinstance(parameter, DTensor):
-                    self._originals[name] = parameter.detach().clone()
+                    self._originals[plain] = parameter.detach().clone()
                     parameter.copy_(original)
                 else:  # without writing, because a student's forward may still wait for its backward pass
-                    self._originals[name], parameter.data = parameter.data, original
+                    self._originals[plain], parameter.data = parameter.data, original
 
 
 class Critic:
     """Learns the distribution of the student's samples, and begins as the teacher.
 
-    With ``trainable: lora`` it is the transformer itself with a LoRA of its own on every linear layer of the blocks,
-    which costs the memory of that LoRA; with ``trainable: all`` a copy. Make it before anything is trained or loaded.
+    With ``trainable: lora`` it is the teacher with a LoRA of its own on every linear layer of the blocks, which costs
+    the memory of that LoRA; with ``trainable: all`` a copy. Make it before anything is trained or loaded.
 
     Args:
         transformer: the student with the original weights, perhaps patched, on any device.
+        teacher: made of it.
         stage: with ``few_steps``.
         seed: of the LoRA's initial weights, which change no output.
     """
 
-    def __init__(self, transformer: Any, stage: StageConfig, seed: int) -> None:
+    def __init__(self, transformer: Any, teacher: Teacher, stage: StageConfig, seed: int) -> None:
         few_steps: Any = stage.few_steps
         rank: Any = few_steps.critic_rank or stage.lora_rank
         self._is_copy = stage.trainable == "all"
-        self._model = copy.deepcopy(transformer) if self._is_copy else transformer
+        self._model, self._teacher = copy.deepcopy(transformer) if self._is_copy else transformer, teacher
         if self._is_copy:
             if is_patched(self._model):
                 remove_mhla(self._model)
@@ -238,7 +290,7 @@ class Critic:
 
         With gradient checkpointing a backward pass runs the transformer again, as what it is at that moment.
         """
-        return nullcontext() if self._is_copy else _original(self._model, CRITIC)
+        return nullcontext() if self._is_copy else self._teacher.original(CRITIC)
 
     def predict(self, batch: NoisedBatch) -> torch.Tensor:
         """Predict within :meth:`at_work`: (B, output channels, ...)."""
@@ -280,7 +332,9 @@ class Roles:
             empty: conditioning of the empty prompt.
             autocast: context of forwards.
         """
-        critic = Critic(transformer, config.stages[-1], config.seed) if config.few_steps is not None else None
         teacher = Teacher(transformer, changing) if any(stage.needs_teacher for stage in config.stages) else None
+        critic = None
+        if teacher is not None and config.few_steps is not None:
+            critic = Critic(transformer, teacher, config.stages[-1], config.seed)
         process = trained_family(transformer).process(transformer, config.flow_shift)
         return cls(transformer, process, teacher, critic, empty, autocast, config.context_parallel.processes)

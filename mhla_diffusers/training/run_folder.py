@@ -4,10 +4,12 @@
 
     output/
       metrics.jsonl                     one line per update and per validation
+      changes.jsonl                     one line per resumption with other settings: the step, and name → [before, now]
       checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, those of the critic
                                         of few steps, and state.json, which holds the SHA-256 of each of them and
                                         of itself
       samples/step-00000500/            what a validation generated
+      exports/step-00000500/            what the result would be if the run had ended there
       result/                           what load_mhla (or from_pretrained) loads after the last stage
       aside-1/                          what an earlier run made after the step that a later one resumed from
 
@@ -18,7 +20,7 @@ seed and the step.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
@@ -37,32 +39,14 @@ from ..files import (
     write_text,
     write_whole_folder,
 )
-from ..patching import Weights, find_patched, save_mhla
-from ..patching.few_step_scheduler import FewStepScheduler
+from .changes import Change
 from .config import TrainingConfig
-from .roles import STUDENT, lora_of
 
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
 
 _STATE = "state.json"
-_FREE_TO_CHANGE = {
-    "output",
-    "batch_size",
-    "gradient_accumulation",
-    "gradient_checkpointing",
-    "context_parallel",
-    "workers",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "max_skipped",
-    "tracker",
-    "validation",
-}
-"""Settings that may change when a run is resumed, because they do not change what is trained. Samples per update and
-training samples are compared separately.
-"""
 
 
 class CheckpointError(OSError):
@@ -78,7 +62,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.metrics = self.path / "metrics.jsonl"
+        self.metrics, self.changes = self.path / "metrics.jsonl", self.path / "changes.jsonl"
         self.result = self.path / "result"
 
     def checkpoints(self) -> list[Path]:
@@ -105,9 +89,7 @@ class RunFolder:
             where = chosen or self.path / "checkpoints"
             hint = " Did you mean 'latest'?" if resume != "latest" and get_close_matches(resume, ["latest"]) else ""
             raise FileNotFoundError(f"{where} holds no checkpoint to resume from.{hint}")
-        missing = [name for name in _read_state(chosen)["files"] if not (chosen / name).is_file()]
-        if missing:
-            raise FileNotFoundError(f"Checkpoint {chosen} lacks {', '.join(missing)}. {_way_out(chosen)}")
+        read_state(chosen)
         return chosen
 
     def save(self, state: Mapping[str, Any], tensors: Mapping[str, Tensors], keep: int) -> None:
@@ -130,7 +112,7 @@ class RunFolder:
                 hashes[file.name] = file_hash(file)
             write_checked_json({**state, "files": hashes}, aside / _STATE)
 
-        _write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write)
+        write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write)
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
@@ -141,59 +123,35 @@ class RunFolder:
         """
         newer = [path for path in self.checkpoints() if step_of(path) > step]
         if newer:
-            newer += [path for path in _steps(self.path / "samples") if step_of(path) > step]
+            made = [*_steps(self.path / "samples"), *_steps(self.path / "exports")]
+            newer += [path for path in made if step_of(path) > step]
             newer += [self.result] if self.result.is_dir() else []
             aside = next(place for number in count(1) if not (place := self.path / f"aside-{number}").exists())
             aside.mkdir()
-            if self.metrics.is_file():
-                shutil.copy(self.metrics, aside)
+            for file in filter(Path.is_file, (self.metrics, self.changes)):
+                shutil.copy(file, aside)
             for path in newer:
                 target = aside / path.relative_to(self.path)
                 target.parent.mkdir(exist_ok=True)
                 path.rename(target)
             logger.warning("What this folder held of the steps after %d was moved into %s.", step, aside)
-        if self.metrics.is_file():
-            kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
-            write_text("".join(f"{line}\n" for line in kept), self.metrics)
+        # changes at this step are found again, since it was saved before them
+        for file, last in ((self.metrics, step), (self.changes, step - 1)):
+            if file.is_file():
+                kept = [json.dumps(record) for record in read_metrics(file) if record["step"] <= last]
+                write_text("".join(f"{line}\n" for line in kept), file)
+
+    def add_changes(self, step: int, changes: Sequence[Change]) -> None:
+        """Append the settings that have changed after a step, if any."""
+        if changes:
+            with self.changes.open("a", encoding="utf-8") as file:
+                changed = {name: [before, now] for name, before, now in changes}
+                file.write(json.dumps({"step": step, "changed": changed}) + "\n")
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-
-    def export(self, transformer: Any, config: TrainingConfig) -> None:
-        """Write the trained weights for use, into ``result/``.
-
-        A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
-        trained them, the model's, or its LoRA, and how it samples after few steps. An unpatched transformer is saved
-        whole, for ``from_pretrained``, after few steps with the configuration of its scheduler.
-
-        Raises:
-            ValueError: a patch in diffusers' own form.
-        """
-        few_steps = None if config.few_steps is None else config.few_steps.sampling
-        weights: Weights = "changed" if config.model is not None else "all"
-        if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
-            weights = "mhla"
-
-        def write(aside: Path) -> None:
-            if config.patch is None:
-                transformer.save_pretrained(aside)
-                if few_steps is not None:
-                    FewStepScheduler(list(few_steps.times), few_steps.guidance).save_pretrained(aside)
-                return
-            (patched,) = find_patched(transformer).values()
-            if not patched.is_installed:
-                raise ValueError(
-                    "The transformer was patched with diffusers' own set_attn_processor, which keeps no record of a "
-                    "LoRA; patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
-                )
-            patched.few_steps = few_steps
-            has_lora = any(lora_of(name) == STUDENT for name, _ in transformer.named_parameters())
-            patched.lora = STUDENT if has_lora else None
-            save_mhla(transformer, aside, weights=weights, base_model=config.model)
-
-        _write_whole(self.result, write)
 
 
 def step_of(folder: Path) -> int:
@@ -206,52 +164,49 @@ def _steps(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
 
 
-def load_checkpoint(folder: Path, run: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensors]]:
-    """Read a checkpoint.
+def find_checkpoint(path: Path) -> Path:
+    """Return a checkpoint by its folder, or the latest one by the folder of its run; FileNotFoundError for none."""
+    if (path / _STATE).is_file():
+        return path
+    checkpoints = RunFolder(path).checkpoints()
+    if not checkpoints:
+        raise FileNotFoundError(
+            f"{path} is neither a checkpoint nor a run with one; give outputs/…/checkpoints/step-…."
+        )
+    return checkpoints[-1]
 
-    Args:
-        folder: the checkpoint's.
-        run: what identifies the run: ``config``, ``content`` of what it names, ``samples_per_update`` and
-            ``training_samples``.
 
-    Returns:
-        Its state, and file name without suffix → tensors.
+def read_tensors(folder: Path, state: Mapping[str, Any], *names: str) -> dict[str, Tensors]:
+    """Return file name without suffix → tensors of a checkpoint: of these files that it has, or of all.
 
     Raises:
-        ValueError: a damaged file, or a checkpoint of another run.
+        ValueError: a damaged file.
     """
-    state = _read_state(folder)
-    mine, saved = (
-        _flat(part["config"])
-        | _flat(part["content"], "the content of ")
-        | {name.replace("_", " "): part[name] for name in ("samples_per_update", "training_samples")}
-        for part in (run, state)
-    )
-    different = [
-        f"{name} is {mine.get(name)!r} here and {saved.get(name)!r} there"
-        for name in sorted(mine.keys() | saved.keys())
-        if mine.get(name) != saved.get(name) and name.split(".")[0] not in _FREE_TO_CHANGE
-    ]
-    if different:
-        raise ValueError(
-            f"{folder} belongs to another run: {'; '.join(different[:4])}. Resume with the configuration of that "
-            "run, or start this one in another output folder."
-        )
+    files = {name: digest for name, digest in state["files"].items() if not names or Path(name).stem in names}
     try:
-        for name, expected in state["files"].items():
+        for name, expected in files.items():
             check_hash(folder / name, expected, _STATE)
-        return state, {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        return {Path(name).stem: load_file(folder / name) for name in sorted(files)}
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    """Read ``state.json``; settings that are newer than the checkpoint get their defaults."""
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read ``state.json``; settings that are newer than the checkpoint get their defaults.
+
+    Raises:
+        ValueError: it is damaged.
+        FileNotFoundError: a file that it names is missing.
+    """
     try:
         state = read_checked_json(folder / _STATE)
-        return {**state, "config": TrainingConfig.from_dict(state["config"]).to_dict()}
+        state = {**state, "config": TrainingConfig.from_dict(state["config"]).to_dict()}
+        missing = [name for name in state["files"] if not (folder / name).is_file()]
     except ValueError as error:
         raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
+    if missing:
+        raise FileNotFoundError(f"Checkpoint {folder} lacks {', '.join(missing)}. {_way_out(folder)}")
+    return state
 
 
 def _way_out(checkpoint: Path) -> str:
@@ -268,16 +223,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder atomically, as :func:`write_whole_folder`; CheckpointError if it cannot be written."""
     try:
         write_whole_folder(folder, write)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} could not be written: {str(error).rstrip('.')}.") from error
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name."""
-    if isinstance(value, dict | list) and value:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {name: leaf for key, item in items for name, leaf in _flat(item, f"{prefix}{key}.").items()}
-    return {prefix.rstrip("."): value}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..families import NoisedBatch
+from ..patching import MHLALayer, mhla_layers
 from .config import TrainingConfig
 from .distributed import gathered, placed_like
 from .few_steps import DistributionMatching
@@ -60,6 +61,7 @@ class Stage:
             rate: Any = few_steps.critic_learning_rate or stage.learning_rate
             make: Any = optimizer_class(config.optimizer)
             self.critic_optimizer = make(self.critic.values(), lr=rate, weight_decay=0.0)
+        self.averages_itself = config.optimizer == "schedulefree"
         self.model: Any = roles.student if accelerator is None else accelerator.prepare(roles.student)
         """The student as it is called, perhaps wrapped."""
         self.schedule = make_schedule(self.optimizer, stage, step - begin)
@@ -97,7 +99,22 @@ class Stage:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Context in which the student has the moving average of its weights, if there is one."""
+        """Context in which the student has the average of its weights, if there is one, or schedule-free AdamW's."""
+        if self.averages_itself:
+            trained: Any = self.optimizer
+            kept = [parameter.detach().clone() for parameter in self.trained.values()]
+            trained.eval()
+            for layer in mhla_layers(self.roles.student).values():
+                if isinstance(layer, MHLALayer):
+                    layer.clip_mixing_()
+            try:
+                yield
+            finally:
+                trained.train()
+                with torch.no_grad():  # bit for bit, which eval() and train() are not
+                    for parameter, value in zip(self.trained.values(), kept, strict=True):
+                        parameter.copy_(value)
+            return
         if self.average is None:
             yield
             return
@@ -111,6 +128,9 @@ class Stage:
     def tensors(self) -> dict[str, Tensors]:
         """Return what a checkpoint holds of the stage; with sharding all processes must call it."""
         tensors = {"optimizer": optimizer_state(self.optimizer, self.trained)}
+        if self.averages_itself:  # for who exports the checkpoint; it follows from the rest
+            with self.averaged_weights():
+                tensors["ema"] = {name: gathered(x).clone() for name, x in self.trained.items()}
         if self.average is not None:
             shadows = zip(self.trained, self.average.shadow_params, strict=True)
             tensors["ema"] = {name: gathered(shadow) for name, shadow in shadows}
@@ -124,7 +144,7 @@ class Stage:
     def _load(self, saved: dict[str, Tensors]) -> None:
         """Load what :meth:`tensors` returned."""
         load_optimizer_state(self.optimizer, self.trained, saved["optimizer"])
-        if self.average is not None:
+        if self.average is not None and "ema" in saved:  # else it begins here
             self.average.shadow_params = [placed_like(saved["ema"][name], p) for name, p in self.trained.items()]
             self.average.optimization_step = int(saved["ema"]["updates"])
         if self.critic_optimizer is not None:

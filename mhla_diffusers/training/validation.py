@@ -1,5 +1,6 @@
 """What is done with fixed noise: the held-out loss, and samples of prompts."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from ..families import Clip, predict, trained_family, unwrapped
+from ..generation.pixels import opened_video
 from ..generation.record import write_sample
 from ..patching import call_context
 from ..patching.few_step_scheduler import sample_in
@@ -84,3 +86,33 @@ class PromptSampler:
                 write_sample(sample, folder / f"{number:02d}{self._family.suffix}", self._frames_per_second)
         finally:
             transformer.train(training)
+
+
+def show_samples(tracker: Any, folder: Path, step: int) -> None:
+    """Give the pictures and videos in a folder to a tracker of accelerate.
+
+    wandb gets the files themselves. TensorBoard shows no MP4, so a video becomes a GIF there, of the same frames in
+    256 colours.
+    """
+    from PIL import Image
+
+    files = {f"samples/{file.stem}": file for file in sorted(folder.iterdir()) if file.suffix in (".png", ".mp4")}
+    if tracker.name == "wandb":
+        import wandb
+
+        kinds = {".png": wandb.Image, ".mp4": wandb.Video}
+        tracker.log({name: kinds[file.suffix](str(file)) for name, file in files.items()}, step=step)
+        return
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    for name, file in files.items():
+        content = io.BytesIO(file.read_bytes())
+        if file.suffix == ".mp4":
+            with opened_video(file) as (container, stream):
+                milliseconds = round(1000 / float(stream.average_rate))
+                first, *others = (frame.to_image() for frame in container.decode(stream))
+            content = io.BytesIO()
+            first.save(content, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
+        height, width = Image.open(content).size[::-1]
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content.getvalue())
+        tracker.tracker.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)

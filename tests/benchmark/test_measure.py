@@ -13,7 +13,7 @@ from mhla_diffusers.benchmark.measure import (
     gather_conditions,
     measured,
     read_rows,
-    table_of,
+    tables_of,
     time_interleaved,
 )
 
@@ -81,11 +81,11 @@ def test_the_budget_bounds_repetitions(seconds, repetitions):
 def test_ratios_are_to_the_fastest_baseline_of_case_and_stage():
     rows = [row("softmax", 2.0), row("MHLA", 0.5), row("softmax slow", 4.0), row("MHLA", 1.0, stage="backward")]
     rows += [Row("gone", "a", "forward", baseline=True, status="absent", reason="none"), row("cut", 1, whole_seconds=8)]
-    header, lines = table_of(rows)
-    column = header.index("times baseline")
-    assert [line[column] for line in lines] == ["1.00", "4.00", "0.50", "", "", "0.25"]
-    assert lines[4][header.index("remark")] == "absent: none"
-    assert "PSNR, dB" not in header, "a column without numbers"
+    forward, backward = tables_of(rows)
+    for (_, (header, lines), _), ratios in ((forward, ["1.00", "4.00", "0.50", "0.25"]), (backward, [""])):
+        assert [dict(zip(header, line, strict=True)).get("times baseline", "") for line in lines] == ratios
+        assert "PSNR, dB" not in header, "a column without numbers"
+    assert (forward[2], backward[2]) == (["absent: none: gone"], []), "below the table"
 
 
 def test_results_are_read_as_they_were_written(tmp_path):

@@ -48,10 +48,12 @@ def test_api_shows_every_public_name(site):
 
 
 def test_api_begins_with_apply_mhla_and_the_notebook_is_a_page(site):
-    names = re.findall(r' id="mhla_diffusers\.([\w.]+)"', (site / "api" / "index.html").read_text())
-    assert names[0].endswith("apply_mhla")
+    api = (site / "api" / "index.html").read_text()
+    names = re.findall(r' id="mhla_diffusers\.([\w.]+)"', api)
+    assert names[0].endswith("apply_mhla") and "::</p>" not in api and ":attr:" not in api
     tour = (site / "tour" / "index.html").read_text()
     assert "Sparse attention" in tour and "apply_mhla" in tour
+    assert tour.count("data:image/png;base64,") == 4 and "4 of 4 self-attentions replaced" in tour, "with its outputs"
     assert 'href="tour/"' in (site / "index.html").read_text()
 
 

@@ -18,7 +18,7 @@ GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 24, 7
 LATENT = torch.zeros(2, 4, 3, 15, 20)
 """Padded to whole patches of (1, 2, 2) it has the tokens of the grid."""
 FOLDER = Path(__file__).parents[2] / "pipelines" / "comfyui-mhla"
-DEFAULTS = {"density": 0.15, "softmax_steps": 0.0, "softmax_last": 0.0, "refresh": 0, "softmax_layers": ""}
+DEFAULTS = {"density": 0.15, "refresh": 0, "softmax_layers": ""}
 DEFAULTS |= {"block_size": 0, "order": "content"}
 
 
@@ -26,15 +26,26 @@ def settings(**changed):
     return read_settings(**{**DEFAULTS, "min_tokens": 0, **changed})
 
 
-class Patcher:
+class ModelPatcher:
     """What the node takes of ComfyUI's ModelPatcher: options that a clone copies, deeply as ComfyUI does or not."""
 
     def __init__(self, transformer_options=None, copied=copy.deepcopy, **others):
         self.model_options = {"transformer_options": transformer_options or {}, **others}
         self.copied = copied
 
+    def get_model_object(self, name):
+        return {"model_sampling": SimpleNamespace(percent_to_sigma=lambda percent: 1 - percent)}[name]
+
+    def set_model_optimized_attention(self, optimized_attention):
+        """What the node Model Attention Backend calls."""
+
+        def optimized_attention_override(_, *args, **kwargs):
+            return optimized_attention(*args, **kwargs)
+
+        self.model_options["transformer_options"]["optimized_attention_override"] = optimized_attention_override
+
     def clone(self):
-        clone = Patcher(copied=self.copied)
+        clone = ModelPatcher(copied=self.copied)
         clone.model_options = self.copied(self.model_options)
         return clone
 
@@ -153,21 +164,21 @@ def told(caplog):
 
 @pytest.mark.parametrize("layout", ["flat", "heads first"])
 def test_density_1_is_the_dense_attention_in_both_layouts(layout):
-    output = WanModel(self_attention(layout=layout)).forward(patch_model(Patcher(), settings(density=1.0)))
+    output = WanModel(self_attention(layout=layout)).forward(patch_model(ModelPatcher(), settings(density=1.0)))
     torch.testing.assert_close(output, softmax(*tensors()), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("layout", ["flat", "heads first"])
 def test_sparse_attention_is_the_operator_in_both_layouts(layout, batch):
-    output = WanModel(self_attention(batch=batch, layout=layout)).forward(patch_model(Patcher(), settings()))
+    output = WanModel(self_attention(batch=batch, layout=layout)).forward(patch_model(ModelPatcher(), settings()))
     torch.testing.assert_close(output, operator(*tensors(batch=batch)), atol=0, rtol=0)
     assert (output - softmax(*tensors(batch=batch))).abs().max() > 1e-2
 
 
 def test_the_output_has_its_heads_first_where_asked():
     attention = self_attention(layout="heads first", skip_output_reshape=True)
-    output = WanModel(attention).forward(patch_model(Patcher(), settings()))
+    output = WanModel(attention).forward(patch_model(ModelPatcher(), settings()))
     torch.testing.assert_close(output.transpose(1, 2).flatten(2), operator(*tensors()), atol=0, rtol=0)
 
 
@@ -181,26 +192,28 @@ def test_the_output_has_its_heads_first_where_asked():
 )
 def test_text_stands_where_the_model_puts_it(model, latent, grid, extra):
     tokens = torch.Size(grid).numel() + sum(extra)
-    output = model(self_attention(tokens)).forward(patch_model(Patcher(), settings()), latent=latent)
+    output = model(self_attention(tokens)).forward(patch_model(ModelPatcher(), settings()), latent=latent)
     torch.testing.assert_close(output, operator(*tensors(tokens), grid, extra), atol=0, rtol=0)
 
 
 def test_the_grid_that_wan_tells_goes_before_that_of_the_latent():
     longer = (4, *GRID[1:])  # where conditions add frames
-    output = WanModel(self_attention(320)).forward(patch_model(Patcher(), settings()), options={"grid_sizes": longer})
+    output = WanModel(self_attention(320)).forward(
+        patch_model(ModelPatcher(), settings()), options={"grid_sizes": longer}
+    )
     torch.testing.assert_close(output, operator(*tensors(320), longer), atol=0, rtol=0)
 
 
 def test_minimax_tells_where_its_video_stands():
     layout = SimpleNamespace(segments=[(0, 9, "text"), (9, 20, "audio"), (20, 260, "video")], seq_len=260)
-    patched = patch_model(Patcher(), settings())
+    patched = patch_model(ModelPatcher(), settings())
     latent = [LATENT, torch.zeros(2, 8, 2, 40)]
     output = MiniMaxH3Model(self_attention(260)).forward(patched, latent=latent, options={"minimax_h3_layout": layout})
     torch.testing.assert_close(output, operator(*tensors(260), extra=(20, 0)), atol=0, rtol=0)
 
 
 def test_cross_attention_and_text_pass_unseen(caplog):
-    patched = patch_model(Patcher(), settings())
+    patched = patch_model(ModelPatcher(), settings())
     query, text = torch.randn(2, 240, 72), torch.randn(2, TEXT, 72)
     mask = torch.zeros(2, 1, 1, TEXT)
 
@@ -230,7 +243,7 @@ def test_cross_attention_and_text_pass_unseen(caplog):
     ],
 )
 def test_what_cannot_be_sparse_is_dense_with_the_reason(caplog, model, tokens, given, inputs, reason):
-    patched = patch_model(Patcher(), settings())
+    patched = patch_model(ModelPatcher(), settings())
     latent = torch.zeros(2, 4, 24, 19) if model is Flux else LATENT
     attention = self_attention(tokens, **given)
     (output,) = sample(patched, lambda: model(attention).forward(patched, latent=latent, **inputs))
@@ -239,7 +252,7 @@ def test_what_cannot_be_sparse_is_dense_with_the_reason(caplog, model, tokens, g
 
 
 def test_grouped_queries_and_guided_tokens_are_dense_with_the_reason(caplog):
-    patched = patch_model(Patcher(), settings())
+    patched = patch_model(ModelPatcher(), settings())
     query, key, value = (x.transpose(1, 2) for x in tensors())
 
     def attentions(options):
@@ -256,27 +269,67 @@ def test_grouped_queries_and_guided_tokens_are_dense_with_the_reason(caplog):
     assert told[2].startswith("sparse in 1 of 3 attentions")
 
 
-def test_steps_are_read_from_sigmas_and_one_line_ends_a_sampling(caplog):
-    patched = patch_model(Patcher(), settings(softmax_steps=0.25))
-    schedule = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0])
-    sigmas = [1.0, 0.97, 0.9, 0.72, 0.6, 0.3]  # a sampler may call between the steps
+SCHEDULE = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0])
+
+
+def dense_calls(patched, sigmas):
+    """Which calls of a sampling over SCHEDULE were dense."""
     model = WanModel(self_attention())
-    outputs = sample(
-        patched,
-        *(
-            lambda sigma=sigma: model.forward(
-                patched, options={"sigmas": torch.tensor([sigma, sigma]), "sample_sigmas": schedule}
-            )
-            for sigma in sigmas
-        ),
-    )
-    are_dense = [torch.equal(output, self_attention()({})) for output in outputs]
-    assert are_dense == [True, True, False, False, False, False]
+    options = [{"sigmas": torch.tensor([sigma, sigma]), "sample_sigmas": SCHEDULE} for sigma in sigmas]
+    outputs = sample(patched, *(lambda one=one: model.forward(patched, options=one) for one in options))
+    return [torch.equal(output, self_attention()({})) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ({"start_percent": 0.4, "end_percent": 0.9}, [True, True, False, False]),
+        ({"start_percent": 0.1, "end_percent": 0.5}, [True, False, False, True]),
+        ({"end_percent": 0.05}, [False, True, True, True]),
+        ({"start_percent": 0.95}, [True, True, True, True]),
+        ({}, [False, False, False, False]),
+    ],
+    ids=str,
+)
+def test_outside_the_window_of_sigmas_attention_is_dense(window, expected):
+    assert dense_calls(patch_model(ModelPatcher(), settings(), **window), SCHEDULE[:-1].tolist()) == expected
+
+
+def test_a_second_sampling_has_its_own_window():
+    """With a part of the sigmas, as from image to image."""
+    patched = patch_model(ModelPatcher(), settings(), start_percent=0.4)
+    assert dense_calls(patched, [1.0, 0.9, 0.6, 0.3]) == [True, True, False, False]
+    model, late = WanModel(self_attention()), torch.tensor([0.5, 0.3, 0.0])
+    (output,) = sample(patched, lambda: model.forward(patched, options={"sigmas": late[:1], "sample_sigmas": late}))
+    assert not torch.equal(output, self_attention()({}))
+
+
+@pytest.mark.parametrize("window", [(0.5, 0.5), (0.9, 0.4), (-0.1, 1.0), (0.0, 1.1)])
+def test_a_window_that_is_none_is_refused(window):
+    with pytest.raises(ValueError, match=rf"start_percent={window[0]:g} .*end_percent={window[1]:g}"):
+        patch_model(ModelPatcher(), settings(), start_percent=window[0], end_percent=window[1])
+
+
+def test_dense_steps_before_the_window_are_carried_into_it():
+    """What sparse attention loses there is added at the steps that follow."""
+    patched = patch_model(ModelPatcher(), settings(), start_percent=0.1)
+    options = [{"sigmas": SCHEDULE[i : i + 1], "sample_sigmas": SCHEDULE, "block_index": 0} for i in range(4)]
+    model = WanModel(self_attention())
+    outputs = sample(patched, *(lambda one=one: model.forward(patched, options=one) for one in options))
+    dense_output, sparse_output = self_attention()({}), operator(*tensors())
+    torch.testing.assert_close(outputs[0], dense_output, atol=0, rtol=0)
+    for output in outputs[1:]:  # the tensors of all steps are the same, so what is carried, fading, fits them all
+        assert (output - dense_output).norm() < 0.9 * (sparse_output - dense_output).norm()
+
+
+def test_one_line_ends_a_sampling(caplog):
+    patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
+    assert dense_calls(patched, [1.0, 0.97, 0.9, 0.72, 0.6, 0.3]) == [True, True, False, False, False, False]
     assert lines(caplog)[1:] == ["sparse in 4 of 6 attentions, 2 dense: dense steps"]
 
 
 def test_layers_count_single_blocks_behind_double_ones():
-    patched = patch_model(Patcher(), settings(softmax_layers="1, 2"))
+    patched = patch_model(ModelPatcher(), settings(softmax_layers="1, 2"))
     attention = self_attention(120 + TEXT)
     blocks = [("double", 0), ("double", 1), ("single", 0), ("single", 1)]
 
@@ -288,7 +341,7 @@ def test_layers_count_single_blocks_behind_double_ones():
 
 
 def test_layers_are_counted_where_the_model_does_not_tell_them():
-    patched = patch_model(Patcher(), settings(softmax_layers="1"))
+    patched = patch_model(ModelPatcher(), settings(softmax_layers="1"))
     attention = self_attention()
     model = LTXVModel(lambda options: [attention(options) for _ in range(3)])
     for _ in range(2):
@@ -303,7 +356,7 @@ def test_a_previous_override_is_the_dense_attention():
         seen.append(args[0].shape[1])
         return func(*args, **kwargs)
 
-    model = Patcher({"optimized_attention_override": previous})
+    model = ModelPatcher({"optimized_attention_override": previous})
     attention = self_attention()
     WanModel(lambda options: [attention(options), self_attention(TEXT)(options)]).forward(
         patch_model(model, settings())
@@ -312,7 +365,7 @@ def test_a_previous_override_is_the_dense_attention():
 
 
 def test_a_later_override_goes_through_the_node():
-    patched = patch_model(Patcher(), settings()).clone()
+    patched = patch_model(ModelPatcher(), settings()).clone()
     ours = patched.model_options["transformer_options"]["optimized_attention_override"]
 
     def later(func, q, *args, **kwargs):
@@ -324,8 +377,56 @@ def test_a_later_override_goes_through_the_node():
     torch.testing.assert_close(output, operator(query * 2, key, value), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("order", ["backend first", "node first"])
+def test_a_model_attention_backend_is_the_dense_attention_in_either_order(order):
+    """It replaces the override before it, also ours."""
+    seen = []
+
+    def backend(q, *args, **kwargs):
+        seen.append(q.shape[1])
+        return dense(q, *args, **kwargs)
+
+    patched = ModelPatcher()
+    if order == "backend first":
+        patched.set_model_optimized_attention(backend)
+    patched = patch_model(patched, settings())
+    if order == "node first":
+        patched.set_model_optimized_attention(backend)
+    short, model = self_attention(TEXT), WanModel(lambda options: [self_attention()(options), short(options)])
+    for _ in range(2):
+        outputs = model.forward(patched)
+        torch.testing.assert_close(outputs[0], operator(*tensors()), atol=0, rtol=0)
+        torch.testing.assert_close(outputs[1], short({}), atol=0, rtol=0)
+    assert seen == [TEXT, TEXT]
+
+
+def core_sparse_override(previous):
+    """The override of ComfyUI's node Model Sparse Attention, for what it cannot take, such as tensors on a CPU."""
+
+    def override(func, *args, **kwargs):
+        return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
+
+    override.__module__ = "/opt/ComfyUI/comfy_extras/nodes_sparse_attention"
+    return override
+
+
+def test_comfyuis_own_sparse_attention_is_refused_before_the_node():
+    with pytest.raises(ValueError, match="Model Sparse Attention and MHLA Sparse Attention"):
+        patch_model(ModelPatcher({"optimized_attention_override": core_sparse_override(None)}), settings())
+
+
+def test_comfyuis_own_sparse_attention_is_refused_behind_the_node(caplog):
+    """Also where it was before another node: it puts itself on top again at every step."""
+    patched = patch_model(ModelPatcher(), settings())
+    options = patched.model_options["transformer_options"]
+    options["optimized_attention_override"] = core_sparse_override(options["optimized_attention_override"])
+    with pytest.raises(ValueError, match="Model Sparse Attention and MHLA Sparse Attention"):
+        sample(patched, lambda: WanModel(self_attention()).forward(patched))
+    assert lines(caplog) == []
+
+
 def test_a_second_node_replaces_the_first(caplog):
-    patched = patch_model(patch_model(Patcher(), settings()), settings(softmax_layers="0"))
+    patched = patch_model(patch_model(ModelPatcher(), settings()), settings(softmax_layers="0"))
     (output,) = sample(patched, lambda: WanModel(self_attention()).forward(patched, options={"block_index": 0}))
     torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
     assert lines(caplog) == [
@@ -336,7 +437,7 @@ def test_a_second_node_replaces_the_first(caplog):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
 def test_the_original_stays_as_it_is_and_a_clone_keeps_the_patch(copied):
-    original = Patcher({"wrappers": {"outer_sample": {"other": [len]}}}, copied, sampler_cfg_function=len)
+    original = ModelPatcher({"wrappers": {"outer_sample": {"other": [len]}}}, copied, sampler_cfg_function=len)
     before = copy.deepcopy(original.model_options)
     patched = patch_model(original, settings())
     assert original.model_options == before
@@ -347,7 +448,7 @@ def test_the_original_stays_as_it_is_and_a_clone_keeps_the_patch(copied):
 
 
 def test_an_override_in_the_way_is_told(caplog):
-    patched = patch_model(Patcher(), settings())
+    patched = patch_model(ModelPatcher(), settings())
     options = patched.model_options["transformer_options"]
     options["optimized_attention_override"] = lambda func, *args, **kwargs: func(*args, **kwargs)
     sample(patched, lambda: WanModel(self_attention()).forward(patched))
@@ -357,7 +458,7 @@ def test_an_override_in_the_way_is_told(caplog):
 
 
 def test_a_sampling_that_fails_still_ends_its_count(caplog):
-    patched = patch_model(Patcher(), settings())
+    patched = patch_model(ModelPatcher(), settings())
 
     def stop():
         raise InterruptedError
@@ -382,11 +483,14 @@ def test_wrong_inputs_are_refused(given, words):
 
 
 def test_inputs_become_settings():
-    found = settings(block_size=32, softmax_layers=" 0, 3 ", softmax_steps=1.0, min_tokens=5)
-    assert (found.config.block_size, found.config.softmax_steps) == (32, 1.0)
-    assert isinstance(found.config.softmax_steps, float)
+    found = settings(block_size=32, softmax_layers=" 0, 3 ", refresh=1, min_tokens=5)
+    assert (found.config.block_size, found.config.refresh) == (32, 1.0)
+    assert isinstance(found.config.refresh, float)
     assert (found.softmax_layers, found.min_tokens) == ((0, 3), 5)
     assert settings().config.block_size is None
+
+
+INPUTS = ["density", "start_percent", "end_percent", "refresh", "softmax_layers", "block_size", "order", "min_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -404,13 +508,15 @@ def test_comfyui_loads_the_node(runtime, tmp_path, form):
     assert runtime.load_nodes_from_path(str(path)) == ["MHLASparseAttention"]
     schema = runtime.get_node_class("MHLASparseAttention").define_schema()
     assert schema.display_name == "MHLA Sparse Attention"
-    assert [one.id for one in schema.inputs] == ["model", *DEFAULTS, "min_tokens"]
+    assert [one.id for one in schema.inputs] == ["model", *INPUTS]
     assert schema.inputs[1].default == SparseConfig().density
     assert all(one.tooltip for one in schema.inputs[1:])
 
 
 def test_the_node_patches_a_clone(runtime):
-    patcher = pytest.importorskip("comfy.model_patcher").ModelPatcher(torch.nn.Linear(1, 1))
+    model = torch.nn.Linear(1, 1)
+    model.model_sampling = ModelPatcher().get_model_object("model_sampling")
+    patcher = pytest.importorskip("comfy.model_patcher").ModelPatcher(model)
     runtime.load_nodes_from_path(str(FOLDER))
     inputs = runtime.get_node_class("MHLASparseAttention").define_schema().inputs[1:]
     defaults = {one.id: one.default for one in inputs} | {"min_tokens": 0, "density": 0.15}

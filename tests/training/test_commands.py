@@ -13,15 +13,18 @@ import pytest
 import torch
 import typer
 import yaml
+from diffusers import WanPipeline
 from typer.testing import CliRunner
 
 from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
-from mhla_diffusers.families import families
+from mhla_diffusers.families import Clip, families
+from mhla_diffusers.generation import load_result
 from mhla_diffusers.training import TrainingConfig, read_metrics
-from mhla_diffusers.training.finetune import NamedRun, dry_run, finetune
+from mhla_diffusers.training.finetune import NamedRun, dry_run, export, finetune
 from mhla_diffusers.training.latents.cache import CacheWriter
 from mhla_diffusers.training.run_folder import RunFolder
+from mhla_diffusers.training.validation import PromptSampler
 
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 from .processes import finish, start_process
@@ -96,6 +99,41 @@ def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, latents: Path, confi
     assert frames.isfinite().all()
 
 
+LORA_STAGE = "{steps: 4, learning_rate: 1.0e-2, trainable: lora, lora_rank: 2, objectives: {diffusion: 1}}"
+UNPATCHED_STAGE = "{steps: 4, learning_rate: 1.0e-2, trainable: attention, objectives: {diffusion: 1}}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(), (f"stages=[{LORA_STAGE}]",), (f"stages=[{UNPATCHED_STAGE}]", "patch=null")],
+    ids=["all", "lora", "unpatched"],
+)
+def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
+    changes: tuple[str, ...], tmp_path: Path, model: str, latents: Path, config_file: Path
+) -> None:
+    run, every = tmp_path / "run", ("checkpoint_every=1", "keep_checkpoints=9", "export_every=3", "ema_decay=0.9")
+    shown = "validation={prompts: [a blue ball], every: 1, inference_steps: 2}"
+    _cli("finetune", "--config", config_file, f"data={latents}", CLIP, shown, *every, *changes)
+    _cli("export", run, "--output", tmp_path / "last")
+    assert _files(tmp_path / "last") == _files(run / "result")
+    checkpoint = run / "checkpoints" / "step-00000003"
+    with pytest.raises(FileNotFoundError, match="mhla export") as raised:
+        load_mhla(wan_pipeline(), checkpoint)
+    command = str(raised.value).partition("mhla ")[2].replace("FOLDER", str(tmp_path / "middle"))
+    _cli(*shlex.split(command))
+    assert _files(tmp_path / "middle") == _files(run / "exports" / "step-00000003") != _files(run / "result")
+    pipe = WanPipeline.from_pretrained(model)  # as the run, since rounding depends on where weights lie in memory
+    load_result(pipe, tmp_path / "middle")
+    PromptSampler(pipe, ["a blue ball"], Clip(5, 8.0, ((32, 32),)), steps=2)(pipe.transformer, tmp_path / "made")
+    assert _files(tmp_path / "made") == _files(run / "samples" / "step-00000003")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'last'} exists"):
+        export(run, tmp_path / "last")
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
     tmp_path: Path, model: str, latents: Path, config_file: Path
 ) -> None:
@@ -125,7 +163,7 @@ def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
     }.items():
         shutil.copytree(tmp_path, tmp_path.with_name("kept"), dirs_exist_ok=True)
         change()
-        with pytest.raises(ValueError, match=f"belongs to another run: the content of {name} is "):
+        with pytest.raises(ValueError, match=f"cannot be resumed with the content of {name}="):
             finetune(config, resume="latest")
         for file in ("latents", "model"):
             shutil.rmtree(tmp_path / file)
@@ -161,6 +199,8 @@ def test_bfloat16_keeps_frozen_weights_small_and_trains(tmp_path: Path, latents:
     assert len(losses) == 4
     assert all(math.isfinite(loss) for loss in losses)
     load_mhla(wan_pipeline(), tmp_path / "run" / "result")
+    export(tmp_path / "run", tmp_path / "again")
+    assert _files(tmp_path / "again") == _files(tmp_path / "run" / "result")
 
 
 def test_script_trains_and_resumes(

@@ -19,6 +19,7 @@ from mhla_diffusers.training import (
     StageConfig,
     TrainingConfig,
     ValidationConfig,
+    export_checkpoint,
     read_metrics,
     train,
 )
@@ -118,10 +119,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_sharded_run_is_that_of_one_process_and_resumes_sharded_or_alone(alone: Path, tmp_path: Path) -> None:
-    """In the middle of a stage."""
-    config = _config(tmp_path / "sharded", 1)
+    """In the middle of a stage; what it exports on its way is what one process makes of its checkpoint."""
+    config = replace(_config(tmp_path / "sharded", 1), export_every=2)
     finish(start_distributed_training(config, processes=2, **FSDP2))
     _assert_same_run(alone, tmp_path / "sharded")
+    checkpoint = tmp_path / "sharded" / "checkpoints" / "step-00000002"
+    export_checkpoint(checkpoint, tmp_path / "exported", lambda *_: _patched())
+    exported = tmp_path / "sharded" / "exports" / checkpoint.name
+    assert {file.name: file.read_bytes() for file in exported.iterdir()} == {
+        file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()
+    }
     resumed, resumed_alone = (_back_to_step(2, tmp_path / "sharded", tmp_path / name) for name in ("again", "one"))
     finish(start_distributed_training(replace(config, output=str(resumed)), 2, "latest", **FSDP2))
     assert read_metrics(resumed / "metrics.jsonl") == read_metrics(tmp_path / "sharded" / "metrics.jsonl")

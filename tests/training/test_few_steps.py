@@ -150,7 +150,7 @@ def test_roles_leave_no_trace() -> None:
         torch.testing.assert_close(teacher, predict(tiny_wan(), batch))
     assert not torch.allclose(critic, teacher, atol=1e-3) and not torch.allclose(critic, student, atol=1e-3)
     assert {name: p.requires_grad for name, p in model.named_parameters()} == trained
-    assert {lora_of(name) for name in trained if trained[name] and lora_of(name)} == {"default", "critic"}
+    assert {lora_of(name) for name in trained if trained[name] and lora_of(name)} == {"mhla", "critic"}
 
 
 @BOTH
@@ -413,14 +413,14 @@ def test_lora_of_a_patch_that_was_fused_or_unloaded_is_told(
 
 
 def test_another_lora_is_in_the_way(lora_result: Path, tmp_path: Path) -> None:
-    """One of the same name when the patch is loaded, and the patch's own when a training begins."""
+    """One of the same name when the patch is loaded, and the patch's own when a training changes what it adds to."""
     pipe = wan_pipeline()
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), adapter_name="mhla")
     with pytest.raises(ValueError, match="'mhla'"):
         load_mhla(pipe, lora_result)
     assert not is_patched(pipe) and few_steps_of(pipe) is None
     model = load_mhla(tiny_wan(), lora_result)
-    with pytest.raises(ValueError, match="LoRA 'mhla'"):
+    with pytest.raises(ValueError, match="trainable='all' changes the weights that the LoRA"):
         train(model, wan_data(), _config(tmp_path / "second", _stage(), patch=str(lora_result)))
     assert not (tmp_path / "second").exists()
 

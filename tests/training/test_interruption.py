@@ -17,11 +17,18 @@ import psutil
 import pytest
 import torch
 
-from mhla_diffusers import MHLAConfig, apply_mhla
+from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.generate import SampleSet, generate
 from mhla_diffusers.generation.record import Sample
-from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, read_metrics, train
+from mhla_diffusers.training import (
+    ObjectiveWeights,
+    StageConfig,
+    TrainingConfig,
+    export_checkpoint,
+    read_metrics,
+    train,
+)
 from mhla_diffusers.training.latents.cache import CacheIndex, LatentCache
 from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.data import NoisedBatches
@@ -98,8 +105,28 @@ def test_signals_save_and_exit(tmp_path: Path, number: signal.Signals) -> None:
     process.join(timeout=60)
     assert process.exitcode == 128 + number
     steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / "state.json").is_file()
     assert not (tmp_path / "run" / "result").exists()
+    export_checkpoint(
+        tmp_path / "run" / "checkpoints" / f"step-{steps:08d}", tmp_path / "so-far", lambda *_: _patched()
+    )
+    load_mhla(tiny_wan(), tmp_path / "so-far")
+
+
+def test_a_spent_time_limit_saves_and_stops_and_exports_come_by_the_clock(tmp_path: Path) -> None:
+    config = one_stage(tmp_path / "run", steps=10**6, patch=PATCH, time_limit="0.02min", export_every="0.005min")
+    stopped = train(_patched(), wan_data(), replace(config, keep_checkpoints=1))
+    assert (stopped.finished, stopped.exit_code) == (False, 124)
+    export_checkpoint(tmp_path / "run", tmp_path / "so-far", lambda *_: _patched())
+    exports = sorted((tmp_path / "run" / "exports").iterdir())
+    assert 1 <= len(exports) <= 4, "one in 0.3 s of 1.2"
+    for folder in (exports[0], tmp_path / "so-far"):
+        load_mhla(tiny_wan(), folder)
+    with pytest.raises(ValueError, match="export_every='30s'.* time such as"):
+        replace(config, export_every="30s")
+
+
+def _patched() -> Any:
+    return apply_mhla(tiny_wan(), PATCH)
 
 
 def test_ctrl_c_leaves_workers_alone(tmp_path: Path) -> None:

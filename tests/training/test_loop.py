@@ -1,9 +1,12 @@
+import io
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -13,6 +16,7 @@ from mhla_diffusers.training import InMemoryData, TrainingDivergedError, Validat
 from mhla_diffusers.training.latents.data import BatchOrder
 
 from .models import dit_data, one_stage, poisoned_wan_data, tiny_dit, tiny_wan, wan_data
+from .pipelines import write_frames, write_image
 from .processes import finish, start_distributed_training
 
 PATCH, SPARSE = MHLAConfig(blocks=(2, 2, 2)), SparseConfig(density=0.5, block_size=2)
@@ -166,6 +170,51 @@ def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch
     assert all(event.value > 0 for event in shown.Scalars("tokens_per_second"))
 
 
+def test_validation_shows_the_unpatched_loss_the_samples_and_the_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a resumption, when the weights are no longer those of the unpatched model."""
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    caplog.set_level("INFO")
+    frames = np.random.default_rng(0).integers(0, 255, (5, 32, 48, 3), dtype=np.uint8)
+
+    def sample(_: Any, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_frames(folder / "01.mp4", frames)
+        write_image(folder / "00.png")
+
+    settings: dict[str, Any] = {"validation": ValidationConfig(samples=3, every=2), "steps": 4, "learning_rate": 1e-2}
+    train(tiny_wan(), wan_data(), one_stage(tmp_path / "unpatched", **settings))
+    shown = {**settings, "patch": PATCH, "checkpoint_every": 2, "tracker": "tensorboard"}
+    config = one_stage(tmp_path / "patched", **shown)
+    config = replace(config, stages=(replace(config.stages[0], steps=2), *one_stage("x", steps=2).stages))
+    train(_patched(), wan_data(), config, sampler=sample)
+    expected = read_metrics(tmp_path / "unpatched" / "metrics.jsonl")[0]["validation_loss"]
+
+    def check() -> None:
+        records = [x for x in read_metrics(tmp_path / "patched" / "metrics.jsonl") if "validation_loss" in x]
+        assert [record["step"] for record in records] == [0, 2, 4]
+        assert all(record["unpatched_validation_loss"] == expected != record["validation_loss"] for record in records)
+
+    check()
+    assert f"(unpatched {expected:.5f})" in caplog.text
+    assert "Stage 2 of 2, up to step 4: trains all, loss = 1 diffusion; not comparable" in caplog.text
+    (events,) = (tmp_path / "patched").rglob("events.out.tfevents*")
+    board = EventAccumulator(str(events.parent))
+    board.Reload()
+    assert [event.step for event in board.Images("samples/01")] == [0, 2, 4]
+    picture, video = (board.Images(f"samples/{number}")[0] for number in ("00", "01"))
+    assert picture.encoded_image_string == (tmp_path / "patched/samples/step-00000000/00.png").read_bytes()
+    assert Image.open(io.BytesIO(video.encoded_image_string)).n_frames == len(frames)
+    assert (video.width, video.height) == (48, 32)
+    assert all(event.value > 1e6 for event in board.Scalars("host_memory"))
+    last = tmp_path / "patched/checkpoints/step-00000004"
+    train(_patched(), wan_data(), config, resume=str(last.with_name("step-00000002")), sampler=sample)
+    check()
+
+
 def test_progress_without_a_terminal_is_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=2))
     assert capsys.readouterr().err == "", "of what takes no half minute"
@@ -199,9 +248,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({}, None, ValueError, "step-00000002"),
         ({"output": "other"}, "latest", FileNotFoundError, "no checkpoint"),
-        ({"seed": 7}, "latest", ValueError, "seed is 7 here and 0 there"),
-        ({"batch_size": 6}, "latest", ValueError, "samples per update is 6 here and 2 there"),
-        ({"validation": ValidationConfig(4)}, "latest", ValueError, "training samples is 12 here and 16 there"),
+        ({"seed": 7}, "latest", ValueError, "seed=7, which was 0: noise"),
+        ({"batch_size": 6}, "latest", ValueError, "samples per update=6, which was 2"),
+        ({"validation": ValidationConfig(4)}, "latest", ValueError, "training samples=12, which was 16"),
         ({"output": "x", "patch": PATCH}, None, ValueError, "not patched"),
         ({"output": "x", "make": _patched}, None, ValueError, "patch=None, but the transformer is patched"),
         (

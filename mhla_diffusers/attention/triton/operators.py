@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..derivatives import is_transformed
+from ..derivatives import NAMESPACE, is_transformed
 
 
 def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as operator ``mhla_diffusers::<its name>``, run on the device of its first tensor."""
+    """Register a function as operator ``<namespace>::<its name>``, run on the device of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
@@ -25,7 +25,7 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 return function(*arguments)
 
-        name = f"mhla_diffusers::{function.__name__}"
+        name = f"{NAMESPACE}::{function.__name__}"
         return torch.library.custom_op(name, on_device, mutates_args=(), schema=schema)
 
     return register

@@ -8,7 +8,7 @@ from re import fullmatch
 from typing import Any, Literal
 
 from ...families import Clip, TrainedFamily
-from ...reporting import parse_size
+from ...reporting import parse_size, times
 from ...settings import Settings, allow, check
 
 _ASPECTS = (1.0, 4 / 3, 3 / 2, 16 / 9, 21 / 9)
@@ -116,12 +116,12 @@ class Clips(Settings):
         if isinstance(sizes, str):
             sizes = _auto_sizes(self._auto_size(family.default_clip), step, family.squares_only)
         for size in sizes:
-            nearest = tuple(max(step, round(side / step) * step) for side in size)
+            nearest = [max(step, round(side / step) * step) for side in size]
             divides = all(side > 0 and side % step == 0 for side in size)
-            check(divides, f"Size {size} must be divisible by {step}; the nearest is {nearest}.")
+            check(divides, f"Size {times(size)} must be divisible by {step}; the nearest is {times(nearest)}.")
             check(
                 not family.squares_only or size[0] == size[1],
-                f"Size {size} is not square, but {family.name} only makes squares; try {(size[0],) * 2}.",
+                f"Size {times(size)} is not square, but {family.name} only makes squares; try {size[0]}x{size[0]}.",
             )
         for frames in self.lengths:
             if family.makes_videos:

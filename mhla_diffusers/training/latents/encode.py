@@ -35,7 +35,7 @@ def encode_folder(
 ) -> CacheIndex:
     """Encode videos or images with captions into a cache; resumes an earlier call.
 
-    Unreadable files and samples of tar shards without a usable caption are skipped; the log and the index list them.
+    Unreadable files and samples of tar shards without a usable caption are skipped; the index lists them with reasons.
     A file that has changed since the earlier call, or whose caption has, is encoded again. Shares and repeats of
     sources may change.
 
@@ -98,10 +98,10 @@ def encode_folder(
     for kind, names in made_up.items():
         if names:
             logger.warning("%d of %d files have too few %s; %s.", len(names), len(media_left), kind, _REMEDIES[kind])
-    for name, reason in index.skipped.items():
-        logger.warning("Skipped %s: %s.", name, reason.rstrip("."))
+    if not index.samples:
+        reasons = "\n".join(f"{name}: {reason}" for name, reason in list(index.skipped.items())[:5])
+        raise ValueError(f"None of the {len(media)} files in {source} could be encoded, such as\n{reasons}")
     logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))
-    check(bool(index.samples), f"None of the {len(media)} files in {source} could be encoded: {index.skipped}.")
     return index
 
 

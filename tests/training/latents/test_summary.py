@@ -39,6 +39,12 @@ def videos(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So wide that no row of a table goes on in a further line."""
+    monkeypatch.setenv("COLUMNS", "300")
+
+
 def _rows(text: str) -> dict[str, dict[str, str]]:
     """Size → column → cell of the printed table."""
     lines = text.split("\n\n")[1].splitlines()
@@ -78,7 +84,7 @@ def test_files_without_a_clip_are_told_as_they_are(videos: Path, tmp_path: Path)
 def test_options_that_do_not_fit_are_refused(videos: Path) -> None:
     for options, error in (
         (("--frames", 9), "give --fps, --size too"),
-        (("--model", TINY_WAN, "--size", "63x64"), r"must be divisible by 8; the nearest is \(64, 64\)"),
+        (("--model", TINY_WAN, "--size", "63x64"), r"must be divisible by 8; the nearest is 64x64"),
     ):
         result = CliRunner().invoke(app, ["data", str(videos), *map(str, options)])
         assert isinstance(result.exception, ValueError) and re.search(error, str(result.exception))
