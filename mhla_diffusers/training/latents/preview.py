@@ -93,11 +93,10 @@ def _facts(entry: Entry, clips: Clips | None) -> str:
     if original is not None:
         video = f", {original.fps:.4g} fps, {original.seconds:.3g} s" if original.seconds else ""
         parts.append(f"{original.height}x{original.width}{video}")
-    if clips is not None and entry.frames > 1:
+    if clips is not None:
+        frames, rate = (f"{entry.frames} frames of ", f" at {clips.fps:g} fps") if entry.frames > 1 else ("", "")
         begin = f" from {entry.start:.4g} s" if entry.start else ""
-        parts.append(f"cut to {entry.frames} frames of {times(size)} at {clips.fps:g} fps{begin}")
-    elif clips is not None:
-        parts.append(f"cut to {times(size)}")
+        parts.append(f"cut to {frames}{times(size)}{rate}{begin}")
     if clips is not None and original is not None and size is not None:
         scale = original.scale_to(size)
         parts += [f"enlarged {scale:.2g} times"] * (scale > 1)
