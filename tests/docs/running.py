@@ -92,7 +92,12 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
         r"^mhla finetune --config finetune/configs/tiny-wan-causal.yaml$",
         r"\g<0> validation.samples=0 batch_size=1 stages.0.steps=1",
     ),
-    (r"wan2.1-t2v-1.3b-hybrid.yaml", f"tiny-wan.yaml data=latents/wan2.1-t2v-1.3b {SHORT} output=outputs/w"),
+    (r"stages.1.steps=4000", "stages.1.steps=2"),
+    (
+        r"wan2.1-t2v-1.3b-hybrid.yaml",
+        f"tiny-wan.yaml data=latents/wan2.1-t2v-1.3b {SHORT} stages.0.steps=1 output=outputs/w",
+    ),
+    (r"outputs/wan2.1-t2v-1.3b-hybrid", "outputs/w"),
     (r"^mhla finetune --config finetune/configs/tiny-wan.yaml( patch=.*)?$", rf"\g<0> {SHORT} stages.0.steps=1"),
     (r"^accelerate launch finetune/adapt.py .*", r"\g<0> stages.0.steps=1 output=outputs/launched"),
     # evaluation
