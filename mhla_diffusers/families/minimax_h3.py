@@ -6,6 +6,7 @@ samples of a batch share one layout and one time, which runs from the noise to t
 tokens, 124 frames at 768p, into three latent frames by eight by eight tokens.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ class MiniMaxH3Adapter(JointAdapter):
 class _Forward(Forward):
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
         """Count five for every 17 frames, and two for the last five; the pipeline rounds up to that."""
-        return -((5 - frames) // 17) * 5 + 2
+        return 5 * math.ceil((frames - 5) / 17) + 2
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Take the stride from the modular pipeline, which may lack the autoencoder."""

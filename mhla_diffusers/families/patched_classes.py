@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from diffusers.models.attention import AttentionModuleMixin
 
-_BASE = "_mhla_base"
-"""Attribute of a subclass: the library's class."""
+_BASE, _MIXIN = "_mhla_base", "_mhla_mixin"
+"""Attributes of a subclass: the library's class, and the mixin."""
 
 
 class _EqualToBase(type):
@@ -29,13 +29,14 @@ class _Patched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls, reduced = type(self), tuple(super().__reduce_ex__(protocol))
-        return _unpickled, (cls.__mro__[2], getattr(cls, _BASE)), *reduced[2:]
+        return _unpickled, (getattr(cls, _MIXIN), getattr(cls, _BASE)), *reduced[2:]
 
 
 @cache
 def _subclass(mixin: Any, base: Any) -> Any:
     """Return a subclass that has the name and module of its base, which diffusers writes into ``config.json``."""
-    return _EqualToBase(base.__name__, (_Patched, mixin, base), {"__module__": base.__module__, _BASE: base})
+    facts = {"__module__": base.__module__, _BASE: base, _MIXIN: mixin}
+    return _EqualToBase(base.__name__, (_Patched, mixin, base), facts)
 
 
 def _unpickled(mixin: Any, base: Any) -> Any:
