@@ -128,6 +128,9 @@ def test_configurations_on_pages_are_accepted(tmp_path):
     assert texts
     for text in texts:
         file = tmp_path / "config.yaml"
+        if not re.search("^(stages|sources):", text, re.MULTILINE):  # settings alone, of a LoRA
+            stage = "{trainable: lora, lora_rank: 2, objectives: {diffusion: 1.0}, steps: 1, learning_rate: 1.0e-4}"
+            text += f"\noutput: o\nmodel: m\ndata: d\npatch: wan2.1-t2v-1.3b\nstages: [{stage}]\n"
         file.write_text(text, encoding="utf-8")
         assert read_sources(file).sources if "\nsources:" in text else TrainingConfig.from_yaml(file).stages
 

@@ -36,7 +36,8 @@ def test_describe_tells_what_was_done_to_every_layer(name):
     assert (last.grid, last.tokens_per_block) == (case.ragged_grid, (low, high))
 
 
-def test_describe_prints_a_table():
+def test_describe_prints_a_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     model = patched("wan", layers=[1, 2, 3])
     assert str(mhla.describe(model, grid=(4, 4, 5))).splitlines() == [
         "MHLA: every block of queries reads mixed states, nothing with softmax",

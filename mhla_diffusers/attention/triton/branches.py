@@ -107,6 +107,7 @@ def sparse(call: SparseCall) -> torch.Tensor:
             torch.zeros_like(far_lse[:, 0]) if x is None else x.detach().float().expand(batch, -1).flatten()
             for x in (call.pooled_bias, call.state_weight)
         )
+        gamma = gamma.contiguous()  # of one head it is a view with stride 0, which the kernel does not read
     far_lse = far_lse + beta[:, None]
     of_states = (None, None) if mixed is None else (mixed, gamma)
     output = merge(

@@ -209,7 +209,8 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
     assert train(wan_pipeline().transformer, cache, one_stage(tmp_path / "run", 6, batch_size=2)).finished
 
     # stopped after the third clip of a video; what is there is kept
-    encode, count = type(get_family(pipe.transformer)).encode_pixels, 0
+    training, count = type(get_family(pipe.transformer).training), 0
+    encode = training.encode_pixels
 
     def encode_three(*arguments: Any) -> torch.Tensor:
         nonlocal count
@@ -219,7 +220,7 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
         return encode(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(get_family(pipe.transformer)), "encode_pixels", encode_three)
+        patched.setattr(training, "encode_pixels", encode_three)
         with pytest.raises(KeyboardInterrupt):
             encode_folder(pipe, model, sources, tmp_path / "stopped")
         assert len(CacheIndex.read(tmp_path / "stopped").samples) == 3
