@@ -11,6 +11,7 @@ from torch import nn
 from ..attention.rope import Rotary
 from .adapters import AttentionAdapter, AttentionInputs, JointAdapter
 from .allegro import ALLEGRO
+from .anyflow import ANYFLOW
 from .attentions import Attention, imported, usual_processor
 from .auraflow import AURAFLOW
 from .chroma import CHROMA
@@ -55,9 +56,9 @@ from .wan_animate import WAN_ANIMATE
 from .z_image import Z_IMAGE
 
 _SHIPPED = (
-    ALLEGRO, AURAFLOW, CHROMA, CHRONOEDIT, COGVIDEOX, COGVIEW4, DEIT, DIG, DINOV2, DIT, EASYANIMATE, FLUX, FLUX2,
-    FLUX3, FRAMEPACK, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, KANDINSKY5, KREA2, LATTE, LLAMA,
-    LONGCAT_IMAGE, LTX, LTX2, LUMINA2, MINIMAX_H3, MOCHI, PIXART, POOLED_VIT, QWENIMAGE, SANA, SANA_VIDEO, SD3,
+    ALLEGRO, ANYFLOW, AURAFLOW, CHROMA, CHRONOEDIT, COGVIDEOX, COGVIEW4, DEIT, DIG, DINOV2, DIT, EASYANIMATE, FLUX,
+    FLUX2, FLUX3, FRAMEPACK, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, KANDINSKY5, KREA2, LATTE,
+    LLAMA, LONGCAT_IMAGE, LTX, LTX2, LUMINA2, MINIMAX_H3, MOCHI, PIXART, POOLED_VIT, QWENIMAGE, SANA, SANA_VIDEO, SD3,
     SIGLIP, SKYREELS_V2, VIT, WAN, WAN_ANIMATE, Z_IMAGE,
 )  # fmt: skip
 _FAMILIES: dict[str, Family] = {family.name: family for family in _SHIPPED}

@@ -211,6 +211,11 @@ def _allegro_components() -> dict[str, Any]:
     return {**text, "vae": autoencoder("AutoencoderKLAllegro", **sizes), "scheduler": scheduler}
 
 
+def _anyflow_components() -> dict[str, Any]:
+    """Wan's components, and Euler's steps between any two times."""
+    return {**wan_components(), "scheduler": diffusers.FlowMapEulerDiscreteScheduler(shift=5.0)}
+
+
 def _cogvideox_components() -> dict[str, Any]:
     """The scheduler takes the prediction as a velocity."""
     steps = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0}
@@ -692,6 +697,7 @@ _AURA_LAYERS = (*_layers(2, "joint_transformer_blocks.{}.attn"), *_layers(2, "si
 _edit = _of_wan("ChronoEditPipeline", 5.0, 8)
 _cogvideox, _ltx2 = pipeline("CogVideoXPipeline", _cogvideox_components), pipeline("LTX2Pipeline", _ltx2_components)
 _allegro = pipeline("AllegroPipeline", _allegro_components)
+_anyflow = pipeline("AnyFlowPipeline", _anyflow_components)
 _sd3, _z_image = pipeline("StableDiffusion3Pipeline", _sd3_components), pipeline("ZImagePipeline", _z_image_components)
 _cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
 _easyanimate = pipeline("EasyAnimatePipeline", _easyanimate_components)
@@ -709,6 +715,8 @@ _skyreels_image, _animate = (_of_wan(f"{kind}Pipeline", 5.0, 8) for kind in ("Sk
 _AURA, _FLUX_SETTINGS = {"num_single_dit_layers": 2, "sample_size": 16}, {**_SINGLE, "guidance_embeds": True}
 _COG_CALL, _COGVIEW_CALL = {**_GUIDED, "guidance_scale": 6.0}, _image_call(128, 5.0, max_sequence_length=16)
 _ALLEGRO_CALL = {**_GUIDED, "clean_caption": False, "output_type": "latent"}
+# the velocity, as training has it, in place of its mean over a step
+_ANYFLOW_CALL = {**_GUIDED, "guidance_scale": 5.0, "use_mean_velocity": False}
 _COG_LONG = {**_COG_CALL, "num_frames": 29}
 _EASY_TEXT = {**embeddings(TEXT_TOKENS, 16), "prompt_attention_mask": torch.ones(1, TEXT_TOKENS)}
 _EASY_TEXT["negative_prompt_attention_mask"] = _EASY_TEXT["prompt_attention_mask"]
@@ -760,6 +768,7 @@ _ANIMATE = {"texts": _SHOWN_TEXTS, "change": _with_pictures}
 _TABLE = (
     # latents, since its autoencoder decodes whole tiles alone
     Case("allegro", _allegro, _ALLEGRO_CALL, _layers(3), grids=_VIDEO),
+    Case("anyflow", _anyflow, _ANYFLOW_CALL, _WAN_LAYERS, **_ROWS),
     Case("auraflow", _auraflow, _image_call(128, 3.5), _AURA_LAYERS, _AURA, extra=(8 + TEXT_TOKENS, 0)),
     # four latent frames in the first step and two in the second; and two in every step
     Case("chronoedit", _edit, _REASONING, _WAN_LAYERS, **_OF_WAN_SHOWN),

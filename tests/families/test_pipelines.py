@@ -15,7 +15,7 @@ from .cases import Case as FamilyCase
 from .cases import case_of, output
 
 NAMES = (
-    *("auraflow", "chroma", "cogvideox", "cogvideox_two_frames", "cogview4", "flux", "flux2", "hunyuan_dit"),
+    *("anyflow", "auraflow", "chroma", "cogvideox", "cogvideox_two_frames", "cogview4", "flux", "flux2", "hunyuan_dit"),
     *(
         "hunyuan_image",
         "hunyuan_video",

@@ -1,5 +1,6 @@
 """What a forward of a family may hold and MHLA does not take is refused by name, with the way out."""
 
+import diffusers
 import pytest
 import torch
 
@@ -34,6 +35,14 @@ def test_pictures_and_orders_that_are_not_taken(name, arguments, words):
 def test_the_refiner_of_hunyuan_image():
     model = case_of("hunyuan_image").transformer(patch_size=(1, 1, 1), rope_axes_dim=(4, 4, 4))
     with pytest.raises(ValueError, match=r"patch_size=\(1, 1, 1\).*refiner"):
+        mhla.apply_mhla(model)
+    assert not mhla.is_patched(model)
+
+
+def test_the_causal_variant_of_anyflow():
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 16, "text_dim": 16}
+    model = diffusers.AnyFlowFARTransformer3DModel(**sizes, freq_dim=16)
+    with pytest.raises(ValueError, match=r"AnyFlowFARTransformer3DModel.*AnyFlowPipeline"):
         mhla.apply_mhla(model)
     assert not mhla.is_patched(model)
 
