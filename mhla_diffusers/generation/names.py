@@ -76,25 +76,27 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 
 SOFTMAX_STEPS = "First steps of the model's own attention: 2, or 10% of them."
-REFRESH = "Steps after which it runs again, which carries on what the patch loses: 10, 20%, or none."
+REFRESH = "Steps after which it runs again, which carries on what the patch loses: 10, 20%, auto or none."
 
 
 def parse_dense_steps(softmax_steps: str | None, refresh: str | None) -> dict[str, Any]:
     """Parse these settings of a patch as a command gives them; those that it does not give are left out."""
     given = {"softmax_steps": softmax_steps, "refresh": refresh}
-    return {name: parse_steps(text) for name, text in given.items() if text is not None}
+    return {name: _parse_steps(name, text) for name, text in given.items() if text is not None}
 
 
-def parse_steps(text: str) -> int | float | None:
-    """Parse a number of steps such as 3, a fraction such as 0.2 or 20%, or none."""
-    if text == "none":
-        return None
+def _parse_steps(name: str, text: str) -> int | float | str | None:
+    """Parse a number of steps such as 3, a fraction such as 0.2 or 20%, none or auto."""
+    if text in ("none", "auto"):
+        return None if text == "none" else text
     try:
         if text.endswith("%"):
             return float(text.removesuffix("%")) / 100
         return int(text) if text.isdigit() else float(text)
     except ValueError:
-        raise ValueError(f"steps={text!r} is unknown; write a number such as 3, or a fraction such as 20%.") from None
+        raise ValueError(
+            f"--{name.replace('_', '-')} {text}: write a number of steps such as 3, a fraction such as 20%, or none."
+        ) from None
 
 
 def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:

@@ -116,6 +116,7 @@ class _SparseCalls(TorchFunctionMode):
         super().__init__()
         self.attention, self.grid, self.extra, self.step = attention, grid, extra, step
         self._layer = 0
+        self._takes_gradients = torch.is_grad_enabled()
         self._attends = _untraced(self._attend)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,6 +143,9 @@ class _SparseCalls(TorchFunctionMode):
             self.attention.stay_dense("keys of another sequence, as in cross-attention", query.shape, logging.INFO)
             return None
         wants = {"a mask": attn_mask is not None, "causal attention": is_causal, "dropout": dropout_p > 0}
+        wants["gradient checkpointing, whose recomputation is outside the patch"] = (
+            self._takes_gradients and _is_recomputed()
+        )
         extra: Extra = (0, 0) if query.shape[-2] == math.prod(self.grid) else self.extra
         if scale is not None:
             query = query * (scale * math.sqrt(query.shape[-1]))
@@ -164,6 +168,16 @@ class _SparseCalls(TorchFunctionMode):
             dense=dense,
         )
         return None if output is None else output.transpose(1, 2)
+
+
+def _is_recomputed() -> bool:
+    """Whether gradient checkpointing within the model will run this attention again, behind the end of its forward."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not AnyPatch.run.__code__:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _untraced(function: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
@@ -201,8 +215,9 @@ def apply_to_any(model: Any, config: SparseConfig, grid: Grid, extra: Extras) ->
                 f"{type(module).__name__} is of the family {family.name!r}, which reads the token grid of every call; "
                 "leave grid and extra out."
             )
-        if ATTRIBUTE in vars(module):
-            raise ValueError(f"This {type(module).__name__} is already patched; call remove_mhla() first.")
+        for part in module.modules():
+            if ATTRIBUTE in vars(part):
+                raise ValueError(f"This {type(part).__name__} is already patched; call remove_mhla() with it first.")
     pipe = None if isinstance(model, nn.Module) else model
     patches = [AnyPatch(config, grid, extra, pipe) for _ in modules]
     for module, patch in zip(modules, patches, strict=True):

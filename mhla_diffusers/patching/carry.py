@@ -29,8 +29,9 @@ FIRST_FADING = 0.95
 _MOST_AT_A_TIME = 2**24
 """Numbers of a difference that are computed at a time, so that float32 takes little memory beside the model."""
 _LEAST_LEFT = 0.05
+"""Smallest part of an old difference that is taken to be left in a new one."""
 _LASTS = 0.9
-"""Part of the norm of a new difference that the old one must explain away, else it is not added."""
+"""Part of the norm of a new difference that the old one may leave unexplained; beyond it, nothing is added."""
 
 
 def carried_bytes(tokens: int, channels: int, kept: CarryType) -> int:

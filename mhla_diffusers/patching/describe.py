@@ -113,6 +113,9 @@ class Description(list[LayerDescription]):
     any_model: str | None = None
     """What a patch of a model without a family runs, whose layers are not known."""
 
+    def __repr__(self) -> str:
+        return str(self)  # at a prompt and in a notebook too
+
     def __str__(self) -> str:
         if self.any_model is not None:
             return self.any_model
@@ -210,6 +213,8 @@ def describe(
             model does not take.
     """
     if patches := any_patches(model):
+        if (grid, height, width, num_frames) != (None, None, None, None):
+            raise ValueError(f"{type(model).__name__} has no family, so only its latest forward can be described.")
         found = Description()
         found.any_model = "\n".join(f"{type(module).__name__}: {patch}" for module, patch in patches.items())
         return found

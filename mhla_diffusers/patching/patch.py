@@ -123,8 +123,14 @@ def apply_mhla(
             raise ValueError("calibration chooses layers, and this patch names them; set layers='auto:2/3' as well.")
         configs = _choose_automatically(transformers, configs, calibration, backend)
     plans = [plan_patch(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
-    for patched, layers in plans:
-        install(patched, layers, model)
+    try:
+        for patched, layers in plans:
+            install(patched, layers, model)
+    except BaseException:  # no memory, or interrupted
+        for patched, _ in plans:
+            if is_patched(patched.transformer):
+                remove_mhla(patched.transformer)
+        raise
     for patched, _ in plans:
         _tell_what_runs(patched)
     return model

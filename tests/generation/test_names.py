@@ -5,7 +5,13 @@ import math
 import pytest
 from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 
-from mhla_diffusers.generation.names import check_settings, parse_settings, parse_steps, read_prompt_table, read_prompts
+from mhla_diffusers.generation.names import (
+    check_settings,
+    parse_dense_steps,
+    parse_settings,
+    read_prompt_table,
+    read_prompts,
+)
 from mhla_diffusers.tiny import call_settings
 
 
@@ -22,12 +28,13 @@ def test_settings_are_typed():
 
 
 def test_steps_are_a_number_or_a_part():
-    found = {text: parse_steps(text) for text in ("0", "3", "1", "0.2", "20%", "1.0", "100%")}
-    assert found == {"0": 0, "3": 3, "1": 1, "0.2": 0.2, "20%": 0.2, "1.0": 1.0, "100%": 1.0}
+    texts = ("0", "3", "1", "0.2", "20%", "1.0", "100%", "auto", "none")
+    found = {text: parse_dense_steps(None, text)["refresh"] for text in texts}
+    assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0, "auto", None), strict=True))
     assert type(found["1"]) is int and type(found["1.0"]) is type(found["100%"]) is float
     for text in ("many", "", "%", "3 steps"):
-        with pytest.raises(ValueError, match="a number such as 3, or a fraction such as 20%"):
-            parse_steps(text)
+        with pytest.raises(ValueError, match=f"--softmax-steps {text}"):
+            parse_dense_steps(text, None)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ import logging
 import math
 import re
 import threading
+from functools import partial
 
 import diffusers
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import sparse_attention
@@ -284,3 +286,52 @@ def test_disabled_within_disabled_stays_so_until_the_outer_end():
             pass
         assert torch.equal(run(model, inputs()), expected)
     assert_changed(run(model, inputs()), expected)
+
+
+class Checkpointed(Plain):
+    """Runs its attentions again in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, *arguments):
+        return checkpoint(super().forward, *arguments, use_reentrant=self.reentrant)
+
+
+def gradient(attend, model):
+    hidden_states, caption = inputs()
+    hidden_states.requires_grad_()
+    attend(hidden_states, caption).square().mean().backward()
+    weights = model.layers[0].weight.grad.clone()
+    model.zero_grad()
+    return hidden_states.grad, weights
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_attentions_that_are_recomputed_stay_dense_in_both_passes(reentrant):
+    model = seeded(Checkpointed)
+    model.reentrant = reentrant
+    expected = gradient(model, model)
+    mhla.apply_mhla(model, grid=GRID, extra=(0, TEXT))
+    assert all(torch.equal(x, y) for x, y in zip(gradient(model, model), expected, strict=True))
+    assert "sparse in 0 of" in str(mhla.describe(model)) and "gradient checkpointing" in repr(mhla.describe(model))
+    changed = run(model, inputs())  # without gradients nothing is recomputed
+    assert_changed(changed, run(plain(), inputs()))
+
+
+def test_a_whole_forward_that_is_recomputed_attends_sparsely():
+    model = mhla.apply_mhla(plain(), grid=GRID, extra=[0, TEXT])
+    expected = gradient(model, model)
+    found = gradient(partial(checkpoint, model, use_reentrant=False), model)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    unpatched = plain()
+    assert_changed(expected[0], gradient(unpatched, unpatched)[0])
+
+
+def test_a_part_that_is_patched_is_not_patched_with_the_whole():
+    model = cosmos()[0]
+    part = model.transformer_blocks[0]
+    mhla.apply_mhla(part, grid=GRID)
+    with pytest.raises(ValueError, match=type(part).__name__):
+        mhla.apply_mhla(model, grid=GRID)
+    with pytest.raises(ValueError, match="latest forward"):
+        mhla.describe(part, height=64)

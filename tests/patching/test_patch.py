@@ -18,7 +18,7 @@ from peft import get_peft_model
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching import attn_processors, find_patched
+from mhla_diffusers.patching import attn_processors, find_patched, patch
 from mhla_diffusers.patching.patch import choose_layers
 
 from ..families.cases import case_of
@@ -165,6 +165,22 @@ def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole():
     mhla.apply_mhla(pipe.transformer_2, blocks=(1, 1, 1))
     before = footprint(pipe.transformer), footprint(pipe.transformer_2)
     with pytest.raises(ValueError, match="already patched"):
+        mhla.apply_mhla(pipe, blocks=(1, 1, 1))
+    assert_same_footprint(pipe.transformer, before[0])
+    assert_same_footprint(pipe.transformer_2, before[1])
+
+
+def test_an_interrupt_between_two_transformers_leaves_none_patched(monkeypatch):
+    pipe, install = wan22_pipeline(), patch.install
+    before = footprint(pipe.transformer), footprint(pipe.transformer_2)
+
+    def interrupted(patched, *more):
+        install(patched, *more)
+        if patched.transformer is pipe.transformer_2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(patch, "install", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         mhla.apply_mhla(pipe, blocks=(1, 1, 1))
     assert_same_footprint(pipe.transformer, before[0])
     assert_same_footprint(pipe.transformer_2, before[1])
