@@ -280,7 +280,11 @@ class Forwards:
         config = self.patched.config
         if not config.carry:
             return None
-        run = self.patched.runs.setdefault(threading.get_ident(), DenoisingRun())
+        runs, own = self.patched.runs, threading.get_ident()
+        if own not in runs:  # what threads that have ended carried is dropped
+            for ended in runs.keys() - {thread.ident for thread in threading.enumerate()}:
+                runs.pop(ended, None)
+        run = runs.setdefault(own, DenoisingRun())
         is_new, half = run.step != step, run.half(step, self.patched.loop.scheduler, name)
         if is_new and config.shows(step):  # else a cache may skip what this step is to show
             forget_skipping(self.patched.transformer)

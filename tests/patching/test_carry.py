@@ -464,3 +464,27 @@ def test_values_that_are_read_ahead_are_not_those_of_an_earlier_dense_step():
     half._ahead[0, 0] = torch.zeros(1), None
     forward.show(torch.ones(1, 4, 4), torch.zeros(1, 4, 4), 0, 0)
     assert not half._ahead and (0, 0) in half.differences
+
+
+def test_what_ended_threads_carried_is_dropped():
+    pipe = mhla.apply_mhla(dit_pipeline(), **DENSE, **SPARSE)
+    runs, together = find_patched(pipe.transformer)["transformer"].runs, threading.Barrier(2)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def run(wait=None):
+        with pytest.raises(KeyboardInterrupt):
+            sample(pipe)
+        if wait is not None:
+            wait()  # so that each has a number of its own
+
+    pipe.transformer.register_forward_hook(stop)
+    threads = [threading.Thread(target=run, args=(together.wait,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(runs) == 2
+    run()
+    assert len(runs) == 1
