@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 ATTRIBUTE = "_mhla_any"
 """Holds the patch of a model without a family."""
+_NOTHING_SEEN = (
+    "the forward called no scaled_dot_product_attention, so nothing of it is sparse; PyTorch's fast path of "
+    "TransformerEncoderLayer and kernels of other libraries do not call it"
+)
 Grid = tuple[int, ...] | Callable[..., tuple[int, ...]]
 Extras = Extra | Callable[..., Extra]
 
@@ -62,6 +66,8 @@ class AnyPatch:
                 f"{config.dense_words} counts the denoising steps of a pipeline: apply_mhla(pipe, grid=...), or leave "
                 "these settings out."
             )
+        self._sees_nothing = False
+        """Whether the latest forward called no attention that the patch sees."""
         self._attentions: dict[int, EngineAttention] = {}
         """What every thread attends with, which knows how far its call is."""
 
@@ -94,6 +100,9 @@ class AnyPatch:
         except BaseException:
             attention.end_of_call()  # nothing of a call that failed is carried
             raise
+        if not calls.sees_attention and not self._sees_nothing:
+            logger.warning("MHLA: %s", _NOTHING_SEEN)
+        self._sees_nothing = not calls.sees_attention
         if calls.step is None:
             attention.end_of_call()
         return output
@@ -103,6 +112,8 @@ class AnyPatch:
         attention = self._attentions.get(threading.get_ident())
         latest = "" if attention is None else attention.latest or attention.summary()
         config = self.settings.config
+        if self._sees_nothing:
+            latest = _NOTHING_SEEN
         return (
             f"sparse attention: {config.density:.1%} of the pairs of blocks, the others through their {config.far} "
             f"terms\n{latest or 'no forward so far: what attends sparsely is known after one'}"
@@ -115,7 +126,7 @@ class _SparseCalls(TorchFunctionMode):
     def __init__(self, attention: EngineAttention, grid: Shape, extra: Extra, step: Step | None) -> None:
         super().__init__()
         self.attention, self.grid, self.extra, self.step = attention, grid, extra, step
-        self._layer = 0
+        self._layer, self.sees_attention = 0, False
         self._takes_gradients = torch.is_grad_enabled()
         self._attends = _untraced(self._attend)
 
@@ -124,6 +135,7 @@ class _SparseCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
+        self.sees_attention = True
         output = self._attends(*args, **kwargs)
         return func(*args, **kwargs) if output is None else output
 

@@ -335,3 +335,11 @@ def test_a_part_that_is_patched_is_not_patched_with_the_whole():
         mhla.apply_mhla(model, grid=GRID)
     with pytest.raises(ValueError, match="latest forward"):
         mhla.describe(part, height=64)
+
+
+def test_a_forward_without_an_attention_that_the_patch_sees_is_told(caplog):
+    model = mhla.apply_mhla(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval(), grid=GRID)
+    for _ in range(2):  # inference takes a fast path of PyTorch's own
+        run(model, (torch.randn(1, math.prod(GRID), 32),))
+    assert caplog.text.count("no scaled_dot_product_attention") == 1
+    assert "no scaled_dot_product_attention" in str(mhla.describe(model))
