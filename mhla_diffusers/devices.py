@@ -108,11 +108,9 @@ def free_threads() -> int:
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Return the most bytes that torch has held on a device, unless it is the CPU, and this process's resident ones."""
     resident = {"host_memory": psutil.Process().memory_info().rss}
-    return (
-        resident
-        if device.type == "cpu"
-        else {"device_memory": torch.accelerator.max_memory_allocated(device), **resident}
-    )
+    if device.type == "cpu":
+        return resident
+    return {"device_memory": torch.accelerator.max_memory_allocated(device), **resident}
 
 
 @contextmanager

@@ -27,7 +27,7 @@ _TINY = {"axes_dims_rope": (4, 4, 4, 4), "joint_attention_dim": 48, "in_channels
 @dataclass(kw_only=True, eq=False)
 class _Attention(Attention):
     single_adapter: AttentionAdapter = ParallelAdapter(context_first=True)
-    """Of single-stream blocks, whose attentions run the feed-forward too."""
+    """Adapter of single-stream blocks, whose attentions also run the feed-forward."""
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
         """Return the adapter of the kind of block."""

@@ -148,7 +148,7 @@ class VisionForward(Forward):
         return size, size
 
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
-        """Return the patches of a size in pixels; there is no autoencoder."""
+        """Return the grid of patches of a size in pixels, without an autoencoder."""
         return self.token_grid(transformer, torch.empty(1, 1, *clip.sizes[0], device="meta"))
 
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:

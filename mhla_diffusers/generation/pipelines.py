@@ -199,11 +199,9 @@ class PipelineChoice:
 def few_step_arguments(pipe: Any, family: Family) -> dict[str, Any]:
     """Return the number of steps that a pipeline was distilled to and no guidance; {} for a pipeline of any number."""
     few_steps = few_steps_of(pipe)
-    return (
-        {}
-        if few_steps is None
-        else {"num_inference_steps": len(few_steps.times), **family.training.guidance_arguments(1.0)}
-    )
+    if few_steps is None:
+        return {}
+    return {"num_inference_steps": len(few_steps.times), **family.training.guidance_arguments(1.0)}
 
 
 def load_pipeline(

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..config import SparseConfig, Step
 from ..families import find_family, unwrapped
 from ..settings import check
 from .attend import EngineAttention, EngineSettings
-from .context import is_off, switched_off
+from .context import is_off, of_this_thread, switched_off
 from .steps import step_by_counting
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,6 @@ class AnyPatch:
                 f"{config.dense_words} counts the denoising steps of a pipeline: apply_mhla(pipe, grid=...), or leave "
                 "these settings out."
             )
-        self._sees_nothing = False
-        """Whether the latest forward called no attention that the patch sees."""
         self._attentions: dict[int, EngineAttention] = {}
         """What every thread attends with, which knows how far its call is."""
 
@@ -89,7 +88,7 @@ class AnyPatch:
         """Run a forward of the model with sparse attention; ValueError for a grid that is none."""
         grid = check_grid(self.grid(*args, **kwargs)) if callable(self.grid) else self.grid
         extra = check_extra(self.extra(*args, **kwargs)) if callable(self.extra) else self.extra
-        attention = self._attentions.setdefault(threading.get_ident(), EngineAttention(self.settings, logger))
+        attention = of_this_thread(self._attentions, lambda: EngineAttention(self.settings, logger))
         scheduler = self.scheduler
         calls = _SparseCalls(attention, grid, extra, step_by_counting(scheduler))
         if calls.step is not None:
@@ -100,9 +99,9 @@ class AnyPatch:
         except BaseException:
             attention.end_of_call()  # nothing of a call that failed is carried
             raise
-        if not calls.sees_attention and not self._sees_nothing:
+        if not calls.sees_attention and attention.latest != _NOTHING_SEEN:
+            attention.latest = _NOTHING_SEEN
             logger.warning("MHLA: %s", _NOTHING_SEEN)
-        self._sees_nothing = not calls.sees_attention
         if calls.step is None:
             attention.end_of_call()
         return output
@@ -112,8 +111,6 @@ class AnyPatch:
         attention = self._attentions.get(threading.get_ident())
         latest = "" if attention is None else attention.latest or attention.summary()
         config = self.settings.config
-        if self._sees_nothing:
-            latest = _NOTHING_SEEN
         return (
             f"sparse attention: {config.density:.1%} of the pairs of blocks, the others through their {config.far} "
             f"terms\n{latest or 'no forward so far: what attends sparsely is known after one'}"
@@ -184,11 +181,11 @@ class _SparseCalls(TorchFunctionMode):
 
 def _is_recomputed() -> bool:
     """Whether gradient checkpointing within the model will run this attention again, behind the end of its forward."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not AnyPatch.run.__code__:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

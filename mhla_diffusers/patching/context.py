@@ -6,9 +6,9 @@ which two threads share and which PEFT, ``deepcopy`` and checkpointing copy or r
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from ..attention.rope import Rotary
 from ..config import Step
 
 Grid = tuple[int, ...]
+T = TypeVar("T")
 
 
 class InStream(Protocol):
@@ -112,6 +113,16 @@ def within(context: CallContext) -> Iterator[None]:
         yield
     finally:
         enter(before)
+
+
+def of_this_thread(held: dict[int, T], make: Callable[[], T]) -> T:
+    """Return what this thread holds, made at its first call; what threads that have ended held is dropped."""
+    own = threading.get_ident()
+    if own not in held:
+        for ended in held.keys() - {thread.ident for thread in threading.enumerate()}:
+            held.pop(ended, None)
+        held[own] = make()
+    return held[own]
 
 
 def is_off(owner: object) -> bool:

@@ -14,7 +14,7 @@ from ..attention.parallel.place import Parallel
 from ..config import Step
 from .advice import advise
 from .carry import CarriedForward, DenoisingRun
-from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter
+from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter, of_this_thread
 from .handle import Patched
 from .layer import layer_of
 from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
@@ -280,11 +280,7 @@ class Forwards:
         config = self.patched.config
         if not config.carry:
             return None
-        runs, own = self.patched.runs, threading.get_ident()
-        if own not in runs:  # what threads that have ended carried is dropped
-            for ended in runs.keys() - {thread.ident for thread in threading.enumerate()}:
-                runs.pop(ended, None)
-        run = runs.setdefault(own, DenoisingRun())
+        run = of_this_thread(self.patched.runs, DenoisingRun)
         is_new, half = run.step != step, run.half(step, self.patched.loop.scheduler, name)
         if is_new and config.shows(step):  # else a cache may skip what this step is to show
             forget_skipping(self.patched.transformer)

@@ -116,7 +116,7 @@ def optimizer_state(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -
     state: dict[str, torch.Tensor] = {}
     for name, parameter in trained.items():
         for part, value in optimizer.state[parameter].items():
-            if hasattr(value, "codes"):  # 8 bits, of which only the table is the same for all parameters
+            if hasattr(value, "codes"):  # 8 bits; the table that decodes them is the same for all parameters
                 state |= {f"{name}/{part}.{inner}": gathered(getattr(value, inner)) for inner in ("codes", "scale")}
             else:
                 state[f"{name}/{part}"] = gathered(value)

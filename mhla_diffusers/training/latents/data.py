@@ -62,8 +62,8 @@ class BatchOrder:
     """Which samples make up the batch of every step: a function of the seed and the step alone.
 
     In every epoch the samples of each shape are shuffled and split into batches, the last one filled up from the front;
-    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards. Of
-    samples of weight 2.25, every epoch has each twice and a quarter of them, drawn anew, once more.
+    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards. With
+    weight 2.25 every sample occurs twice in an epoch, and a quarter of them, drawn anew each time, a third time.
     """
 
     def __init__(
