@@ -104,7 +104,7 @@ class Forward:
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
         """Return the token grid of latents (B, C, ...); ValueError if frames do not fill the last token."""
         patch, frames = self.patch(transformer), latents.shape[2]
-        if self.makes_videos and frames % patch[0]:
+        if self.axes == 3 and frames % patch[0]:
             raise ValueError(
                 f"{frames} latent frames are no multiple of {patch[0]}, the latent frames of a token of this "
                 f"{type(transformer).__name__}; give a multiple, as mhla encode and mhla synthesize do."
@@ -133,7 +133,7 @@ class Forward:
 
     def strides(self, vae: Mapping[str, Any]) -> tuple[int, int]:
         """Return frames per latent frame after the first, and pixels per latent, by an autoencoder's configuration."""
-        return strides_of(vae, of_videos=self.makes_videos)
+        return strides_of(vae, of_videos=self.axes == 3)
 
     def latent_frames(self, config: Any, frames: int, stride: int) -> int:
         """Return the latent frames of a video with a stride of frames; by default the first becomes one of its own."""
