@@ -113,21 +113,7 @@ def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Seque
 
     Returns:
         (..., M', M') of the same dtype.
-
-    Raises:
-        ValueError: if the numbers of axes differ or ``mixing`` does not fit ``blocks``.
     """
-    if len(blocks) != len(new_blocks):
-        raise ValueError(
-            f"A mixing matrix for blocks={tuple(blocks)} cannot be resized to {tuple(new_blocks)}: "
-            f"{len(blocks)} against {len(new_blocks)} axes."
-        )
-    count = math.prod(blocks)
-    if mixing.shape[-2:] != (count, count):
-        raise ValueError(
-            f"Mixing matrix of shape {tuple(mixing.shape)} does not fit "
-            f"blocks={tuple(blocks)}: expected (..., {count}, {count})."
-        )
     # axis by axis, and of rows and columns one after the other, so that a product of M x M matrices is not needed
     axes, found = len(blocks), mixing.to(sum_dtype(mixing.dtype)).reshape(*mixing.shape[:-2], *blocks, *blocks)
     for axis, (old, new) in enumerate(zip(blocks, new_blocks, strict=True)):

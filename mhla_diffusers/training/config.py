@@ -33,10 +33,6 @@ _POSITIVE, _ZERO_OR_MORE, _FILLED = allow(above=0), allow(at_least=0), allow(is_
 _PATCH = allow(words="a name, a path, or settings such as blocks", is_filled=True)
 
 
-def _precision(name: Any) -> str:
-    return precision_name(name, ("float32", "bfloat16"))
-
-
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(min|h)")
 
 
@@ -235,7 +231,9 @@ class TrainingConfig(Settings):
     """Samples per process and forward; with ``context_parallel`` per group of processes."""
     gradient_accumulation: int = field(default=1, metadata=_POSITIVE)
     """Forwards per update."""
-    precision: Literal["no", "bf16"] = field(default="no", metadata=allow(convert=_precision))
+    precision: Literal["no", "bf16"] = field(
+        default="no", metadata=allow(convert=lambda name: precision_name(name, ("float32", "bfloat16")))
+    )
     """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
     base_dtype: BaseType | None = None
     """Type that the weights of all linear layers of the blocks are kept in under LoRA; None for that of ``precision``,
