@@ -251,6 +251,8 @@ def summarize(
                 f"{source} is encoded, with {index.header['settings']}; leave out frames, fps and size, or give the "
                 "folder of the files."
             )
+        if not index.skipped:
+            index.check_begun()
         return summarize_cache(index, described)
     sources = read_sources(source)
     clips = clips or sources.clip
