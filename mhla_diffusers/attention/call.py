@@ -217,6 +217,8 @@ class BlockLists(UniformBlocks):
         Raises:
             ValueError: the mask has another shape.
         """
+        if mask.ndim not in (3, 4):
+            raise ValueError(f"mask must be (H, T, K) or (B, H, T, K) for T query blocks, got {tuple(mask.shape)}.")
         mask = mask.bool() if mask.ndim == 4 else mask.bool()[None]
         count = mask.shape[-1]
         # blocks that are not listed are put behind all others, and cut off
