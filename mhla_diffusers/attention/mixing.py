@@ -15,12 +15,6 @@ MIXING_RANGE = (1e-6, 1.0 - 1e-6)
 """What "clipped to (0, 1)" of the paper means here: the open interval, so that no row can become all zero."""
 
 
-def block_positions(blocks: Sequence[int]) -> torch.Tensor:
-    """Coordinates of the block centres, in blocks: float64 (M, axes), raster order."""
-    axes = [torch.arange(count, dtype=torch.float64) for count in blocks]
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
-
-
 def initial_mixing(blocks: Sequence[int], init: MixingInit = "locality") -> torch.Tensor:
     """The mixing matrix before training: float32 (M, M), every row sums to 1.
 
@@ -32,13 +26,14 @@ def initial_mixing(blocks: Sequence[int], init: MixingInit = "locality") -> torc
     Raises:
         ValueError: if ``init`` is none of the three.
     """
-    positions = block_positions(blocks)
-    count = len(positions)
+    count = math.prod(blocks)
     if init == "identity":
         return torch.eye(count)
     if init == "uniform":
         return torch.full((count, count), 1 / count)
     check_choice("mixing_init", init, get_args(MixingInit))
+    axes = [torch.arange(length, dtype=torch.float64) for length in blocks]
+    positions = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
     distance = torch.cdist(positions, positions)
     farthest = distance.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     nearness = 1 - distance / farthest
