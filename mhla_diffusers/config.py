@@ -174,11 +174,6 @@ class PatchConfig(Settings):
             cls = kind_of(content)  # type: ignore[assignment]
         return super().read(content)
 
-    @staticmethod
-    def from_dict(settings: Mapping[str, Any]) -> "PatchConfig":
-        """Return :meth:`read` of the settings."""
-        return PatchConfig.read(settings)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(PatchConfig):

@@ -103,7 +103,7 @@ def load_mhla(
     plans = []
     for name, transformer in transformers.items():
         saved = record.transformers[name]
-        before = PatchConfig.from_dict(saved.patch)
+        before = PatchConfig.read(saved.patch)
         opened = before.replace(**changes)
         patched, layers = plan_patch(transformer, MHLAProcessor(opened, backend=backend))
         part = resized(_part_of(tensors, name), before, opened)

@@ -81,7 +81,7 @@ class MHLAProcessor:
             )
         check_choice("backend", backend, BACKENDS)
         is_blank = config is None and not settings and grid is None and backend == "auto"
-        self._config = config if config is not None or is_blank else PatchConfig.from_dict(settings)
+        self._config = config if config is not None or is_blank else PatchConfig.read(settings)
         self.grid = None if grid is None else check_grid(grid, "grid")
         self.backend = backend
         self._left: WeakKeyDictionary[Any, tuple[Any, AttentionAdapter]] = WeakKeyDictionary()

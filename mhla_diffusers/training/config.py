@@ -1,7 +1,7 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -349,11 +349,6 @@ class TrainingConfig(Settings):
         return sum(stage.steps for stage in self.stages[: stage + 1])
 
     @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """Read what ``to_dict`` returns; a float may be text, since YAML reads ``1e-4`` so."""
-        return cls.read(settings)
-
-    @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
         """Read a file.
 
@@ -363,6 +358,6 @@ class TrainingConfig(Settings):
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: as :meth:`from_dict`, or a malformed file or override, or another script's configuration.
+            ValueError: as :meth:`read`, or a malformed file or override, or another script's configuration.
         """
         return read_yaml(cls, read_text(Path(path)), path, overrides)
