@@ -20,6 +20,7 @@ from mhla_diffusers.patching.carry import FIRST_FADING, Difference
 from ..attention.problems import relative_error
 from ..models import bytes_alive
 from ..pipelines import dit_pipeline, wan22_pipeline, wan_pipeline
+from ..refusals import refused
 
 DENSE = {"softmax_steps": 1, "refresh": 3}
 """Dense steps 0, 3 and 6 of eight."""
@@ -352,7 +353,7 @@ def test_gradients_are_refused():
     latents = torch.randn(1, 16, 3, 4, 4, requires_grad=True)
     conditions = torch.randn(1, 8, transformer.config.text_dim)
     call = {"hidden_states": latents, "encoder_hidden_states": conditions, "timestep": pipe.scheduler.timesteps[:1]}
-    with pytest.raises(ValueError, match="carry=False"):
+    with refused("carry=False"):
         transformer(**call)
     mhla.change_mhla(pipe, carry=False)
     transformer(**call).sample.sum().backward()
@@ -382,16 +383,16 @@ def test_a_copy_carries_nothing_of_its_original():
 @pytest.mark.parametrize(
     ("settings", "offending"),
     [
-        ({"refresh": 0}, "refresh=0 .*None for never"),
+        ({"refresh": 0}, "refresh=0"),
         ({"refresh": 1.5}, "refresh=1.5"),
         ({"softmax_last": -1}, "softmax_last=-1"),
         ({"softmax_last": True}, "softmax_last=True"),
-        ({"carry_dtype": "fp8"}, "'fp8'.*'int8' or 'bfloat16'"),
-        ({"carry_device": "cuda:1"}, "'cuda:1'.*'model' or 'cpu'"),
+        ({"carry_dtype": "fp8"}, "'fp8'...'int8'...'bfloat16'"),
+        ({"carry_device": "cuda:1"}, "'cuda:1'...'model'...'cpu'"),
     ],
 )
 def test_settings_that_are_not_allowed(settings, offending):
-    with warnings.catch_warnings(), pytest.raises(ValueError, match=offending):
+    with warnings.catch_warnings(), refused(offending):
         SparseConfig(**settings)
 
 
