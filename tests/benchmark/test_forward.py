@@ -212,7 +212,7 @@ def test_every_attention_has_a_row(tmp_path, name, own, absent, layers):
 def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
     right = layer.attend
     monkeypatch.setattr(layer, "attend", lambda call, backend: 1.1 * right(call, backend))
-    with refused("tiny-dit", error=IncorrectAttentionError):
+    with refused("patched layers", error=IncorrectAttentionError):
         measure(tmp_path, "transformer", "--model", "tiny-dit")
     assert not list(tmp_path.rglob("*.csv"))
 

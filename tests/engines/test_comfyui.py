@@ -13,8 +13,7 @@ from torch.nn import functional
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import SparseConfig
 from mhla_diffusers.engines.comfyui import patch_model, read_settings
-
-from ..refusals import refused
+from tests.refusals import refused
 
 GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 24, 7
 LATENT = torch.zeros(2, 4, 3, 15, 20)

@@ -18,7 +18,7 @@ if importlib.util.find_spec("vllm_omni") is None:
 
 import tiny_wan_in_vllm_omni as tiny
 
-from ..refusals import refused
+from tests.refusals import refused
 
 TOKENS = 5 * 8 * 12
 

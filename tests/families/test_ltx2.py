@@ -78,7 +78,7 @@ def test_a_mask_between_tokens_is_refused():
     """References that are to be seen more or less have one."""
     model, arguments = mhla.apply_mhla(CASE.transformer(), **plain("ltx2")), CASE.inputs()
     arguments["video_self_attention_mask"] = torch.ones(2, TOKENS, TOKENS)
-    with refused((2, 1, TOKENS, TOKENS)):
+    with refused((2, TOKENS, TOKENS)):
         output(model, arguments)
 
 
