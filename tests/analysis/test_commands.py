@@ -11,6 +11,7 @@ from mhla_diffusers.analysis.analyze import analyze
 from mhla_diffusers.tiny import load_tiny
 
 from ..evaluation.pictures import mhla
+from ..refusals import refused
 from .tiny import run_tiny
 
 HEAD = "family: dit\nbase_model: tiny-dit\ndescription: half\npatch:\n"
@@ -31,8 +32,8 @@ def test_an_analysis_is_written(tmp_path):
     one = analyze(pipe, run, tmp_path / "one", layers=[1])[1][1]
     assert Image.open(one).width < Image.open(pictures[1]).width
     assert len(analyze(pipe, run, tmp_path / "none", layers=[0])[1]) == 1
-    for wrong, message in (({"token": 64}, "token=64 must .* from 0 to 63"), ({"layers": [4]}, "layers.0=4 must")):
-        with pytest.raises(ValueError, match=message):
+    for wrong, message in (({"token": 64}, "token=64...63"), ({"layers": [4]}, "layers.0=4")):
+        with refused(message):
             analyze(pipe, run, tmp_path, **wrong)
 
 

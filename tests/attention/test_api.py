@@ -18,6 +18,7 @@ from mhla_diffusers.attention import (
 )
 from mhla_diffusers.attention import feature_maps as feature_maps_module
 
+from ..refusals import refused
 from .problems import (
     GRIDS,
     MASKED,
@@ -111,7 +112,7 @@ def test_a_notebook_cell_that_registers_feature_maps_runs_again(own_feature_maps
     register_feature_map("scaled", scaled(2))
     taken = {"cube": feature_maps_module.elu_plus_one, "relu": feature_maps_module.relu, "scaled": scaled(3)}
     for name, function in taken.items():
-        with pytest.raises(ValueError, match=name):
+        with refused(name):
             register_feature_map(name, function)
 
 
@@ -147,9 +148,9 @@ def test_a_grid_of_any_kind_of_integer(grid):
 )
 def test_what_is_no_grid_is_named(grid):
     query, key, value, _ = make_problem((3, 4), (1, 2)).tensors.values()
-    with pytest.raises(ValueError, match="grid="):
+    with refused("grid="):
         sparse_attention(query, key, value, grid)
-    with pytest.raises(ValueError, match="grid="):
+    with refused("grid="):
         mhla_attention(query, key, value, torch.ones(2, 2), grid, (1, 2))
 
 
@@ -274,45 +275,45 @@ def test_a_sample_without_a_key_gets_nothing(kind):
 X, FIVE = torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 5)
 TEXT = {"grid": (2, 4), "extra": (0, 4)}
 REFUSED = [
-    (r"\(2, 12, 16\)", {"query": torch.randn(2, 12, 16)}),
+    ("(2, 12, 16)", {"query": torch.randn(2, 12, 16)}),
     ("int64", {"query": torch.ones(2, 12, 2, 8, dtype=torch.int64)}),
-    (r"key is .*2, 11, 2, 8.* query is .*2, 12, 2, 8", {"key": torch.randn(2, 11, 2, 8)}),
-    ("value is torch.float64.* torch.float32", {"value": X.double()}),
-    (r"\(3, 5\) holds 15 tokens, but query has N=12", {"grid": (3, 5)}),
-    (r"mixing .*\(4, 4\) or \(2, 4, 4\), got .*\(3, 3\)", {"mixing": torch.rand(3, 3)}),
-    ("query .*tensor.* got list", {"query": [1.0]}),
-    ("mixing .*tensor.* got NoneType", {"mixing": None}),
-    ("mixing .*-0.5", {"mixing": torch.full((4, 4), -0.5), "grid": (2, 4), "extra": (0, 4)}),
-    ("mixing .*nan", {"mixing": torch.full((4, 4), torch.nan), "grid": (2, 4), "extra": (0, 4)}),
-    ("mixing .*floating.*int64", {"mixing": torch.ones(4, 4, dtype=torch.int64)}),
-    ("key_mask .*tensor.* got list", {"key_mask": [True] * 12}),
-    ("linear_weight .*tensor.* got float", {"linear_weight": 1.0}),
+    ("key...2, 11, 2, 8...query...2, 12, 2, 8", {"key": torch.randn(2, 11, 2, 8)}),
+    ("value...torch.float64...torch.float32", {"value": X.double()}),
+    ("(3, 5)...15...N=12", {"grid": (3, 5)}),
+    ("mixing...(4, 4)...(2, 4, 4)...(3, 3)", {"mixing": torch.rand(3, 3)}),
+    ("query...list", {"query": [1.0]}),
+    ("mixing...NoneType", {"mixing": None}),
+    ("mixing...-0.5", {"mixing": torch.full((4, 4), -0.5), "grid": (2, 4), "extra": (0, 4)}),
+    ("mixing...nan", {"mixing": torch.full((4, 4), torch.nan), "grid": (2, 4), "extra": (0, 4)}),
+    ("mixing...int64", {"mixing": torch.ones(4, 4, dtype=torch.int64)}),
+    ("key_mask...list", {"key_mask": [True] * 12}),
+    ("linear_weight...float", {"linear_weight": 1.0}),
     ("grid=12", {"grid": 12}),
-    (r"grid=\(3.0, 4\)", {"grid": (3.0, 4)}),
+    ("grid=(3.0, 4)", {"grid": (3.0, 4)}),
     ("eps=-1.0", {"eps": -1.0}),
     ("eps='1e-6'", {"eps": "1e-6"}),
-    ("'rulu' is unknown; did you mean 'relu'", {"feature_map": "rulu"}),
-    ("rope='during' must be 'after' or 'before'", {"rope": "during"}),
-    ("'eagr' must .* did you mean 'eager'", {"backend": "eagr"}),
-    (r"\(1 or 2, 1 or 12, 1, 8\).*\(12, 8\)", {"rotary": (torch.randn(12, 8),) * 2}),
-    ("rotary .*torch.float32", {"rotary": torch.randn(1, 12, 1, 8)}),
-    ("rotary .*torch.float32", {"rotary": (torch.randn(1, 12, 1, 8),)}),
-    ("rotary .*NoneType", {"rotary": (None, None)}),
-    ("even head dim", {"query": FIVE, "key": FIVE, "value": FIVE, "rotary": (torch.randn(1, 12, 1, 5),) * 2}),
-    (r"key_mask .*\(2, 12\), got .*\(12,\)", {"key_mask": torch.ones(12, dtype=torch.bool)}),
-    ("key_mask .*-10000", {"key_mask": torch.full((2, 12), -1e4)}),
-    ("key_mask .*1.5", {"key_mask": torch.full((2, 12), 1.5)}),
-    ("linear_weight .*extra tokens", {"linear_weight": torch.ones(2)}),
-    (r"linear_weight .* 0 to 1", {**TEXT, "linear_weight": torch.tensor([1.0, 0.0])}),
-    (r"linear_weight .* -0.5 to 1", {**TEXT, "linear_weight": torch.tensor([1.0, -0.5])}),
-    (r"linear_weight .* nan", {**TEXT, "linear_weight": torch.tensor([1.0, float("nan")])}),
-    (r"output_norm .*\(8,\), got .*\(16,\)", {"output_norm": torch.ones(16)}),
-    (r"output_gate .*\(2, 12, 2, 8\), got .*\(2, 12, 16\)", {"output_gate": torch.ones(2, 12, 16)}),
+    ("'rulu'...'relu'", {"feature_map": "rulu"}),
+    ("rope='during'...'after'...'before'", {"rope": "during"}),
+    ("'eagr'...'eager'", {"backend": "eagr"}),
+    ("(1 or 2, 1 or 12, 1, 8)...(12, 8)", {"rotary": (torch.randn(12, 8),) * 2}),
+    ("rotary...torch.float32", {"rotary": torch.randn(1, 12, 1, 8)}),
+    ("rotary...torch.float32", {"rotary": (torch.randn(1, 12, 1, 8),)}),
+    ("rotary...NoneType", {"rotary": (None, None)}),
+    ("head dim...5", {"query": FIVE, "key": FIVE, "value": FIVE, "rotary": (torch.randn(1, 12, 1, 5),) * 2}),
+    ("key_mask...(2, 12)...(12,)", {"key_mask": torch.ones(12, dtype=torch.bool)}),
+    ("key_mask...-10000", {"key_mask": torch.full((2, 12), -1e4)}),
+    ("key_mask...1.5", {"key_mask": torch.full((2, 12), 1.5)}),
+    ("linear_weight...extra tokens", {"linear_weight": torch.ones(2)}),
+    ("linear_weight...0 to 1", {**TEXT, "linear_weight": torch.tensor([1.0, 0.0])}),
+    ("linear_weight...-0.5 to 1", {**TEXT, "linear_weight": torch.tensor([1.0, -0.5])}),
+    ("linear_weight...nan", {**TEXT, "linear_weight": torch.tensor([1.0, float("nan")])}),
+    ("output_norm...(8,)...(16,)", {"output_norm": torch.ones(16)}),
+    ("output_gate...(2, 12, 2, 8)...(2, 12, 16)", {"output_gate": torch.ones(2, 12, 16)}),
 ]
 
 
 @pytest.mark.parametrize(("words", "changes"), REFUSED, ids=[words for words, _ in REFUSED])
 def test_what_does_not_fit_is_refused_by_name(words, changes):
     given = {"query": X, "key": X, "value": X, "mixing": torch.rand(4, 4), "grid": (3, 4), "blocks": (2, 2)}
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         mhla_attention(**given | changes)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention import MHLACall, MHLAState, extend_mixing, mhla_attention, reference_weights
 from mhla_diffusers.attention.layout import frame_block_starts
 
+from ..refusals import refused
 from .problems import Problem, errors_against_reference, make_problem, reference
 
 ROUNDING = 1e-11
@@ -267,19 +268,19 @@ def test_it_compiles_as_one_graph(grid: Any, blocks: Any, causal: Any, linear_br
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"causal": "tokens"}, "'tokens' must be 'token' or 'block'"),
-        ({"grid": (4, 3), "blocks": (2, 2)}, r"\(4, 3\) .*\(12,\), or causal='block'"),
-        ({"grid": (11,)}, "N=12 tokens, more than the 11"),
-        ({"grid": (14,), "causal": "block"}, "are 4, 8, 11, 14, got 12"),
-        ({"extra": (3, 0), "grid": (9,)}, "extra .*causal='token'"),
-        ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "extra .*causal='block'"),
+        ({"causal": "tokens"}, "'tokens'...'token'...'block'"),
+        ({"grid": (4, 3), "blocks": (2, 2)}, "(4, 3)...(12,)...causal='block'"),
+        ({"grid": (11,)}, "N=12...11"),
+        ({"grid": (14,), "causal": "block"}, "4, 8, 11, 14...12"),
+        ({"extra": (3, 0), "grid": (9,)}, "extra...causal='token'"),
+        ({"extra": (3, 0), "grid": (9,), "causal": "block"}, "extra...causal='block'"),
         ({"eps": 0.0}, "eps=0.0"),
         ({"linear_weight": torch.ones(2), "normalize": False}, "normalize=True"),
     ],
 )
 def test_what_does_not_go(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"grid": (12,), "blocks": (4,), "causal": "token"} | change
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         mhla_attention(*torch.randn(3, 1, 12, 2, 8), torch.ones(4, 4), **arguments)
 
 

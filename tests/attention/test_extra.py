@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mhla_diffusers.attention import mhla_attention, reference_attention, reference_weights
 
+from ..refusals import refused
 from .problems import call_of, errors_against_reference, make_problem, make_sparse_problem
 from .test_linear import TOLERANCE
 
@@ -156,19 +157,19 @@ def test_compile_in_one_graph(kind):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"extra": (3,)}, r"extra=\(3,\)"),
+        ({"extra": (3,)}, "extra=(3,)"),
         ({"extra": 7}, "extra=7"),
-        ({"extra": (-1, 8)}, r"extra=\(-1, 8\)"),
-        ({"extra": (3.0, 4)}, r"extra=\(3.0, 4\)"),
-        ({"extra": (3, 5)}, r"grid \(4, 6\) holds 24 tokens, .* N=31 and extra=\(3, 5\)"),
-        ({"extra": (0, 0)}, r"24 tokens, but query has N=31"),
+        ({"extra": (-1, 8)}, "extra=(-1, 8)"),
+        ({"extra": (3.0, 4)}, "extra=(3.0, 4)"),
+        ({"extra": (3, 5)}, "(4, 6)...24...N=31...extra=(3, 5)"),
+        ({"extra": (0, 0)}, "24...N=31"),
         ({"normalize": False}, "normalize=True"),
         ({"eps": 0.0}, "eps=0.0"),
-        ({"output_gate": torch.ones(2, 31, 2, 8)}, r"output_gate .*\(2, 24, 2, 8\), got .*\(2, 31, 2, 8\)"),
-        ({"key_mask": torch.ones(2, 24)}, r"key_mask .*\(2, 31\), got .*\(2, 24\)"),
-        ({"rotary": (torch.ones(1, 24, 1, 8),) * 2}, r"1 or 31, 1, 8\) .*got .*\(1, 24, 1, 8\)"),
+        ({"output_gate": torch.ones(2, 31, 2, 8)}, "output_gate...(2, 24, 2, 8)...(2, 31, 2, 8)"),
+        ({"key_mask": torch.ones(2, 24)}, "key_mask...(2, 31)...(2, 24)"),
+        ({"rotary": (torch.ones(1, 24, 1, 8),) * 2}, "rotary...1 or 31, 1, 8)...(1, 24, 1, 8)"),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         make((4, 6), (3, 4)).attend(**change)

@@ -25,6 +25,8 @@ from mhla_diffusers.attention.layout import (
     layout_of,
 )
 
+from ..refusals import refused
+
 grids = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
 
 
@@ -146,7 +148,7 @@ def test_uniform_blocks_hold_every_token_once_and_give_them_back(extra):
     ("place", "count"), [(((5, 4), (2, 3), 0, 0), 20), (((5, 4), (2, 3), 0, 3), 11), (((5, 4), [], 6, 0), 23)], ids=str
 )
 def test_operators_of_the_order(place, count):
-    x = torch.randn(2, count, 3, 4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, count, 1, 2, dtype=torch.float64, requires_grad=True)
     rows = to_blocks(x, *place, True).detach().requires_grad_()
     for operator, inputs in ((to_blocks_operator, (x, *place, True)), (from_blocks_operator, (rows, *place, count))):
         torch.library.opcheck(operator, inputs)
@@ -156,13 +158,13 @@ def test_operators_of_the_order(place, count):
 @pytest.mark.parametrize(
     ("grid", "blocks", "words"),
     [
-        ((4, 3, 8), (2, 5, 2), "height axis .* 3 tokens.* 5 blocks"),
-        ((4, 6), (2, 2, 2), r"\(2, 2, 2\) has 3 axes but .* \(4, 6\) has 2"),
-        ((4,), (0,), r"blocks=\(0,\) must be 1 to 3 positive"),
-        ((4,), (2.0,), r"blocks=\(2.0,\) must be"),
-        ((1, 1, 1, 1), (1, 1, 1, 1), r"grid=\(1, 1, 1, 1\) must be 1 to 3"),
+        ((4, 3, 8), (2, 5, 2), "height...3...5"),
+        ((4, 6), (2, 2, 2), "(2, 2, 2)...(4, 6)"),
+        ((4,), (0,), "blocks=(0,)"),
+        ((4,), (2.0,), "blocks=(2.0,)"),
+        ((1, 1, 1, 1), (1, 1, 1, 1), "grid=(1, 1, 1, 1)"),
     ],
 )
 def test_bad_layouts(grid, blocks, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         check_layout(grid, blocks)

@@ -27,6 +27,7 @@ from mhla_diffusers.attention.sparse import (
     uniform_rows,
 )
 
+from ..refusals import refused
 from .problems import call_of, errors_against_reference, make_sparse_problem, reference
 
 # as in test_linear.py
@@ -264,37 +265,37 @@ def test_lists_of_every_sample():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"lists": BlockLists.from_mask(4, torch.ones(2, 5, 5))}, r"query blocks of 4 tokens: 5, .*\(4, 6\)"),
-        ({"lists": BlockLists.from_mask(6, torch.ones(3, 4, 4))}, "heads: 3, .* 2"),
-        ({"lists": BlockLists.from_mask(6, torch.ones(3, 2, 4, 4))}, "samples: 3, .* 2"),
-        ({"density": 0.5}, "lists .*density"),
+        ({"lists": BlockLists.from_mask(4, torch.ones(2, 5, 5))}, "4 tokens: 5...(4, 6)"),
+        ({"lists": BlockLists.from_mask(6, torch.ones(3, 4, 4))}, "heads: 3,...2"),
+        ({"lists": BlockLists.from_mask(6, torch.ones(3, 2, 4, 4))}, "samples: 3,...2"),
+        ({"density": 0.5}, "lists...density"),
         ({"far": "second-order"}, "second-order"),
-        ({"pooled_bias": torch.zeros(3)}, r"pooled_bias .*\(2,\)"),
-        ({"pooled_bias": 1.0}, "pooled_bias .*float"),
+        ({"pooled_bias": torch.zeros(3)}, "pooled_bias...(2,)"),
+        ({"pooled_bias": 1.0}, "pooled_bias...float"),
         ({"state_weight": None}, "state_weight"),
         ({"pooled_bias": None}, "pooled_bias"),
         ({"far": "means"}, "state_weight"),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         make_sparse_problem((4, 6), 6).attend(**change)
 
 
 IMPOSSIBLE = {
-    r"\(3, 4\)": lambda: BlockLists.from_mask(4, torch.ones(3, 4)),
+    "(3, 4)": lambda: BlockLists.from_mask(4, torch.ones(3, 4)),
     "order='place'": lambda: ContentRule(64, 0.1, order="place"),
     "key_block_size=48": lambda: ContentRule(64, 0.1, key_block_size=48),
     "from 0 to 3": lambda: BlockLists(4, torch.full((1, 1, 4, 1), 4)),
-    r"\[0, 0\]": lambda: BlockLists(4, torch.tensor([[[[0, 1], [0, 0]]]])),
-    r"\[1, 0\]": lambda: BlockLists(4, torch.tensor([[[[1, 0], [0, 1]]]])),
-    r"\[-1, 0\]": lambda: BlockLists(4, torch.tensor([[[[-1, 0], [0, 1]]]])),
+    "[0, 0]": lambda: BlockLists(4, torch.tensor([[[[0, 1], [0, 0]]]])),
+    "[1, 0]": lambda: BlockLists(4, torch.tensor([[[[1, 0], [0, 1]]]])),
+    "[-1, 0]": lambda: BlockLists(4, torch.tensor([[[[-1, 0], [0, 1]]]])),
     "torch.bool": lambda: BlockLists(4, torch.ones(1, 2, 2, 2, dtype=torch.bool)),
     "torch.float32": lambda: BlockLists(4, torch.zeros(1, 2, 2, 1)),
     "pairs=5": lambda: BlockLists(4, torch.tensor([[[[0, 1], [0, -1]]]]), 5),
-    r"\(1, 4, 1\)": lambda: BlockLists(4, torch.zeros(1, 4, 1, dtype=torch.int64)),
+    "(1, 4, 1)": lambda: BlockLists(4, torch.zeros(1, 4, 1, dtype=torch.int64)),
     "block_size=0": lambda: BlockLists.from_mask(0, torch.ones(2, 3, 3)),
-    r"block_size=\(2, 2\)": lambda: ContentRule((2, 2), 0.1),
+    "block_size=(2, 2)": lambda: ContentRule((2, 2), 0.1),
     "density=0.0": lambda: ContentRule(64, 0.0),
     "density=1.5": lambda: ContentRule(64, 1.5),
     "density='0.1'": lambda: ContentRule(64, "0.1"),
@@ -303,7 +304,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize(("words", "make_lists"), IMPOSSIBLE.items(), ids=IMPOSSIBLE)
 def test_lists_and_rules_that_cannot_be_are_named(words, make_lists):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         make_lists()
 
 

@@ -12,6 +12,7 @@ from mhla_diffusers.cli import app
 from mhla_diffusers.config import MHLAConfig, SparseConfig
 from mhla_diffusers.patching import apply_mhla
 
+from ..refusals import refused
 from .commands import bench
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def test_counts_are_those_that_follow_from_sizes(config):
 
 
 def test_blocks_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"\(64, 64, 64\)"):
+    with refused("(64, 64, 64)"):
         count_forward(Case(models()["wan2.1-1.3b"], 480, 800, 81), MHLAConfig(blocks=(64, 64, 64)))
 
 
@@ -96,14 +97,14 @@ def test_info_on_a_model():
     ("options", "offending"),
     [
         (("--model", "wan2.1-t2v-1.3b"), "'wan2.1-t2v-1.3b'"),
-        (("--model", "wan2.1-1.3b", "--frames", "4097"), "wan2.1-1.3b cannot run at .*x4097"),
-        (("--model", "dit-xl-2", "--patch", "sana-0.6b"), "'sana'.*'dit'"),
+        (("--model", "wan2.1-1.3b", "--frames", "4097"), "wan2.1-1.3b...x4097"),
+        (("--model", "dit-xl-2", "--patch", "sana-0.6b"), "'sana'...'dit'"),
         (("--model", "sana-0.6b", "--density", "0.1"), "--density 0.1"),
         (("--model", "dit-xl-2", "--patch", "dit-xl-2-256-sparse", "--density", "0.1"), "--density 0.1"),
         (("--density", "0.1"), "--density 0.1"),
-        (("--model", "dit-xl-2", "--report"), "--report and --model"),
+        (("--model", "dit-xl-2", "--report"), "--report...--model"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, offending):
-    with pytest.raises(ValueError, match=offending):
+    with refused(offending):
         info(*options)

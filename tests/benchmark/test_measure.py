@@ -17,6 +17,7 @@ from mhla_diffusers.benchmark.measure import (
     time_interleaved,
 )
 
+from ..refusals import refused
 from .commands import bench
 
 CPU = torch.device("cpu")
@@ -107,13 +108,13 @@ def test_results_are_read_as_they_were_written(tmp_path):
         assert name in page and (name == "date" or value in page)
     assert f"torch: {torch.__version__}" in page and "absent: x" in page
     results.rows = results.rows[1::2]
-    with pytest.raises(ValueError, match=r"gone is absent \(x"):
+    with refused("gone"):
         results.finish()
 
 
 def test_an_output_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path, capsys):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="Cannot write to the output folder"):
+    with refused(tmp_path / "file", error=OSError):
         bench("op", "--model", "tiny-dit", "--device", "cpu", "--output", tmp_path / "file")
     assert capsys.readouterr().out == ""
 
@@ -125,11 +126,11 @@ def test_a_plot_of_several_files(tmp_path):
     file = results.file.with_suffix(".csv")
     bench("plot", file, file, "--output", tmp_path / "new" / "times.png")
     assert (tmp_path / "new" / "times.png").stat().st_size > 5000
-    with pytest.raises(OSError, match="absent.csv"):
+    with refused("absent.csv", error=OSError):
         bench("plot", tmp_path / "absent.csv")
     (tmp_path / "other.csv").write_text("animal,legs\ncow,4\n")
-    with pytest.raises(ValueError, match="other.csv"):
+    with refused("other.csv"):
         bench("plot", tmp_path / "other.csv")
     file.write_text(file.read_text().splitlines()[0] + "\n")
-    with pytest.raises(ValueError, match="no row"):
+    with refused("no row"):
         bench("plot", file)

@@ -13,6 +13,7 @@ from mhla_diffusers.benchmark.cases import Shape, choose_cases
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operator, cut
 from mhla_diffusers.benchmark.operator import GIVEN, LISTED, SPARSE, flex_over_lists, softmax_attention
 
+from ..refusals import refused
 from .commands import bench, measure, medians
 
 CPU = torch.device("cpu")
@@ -125,7 +126,7 @@ def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
         return right(twice, *args, **options) if wrong == "query" else 1.1 * right(query, *args, **options)
 
     monkeypatch.setattr(correctness, name, attend)
-    with pytest.raises(IncorrectAttentionError, match=f"{kind} eager on cpu .* {wrong} "):
+    with refused(kind, "eager", wrong, error=IncorrectAttentionError):
         measure(tmp_path, "op", *OF_GRID)
     assert not list(tmp_path.rglob("*.csv"))
 
@@ -150,16 +151,16 @@ def test_a_few_blocks_are_checked(model, size, grid):
 @pytest.mark.parametrize(
     ("options", "offending"),
     [
-        (("--model", "wan"), "'wan'.*wan2.1-1.3b"),
-        (("--stage", "backward"), r"'backward'"),
+        (("--model", "wan"), "'wan'...wan2.1-1.3b"),
+        (("--stage", "backward"), "'backward'"),
         (("--device", "gpu"), "'gpu'"),
-        (("--grid", "8x8"), "--grid 8x8 .*4x4"),
+        (("--grid", "8x8"), "--grid 8x8...4x4"),
         (("--grid", "8xa", "--blocks", "2x2"), "'8xa'"),
-        (("--grid", "8x8", "--blocks", "2"), r"blocks=\(2,\)"),
-        (("--grid", "8x8", "--blocks", "9x2"), r"blocks=\(9, 2\)"),
-        (("--model", "tiny-dit", "--grid", "8x8", "--blocks", "2x2"), "--grid 8x8 stands in place of a model"),
+        (("--grid", "8x8", "--blocks", "2"), "blocks=(2,)"),
+        (("--grid", "8x8", "--blocks", "9x2"), "blocks=(9, 2)"),
+        (("--model", "tiny-dit", "--grid", "8x8", "--blocks", "2x2"), "--grid 8x8"),
     ],
 )
 def test_unknown_values_are_refused(tmp_path, options, offending):
-    with pytest.raises(ValueError, match=offending):
+    with refused(offending):
         bench("op", *options, "--output", tmp_path)

@@ -22,6 +22,7 @@ from mhla_diffusers.patching.few_step_scheduler import sample_in
 from mhla_diffusers.patching.few_steps import FewSteps
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
+from ..refusals import refused
 from .commands import bench, measure, medians
 
 
@@ -94,17 +95,17 @@ def test_a_frame_by_hand():
         (["--model", "tiny-flux"], ValueError, "'flux'"),
         (["--model", "dit-s-2"], ValueError, "'dit-s-2'"),
         (["--size", 64], ValueError, "'height'"),
-        (["--model", "."], OSError, r"model_index\.json"),
+        (["--model", "."], OSError, "model_index.json"),
         (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),
-        (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-sparze'.*tiny-dit-sparse"),
-        (["--patch", "."], ValueError, r"'\.'"),
-        (["--model", "tiny-sana", "--patch", SPARSE], ValueError, "sana is linear"),
+        (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-sparze'...tiny-dit-sparse"),
+        (["--patch", "."], ValueError, "'.'"),
+        (["--model", "tiny-sana", "--patch", SPARSE], ValueError, "sana"),
         # of sizes that no machine has the memory for, torch raises a RuntimeError before any attention
-        (["--model", "tiny-sana", "--size", 2**24], ValueError, "sana.*memory"),
+        (["--model", "tiny-sana", "--size", 2**24], ValueError, "sana...memory"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, options, error, offending):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=offending):
+    with refused(offending, error=error):
         bench("pipeline", *options, "--device", "cpu", "--output", tmp_path)
     assert not list(tmp_path.rglob("*.csv"))

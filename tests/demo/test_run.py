@@ -11,6 +11,8 @@ from mhla_diffusers.demo import run
 from mhla_diffusers.demo.run import STREAM_HEADER, DemoConfig, run_demo, stream_cells, stream_scenes
 from mhla_diffusers.tiny import TINY, load_tiny
 
+from ..refusals import refused
+
 SMALL = {"scenes": 2, "samples": 16, "held_out": 2}
 
 
@@ -82,7 +84,7 @@ def test_a_demo_that_is_stopped_leaves_no_page(tmp_path, monkeypatch):
 
 def test_folder_that_cannot_be_written_is_said_first(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="output folder"):
+    with refused(tmp_path / "file", error=OSError):
         run_demo(DemoConfig(tmp_path / "file" / "out"))
 
 
@@ -91,7 +93,7 @@ def test_folder_that_cannot_be_written_is_said_first(tmp_path):
     [({"family": "x"}, "family='x'"), ({"updates": -1}, "updates=-1"), ({"speed_seconds": -1}, "speed_seconds=-1")],
 )
 def test_bad_settings_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         DemoConfig(**change)
 
 

@@ -9,6 +9,7 @@ import torch
 from mhla_diffusers.demo import speed
 from mhla_diffusers.demo.speed import MHLA, SOFTMAX, SPARSE, Growth, draw_growth, html_speed, measure_growth
 
+from ..refusals import refused
 from ..scripts import ROOT
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def test_an_attention_that_cannot_run_ends_growth_and_is_named(monkeypatch, enou
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_memory)
     if not enough:
-        with pytest.raises(RuntimeError, match="60 tokens: softmax: 4 GiB are missing"):
+        with refused(60, "4 GiB", error=RuntimeError):
             measure_growth(CPU, seconds=600)
         return
     growth = measure_growth(CPU, seconds=600)

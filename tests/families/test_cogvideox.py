@@ -7,6 +7,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, get_family
 
 from ..models import relative_change
+from ..refusals import refused
 from .cases import ROUNDING, case_of, output
 from .recording import forwards
 
@@ -65,5 +66,5 @@ def test_encoding_is_the_inverse_of_what_the_pipeline_decodes(case):
 
 def test_latents_that_do_not_fill_a_token_are_refused():
     model = TWO_FRAMES_CASE.transformer()
-    with pytest.raises(ValueError, match="3 latent frames are no multiple of 2"):
+    with refused("3 latent frames", 2):
         get_family(model).forward.token_grid(model, torch.empty(1, 4, 3, 8, 12))

@@ -1,10 +1,10 @@
 """What is particular to CogView4: no masks, one size for a batch, text that is padded on the left."""
 
-import pytest
 import torch
 
 import mhla_diffusers as mhla
 
+from ..refusals import refused
 from .cases import case_of, output, plain
 
 CASE = case_of("cogview4")
@@ -13,10 +13,10 @@ CASE = case_of("cogview4")
 def test_masks_and_packed_samples_are_refused():
     model, arguments = mhla.apply_mhla(CASE.transformer(), **plain("cogview4")), CASE.inputs()
     mask = torch.ones(arguments["encoder_hidden_states"].shape[:2])
-    with pytest.raises(ValueError, match="hides no token"):
+    with refused("attention_mask"):
         output(model, {**arguments, "attention_mask": mask})
     for name in ("batch_flag", "text_attn_mask"):
-        with pytest.raises(ValueError, match="pack and mask samples"):
+        with refused(name):
             output(model, {**arguments, "attention_kwargs": {name: mask}})
     output(model, {**arguments, "attention_kwargs": {"scale": 1.0}})
 
@@ -31,5 +31,5 @@ def test_text_is_padded_as_among_longer_texts():
 
 def test_control_is_patched_but_not_trained():
     model = CASE.transformer(in_channels=8)
-    with pytest.raises(ValueError, match="conditioned on pictures"):
+    with refused("pictures"):
         CASE.of_family.training.process(model, 3.0)

@@ -19,6 +19,7 @@ from mhla_diffusers.training.roles import make_trainable, trainable_names
 from ..models import assert_changed, output, relative_change, seeded
 from ..patching.shared import with_lora
 from ..pipelines import dit_pipeline
+from ..refusals import refused
 from .cases import case_of
 
 CASE = case_of("dig")
@@ -123,23 +124,23 @@ def test_a_fresh_model_changes_nothing_in_its_blocks_and_predicts_zero():
 
 def test_narrow_queries_and_keys_are_refused_with_the_way_out():
     model = transformer(expand_k=0.5)
-    with pytest.raises(ValueError, match=r"0\.5 .* DiGTransformer2DModel\(expand_k=1\.0"):
+    with refused(0.5, "DiGTransformer2DModel(expand_k=1.0"):
         mhla.apply_mhla(model)
     assert not mhla.mhla_layers(model)
-    with pytest.raises(ValueError, match="expand_k=0.3 .* 7 channels, .* 2 heads"):
+    with refused("expand_k=0.3", 7, 2):
         transformer(expand_k=0.3)
 
 
 def test_what_dig_does_not_take_is_refused():
     model, arguments = transformer(), CASE.inputs()
     for changed, message in (
-        ({"hidden_states": torch.zeros(2, 4, 16, 12)}, "square latents whose side 2 divides; got 16x12"),
-        ({"class_labels": None}, "give timestep and class_labels"),
-        ({"cross_attention_kwargs": {"scale": 1.0}}, "takes no further arguments; got scale"),
+        ({"hidden_states": torch.zeros(2, 4, 16, 12)}, "16x12"),
+        ({"class_labels": None}, "class_labels"),
+        ({"cross_attention_kwargs": {"scale": 1.0}}, "scale"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             output(model, arguments | changed)
-    with pytest.raises(ValueError, match="gated linear"):
+    with refused("gated linear"):
         mhla.apply_mhla(model, density=0.1)
 
 
@@ -207,5 +208,5 @@ def test_a_pipeline_is_saved_and_loaded(tmp_path, monkeypatch):
 
 def test_no_matrix_is_told_of_gated_linear_attention():
     model = transformer()
-    with pytest.raises(ValueError, match="'dig'"):
+    with refused("'dig'"):
         attention_matrices(model, TransformerCall((), CASE.inputs()))

@@ -17,6 +17,7 @@ from mhla_diffusers.training.latents.data import drop_prompts
 
 from ..models import seeded, wan_i2v
 from ..pipelines import quiet
+from ..refusals import refused
 from .cases import TEXT_TOKENS, case_of, embeddings, language_model, plain, text_tokenizer, wan_components
 
 _FRAMES, _HEIGHT, _WIDTH = 13, 64, 96
@@ -208,7 +209,7 @@ def test_encoded_clips_have_what_the_pipeline_makes_of_their_first_frame(name: s
 def test_a_transformer_of_other_channels_is_refused() -> None:
     pipe = _wan_pipeline()
     pipe.transformer.register_to_config(in_channels=52)
-    with pytest.raises(ValueError, match="52 channels, .* 16 .* 36 "):
+    with refused(52, 16, 36):
         get_family(pipe.transformer).training.encode_pixels(pipe, torch.zeros(1, 3, 5, 16, 16))
 
 
@@ -234,7 +235,7 @@ def test_dropping_the_prompt_leaves_the_picture() -> None:
 @pytest.mark.parametrize("make", [*(make for make, _ in PIPELINES.values()), _ltx])
 def test_prompts_alone_are_refused(make: Callable[[], Any]) -> None:
     pipe = make()
-    with pytest.raises(ValueError, match=f"{type(pipe).__name__} .*image"):
+    with refused(type(pipe).__name__, "image"):
         get_family(pipe.transformer).training.call(pipe, ["a cat"], [torch.Generator().manual_seed(0)])
 
 

@@ -1,6 +1,5 @@
 """Latte: frames that attend by themselves are a batch to the patch, and a video to all else."""
 
-import pytest
 import torch
 
 import mhla_diffusers as mhla
@@ -11,6 +10,7 @@ from mhla_diffusers.training import InMemoryData
 from mhla_diffusers.training.checks import check_fits
 
 from ..models import assert_changed, output, relative_change
+from ..refusals import refused
 from ..training.models import one_stage
 from .cases import ROUNDING, all_listed, case_of, plain
 
@@ -38,7 +38,7 @@ def test_training_takes_latents_of_videos():
     sample = {"latents": torch.zeros(CASE.latents)}
     check_fits(model, InMemoryData([sample]), one_stage("unused", patch={"blocks": [4, 2]}, batch_size=1))
     picture, config = torch.zeros(4, 16, 16), one_stage("unused", patch={"blocks": [4, 2]}, batch_size=1)
-    with pytest.raises(ValueError, match=r"\(4, 16, 16\), .* 4 channels and 3 "):
+    with refused((4, 16, 16), 4, 3):
         check_fits(model, InMemoryData([{"latents": picture}]), config)
 
 

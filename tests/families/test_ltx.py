@@ -10,6 +10,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.families.ltx import LTX
 
 from ..models import assert_changed, output, relative_change
+from ..refusals import refused
 from .cases import all_listed, case_of, plain
 
 CASE = case_of("ltx")
@@ -109,14 +110,14 @@ def test_numbers_and_coordinates_of_one_grid_give_the_same():
 )
 def test_coordinates_without_a_grid_are_refused(places):
     model = mhla.apply_mhla(CASE.transformer(), **PLAIN)
-    with pytest.raises(ValueError, match=f"video_coords of {places.shape[2]} tokens"):
+    with refused("video_coords", places.shape[2]):
         output(model, told_by(places))
 
 
 def test_a_forward_that_is_told_no_size_is_refused():
     model, arguments = mhla.apply_mhla(CASE.transformer(), **PLAIN), CASE.inputs()
     del arguments["height"]
-    with pytest.raises(ValueError, match="num_frames, height and width"):
+    with refused("num_frames, height and width"):
         output(model, arguments)
 
 
@@ -130,5 +131,5 @@ def test_compiles_to_one_graph_with_coordinates():
     assert relative_change(output(compiled, arguments), expected) < 2e-5
     other = arguments["video_coords"].clone()
     other[:, 1], other[:, 2] = arguments["video_coords"][:, 2], arguments["video_coords"][:, 1]
-    with pytest.raises(RuntimeError, match="compiled for another token grid"):
+    with refused("compiled for another token grid", error=RuntimeError):
         output(compiled, {**arguments, "video_coords": other})

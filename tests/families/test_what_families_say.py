@@ -10,6 +10,7 @@ from mhla_diffusers.families.models import strides_of
 
 from ..models import relative_change
 from ..pipelines import sana_pipeline, wan_pipeline
+from ..refusals import refused
 from .cases import ROUNDING, all_listed, case_of, kl_autoencoder, output
 
 SIZES = {
@@ -64,17 +65,17 @@ def test_image_to_video_is_patched(name, settings, latents):
 def test_image_to_video_of_hunyuan_video_15_is_not_trained():
     case = case_of("hunyuan_video15")
     pipe, family = case.pipeline(task_type="i2v"), case.of_family
-    for refused in (
+    for call in (
         lambda: family.training.encode_prompt(pipe, "a"),
         lambda: family.training.process(pipe.transformer, 7.0),
     ):
-        with pytest.raises(ValueError, match="conditioned on pictures"):
-            refused()
+        with refused("pictures"):
+            call()
 
 
 @pytest.mark.parametrize("values", [{"fps": 0}, {"fps": -1.0}, {"frames": 0}, {"sizes": ()}, {"sizes": ((0, 8),)}])
 def test_clips_that_cannot_be(values):
-    with pytest.raises(ValueError, match=next(iter(values))):
+    with refused(next(iter(values))):
         Clip(**{"frames": 1, "fps": 1.0, "sizes": ((8, 8),), **values})
 
 
@@ -99,6 +100,6 @@ def test_strides_of_wan_before_they_were_told():
 
 def test_autoencoders_without_strides_are_refused():
     """An image's stride of frames is 1, a video's must be told."""
-    for config, of_videos, words in ((kl_autoencoder().config, True, "strides of frames"), ({}, False, "no strides")):
-        with pytest.raises(ValueError, match=f"{words}; implement strides"):
+    for config, of_videos in ((kl_autoencoder().config, True), ({}, False)):
+        with refused("strides"):
             strides_of(config, of_videos=of_videos)

@@ -6,6 +6,7 @@ import torch
 
 import mhla_diffusers as mhla
 
+from ..refusals import refused
 from .cases import case_of, drawer, output
 
 LONGCAT = case_of("longcat_image").inputs()
@@ -20,21 +21,21 @@ SECOND = LONGCAT["img_ids"] + torch.tensor([1.0, 0, 0])  # a reference picture, 
         (
             "longcat_image",
             {"img_ids": torch.cat([LONGCAT["img_ids"], SECOND]), "hidden_states": drawer(2, 3)(128, 64)},
-            "Ids of 128 tokens",
+            "128",
         ),
     ],
 )
 def test_pictures_and_orders_that_are_not_taken(name, arguments, words):
     case = case_of(name)
     model = mhla.apply_mhla(case.transformer(), density=0.2, block_size=4)
-    with pytest.raises(ValueError, match=rf"{words}.*remove_mhla\(pipe\)"):
+    with refused(words, "remove_mhla(pipe)"):
         output(model, {**case.inputs(), **arguments})
     assert output(model, case.inputs()).isfinite().all()
 
 
 def test_the_refiner_of_hunyuan_image():
     model = case_of("hunyuan_image").transformer(patch_size=(1, 1, 1), rope_axes_dim=(4, 4, 4))
-    with pytest.raises(ValueError, match=r"patch_size=\(1, 1, 1\).*refiner"):
+    with refused("patch_size=(1, 1, 1)"):
         mhla.apply_mhla(model)
     assert not mhla.is_patched(model)
 
@@ -42,7 +43,7 @@ def test_the_refiner_of_hunyuan_image():
 def test_the_causal_variant_of_anyflow():
     sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 16, "text_dim": 16}
     model = diffusers.AnyFlowFARTransformer3DModel(**sizes, freq_dim=16)
-    with pytest.raises(ValueError, match=r"AnyFlowFARTransformer3DModel.*AnyFlowPipeline"):
+    with refused("AnyFlowFARTransformer3DModel", "AnyFlowPipeline"):
         mhla.apply_mhla(model)
     assert not mhla.is_patched(model)
 
@@ -51,9 +52,9 @@ def test_gradient_checkpointing_of_hunyuan_image_which_diffusers_lacks():
     case = case_of("hunyuan_image")
     model = case.transformer()
     model.enable_gradient_checkpointing()
-    with pytest.raises(TypeError, match="attention_mask"):
+    with refused("attention_mask", error=TypeError):
         model(**case.inputs())
-    with pytest.raises(ValueError, match="gradient_checkpointing: false"):
+    with refused("gradient_checkpointing: false"):
         mhla.apply_mhla(model)(**case.inputs())
 
 

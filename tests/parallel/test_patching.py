@@ -40,7 +40,6 @@ def test_what_was_before_attends_over_the_processes(two: Processes, degrees: tup
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "one block compiled": {"settings": FEATURES, "after": compile_one_block},
     "blocks offloaded": {"settings": FEATURES, "after": offload_blocks, "gradients_too": False},
     "leaves offloaded": {"settings": FEATURES, "after": offload_leaves, "gradients_too": False},
     "an adapter": {"before": add_adapter},
@@ -62,8 +61,12 @@ def test_a_cache_that_goes_by_the_number_of_the_step(two: Processes, degrees: tu
     assert max(two.run(error_under_cache, degrees, name)) < ROUNDING
 
 
-def test_a_whole_that_is_compiled(two: Processes) -> None:
-    for found in two.run(errors, "wan", (2, 1), FEATURES, after=compile_forward, gradients_too=False):
+@pytest.mark.parametrize(
+    ("degrees", "compiled", "gradients_too"), [((2, 1), compile_one_block, True), ((1, 2), compile_forward, False)]
+)
+def test_compiled(two: Processes, degrees: tuple[int, int], compiled: Any, gradients_too: bool) -> None:
+    """One block of a ring, and the whole where heads are exchanged."""
+    for found in two.run(errors, "wan", degrees, FEATURES, after=compiled, gradients_too=gradients_too):
         assert max(found.values()) < ROUNDING, found
 
 

@@ -3,7 +3,6 @@
 import copy
 import logging
 import math
-import re
 import threading
 from functools import partial
 
@@ -18,6 +17,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import sparse_attention
 
 from ..models import assert_changed, seeded
+from ..refusals import refused
 
 GRID, HEADS, HEAD_DIM, TEXT = (4, 6, 8), 2, 16, 5
 TOKENS = math.prod(GRID) + TEXT
@@ -254,14 +254,14 @@ def test_every_call_of_a_pipeline_begins_afresh(before):
     [
         ({"grid": (4, 0)}, "grid=(4, 0)"),
         ({"grid": GRID, "extra": 5}, "extra=5"),
-        ({"grid": GRID, "layers": "2/3"}, "layers='2/3': layers can be chosen of models with a family alone"),
+        ({"grid": GRID, "layers": "2/3"}, "layers='2/3'"),
         ({"grid": GRID, "softmax_steps": 2}, "softmax_steps=2"),
         ({"grid": GRID, "backend": "triton"}, "backend"),
     ],
 )
 def test_what_cannot_be_had_is_refused_and_nothing_is_changed(arguments, words):
     model = plain()
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with refused(words):
         mhla.apply_mhla(model, **arguments)
     assert not mhla.is_patched(model) and type(model) is Plain
 
@@ -331,9 +331,9 @@ def test_a_part_that_is_patched_is_not_patched_with_the_whole():
     model = cosmos()[0]
     part = model.transformer_blocks[0]
     mhla.apply_mhla(part, grid=GRID)
-    with pytest.raises(ValueError, match=type(part).__name__):
+    with refused(type(part).__name__):
         mhla.apply_mhla(model, grid=GRID)
-    with pytest.raises(ValueError, match="latest forward"):
+    with refused(type(part).__name__):
         mhla.describe(part, height=64)
 
 

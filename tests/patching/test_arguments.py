@@ -25,6 +25,7 @@ from mhla_diffusers.tiny import pipeline_folder
 
 from ..models import FAMILIES, inputs, patched
 from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
+from ..refusals import refused
 
 CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1}
 
@@ -66,17 +67,17 @@ WAN, IS_CLASS = WanTransformer3DModel, "WanTransformer3DModel is a class"
 REFUSED = {
     # call, offending value
     "size as text": (lambda: mhla.describe(dit_pipeline(), height="64", width=64), "height='64'"),
-    "size as a float": (lambda: mhla.describe(dit_pipeline(), height=64, width=64.0), r"width=64\.0"),
+    "size as a float": (lambda: mhla.describe(dit_pipeline(), height=64, width=64.0), "width=64.0"),
     "truth as a size": (lambda: mhla.describe(dit_pipeline(), height=True, width=True), "height=True"),
     "negative size": (lambda: mhla.suggest_blocks(wan_pipeline(), -480, 832), "height=-480"),
-    "half a frame": (lambda: mhla.suggest_blocks(wan_pipeline(), 480, 832, 8.5), r"num_frames=8\.5"),
+    "half a frame": (lambda: mhla.suggest_blocks(wan_pipeline(), 480, 832, 8.5), "num_frames=8.5"),
     "blocks of a transformer": (
         lambda: mhla.suggest_blocks(FAMILIES["wan"].build(), 480, 832),
-        r"the pipeline.*describe\(\)",
+        "describe()",
     ),
     "grid as text": (lambda: mhla.describe(dit(), grid="88"), "grid='88'"),
     "grid of a number": (lambda: mhla.describe(dit(), grid=8), "grid=8 "),
-    "grid of other axes": (lambda: mhla.describe(dit(), grid=(8,)), r"grid=\(8,\) has 1 axes"),
+    "grid of other axes": (lambda: mhla.describe(dit(), grid=(8,)), "grid=(8,)"),
     "sensitivity without a run": (lambda: layer_sensitivity(patched("dit"), 3), "run=3 "),
     "output norm without a run": (
         lambda: calibrate_output_norm(patched("dit", output_norm=True), None),
@@ -85,42 +86,45 @@ REFUSED = {
     "audit without a run": (lambda: mhla.audit(patched("dit"), "wan"), "run='wan' "),
     "run of nothing": (
         lambda: layer_sensitivity(mhla.apply_mhla(vit(), blocks=(2, 2)), lambda: None),
-        "must call the pipeline or the model",
+        "run()",
     ),
     "configuration of a processor": (lambda: mhla.MHLAProcessor(3), "got int"),
     "processors of a pipeline": (lambda: attn_processors(wan_pipeline()), "WanPipeline is a pipeline"),
     "stream of what has MHLA built in": (lambda: mhla.VideoStream(vlt()), "MHLA built in"),
     "density of what has MHLA built in": (lambda: mhla.change_mhla(vlt(), density=0.1), "MHLA built in"),
-    "tiny pipeline": (lambda: pipeline_folder("flux"), "'flux' .*allowed: dit, sana, wan"),
+    "tiny pipeline": (lambda: pipeline_folder("flux"), "'flux'...dit, sana, wan"),
     "class of a family": (lambda: register_family(Family), "Family'>"),
     "no family": (lambda: register_family(None), "family=None"),
-    "family with blocks of other axes": (lambda: replace(WAN_FAMILY, mhla_blocks=(4, 4)), r"mhla_blocks=\(4, 4\).* 3"),
+    "family with blocks of other axes": (lambda: replace(WAN_FAMILY, mhla_blocks=(4, 4)), "mhla_blocks=(4, 4)...3"),
     "family of one name": (
         lambda: register_family(replace(WAN_FAMILY, transformers="SomeTransformer2DModel")),
-        "transformers='Some.* must be a tuple",
+        "transformers='SomeTransformer2DModel'",
     ),
     "family of a pipeline": (lambda: get_family(wan_pipeline()), "WanPipeline is a pipeline"),
-    "family of no name": (lambda: get_family("wam"), "^'wam' is not supported"),
+    "family of no name": (lambda: get_family("wam"), "'wam'"),
     "stream of nothing": (lambda: mhla.VideoStream(None), "NoneType"),
     "stream of two transformers": (
         lambda: mhla.VideoStream(mhla.apply_mhla(wan22_pipeline(), **CAUSAL)),
-        r"several transformers.*VideoStream\(pipe.transformer\)",
+        "VideoStream(pipe.transformer)",
     ),
     "class of a transformer": (lambda: mhla.set_attn_processor(WAN, mhla.MHLAProcessor(blocks=(2, 2, 3))), IS_CLASS),
     "other processor for a class": (lambda: mhla.set_attn_processor(WAN, WanAttnProcessor()), IS_CLASS),
     "processors of a class": (lambda: attn_processors(WAN), IS_CLASS),
     "class of a pipeline": (lambda: mhla.apply_mhla(WanPipeline), "WanPipeline is a class"),
-    "class of a processor": (lambda: with_class_as_processor("wan"), "the class: set an instance"),
-    "class of a processor in SANA": (lambda: with_class_as_processor("sana"), "the class: set an instance"),
-    "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "Unknown patch ''. *Presets"),
+    "class of a processor": (lambda: with_class_as_processor("wan"), "instance"),
+    "class of a processor in SANA": (lambda: with_class_as_processor("sana"), "instance"),
+    "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "patch ''"),
     "no truth to keep": (lambda: mhla.load_mhla(dit(), "x", keep_replaced="x"), "keep_replaced='x'"),
     "no truth for a stream": (lambda: stream()(**inputs("wan"), keep="no"), "keep='no'"),
-    "misspelt argument of a stream": (lambda: stream()(**inputs("wan"), kep=False), "'kep'; did you mean 'keep'"),
-    "stream of no frames": (lambda: stream()(**without_frames()), r"grid is \(0, "),
+    "misspelt argument of a stream": (lambda: stream()(**inputs("wan"), kep=False), "'kep'...'keep'"),
+    "stream of no frames": (lambda: stream()(**without_frames()), "grid is (0, "),
     "stream without arguments": (lambda: stream()(), "hidden_states"),
     "stream without latents": (lambda: stream()(None), "hidden_states"),
-    "layers of no pipeline": (lambda: mhla.apply_mhla(vit(), layers="auto:1/2"), "'auto:1/2'.*calibration=run"),
-    "order of images": (lambda: mhla.apply_mhla(vit(), causal="block", block_length=2), "causal='block'.*extra tokens"),
+    "layers of no pipeline": (lambda: mhla.apply_mhla(vit(), layers="auto:1/2"), "'auto:1/2'...calibration=run"),
+    "order of images": (
+        lambda: mhla.apply_mhla(vit(), causal="block", block_length=2),
+        "causal='block'",
+    ),
     "a field that no call has": (nothing_known, "gird"),
 }
 
@@ -128,7 +132,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_named(case):
     call, value = REFUSED[case]
-    with pytest.raises(ValueError, match=value):
+    with refused(value):
         call()
 
 

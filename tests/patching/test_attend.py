@@ -14,6 +14,8 @@ from mhla_diffusers.engines.environment import settings_from_environment
 from mhla_diffusers.patching.attend import EngineAttention, EngineSettings
 from mhla_diffusers.patching.carry import FIRST_FADING
 
+from ..refusals import refused
+
 GRID, HEADS, HEAD_DIM = (4, 8, 8), 3, 16
 
 
@@ -92,7 +94,7 @@ def test_calls_of_one_step_end_with_an_object_of_the_engine(caplog):
 
 
 def test_settings_of_another_attention_are_refused():
-    with pytest.raises(ValueError, match="settings are {'density': 0.1}"):
+    with refused({"density": 0.1}):
         EngineSettings(config={"density": 0.1})
 
 
@@ -100,7 +102,7 @@ def test_settings_of_another_attention_are_refused():
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("min_tokens", [0, 1000])
 def test_a_grid_without_tokens_is_refused_by_name(grid, fits, min_tokens):
-    with pytest.raises(ValueError, match=re.escape(f"grid={grid}")) as error:
+    with refused(f"grid={grid}") as error:
         attention(min_tokens).attend(*tensors(), grid, extra=(256 - math.prod(grid) if fits else 0, 0))
     assert "clamp_blocks" not in str(error.value)
 
@@ -132,14 +134,14 @@ def test_short_sequences_stay_dense():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (MHLAConfig(blocks=(1, 1, 1)), "are MHLA with layers='all'.*load_mhla"),
-        (CausalConfig(blocks=(2,), block_length=8), "are causal MHLA.*load_mhla"),
-        (SparseConfig(layers="2/3"), "are sparse attention with layers='2/3'.*softmax_layers"),
-        (SparseConfig(layers=[0, 1]), r"layers=\(0, 1\).*softmax_layers"),
+        (MHLAConfig(blocks=(1, 1, 1)), "MHLA with layers='all'...load_mhla"),
+        (CausalConfig(blocks=(2,), block_length=8), "causal MHLA...load_mhla"),
+        (SparseConfig(layers="2/3"), "layers='2/3'...softmax_layers"),
+        (SparseConfig(layers=[0, 1]), "layers=(0, 1)...softmax_layers"),
     ],
 )
 def test_other_patches_are_refused_with_the_way_out(config, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         EngineSettings(config)
 
 
@@ -167,18 +169,18 @@ def test_settings_from_the_environment():
     ("variables", "words"),
     [
         ({"MHLA_DENSTY": "0.1"}, "MHLA_DENSITY"),
-        ({"MHLA_DENSITY": "high"}, "must be a number"),
-        ({"MHLA_REFRESH": "None"}, "must be a number, 'auto' or 'none'"),
-        ({"MHLA_DENSITY": "2"}, "MHLA_DENSITY=2 .*: density=2"),
+        ({"MHLA_DENSITY": "high"}, "'high'"),
+        ({"MHLA_REFRESH": "None"}, "MHLA_REFRESH='None'"),
+        ({"MHLA_DENSITY": "2"}, "MHLA_DENSITY=2...density=2"),
         ({"MHLA_SOFTMAX_LAYERS": "0,-1"}, "softmax_layers"),
         ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens=1.5"),
         ({"MHLA_PATCH": "tiny-wan-mhla"}, "load_mhla"),
-        ({"MHLA_PATCH": "wan2.1-t2v-1.3b", "MHLA_DENSITY": "0.1"}, "MHLA_PATCH=wan2.1-t2v-1.3b .*are MHLA.*load_mhla"),
-        ({"MHLA_PATCH": "wan2.1-t2v-1.3b-hybrid-sparse"}, "layers='2/3'.*softmax_layers"),
+        ({"MHLA_PATCH": "wan2.1-t2v-1.3b", "MHLA_DENSITY": "0.1"}, "MHLA_PATCH=wan2.1-t2v-1.3b...load_mhla"),
+        ({"MHLA_PATCH": "wan2.1-t2v-1.3b-hybrid-sparse"}, "layers='2/3'...softmax_layers"),
     ],
 )
 def test_wrong_variables_are_refused(variables, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         settings_from_environment(variables)
 
 

@@ -12,6 +12,7 @@ from mhla_diffusers.tiny import load_tiny
 from ..analysis.tiny import run_tiny
 from ..models import FAMILIES, inputs, output, patched, relative_change, sana, wan
 from ..pipelines import PIPELINES, generate, wan22_pipeline
+from ..refusals import refused
 from .shared import ONE_PER_CLASS, assert_same_footprint, footprint
 
 
@@ -60,7 +61,7 @@ REFUSED = {
     "no norms": (lambda: patched("sana"), "output_norm=True"),
     "sparse attention": (lambda: patched("dit", density=0.2), "output_norm=True"),
     "no patch": (sana, "not patched"),
-    "norms that run() does not reach": (lambda: patched("sana", output_norm=True), "3 of 3 layers.*attn1"),
+    "norms that run() does not reach": (lambda: patched("sana", output_norm=True), "3 of 3 layers...attn1"),
 }
 
 
@@ -69,7 +70,7 @@ def test_what_cannot_be_fitted_is_named_and_left_as_it_was(case):
     build, value = REFUSED[case]
     model = build()
     before = footprint(model)
-    with pytest.raises(ValueError, match=value):
+    with refused(value):
         calibrate_output_norm(model, lambda: None)
     assert_same_footprint(model, before)
 
@@ -90,7 +91,7 @@ def test_what_sees_later_frames_chooses_no_layers_of_a_causal_patch():
     settings = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
     model, ran = wan(), []
     for layers in ("all", "auto:1/2"):
-        with pytest.raises(ValueError, match="causal='block'"):
+        with refused("causal='block'"):
             mhla.apply_mhla(model, **settings, layers=layers, calibration=lambda: ran.append(1))
     assert not ran and not mhla.is_patched(model)
 
@@ -158,7 +159,7 @@ REFUSED_CHOICES = [
     ({"layers": "auto:2/3"}, ValueError, "calibration="),
     ({"layers": "auto:3/2"}, ValueError, "'auto:3/2'"),
     ({"layers": "auto:"}, ValueError, "'auto:'"),
-    ({"layers": "auto:2/3", "calibration": lambda: None}, ValueError, "did not run transformer"),
+    ({"layers": "auto:2/3", "calibration": lambda: None}, ValueError, "run()"),
     ({"layers": "auto:2/3", "calibration": _fail}, RuntimeError, "out of memory"),
     ({"layers": "auto:2/3", "calibration": True, "blocks": (9, 9, 9)}, ValueError, "9 blocks"),
     ({"calibration": True}, ValueError, "layers='auto:2/3'"),
@@ -171,11 +172,11 @@ def test_refused_choices_leave_the_model_alone(settings, error, value):
     before = footprint(model)
     if settings.get("calibration") is True:
         settings = settings | {"calibration": run_of(model, "wan")}
-    with pytest.raises(error, match=value):
+    with refused(value, error=error):
         mhla.apply_mhla(model, **{"blocks": (2, 2, 3)} | settings)
     assert not mhla.is_patched(model)
     assert_same_footprint(model, before)
-    with pytest.raises(ValueError, match="not patched"):
+    with refused("not patched"):
         layer_sensitivity(model, run_of(model, "wan"))
 
 
@@ -185,6 +186,6 @@ def test_a_run_with_nan_is_refused_and_the_layer_named(measure):
     before = {name: x.clone() for name, x in model.state_dict().items()}
     arguments = inputs("wan")
     arguments["hidden_states"] = arguments["hidden_states"] * float("nan")
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn1 gets or returns NaN"):
+    with refused("blocks.0.attn1"):
         measure(model, lambda: model(**arguments))
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

@@ -20,6 +20,7 @@ from mhla_diffusers.patching.carry import FIRST_FADING, Difference
 from ..attention.problems import relative_error
 from ..models import bytes_alive
 from ..pipelines import dit_pipeline, wan22_pipeline, wan_pipeline
+from ..refusals import refused
 
 DENSE = {"softmax_steps": 1, "refresh": 3}
 """Dense steps 0, 3 and 6 of eight."""
@@ -149,12 +150,9 @@ def test_dense_steps_are_the_unpatched_models_and_the_others_carry(name):
         assert relative_error(added, FIRST_FADING * lost) < 0.01  # int8
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("config", [SparseConfig(**SPARSE), MHLAConfig(blocks=(2, 2))], ids=["sparse", "MHLA"])
+@pytest.mark.parametrize(("name", "config"), [("wan", SparseConfig(**SPARSE)), ("dit", MHLAConfig(blocks=(2, 2)))])
 def test_every_call_begins_afresh(name, config):
     """After another prompt, other sizes, an interrupted call, a failed forward and a disabled patch."""
-    if isinstance(config, MHLAConfig) and name == "wan":
-        config = MHLAConfig(blocks=(1, 2, 2))
     pipe = mhla.apply_mhla(make(name), config.replace(**DENSE))
     expected = sample(pipe)
     other = sample(pipe, "a dog surfing", seed=1)
@@ -352,7 +350,7 @@ def test_gradients_are_refused():
     latents = torch.randn(1, 16, 3, 4, 4, requires_grad=True)
     conditions = torch.randn(1, 8, transformer.config.text_dim)
     call = {"hidden_states": latents, "encoder_hidden_states": conditions, "timestep": pipe.scheduler.timesteps[:1]}
-    with pytest.raises(ValueError, match="carry=False"):
+    with refused("carry=False"):
         transformer(**call)
     mhla.change_mhla(pipe, carry=False)
     transformer(**call).sample.sum().backward()
@@ -382,16 +380,16 @@ def test_a_copy_carries_nothing_of_its_original():
 @pytest.mark.parametrize(
     ("settings", "offending"),
     [
-        ({"refresh": 0}, "refresh=0 .*None for never"),
+        ({"refresh": 0}, "refresh=0"),
         ({"refresh": 1.5}, "refresh=1.5"),
         ({"softmax_last": -1}, "softmax_last=-1"),
         ({"softmax_last": True}, "softmax_last=True"),
-        ({"carry_dtype": "fp8"}, "'fp8'.*'int8' or 'bfloat16'"),
-        ({"carry_device": "cuda:1"}, "'cuda:1'.*'model' or 'cpu'"),
+        ({"carry_dtype": "fp8"}, "'fp8'...'int8'...'bfloat16'"),
+        ({"carry_device": "cuda:1"}, "'cuda:1'...'model'...'cpu'"),
     ],
 )
 def test_settings_that_are_not_allowed(settings, offending):
-    with warnings.catch_warnings(), pytest.raises(ValueError, match=offending):
+    with warnings.catch_warnings(), refused(offending):
         SparseConfig(**settings)
 
 

@@ -16,6 +16,7 @@ from ..families.cases import case_of
 from ..families.cases import output as case_output
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import wan22_pipeline
+from ..refusals import refused
 from .shared import (
     EVERYTHING,
     ONE_PER_CLASS,
@@ -137,7 +138,7 @@ def test_a_warning_that_is_an_error_comes_when_both_transformers_are_changed():
         torch.nn.init.uniform_(layer.convolution.weight)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="is dropped"):
+        with refused("convolution", error=UserWarning):
             mhla.change_mhla(pipe, convolution=None)
     assert all(layer.convolution is None for layer in mhla.mhla_layers(pipe).values())
 
@@ -147,7 +148,7 @@ def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
     mhla.change_mhla(pipe, blocks=(2, 1, 1))
     assert {layer.blocks for layer in mhla.describe(pipe)} == {(2, 1, 1)}
     model = own_form("wan", blocks=(2, 2, 3))
-    with pytest.raises(ValueError, match="no MHLA weights yet"):
+    with refused("first forward"):
         mhla.change_mhla(model, blocks=(1, 1, 1))
     output(model, inputs("wan"))
     mhla.change_mhla(model, blocks=(1, 1, 1))
@@ -177,10 +178,10 @@ def test_what_is_frozen_stays_frozen():
 
 CAUSAL = {"own": "linear", "causal": "block", "block_length": 2, "blocks": (2, 2, 3)}
 REFUSED = {
-    "another number of axes": ({}, {"blocks": (2, 2)}, r"\(2, 2\) has 2 axes"),
-    "a layer that is not there": ({}, {"layers": [9]}, "layers.0=9 must"),
-    "no layers": ({}, {"layers": []}, "chooses none"),
-    "a matrix per head": ({}, {"mixing_per_head": True}, r"\(12, 12\).*\(2, 12, 12\)"),
+    "another number of axes": ({}, {"blocks": (2, 2)}, "blocks=(2, 2)"),
+    "a layer that is not there": ({}, {"layers": [9]}, "layers.0=9"),
+    "no layers": ({}, {"layers": []}, "layers=()"),
+    "a matrix per head": ({}, {"mixing_per_head": True}, "(12, 12)...(2, 12, 12)"),
     "a setting that there is not": ({}, {"block": (1, 1, 1)}, "'block'"),
     "a backend that there is not": ({}, {"backend": "eagre"}, "'eagre'"),
     "how matrices begin": ({}, {"mixing_init": "identity"}, "'identity'"),
@@ -193,7 +194,7 @@ def test_what_is_refused_changes_nothing(case):
     before_settings, settings, value = REFUSED[case]
     model = trained("wan", **before_settings)
     before = footprint(model)
-    with pytest.raises(ValueError, match=value):
+    with refused(value):
         mhla.change_mhla(model, **settings)
     assert_same_footprint(model, before)
     if before_settings:  # one after the other
@@ -202,13 +203,13 @@ def test_what_is_refused_changes_nothing(case):
 
 
 def test_models_that_cannot_be_changed():
-    with pytest.raises(ValueError, match="not patched with MHLA"):
+    with refused("not patched"):
         mhla.change_mhla(FAMILIES["wan"].build(), blocks=(1, 1, 1))
     model = trained("wan")
-    with mhla.mhla_disabled(model), pytest.raises(ValueError, match=r"mhla_disabled\(\)"):
+    with mhla.mhla_disabled(model), refused("mhla_disabled()"):
         mhla.change_mhla(model, blocks=(1, 1, 1))
     model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["mhla"]))
-    with pytest.raises(ValueError, match="modules_to_save"):
+    with refused("modules_to_save"):
         mhla.change_mhla(model, blocks=(1, 1, 1))
     assert math.prod(mhla.describe(model)[0].blocks) == 12
 
@@ -216,10 +217,10 @@ def test_models_that_cannot_be_changed():
 def test_in_diffusers_own_form_without_its_processor_there_is_nothing_to_change():
     model = own_form("wan", blocks=FAMILIES["wan"].blocks)
     output(model, inputs("wan"))
-    with mhla.mhla_disabled(model), pytest.raises(ValueError, match=r"mhla_disabled\(\)"):
+    with mhla.mhla_disabled(model), refused("mhla_disabled()"):
         mhla.change_mhla(model, density=0.3)
     model.set_attn_processor(WanAttnProcessor())
-    with pytest.raises(ValueError, match="No attention of this model runs MHLA now"):
+    with refused("other processors"):
         mhla.change_mhla(model, density=0.3)
 
 
@@ -259,6 +260,6 @@ def test_signed_matrices_do_not_come_to_a_patch_that_takes_their_logarithm(signe
         assert output(model, inputs("wan")).isfinite().all()
         return
     before = footprint(model)
-    with pytest.raises(ValueError, match=r"blocks\.1\.attn1\.mhla\.mixing.* -0\.1"):
+    with refused("blocks.1.attn1.mhla.mixing", -0.1):
         mhla.change_mhla(model, **settings)
     assert_same_footprint(model, before)

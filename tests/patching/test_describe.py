@@ -11,6 +11,7 @@ import mhla_diffusers as mhla
 
 from ..models import FAMILIES, inputs, output, patched, wan
 from ..pipelines import PIPELINES, dit_pipeline, sana_pipeline, wan22_pipeline, wan_pipeline
+from ..refusals import refused
 from .shared import ONE_PER_CLASS, unet
 
 
@@ -141,9 +142,10 @@ def test_describe_tells_what_really_runs():
 
 
 def test_describe_after_a_grid_that_was_refused():
-    for settings in ({"blocks": (4, 4, 7)}, _CAUSAL | {"blocks": (2, 2, 2), "block_length": 1}):
+    causal = _CAUSAL | {"blocks": (2, 2, 2), "block_length": 1}
+    for settings, named in (({"blocks": (4, 4, 7)}, "6 tokens...7 blocks"), (causal, "2 blocks of 1")):
         model = mhla.apply_mhla(wan(), **settings)
-        with pytest.raises(ValueError, match="too few for 7 blocks|more than the 2 blocks of 1"):
+        with refused(named):
             output(model, inputs("wan"))
         (layer, *_) = mhla.describe(model)
         assert (layer.blocks, layer.tokens_per_block) == (settings["blocks"], None)
@@ -210,17 +212,17 @@ def wan_pipe():
 SMALL = {"height": 32, "width": 48}
 REFUSED = {
     # model, what it is to be described at, offending value
-    "width": (lambda: patched("wan"), {"grid": (4, 4, 2)}, "2 tokens.* 3 blocks"),
-    "axes": (lambda: patched("wan"), {"grid": (4, 4)}, r"\(4, 4\)"),
-    "no model": (unet, {}, "UNet2DModel is not supported"),
-    "frames": (causal, {"grid": (8, 4, 6)}, "8 tokens, more than the 3 blocks of 2"),
-    "width of a causal patch": (causal, {"grid": (4, 4, 1)}, "width axis.* 1 tokens.* 2 blocks"),
+    "width": (lambda: patched("wan"), {"grid": (4, 4, 2)}, "width...2...3"),
+    "axes": (lambda: patched("wan"), {"grid": (4, 4)}, "(4, 4)"),
+    "no model": (unet, {}, "UNet2DModel"),
+    "frames": (causal, {"grid": (8, 4, 6)}, "8...3 blocks of 2"),
+    "width of a causal patch": (causal, {"grid": (4, 4, 1)}, "width...1...2"),
     "half a size": (wan_pipe, {"height": 32}, "height=32 and width=None"),
     "frames alone": (wan_pipe, {"num_frames": 9}, "height=None and width=None"),
-    "a grid as well": (wan_pipe, SMALL | {"grid": (3, 2, 3)}, r"grid=\(3, 2, 3\)"),
-    "no token": (wan_pipe, {"height": 4, "width": 48, "num_frames": 9}, r"height=4, width=48 .*\(3, 0, 3\)"),
-    "blocks": (wan_pipe, {"height": 32, "width": 16, "num_frames": 9}, "width axis.* 1 tokens.* 2 blocks"),
-    "size of a transformer": (wan, SMALL, "the pipeline.*grid="),
+    "a grid as well": (wan_pipe, SMALL | {"grid": (3, 2, 3)}, "grid=(3, 2, 3)"),
+    "no token": (wan_pipe, {"height": 4, "width": 48, "num_frames": 9}, "height=4, width=48...(3, 0, 3)"),
+    "blocks": (wan_pipe, {"height": 32, "width": 16, "num_frames": 9}, "width...1...2"),
+    "size of a transformer": (wan, SMALL, "the pipeline...grid="),
     "frames of a picture": (sana_pipeline, SMALL | {"num_frames": 9}, "num_frames=9"),
     "no square": (dit_pipeline, SMALL, "height=32, width=48"),
 }
@@ -229,7 +231,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_sizes_that_do_not_fit_are_named(case):
     build, settings, value = REFUSED[case]
-    with pytest.raises(ValueError, match=value):
+    with refused(value):
         mhla.describe(build(), **settings)
 
 

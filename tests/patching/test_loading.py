@@ -1,7 +1,6 @@
 """What load_mhla refuses: damage of every kind, other formats, other models, and names."""
 
 import json
-import re
 import warnings
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from mhla_diffusers.files import file_hash
 from mhla_diffusers.patching import CONFIG_NAME, read_record
 
 from .. import models
+from ..refusals import refused
 from .shared import assert_same_footprint, footprint
 from .test_saving import adapted, shake
 
@@ -102,26 +102,26 @@ DAMAGE = {
         tensors(lambda found: found.update({"transformer.blocks.9.x": torch.ones(1)})),
         "unexpected blocks.9.x",
     ),
-    "shape": (tensors(lambda found: found.update({NAME: torch.ones(2, 2)})), r"\(2, 2\).*\(2, 12, 12\)"),
-    "NaN": (tensors(lambda found: found[NAME].view(-1)[0].fill_(torch.nan)), f"{NAME} holds NaN"),
+    "shape": (tensors(lambda found: found.update({NAME: torch.ones(2, 2)})), "(2, 2)...(2, 12, 12)"),
+    "NaN": (tensors(lambda found: found[NAME].view(-1)[0].fill_(torch.nan)), NAME),
     "no settings in the file": (lambda folder: rewrite(folder, lambda _: None, {"format": "pt"}), "settings"),
-    "feature map": (settings(feature_map="elu+1"), r"transformer.patch.feature_map is 'elu\+1'.*'relu'"),
-    "blocks": (settings(blocks=[4, 2, 3]), r"transformer.patch.blocks is \[4, 2, 3\].*\[2, 2, 3\]"),
-    "other weights": (record(weights="mhla"), "weights is 'mhla'.*'changed'"),
-    "base weights": (in_transformer(base_weights=[]), r"transformer.base_weights is \[\]"),
+    "feature map": (settings(feature_map="elu+1"), "transformer.patch.feature_map...'elu+1'...'relu'"),
+    "blocks": (settings(blocks=[4, 2, 3]), "transformer.patch.blocks...[4, 2, 3]...[2, 2, 3]"),
+    "other weights": (record(weights="mhla"), "weights...'mhla'...'changed'"),
+    "base weights": (in_transformer(base_weights=[]), "transformer.base_weights...[]"),
     "an older version": (record(format_version=3), "format version 3 "),
     "a later version": (record(format_version=99), "format version 99 "),
     "key more": (record(more=1), "'more'"),
-    "key gone": (record_without("file"), "lacks file"),
+    "key gone": (record_without("file"), "file"),
     "weights": (record(weights="zzz"), "'zzz'"),
-    "file of a number": (record(file=3), "file=3 must be text"),
-    "list of transformers": (record(transformers=[]), r"transformers=\[\] must be "),
+    "file of a number": (record(file=3), "file=3"),
+    "list of transformers": (record(transformers=[]), "transformers=[]"),
     "no transformers": (record(transformers={}), "transformers"),
-    "transformer of a number": (record(transformers={"transformer": 1}), "transformers.transformer=1 must be "),
-    "no heads": (record_without("transformers", "transformer", "heads"), "transformers.transformer lacks heads"),
-    "heads as text": (in_transformer(heads="two"), "transformer.heads='two' must be an integer"),
+    "transformer of a number": (record(transformers={"transformer": 1}), "transformers.transformer=1"),
+    "no heads": (record_without("transformers", "transformer", "heads"), "transformers.transformer...heads"),
+    "heads as text": (in_transformer(heads="two"), "transformer.heads='two'"),
     "no blocks": (record_without("transformers", "transformer", "patch", "blocks"), "blocks"),
-    "LoRA without a hash": (record(lora={"file": "lora-x.safetensors"}), "lora lacks sha256"),
+    "LoRA without a hash": (record(lora={"file": "lora-x.safetensors"}), "lora...sha256"),
     "LoRA gone": (record(lora={"file": "lora-x.safetensors", "sha256": "0"}), "lora"),
     "few steps that rise": (record(few_steps={"times": [1.0, 2.0]}), "few_steps"),
     "file elsewhere": (record(file="../mhla-x.safetensors"), "'../mhla-x.safetensors'"),
@@ -139,7 +139,7 @@ def test_damage_is_named_and_nothing_is_applied(case, folder):
     damage(folder)
     model = models.wan()
     before = footprint(model)
-    with pytest.raises(FileNotFoundError if case == "file gone" else ValueError, match=value):
+    with refused(value, error=FileNotFoundError if case == "file gone" else ValueError):
         load_mhla(model, folder)
     assert_same_footprint(model, before)
 
@@ -152,48 +152,48 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(own, tmp_path)
     name = NAME if own else "transformer.blocks.1.attn1.to_q.weight"
     with torch.no_grad():
         (attn.mhla.mixing if own else attn.to_q.weight).view(-1)[:2] = torch.nan
-    with pytest.raises(ValueError, match=rf"{name} holds NaN or infinite values, 2 of"):
+    with refused(name, "2 of"):
         save_mhla(model, tmp_path, weights="all")
     rewrite(tmp_path, lambda found: found[name].view(-1)[:2].fill_(torch.inf))
     before = footprint(other)
-    with pytest.raises(ValueError, match=rf"{name} holds NaN or infinite values, 2 of"):
+    with refused(name, "2 of"):
         load_mhla(other, tmp_path)
     assert_same_footprint(other, before)
 
 
 def test_wrong_models_are_refused_and_left_alone(folder):
     for model, words in [
-        (models.wan_i2v(), "layers=4, the model has 3"),
-        (models.wan_vace(), "'WanTransformer3DModel', the model has 'WanVACETransformer3DModel'"),
-        (models.sana(), "'WanTransformer3DModel', the model has 'SanaTransformer2DModel'"),
+        (models.wan_i2v(), "layers=4...3"),
+        (models.wan_vace(), "'WanTransformer3DModel'...'WanVACETransformer3DModel'"),
+        (models.sana(), "'WanTransformer3DModel'...'SanaTransformer2DModel'"),
         (models.patched("wan"), "already patched"),
     ]:
         before = footprint(model)
-        with pytest.raises(ValueError, match=words):
+        with refused(words):
             load_mhla(model, folder)
         assert_same_footprint(model, before)
 
 
 def test_pickles_are_refused(tmp_path):
     (tmp_path / "mhla.bin").write_bytes(b"anything")
-    with pytest.raises(FileNotFoundError, match=r"holds mhla.bin, but pickle files are never loaded"):
+    with refused("mhla.bin", error=FileNotFoundError):
         load_mhla(models.wan(), tmp_path)
-    with pytest.raises(FileNotFoundError, match="is not a folder"):
+    with refused("mhla.bin", error=FileNotFoundError):
         load_mhla(models.wan(), tmp_path / "mhla.bin")
 
 
 NAMES = [
     # what is asked for, the way out
-    ("tiny-wan-mlha", FileNotFoundError, "tiny-wan-mlha.*'tiny-wan-mhla'"),
+    ("tiny-wan-mlha", FileNotFoundError, "tiny-wan-mlha...'tiny-wan-mhla'"),
     ("tiny-dit-mhla/", FileNotFoundError, "'tiny-dit-mhla'"),
-    *((name, FileNotFoundError, re.escape(name)) for name in ("outputs/run/x", "/nowhere/patch", "some where/patch")),
-    ("wan2.1-t2v-1.3b", ValueError, r"apply_mhla\(model, 'wan2.1-t2v-1.3b'\)"),
+    *((name, FileNotFoundError, name) for name in ("outputs/run/x", "/nowhere/patch", "some where/patch")),
+    ("wan2.1-t2v-1.3b", ValueError, "apply_mhla(model, 'wan2.1-t2v-1.3b')"),
 ]
 
 
 @pytest.mark.parametrize(("name", "error", "words"), NAMES, ids=lambda value: str(value)[:20])
 def test_names_that_are_no_adapted_patch_are_answered_without_the_hub(name, error, words):
-    with pytest.raises(error, match=words):
+    with refused(words, error=error):
         load_mhla(models.wan(), name)
 
 
@@ -203,10 +203,10 @@ def test_a_relative_path_asks_no_hub(tmp_path, monkeypatch):
     Path("runs").mkdir()
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or "runs")
-    with pytest.raises(FileNotFoundError, match="local folder runs has no first.*revision='main'"):
+    with refused("runs has no first", "revision='main'", error=FileNotFoundError):
         load_mhla(models.wan(), "runs/first")
     assert not asked
-    with pytest.raises(FileNotFoundError, match="holds no MHLA patch"):
+    with refused(CONFIG_NAME, error=FileNotFoundError):
         load_mhla(models.wan(), "runs/first", revision="main")
     assert asked == ["runs/first"]
 

@@ -24,6 +24,7 @@ from mhla_diffusers.patching.patch import choose_layers
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
 from ..pipelines import PIPELINES, generate, wan22_pipeline
+from ..refusals import refused
 from .shared import EVERYTHING, ONE_PER_CLASS, assert_same_footprint, footprint, lora, unet
 
 ROUNDING = 2e-5
@@ -113,27 +114,27 @@ def test_a_copy_is_patched_and_independent(name, copied):
 
 BLOCK = {"causal": "block", "block_length": 2}
 REFUSED = {
-    "too few block counts": ("wan", {"blocks": (2, 2)}, r"\(2, 2\) has 2 axes"),
-    "too many block counts": ("sana", {"blocks": (2, 2, 2)}, r"\(2, 2, 2\) has 3 axes"),
-    "layer too high": ("dit", {"layers": [0, 4]}, "layers.1=4 .*-4 to 3"),
-    "layer too low": ("dit", {"layers": [-5]}, "layers.0=-5 .*-4 to 3"),
-    "no layers": ("wan", {"layers": []}, "none of the 4 layers"),
-    "a number of layers": ("wan", {"layers": 1}, r"layers=1 .*indices such as \[0, 2"),
+    "too few block counts": ("wan", {"blocks": (2, 2)}, "blocks=(2, 2)"),
+    "too many block counts": ("sana", {"blocks": (2, 2, 2)}, "blocks=(2, 2, 2)"),
+    "layer too high": ("dit", {"layers": [0, 4]}, "layers.1=4...-4 to 3"),
+    "layer too low": ("dit", {"layers": [-5]}, "layers.0=-5...-4 to 3"),
+    "no layers": ("wan", {"layers": []}, "layers=()"),
+    "a number of layers": ("wan", {"layers": 1}, "layers=1...[0, 2"),
     "calibration that is not a function": ("dit", {"calibration": 3}, "calibration=3"),
-    "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre' must be 'auto', 'eager' or 'triton'"),
-    "no backend": ("wan", {"backend": None}, "backend=None must"),
-    "sparse attention of SANA-Video": ("sana_video", {"density": 0.1}, "linear; .*blocks="),
-    "causal beside text": ("flux", BLOCK, "causal='block'.*extra tokens"),
-    "causal beside text, linear": ("mochi", BLOCK | {"own": "linear"}, "causal='block'.*extra tokens"),
+    "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre'...'auto'...'eager'...'triton'"),
+    "no backend": ("wan", {"backend": None}, "backend=None"),
+    "sparse attention of SANA-Video": ("sana_video", {"density": 0.1}, "blocks="),
+    "causal beside text": ("flux", BLOCK, "causal='block'"),
+    "causal beside text, linear": ("mochi", BLOCK | {"own": "linear"}, "causal='block'"),
     **{
         f"angles of every head in {name}": (name, {"rope": "after"}, "rope='before'")
         for name in ("ltx", "ltx2", "mochi")
     },
-    "patch misspelt": ("wan", {"patch": "wan2.1-t2v-1b"}, r"'wan2\.1-t2v-1b'; did you mean 'wan2\.1-t2v-1"),
-    "patch of another family": ("wan", {"patch": "dit-xl-2-256"}, r"'dit' family.*belongs to 'wan'"),
-    "patch with weights": ("wan", {"patch": "tiny-wan-mhla"}, r"load_mhla\(model, 'tiny-wan-mhla'\)"),
-    "patch of tuples": ("wan", {"patch": (4, 2)}, r"\(4, 2\)"),
-    "patch of a dict": ("wan", {"patch": {"blocks": (4, 2)}}, r"\{'blocks': \(4, 2\)\}"),
+    "patch misspelt": ("wan", {"patch": "wan2.1-t2v-1b"}, "'wan2.1-t2v-1b'...'wan2.1-t2v-1"),
+    "patch of another family": ("wan", {"patch": "dit-xl-2-256"}, "'dit'...'wan'"),
+    "patch with weights": ("wan", {"patch": "tiny-wan-mhla"}, "load_mhla(model, 'tiny-wan-mhla')"),
+    "patch of tuples": ("wan", {"patch": (4, 2)}, "(4, 2)"),
+    "patch of a dict": ("wan", {"patch": {"blocks": (4, 2)}}, "{'blocks': (4, 2)}"),
 }
 
 
@@ -144,7 +145,7 @@ def test_what_is_refused_is_named_and_changes_nothing(case):
     before = footprint(model)
     if not {"patch", "density"} & settings.keys():
         settings = {"blocks": (2,) * get_family(model).axes} | settings
-    with pytest.raises(ValueError, match=f"(?s){value}"):
+    with refused(value):
         mhla.apply_mhla(model, **settings)
     assert_same_footprint(model, before)
 
@@ -153,7 +154,7 @@ def test_applying_twice_is_refused_with_the_way_out():
     model = patched("wan")
     before = footprint(model)
     for apply in (mhla.apply_mhla, lambda model: mhla.set_attn_processor(model, mhla.MHLAProcessor(blocks=(2, 2)))):
-        with pytest.raises(ValueError, match=r"already patched.*remove_mhla\(\)"):
+        with refused("already patched", "remove_mhla()"):
             apply(model)
     assert_same_footprint(model, before)
 
@@ -162,7 +163,7 @@ def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole():
     pipe = wan22_pipeline()
     mhla.apply_mhla(pipe.transformer_2, blocks=(1, 1, 1))
     before = footprint(pipe.transformer), footprint(pipe.transformer_2)
-    with pytest.raises(ValueError, match="already patched"):
+    with refused("already patched"):
         mhla.apply_mhla(pipe, blocks=(1, 1, 1))
     assert_same_footprint(pipe.transformer, before[0])
     assert_same_footprint(pipe.transformer_2, before[1])
@@ -190,7 +191,7 @@ def test_more_blocks_than_tokens_is_refused_at_the_input(name):
     case = FAMILIES[name]
     model = mhla.apply_mhla(case.build(), blocks=(*case.blocks[:-1], case.grid[-1]))
     expected = output(model, inputs(name))
-    with pytest.raises(ValueError, match=rf"width axis.* {case.ragged_grid[-1]} tokens.* {case.grid[-1]} blocks"):
+    with refused("width", case.ragged_grid[-1], case.grid[-1]):
         output(model, inputs(name, ragged=True))
     assert torch.equal(output(model, inputs(name)), expected)
 
@@ -205,18 +206,18 @@ def test_models_that_are_not_supported_are_refused():
     pipe, dancer = DDPMPipeline(unet(), DDPMScheduler()), _of_class("WanDancerTransformer3DModel")
     parts = SimpleNamespace(components={"text_encoder": torch.nn.Linear(1, 1), "transformer": dancer})
     for model, words in (
-        (pipe, "DDPMPipeline has no transformer.*components: unet, scheduler"),
-        (pipe.unet, r"^UNet2DModel is not supported; the page.*Add a model.*apply_mhla\(model, grid="),
+        (pipe, "DDPMPipeline...unet, scheduler"),
+        (pipe.unet, "UNet2DModel...apply_mhla(model, grid="),
         (None, "NoneType"),
-        (dancer, r"^WanDancerTransformer3DModel is not.*nearest family is 'wan'.*register_family\(\)"),
-        (parts, "^WanDancerTransformer3DModel is not.*nearest family is 'wan'"),
-        (_of_class("SanaControlTransformer2DModel"), "nearest family is 'sana'"),
-        (_of_class("Flux9Transformer2DModel"), "nearest family is 'flux'"),
+        (dancer, "WanDancerTransformer3DModel...nearest...'wan'...register_family()"),
+        (parts, "WanDancerTransformer3DModel...nearest...'wan'"),
+        (_of_class("SanaControlTransformer2DModel"), "nearest...'sana'"),
+        (_of_class("Flux9Transformer2DModel"), "nearest...'flux'"),
     ):
-        with pytest.raises(ValueError, match=words) as error:
+        with refused(words) as error:
             mhla.apply_mhla(model)
         assert ("nearest" in words) == ("nearest" in str(error.value))
-    with pytest.raises(ValueError, match="UNet2DModel is not supported"):
+    with refused("UNet2DModel"):
         mhla.set_attn_processor(unet(), AttnProcessor2_0())
     assert not mhla.is_patched(pipe)
     assert mhla.mhla_layers(pipe) == {}
@@ -227,26 +228,26 @@ def test_a_dict_of_other_names_and_what_is_no_processor_change_nothing():
     before, processors = footprint(model), attn_processors(model)
     renamed = attn_processors(model)
     renamed["transformer_blocks.9.attn1.processor"] = renamed.pop("transformer_blocks.0.attn1.processor")
-    refused = [(renamed, r"transformer_blocks\.0\.attn1.*transformer_blocks\.9\.attn1")]
+    cases = [(renamed, "transformer_blocks.0.attn1...transformer_blocks.9.attn1")]
     for wrong, value in (("x", "'x'"), (None, "None"), (mhla.MHLAProcessor, "MHLAProcessor'>"), (3, "=3 ")):
-        refused += [(one, f"{value}.*allowed: MHLAProcessor") for one in (wrong, dict.fromkeys(processors, wrong))]
-    for wrong, value in refused:
-        with pytest.raises(ValueError, match=value):
+        cases += [(one, f"{value}...MHLAProcessor") for one in (wrong, dict.fromkeys(processors, wrong))]
+    for wrong, value in cases:
+        with refused(value):
             mhla.set_attn_processor(model, wrong)
         assert_same_footprint(model, before)
 
 
 def test_what_is_not_patched_can_be_neither_disabled_nor_strictly_removed(caplog):
     model = FAMILIES["sana"].build()
-    with pytest.raises(ValueError, match="not patched"):
+    with refused("not patched"):
         mhla.remove_mhla(model, strict=True)
     assert not caplog.records
     assert mhla.remove_mhla(model) is model, "as in the second run of a notebook's cell"
     assert "SanaTransformer2DModel is not patched; nothing was removed" in caplog.text
-    for no_model in ("model", type(model)):
-        with pytest.raises(ValueError, match="not patched|is a class"):
+    for no_model, name in (("model", "str"), (type(model), "SanaTransformer2DModel")):
+        with refused(name):
             mhla.remove_mhla(no_model)
-    with pytest.raises(ValueError, match="not patched"), mhla.mhla_disabled(model):
+    with refused("not patched"), mhla.mhla_disabled(model):
         pass
 
 
@@ -257,7 +258,7 @@ def test_a_layer_whose_mask_differs_between_queries_is_left_out_with_layers():
     model.blocks[1].attn1.register_forward_pre_hook(lambda _, args: (args[0], args[1], earlier, args[3]))
     expected = output(model, arguments)
     mhla.apply_mhla(model, density=1.0)
-    with pytest.raises(ValueError, match=r"differs between queries.*layers=\[\.\.\.\]"):
+    with refused("layers=[...]"):
         output(model, arguments)
     mhla.remove_mhla(model)
     mhla.apply_mhla(model, density=1.0, layers=[0, 2, 3])
@@ -290,7 +291,7 @@ def test_a_transformer_wrapped_by_peft_is_refused_with_the_way_out(component):
     wrapped = get_peft_model(inner, lora("to_q"))
     setattr(pipe, component, wrapped)
     for model, name in ((pipe, component), (wrapped, "transformer")):
-        with pytest.raises(ValueError, match=rf"{name} is wrapped in PEFT's PeftModel.*{name}\.get_base_model\(\)"):
+        with refused(name, "PeftModel", f"{name}.get_base_model()"):
             mhla.apply_mhla(model, blocks=(1, 1, 1))
     assert not mhla.is_patched(pipe)
     setattr(pipe, component, wrapped.get_base_model())
@@ -338,7 +339,7 @@ def test_other_choices():
     assert choose_layers("all", 4) == [0, 1, 2, 3]
     assert choose_layers("1/2", 6) == [1, 3, 5]
     assert choose_layers([0, -1, 2], 5) == [0, 2, 4]
-    with pytest.raises(ValueError, match="layers.1=5 .*-5 to 4"):
+    with refused("layers.1=5", "-5 to 4"):
         choose_layers([1, 5], 5)
 
 

@@ -9,6 +9,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.patching import register_mixing_clip
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
+from ..refusals import refused
 from .shared import own_form
 
 
@@ -58,10 +59,9 @@ def test_key_padding_masks_equal_dropping_the_tokens(name, form):
 @pytest.mark.parametrize("shape", [(2, 64, 64), (2, 2, 64, 64), (64, 64), (3, 64), (2, 63)])
 @pytest.mark.parametrize("name", ["wan", "sana"])
 def test_masks_that_differ_between_queries_are_refused(name, shape):
-    with pytest.raises(ValueError, match="key-padding") as error:
+    with refused((2, 64), shape):
         masked_attention(name, 64, torch.ones(shape, dtype=torch.bool))
-    assert str(shape) in str(error.value) and "(2, 64)" in str(error.value)
-    with pytest.raises(ValueError, match="int64 is ambiguous"):
+    with refused("int64"):
         masked_attention(name, 64, torch.ones(2, 64, dtype=torch.int64))
 
 
@@ -98,14 +98,14 @@ def test_a_grid_that_was_read_once_is_not_read_from_the_device_again():
 
 def test_diffusers_own_form_names_the_line_that_gives_the_grid():
     """SANA's attention is told nothing of it, nor is a compiled graph."""
-    message = r"does not know the token grid.*mhla_diffusers\.set_attn_processor\(pipe\.transformer, processor\)"
+    message = "token grid...mhla_diffusers.set_attn_processor(pipe.transformer, processor)"
     model = own_form("sana", blocks=(4, 2))
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         output(model, inputs("sana"))
     model = own_form("wan", blocks=(2, 2, 3))
     output(model, inputs("wan"))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=message):
+    with refused(message, error=Exception):
         output(compiled, inputs("wan"))
     torch._dynamo.reset()
 
@@ -114,13 +114,13 @@ def test_a_refused_first_forward_leaves_no_weights_behind():
     model = FAMILIES["wan"].build()
     keys = list(model.state_dict())
     model.set_attn_processor(mhla.MHLAProcessor(blocks=(2, 2, 3), grid=(4, 4, 7)))
-    with pytest.raises(ValueError, match="holds 112 tokens.* got 96"):
+    with refused(112, 96):
         output(model, inputs("wan"))
     assert list(model.state_dict()) == keys
 
 
 def test_diffusers_own_form_does_not_ignore_the_choice_of_layers():
-    with pytest.raises(ValueError, match=r"layers=\(1,\) cannot be honoured"):
+    with refused("layers=(1,)"):
         output(single_instance("wan", layers=[1]), inputs("wan"))
 
 
@@ -135,23 +135,23 @@ def test_weights_made_under_inference_mode_can_be_trained():
 def test_processor_of_other_settings_on_a_patched_attention_is_refused():
     model = patched("wan")
     model.set_attn_processor(mhla.MHLAProcessor(blocks=(1, 1, 1), grid=FAMILIES["wan"].grid))
-    with pytest.raises(ValueError, match=r"blocks=\(2, 2, 3\).*blocks=\(1, 1, 1\).*remove_mhla"):
+    with refused("blocks=(2, 2, 3)", "blocks=(1, 1, 1)", "remove_mhla"):
         output(model, inputs("wan"))
 
 
 REFUSED = [
-    ((mhla.MHLAConfig(blocks=(2, 2)),), {"eps": 0.1}, "not both.*eps"),
-    ((), {"blocks": (2, 2), "far": "means"}, "blocks belongs to .*far to sparse"),
+    ((mhla.MHLAConfig(blocks=(2, 2)),), {"eps": 0.1}, "eps"),
+    ((), {"blocks": (2, 2), "far": "means"}, "blocks...far"),
     ((), {"blocs": (2, 2, 2)}, "'blocs'"),
-    ((), {"grid": (2, 2)}, "density .*blocks"),
-    ((), {"blocks": (2, 2, 2), "grid": (4, -8, 8)}, r"grid=\(4, -8, 8\) must be 1 to 3"),
-    ((), {"blocks": (2, 2), "backend": "eagr"}, "'eagr'.*auto.*eager"),
+    ((), {"grid": (2, 2)}, "density...blocks"),
+    ((), {"blocks": (2, 2, 2), "grid": (4, -8, 8)}, "grid=(4, -8, 8)"),
+    ((), {"blocks": (2, 2), "backend": "eagr"}, "'eagr'...auto...eager"),
 ]
 
 
 @pytest.mark.parametrize(("args", "kwargs", "value"), REFUSED, ids=lambda value: str(value)[:20])
 def test_processor_arguments_are_checked(args, kwargs, value):
-    with pytest.raises(ValueError, match=value):
+    with refused(value):
         mhla.MHLAProcessor(*args, **kwargs)
 
 
@@ -160,7 +160,7 @@ def test_before_its_first_forward_diffusers_own_form_says_what_is_missing(tmp_pa
     assert all(layer.replaced and layer.blocks == (2, 2, 3) for layer in mhla.describe(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for use in (lambda: mhla.save_mhla(model, tmp_path), lambda: register_mixing_clip(optimizer, model)):
-        with pytest.raises(ValueError, match="no MHLA weights yet.*first forward"):
+        with refused("first forward"):
             use()
 
 
@@ -196,6 +196,6 @@ def test_a_residual_and_a_rescaled_output_are_those_of_the_attention():
 def test_a_norm_that_mhla_does_not_run_is_refused(norm):
     model = FAMILIES["sana"].build()
     setattr(model.transformer_blocks[1].attn1, norm, torch.nn.Identity())
-    with pytest.raises(ValueError, match=rf"Attention has a {norm}.*layers="):
+    with refused(norm, "layers="):
         mhla.apply_mhla(model, blocks=(2, 2))
     assert not mhla.is_patched(model)

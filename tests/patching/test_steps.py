@@ -24,6 +24,7 @@ from mhla_diffusers.patching import call_context, layer_sensitivity
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import PIPELINES, quiet, sana_pipeline, wan_pipeline
+from ..refusals import refused
 from .shared import assert_equal_up_to_order, own_form
 
 
@@ -142,7 +143,7 @@ def test_a_fraction_is_rounded_up(count, fraction):
 
 @pytest.mark.parametrize("steps", [-1, 1.5, -0.1, True, "3", float("nan")])
 def test_other_values_are_refused(steps):
-    with pytest.raises(ValueError, match=f"softmax_steps={steps!r} must be a number of denoising steps"):
+    with refused(f"softmax_steps={steps!r}"):
         mhla.MHLAConfig(blocks=(2, 2), softmax_steps=steps)
 
 
@@ -298,11 +299,11 @@ def test_copies_belong_to_no_pipeline(caplog):
 def test_diffusers_own_form_is_refused():
     """It drops the processors of before."""
     model = own_form("wan", blocks=(2, 2, 3), softmax_steps=1)
-    with pytest.raises(ValueError, match="softmax_steps=1 cannot be honoured when diffusers' own set_attn_processor"):
+    with refused("softmax_steps=1", "set_attn_processor"):
         output(model, inputs("wan"))
     model = own_form("wan", blocks=(2, 2, 3))
     output(model, inputs("wan"))
-    with pytest.raises(ValueError, match=r"softmax_steps=1 needs a patch of apply_mhla\(\)"):
+    with refused("softmax_steps=1", "apply_mhla()"):
         mhla.change_mhla(model, softmax_steps=1)
 
 
@@ -385,7 +386,7 @@ def test_one_graph_of_the_whole_transformer_is_refused_by_name(name):
     del pipe.transformer.transformer_blocks[1:]
     mhla.apply_mhla(pipe, blocks=(4, 2), softmax_steps=2)
     pipe.transformer.compile(backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="softmax_steps.*block.compile"):
+    with refused("softmax_steps", "block.compile", error=torch._dynamo.exc.Unsupported):
         pictures(name, pipe)
 
 

@@ -13,6 +13,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers import VideoStream
 
 from ..models import assert_changed, bytes_alive, output, relative_change, wan
+from ..refusals import refused
 
 _SIDES = (4, 6)
 _TOKENS = _SIDES[0] * _SIDES[1]
@@ -198,12 +199,12 @@ def test_after_an_error_a_stream_goes_on_where_it_was():
 _ONE_TIME = {"num_layers": 2, "vace_layers": [0], "vace_in_channels": 12}
 """Arguments of a model that takes one time for all frames."""
 _REFUSED = {
-    "not causal": (_wan, {"blocks": (2, 2, 3)}, r"blocks\.0\.attn1 runs MHLA.*causal='block'"),
-    "sparse": (_wan, {}, r"blocks\.0\.attn1 runs sparse.*causal='block'"),
-    "hybrid": (_wan, _SETTINGS | {"layers": [0]}, r"1 of 2: blocks\.1\.attn1"),
+    "not causal": (_wan, {"blocks": (2, 2, 3)}, "blocks.0.attn1...MHLA...causal='block'"),
+    "sparse": (_wan, {}, "blocks.0.attn1...sparse...causal='block'"),
+    "hybrid": (_wan, _SETTINGS | {"layers": [0]}, "1 of 2: blocks.1.attn1"),
     "softmax steps": (_wan, _SETTINGS | {"softmax_steps": 1}, "softmax_steps=1"),
-    "not patched": (_wan, None, r"2 of 2: blocks\.0\.attn1, blocks\.1\.attn1"),
-    "one time": (lambda: wan(WanVACETransformer3DModel, **_ONE_TIME), None, "WanVACETransformer3DModel cannot"),
+    "not patched": (_wan, None, "2 of 2: blocks.0.attn1, blocks.1.attn1"),
+    "one time": (lambda: wan(WanVACETransformer3DModel, **_ONE_TIME), None, "WanVACETransformer3DModel"),
 }
 
 
@@ -213,7 +214,7 @@ def test_what_leaves_no_state_behind_is_refused(case):
     model = build()
     if patch is not None:
         mhla.apply_mhla(model, **patch)
-    with pytest.raises(ValueError, match=value):
+    with refused(value):
         VideoStream(model)
 
 
@@ -223,36 +224,36 @@ def test_frames_that_do_not_go_on_are_refused():
     stream, arguments = VideoStream(model), _arguments(model, 10)
     _streamed(stream, arguments, (2,))
     with torch.no_grad():
-        with pytest.raises(ValueError, match=r"whole frame blocks of 2 latent frames.* has 1; allowed are 2, 4, 6"):
+        with refused(1, "2, 4, 6"):
             stream(**_some(arguments, 2, 3))
         wide = _arguments(model, 2)
         wide["hidden_states"] = torch.cat([wide["hidden_states"]] * 2, dim=3)
-        with pytest.raises(ValueError, match=r"4x6 tokens each, and these have 8x6; reset\(\)"):
+        with refused("4x6", "8x6", "reset()"):
             stream(**wide | {"timestep": torch.tensor([1, 2])})
-        with pytest.raises(ValueError, match=r"state is of a batch of 2"):
+        with refused("batch of 2"):
             stream(**{name: x[:1] for name, x in _some(arguments, 2, 4).items()})
-        with mhla.mhla_disabled(model), pytest.raises(ValueError, match=r"blocks\.0\.attn1.* did not attend with MHLA"):
+        with mhla.mhla_disabled(model), refused("blocks.0.attn1", "blocks.1.attn1"):
             stream(**_some(arguments, 2, 4))
         for first in (2, 4, 6):
             stream(**_some(arguments, first, first + 2))
-        with pytest.raises(ValueError, match=r"RoPE for 8 latent frames.*frames 9 to 10.*rope_max_seq_len"):
+        with refused(8, "9 to 10", "rope_max_seq_len"):
             stream(**_some(arguments, 8, 10))
     assert stream.frames == 8
 
 
 def test_a_clip_that_the_blocks_do_not_fit_is_refused_in_words_of_frames():
     model = _patched()
-    refused = r"whole frame blocks of 2 latent frames, and the call has 5; allowed are 2, 4, 6"
-    with torch.no_grad(), pytest.raises(ValueError, match=refused):
+    allowed = "5; allowed are 2, 4, 6"
+    with torch.no_grad(), refused(allowed):
         model(**_arguments(model, 5))
-    with pytest.raises(ValueError, match=refused):
+    with refused(allowed):
         mhla.describe(model, grid=(5, *_SIDES))
     mhla.describe(model)  # the grid of the call that failed is not an error
-    with pytest.raises(ValueError, match=r"width axis.*use at most 2 on that axis\.$"):
+    with refused("width", "at most 2"):
         mhla.describe(model, grid=(4, 4, 2))
     stream, arguments = VideoStream(model), _arguments(model, 10)
     _streamed(stream, arguments, (2,) * 4)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"block_length.*beyond='relative'"):
+    with torch.no_grad(), refused("block_length", "beyond='relative'"):
         stream(**_some(arguments, 8, 10))
 
 
@@ -260,7 +261,7 @@ def test_gradient_checkpointing_is_refused_where_it_would_run_a_block_again():
     model = _patched()
     model.enable_gradient_checkpointing()
     stream, arguments = VideoStream(model), _arguments(model, 2)
-    with pytest.raises(ValueError, match=r"torch\.no_grad\(\)"):
+    with refused("torch.no_grad()"):
         stream(**arguments)
     with torch.no_grad():
         stream(**arguments)

@@ -214,9 +214,18 @@ HALF_OF_STATES = {torch.float32: 3e-7, torch.bfloat16: 2.0**-8, torch.float16: 2
 so that a norm over many entries is off by less than one eps of all; float32 sums of some 250 terms of either sign."""
 
 
-@pytest.mark.parametrize("dtype", HALF_OF_STATES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 72, 128])
-@pytest.mark.parametrize("by_content", [True, False])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "by_content"),
+    [
+        (16, torch.float16, True),
+        (64, torch.float32, True),
+        (72, torch.bfloat16, False),
+        (72, torch.float32, True),
+        (128, torch.bfloat16, True),
+        (128, torch.float16, False),
+    ],
+    ids=str,
+)
 def test_states_are_those_of_the_eager_module(head_dim, dtype, by_content):
     """1,015 tokens: three whole stretches of 256 keys and one that the end cuts, in a block with padding."""
     query, key, value, _, mask, _ = make_problem((5, 7, 29), 32, 0, 1, 1, head_dim, dtype, mask=True, angles=None)

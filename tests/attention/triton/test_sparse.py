@@ -35,11 +35,9 @@ def check(problem, dtype=torch.float32):
 
 
 PROBLEMS = {
-    "plain": {"heads": 2},
     "means": {"far": "means"},
     "empty lists": {"density": 0.0},
     "all listed": {"density": 1.1},
-    "mask": {"mask": True, "batch": 2},
     "along the curve": {"order": "curve", "mask": True},
     "text": {"extra": (0, 17), "heads": 2},
     "text and mask": {"extra": (2, 3), "mask": True, "rotary": True, "batch": 2},
@@ -54,19 +52,19 @@ def test_given_lists(options):
     check(make_sparse_problem((5, 7), 16, **{"batch": 1, "heads": 1, "head_dim": 16} | options))
 
 
-@pytest.mark.parametrize("size", BLOCK_SIZES)
+@pytest.mark.parametrize("size", BLOCK_SIZES[1:])
 def test_block_sizes(size):
     check(make_sparse_problem((9, 16), size, batch=1, head_dim=16, rotary=True))
 
 
-@pytest.mark.parametrize(("size", "key_size"), [(64, 16), (64, 32), (128, 32), (128, 64)])
+@pytest.mark.parametrize(("size", "key_size"), [(64, 16), (128, 32), (128, 64)])
 def test_smaller_blocks_of_keys(size, key_size):
     """Several entries of a list make one tile; the last tile and the blocks with padding are cut."""
     check(make_sparse_problem((9, 19), size, key_size=key_size, batch=1, head_dim=16, extra=(0, 37)))
 
 
-LONG = {"grid": (5, 7, 29), "batch": 1, "heads": 1, "head_dim": 16, "density": 0.1}
-"""1,015 tokens: with key blocks of 16 and 32 three stretches of 256 keys, and one that the end cuts."""
+LONG = {"grid": (5, 7, 15), "batch": 1, "heads": 1, "head_dim": 16, "density": 0.1}
+"""525 tokens: with key blocks of 16 and 32 two stretches of 256 keys, and one that the end cuts."""
 
 
 @pytest.mark.parametrize(
@@ -86,13 +84,12 @@ def test_several_stretches(size, key_size, options):
 
 @pytest.mark.parametrize(
     ("dtype", "far"),
-    [(torch.float32, "first-order"), (torch.bfloat16, "first-order"), (torch.float16, "first-order")]
-    + [(torch.bfloat16, "means")],
+    [(torch.float16, "first-order"), (torch.bfloat16, "first-order"), (torch.bfloat16, "means")],
     ids=str,
 )
 def test_everything_at_once(dtype, far):
     options = {"rotary": True, "mask": True, "extra": (2, 3), "far": far}
-    check(make_sparse_problem((9, 19), 64, key_size=32, batch=2, head_dim=32, **options), dtype)
+    check(make_sparse_problem((9, 19), 64, key_size=32, batch=2, heads=1, head_dim=32, **options), dtype)
 
 
 @pytest.mark.parametrize("extra", [(0, 0), (2, 3)], ids=str)
@@ -156,7 +153,7 @@ def test_by_content_in_half_precision(dtype):
 
     In half precision means are rounded, and which of two blocks that are alike is listed may depend on it.
     """
-    problem = by_content(grid=(4, 8, 8), density=0.2, rotary=True, mask=True)
+    problem = by_content(grid=(4, 6, 7), density=0.2, rotary=True, mask=True)
     rounded = {name: x.to(dtype) for name, x in problem.tensors.items()}
     call = with_lists(call_of(**{name: x.float() for name, x in rounded.items()}, **problem.settings))
     for name in ("block_size", "key_block_size", "order", "density"):
@@ -212,10 +209,9 @@ def test_drawn_problems(problem):
     check(problem)
 
 
-@pytest.mark.parametrize("extra", [(0, 0), (2, 3)], ids=str)
-def test_masked_samples_attend_to_nothing_without_nan(extra):
-    problem = on_device(make_sparse_problem((6, 4), 16, head_dim=16, mask=True, extra=extra))
-    problem.options["key_mask"] = torch.zeros(2, 24 + sum(extra), dtype=torch.bool, device=DEVICE)
+def test_masked_samples_attend_to_nothing_without_nan():
+    problem = on_device(make_sparse_problem((6, 4), 16, head_dim=16, mask=True, extra=(2, 3)))
+    problem.options["key_mask"] = torch.zeros(2, 29, dtype=torch.bool, device=DEVICE)
     found = problem.run(TRITON)
     assert all(x.isfinite().all() for x in found.values()) and not found["output"].any()
 
@@ -255,34 +251,30 @@ def test_nan_is_not_hidden():
     assert found[0, :, 0].isnan().all() and not found[0, :, 1].isnan().any()
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_nan_stays_in_its_sample(name):
+def test_nan_stays_in_its_sample():
     problem = by_content(batch=2, rotary=True)
-    expected = TRITON(**problem.tensors, **problem.settings)
-    problem.tensors[name][0, 5, 0, 2] = float("nan")
-    found = TRITON(**problem.tensors, **problem.settings)
-    assert found[0].isnan().any() and torch.equal(found[1], expected[1])
+    expected = problem.attend(backend="triton")
+    for name, tensor in problem.tensors.items():
+        with_nan = tensor.clone()
+        with_nan[0, 5, 0, 2] = float("nan")
+        found = problem.attend(backend="triton", **{name: with_nan})
+        assert found[0].isnan().any() and torch.equal(found[1], expected[1]), name
 
 
 COMPILED = {
     "given lists": {},
-    "by content": {"constants": False},
     "by content, text": {"constants": False, "extra": (2, 3)},
     "by content, means": {"constants": False, "far": "means"},
 }
-COMPILED_BY = [*((name, "triton") for name in COMPILED), ("by content, text", "eager")]
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("by content", "triton"))) for case in COMPILED_BY],
-)
-def test_compile_in_one_graph_forward_and_backward(name, backend):
+@pytest.mark.slow
+@pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
+def test_compile_in_one_graph_forward_and_backward(options):
     """Lists are made outside, since a constructor may not look at values while a graph is traced."""
-    problem = on_device(make_sparse_problem((5, 7), 16, head_dim=16, batch=1, mask=True, **COMPILED[name]))
-    attend = functools.partial(sparse_attention, backend=backend)
-    compiled = torch.compile(lambda **given: attend(**given), fullgraph=True, backend="aot_eager")
-    expected, found = problem.run(attend), problem.run(compiled)
+    problem = on_device(make_sparse_problem((5, 7), 16, head_dim=16, batch=1, mask=True, **options))
+    compiled = torch.compile(lambda **given: TRITON(**given), fullgraph=True, backend="aot_eager")
+    expected, found = problem.run(TRITON), problem.run(compiled)
     for one in expected:
         torch.testing.assert_close(found[one], expected[one])
 
@@ -340,7 +332,7 @@ def operator_calls(mask, with_states=True):
     yield merge.merge_backward, (upstream, *detached)
 
 
-@pytest.mark.parametrize(("mask", "with_states"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(("mask", "with_states"), [(True, True), (False, False)])
 def test_opcheck(mask, with_states):
     for operator, inputs in operator_calls(mask, with_states):
         torch.library.opcheck(
