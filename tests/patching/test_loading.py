@@ -178,11 +178,8 @@ def test_pickles_are_refused(tmp_path):
     (tmp_path / "mhla.bin").write_bytes(b"anything")
     with refused("mhla.bin", error=FileNotFoundError):
         load_mhla(models.wan(), tmp_path)
-    with refused("mhla.bin"):
+    with refused(tmp_path / "mhla.bin", error=FileNotFoundError):
         load_mhla(models.wan(), tmp_path / "mhla.bin")
-    (tmp_path / "file").write_text("")
-    with refused(tmp_path / "file", error=FileNotFoundError):
-        load_mhla(models.wan(), tmp_path / "file")
 
 
 NAMES = [
@@ -190,9 +187,6 @@ NAMES = [
     ("tiny-wan-mlha", FileNotFoundError, "tiny-wan-mlha...'tiny-wan-mhla'"),
     ("tiny-dit-mhla/", FileNotFoundError, "'tiny-dit-mhla'"),
     *((name, FileNotFoundError, name) for name in ("outputs/run/x", "/nowhere/patch", "some where/patch")),
-    (None, ValueError, "patch=None "),
-    ("", ValueError, "patch='' "),
-    (3, ValueError, "patch=3 "),
     ("wan2.1-t2v-1.3b", ValueError, "apply_mhla(model, 'wan2.1-t2v-1.3b')"),
 ]
 
