@@ -99,7 +99,7 @@ def test_info_on_a_model():
         (("--model", "wan2.1-t2v-1.3b"), "'wan2.1-t2v-1.3b'"),
         (("--model", "wan2.1-1.3b", "--frames", "4097"), "wan2.1-1.3b...x4097"),
         (("--model", "dit-xl-2", "--patch", "sana-0.6b"), "'sana'...'dit'"),
-        (("--model", "sana-0.6b", "--density", "0.1"), "--density 0.1"),
+        (("--model", "sana-0.6b", "--density", "0.1"), "density"),
         (("--model", "dit-xl-2", "--patch", "dit-xl-2-256-sparse", "--density", "0.1"), "--density 0.1"),
         (("--density", "0.1"), "--density 0.1"),
         (("--model", "dit-xl-2", "--report"), "--report...--model"),

@@ -170,10 +170,10 @@ def test_settings_from_the_environment():
     [
         ({"MHLA_DENSTY": "0.1"}, "MHLA_DENSITY"),
         ({"MHLA_DENSITY": "high"}, "'high'"),
-        ({"MHLA_REFRESH": "None"}, "MHLA_REFRESH='None'"),
+        ({"MHLA_REFRESH": "None"}, "refresh='None'"),
         ({"MHLA_DENSITY": "2"}, "MHLA_DENSITY=2...density=2"),
         ({"MHLA_SOFTMAX_LAYERS": "0,-1"}, "softmax_layers"),
-        ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens=1.5"),
+        ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens='1.5'"),
         ({"MHLA_PATCH": "tiny-wan-mhla"}, "load_mhla"),
         ({"MHLA_PATCH": "wan2.1-t2v-1.3b", "MHLA_DENSITY": "0.1"}, "MHLA_PATCH=wan2.1-t2v-1.3b...load_mhla"),
         ({"MHLA_PATCH": "wan2.1-t2v-1.3b-hybrid-sparse"}, "layers='2/3'...softmax_layers"),

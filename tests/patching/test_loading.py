@@ -178,7 +178,7 @@ def test_pickles_are_refused(tmp_path):
     (tmp_path / "mhla.bin").write_bytes(b"anything")
     with refused("mhla.bin", error=FileNotFoundError):
         load_mhla(models.wan(), tmp_path)
-    with refused("mhla.bin", error=FileNotFoundError):
+    with refused(tmp_path / "mhla.bin", error=FileNotFoundError):
         load_mhla(models.wan(), tmp_path / "mhla.bin")
 
 
