@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
+from mhla_diffusers.families import get_family
+from mhla_diffusers.families.refused import REFUSED
 
 from .cases import case_of, drawer, output
 
@@ -39,11 +41,19 @@ def test_the_refiner_of_hunyuan_image():
     assert not mhla.is_patched(model)
 
 
-def test_the_causal_variant_of_anyflow():
+@pytest.mark.parametrize("name", REFUSED)
+def test_classes_refused_by_name(name):
+    for kind in (name, getattr(diffusers, name)):
+        with pytest.raises(ValueError, match=name):
+            get_family(kind)
+
+
+@pytest.mark.parametrize("settings", [{}, {"grid": (2, 2, 2)}], ids=["by family", "any model"])
+def test_a_class_whose_attention_has_no_grid(settings):
     sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 16, "text_dim": 16}
     model = diffusers.AnyFlowFARTransformer3DModel(**sizes, freq_dim=16)
     with pytest.raises(ValueError, match=r"AnyFlowFARTransformer3DModel.*AnyFlowPipeline"):
-        mhla.apply_mhla(model)
+        mhla.apply_mhla(model, **settings)
     assert not mhla.is_patched(model)
 
 
