@@ -34,6 +34,14 @@ def test_pictures_and_orders_that_are_not_taken(name, arguments, words):
     assert output(model, case.inputs()).isfinite().all()
 
 
+def test_several_samples_in_a_row_of_ideogram():
+    case = case_of("ideogram4")
+    model, arguments = mhla.apply_mhla(case.transformer()), case.inputs()
+    arguments["segment_ids"][0, :3] = 2  # text of another sample
+    with pytest.raises(ValueError, match=r"Several.*remove_mhla\(transformer\)"):
+        output(model, arguments)
+
+
 def test_the_refiner_of_hunyuan_image():
     model = case_of("hunyuan_image").transformer(patch_size=(1, 1, 1), rope_axes_dim=(4, 4, 4))
     with pytest.raises(ValueError, match=r"patch_size=\(1, 1, 1\).*refiner"):
