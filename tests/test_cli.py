@@ -19,6 +19,7 @@ from mhla_diffusers import SparseConfig, mhla_layers, save_mhla
 from mhla_diffusers.benchmark.info import print_any_patch, report
 from mhla_diffusers.cli import app, run
 from mhla_diffusers.config import patch_folder, patch_names
+from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.patching import read_record
 
 from . import models
@@ -42,6 +43,7 @@ def test_info_lists_what_there_is():
     words = shown.stdout.split()
     for word in ("diffusers", "WanVACETransformer3DModel", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", *patch_names()):
         assert word in words, "whole, although this is not a terminal"
+    assert not REFUSED.keys() & set(words)
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..config import AUTOMATIC, MHLAConfig, PatchConfig, is_automatic
 from ..families import get_family
+from ..families.attentions import part_of
 from ..patching.describe import sizes_of
 from ..patching.patch import choose_layers
 from .cases import Case
@@ -86,7 +87,7 @@ def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     for block in family.attention.blocks_of(transformer).values():
         for part, names in (("cross-attention", cross), ("feed-forward", family.attention.feed_forwards)):
             for name in names:
-                module = getattr(block, name, None)
+                module = part_of(block, name)
                 if isinstance(module, nn.Module):
                     yield part, module
 

@@ -32,7 +32,9 @@ from .hunyuan_dit import HUNYUAN_DIT
 from .hunyuan_image import HUNYUAN_IMAGE
 from .hunyuan_video import HUNYUAN_VIDEO
 from .hunyuan_video15 import HUNYUAN_VIDEO15
+from .ideogram4 import IDEOGRAM4
 from .kandinsky5 import KANDINSKY5
+from .kandinsky6 import KANDINSKY6
 from .krea2 import KREA2
 from .latte import LATTE
 from .llama import LLAMA
@@ -46,6 +48,7 @@ from .models import Clip, Model
 from .pixart import PIXART
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .qwenimage import QWENIMAGE
+from .refused import why_refused
 from .sana import SANA
 from .sana_video import SANA_VIDEO
 from .sd3 import SD3
@@ -58,9 +61,9 @@ from .z_image import Z_IMAGE
 
 _SHIPPED = (
     ALLEGRO, ANYFLOW, AURAFLOW, CHROMA, CHRONOEDIT, COGVIDEOX, COGVIEW4, DEIT, DIG, DINOV2, DIT, EASYANIMATE, FLUX,
-    FLUX2, FLUX3, FRAMEPACK, HELIOS, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, KANDINSKY5, KREA2,
-    LATTE, LLAMA, LONGCAT_IMAGE, LTX, LTX2, LUMINA2, MINIMAX_H3, MOCHI, PIXART, POOLED_VIT, QWENIMAGE, SANA, SANA_VIDEO,
-    SD3, SIGLIP, SKYREELS_V2, VIT, WAN, WAN_ANIMATE, Z_IMAGE,
+    FLUX2, FLUX3, FRAMEPACK, HELIOS, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, IDEOGRAM4, KANDINSKY5,
+    KANDINSKY6, KREA2, LATTE, LLAMA, LONGCAT_IMAGE, LTX, LTX2, LUMINA2, MINIMAX_H3, MOCHI, PIXART, POOLED_VIT,
+    QWENIMAGE, SANA, SANA_VIDEO, SD3, SIGLIP, SKYREELS_V2, VIT, WAN, WAN_ANIMATE, Z_IMAGE,
 )  # fmt: skip
 _FAMILIES: dict[str, Family] = {family.name: family for family in _SHIPPED}
 
@@ -173,11 +176,13 @@ def _class_of(model: Any) -> type:
 
 
 def supported_instead(kind: str | type) -> str:
-    """Explain that a class is not supported: the nearest family, and the pages on models and on adding one.
+    """Explain that a class is not supported: why it is refused, or the nearest family and the pages on models.
 
     Args:
         kind: the class, or its name.
     """
+    if (reason := why_refused(kind)) is not None:
+        return f"{reason}."
     import diffusers
 
     def stem(name: str) -> str:
@@ -287,4 +292,5 @@ __all__ = [
     "supported_instead",
     "trained_family",
     "unwrapped",
+    "why_refused",
 ]

@@ -10,13 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.rope import Rotary
-from ..config import PatchConfig
 from .adapters import Arguments, AttentionAdapter
 from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .models import Clip
 from .wan import tiny_wan, wan_model
 
-_CLASS, _FAR = "AnyFlowTransformer3DModel", "AnyFlowFARTransformer3DModel"
+_CLASS = "AnyFlowTransformer3DModel"
 
 
 class AnyFlowAdapter(AttentionAdapter):
@@ -25,16 +24,6 @@ class AnyFlowAdapter(AttentionAdapter):
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """Return RoPE of the query, which is that of the key."""
         return super().rotary(attn, {**arguments, "rotary_emb": arguments["rotary_emb"]["query"][0]})
-
-
-class _Attention(Attention):
-    def why_not_patched(self, transformer: Any, config: PatchConfig) -> str | None:
-        """Refuse the causal variant."""
-        why = (
-            f"{_FAR} generates chunk by chunk, by a flex_attention mask or a cache of keys over frames of two "
-            f"resolutions, which are no token grid. Patch {_CLASS} of AnyFlowPipeline."
-        )
-        return why if hasattr(transformer, "far_patch_embedding") else None
 
 
 class _Forward(Forward):
@@ -57,8 +46,8 @@ class _Training(Training):
 
 ANYFLOW = Family(
     name="anyflow",
-    transformers=(_CLASS, _FAR),
-    attention=_Attention(block_lists=("blocks",), attentions=("attn1",), adapter=AnyFlowAdapter(), dispatches=True),
+    transformers=(_CLASS,),
+    attention=Attention(block_lists=("blocks",), attentions=("attn1",), adapter=AnyFlowAdapter(), dispatches=True),
     forward=_Forward(axes=3, conditions=(Condition("encoder_hidden_states", (512, "text_dim")),)),
     trained=_Training(),
     mhla_blocks=(7, 3, 5),

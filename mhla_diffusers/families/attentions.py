@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib import import_module
 from typing import Any, Literal
 
@@ -17,9 +18,11 @@ class Attention:
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     """Attributes of the transformer that hold blocks; absent ones are skipped."""
     attentions: tuple[str, ...] = ("attn1", "attn")
-    """Attributes of a block that are self-attentions over the tokens of the grid; absent ones are skipped."""
+    """Attributes of a block, or dotted paths, that are self-attentions over the tokens of the grid; absent ones are
+    skipped.
+    """
     feed_forwards: tuple[str, ...] = ("ff", "ffn", "ff_context")
-    """Attributes of a block that are feed-forward layers; absent ones are skipped."""
+    """The same of feed-forward layers."""
     adapter: AttentionAdapter = AttentionAdapter()
     """How the self-attentions are called, what they attend with, and what they return."""
     class_path: str | None = None
@@ -58,10 +61,10 @@ class Attention:
     def self_attentions(self, transformer: Any) -> dict[str, Any]:
         """Name and module of every self-attention, in the order of the layer indices."""
         return {
-            f"{name}.{attention}": getattr(block, attention)
+            f"{name}.{attention}": found
             for name, block in self.blocks_of(transformer).items()
             for attention in self.attentions
-            if getattr(block, attention, None) is not None
+            if (found := part_of(block, attention)) is not None
         }
 
     def adapter_of(self, attn: Any) -> AttentionAdapter:
@@ -110,6 +113,11 @@ class Attention:
 
         for module in (transformer, *self.self_attentions(transformer).values()):
             switch_back(module)
+
+
+def part_of(block: Any, path: str) -> Any:
+    """Return what a dotted path of attributes names in a block; None if it is absent."""
+    return reduce(lambda found, name: getattr(found, name, None), path.split("."), block)
 
 
 def usual_processor(attn: Any, path: str = "") -> Any:

@@ -60,7 +60,9 @@ class Kandinsky5Adapter(AttentionAdapter):
         return finite(attn.out_layer(output.flatten(2)))
 
 
-class _Forward(Forward):
+class Kandinsky5Forward(Forward):
+    """Kandinsky 5.0's forward, whose latents have channels last."""
+
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read latents (B, F, H, W, C); ValueError for attention in another order of the tokens."""
         if arguments.get("sparse_params") is not None:
@@ -90,7 +92,7 @@ KANDINSKY5 = Family(
         adapter=Kandinsky5Adapter(),
         dispatches=True,
     ),
-    forward=_Forward(
+    forward=Kandinsky5Forward(
         axes=3,
         channels_name="in_visual_dim",
         # Qwen2.5-VL's tokens, and CLIP's pooled text

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..attention.layout import Extra, Shape, check_extra, check_grid
 from ..config import SparseConfig, Step
-from ..families import find_family, unwrapped
+from ..families import find_family, get_family, unwrapped, why_refused
 from ..settings import check
 from .attend import EngineAttention, EngineSettings
 from .context import is_off, of_this_thread, switched_off
@@ -218,8 +218,9 @@ def apply_to_any(model: Any, config: SparseConfig, grid: Grid, extra: Extras) ->
     if not modules:
         raise ValueError(f"{type(model).__name__} is neither a model nor a pipeline with a transformer or a unet.")
     for module in modules:
-        family = find_family(module)
-        if family is not None:
+        if why_refused(type(module)) is not None:
+            get_family(module)  # raises the reason
+        if (family := find_family(module)) is not None:
             raise ValueError(
                 f"{type(module).__name__} is of the family {family.name!r}, which reads the token grid of every call; "
                 "leave grid and extra out."

@@ -151,6 +151,8 @@ class MHLAProcessor:
         encoder_hidden_states_mask: torch.Tensor | None = None,
         perturbation_mask: torch.Tensor | None = None,
         all_perturbed: Any = None,
+        rotary_emb_kv: Any = None,
+        attn_mask: torch.Tensor | None = None,
         sparse_params: Any = None,
     ) -> Any:
         """Run one attention of a diffusers model, which calls it with those of these arguments that it has.
@@ -168,7 +170,9 @@ class MHLAProcessor:
             encoder_hidden_states_mask: (B, n), which tokens of the context take part.
             perturbation_mask: (B, 1, 1), 0 for samples that skip this attention, as guidance asks for.
             all_perturbed: whether all of them do, as the mask also says.
-            sparse_params: None, Kandinsky passes it always; its family refuses any other.
+            rotary_emb_kv: RoPE of the keys by another name; of a self-attention it is that of the queries.
+            attn_mask: ``attention_mask`` by another name.
+            sparse_params: None, Kandinsky 5 passes it always; its family refuses any other.
 
         Returns:
             (B, N, hidden size); where the model's own attention returns the context as well, the pair of both.
@@ -186,6 +190,7 @@ class MHLAProcessor:
             "freqs_cis": freqs_cis,
             "encoder_hidden_states_mask": encoder_hidden_states_mask,
             "perturbation_mask": perturbation_mask,
+            "attention_mask": attn_mask,
         }
         arguments = adapter.arguments((hidden_states, encoder_hidden_states, attention_mask, rotary_emb), by_name)
         if original is not None:

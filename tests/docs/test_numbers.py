@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import families
+from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.latents.sources import read_sources
 
@@ -207,6 +208,15 @@ def test_dense_steps_and_what_they_show_are_those_of_the_study(steps, head):
         assert float(cost) == pytest.approx(float(row["cost"]), abs=0.0051)
         assert float(psnr.partition(" ")[0]) == pytest.approx(float(row["psnr"]), abs=0.051)
         assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(row["digits"]), abs=0.51)
+
+
+def test_every_transformer_of_diffusers_and_every_reason_of_a_refusal_is_on_the_page():
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    own = [family for family in families() if family.library == "diffusers"]
+    assert not [name for family in own for name in family.transformers if f"`{name}`" not in page]
+    rows = rows_of(page.partition("## Refused")[2].partition("## Where it pays")[0])[2:]
+    assert [(name.strip("`"), why) for name, why in rows] == list(REFUSED.items())
+    assert not {name for family in own for name in family.transformers} & REFUSED.keys()
 
 
 def test_families_of_diffusers_are_counted():

@@ -1,5 +1,6 @@
 """Tiny models of every family as a table: what differs from the package's own tiny models, inputs and pipelines."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -316,17 +317,36 @@ def _kandinsky5_components() -> dict[str, Any]:
     }
 
 
-def _krea2(transformer: Any) -> Any:
-    """Qwen3-VL, two layers of which are the text, and Qwen-Image's autoencoder."""
+def _qwen3_vl(layers: int) -> Any:
+    """Qwen3-VL of 16 channels, which reads no pictures here."""
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
-    text = {**language_model(layers=2), "head_dim": 8, "rope_parameters": rope}
+    text = {**language_model(layers), "head_dim": 8, "rope_parameters": rope}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
     vision |= {"deepstack_visual_indexes": [0]}
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    return seeded(transformers.Qwen3VLModel, config=config)
+
+
+def _ideogram4(transformer: Any) -> Any:
+    """Qwen3-VL, 13 of whose 36 layers are the text, Flux.2's autoencoder, and a second transformer without text."""
+    tokenizer, statistics = text_tokenizer(), ("bn.running_mean", "bn.running_var")
+    tokenizer.chat_template = tokenizer.chat_template.replace("message.content", "message.content[0].text")
+    return diffusers.Ideogram4Pipeline(
+        scheduler=flow(),
+        vae=kl_autoencoder(2, 8, "AutoencoderKLFlux2", statistics=statistics),
+        text_encoder=_qwen3_vl(layers=36),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        unconditional_transformer=copy.deepcopy(transformer),
+    )
+
+
+def _krea2(transformer: Any) -> Any:
+    """Qwen3-VL, two layers of which are the text, and Qwen-Image's autoencoder."""
     pipe = diffusers.Krea2Pipeline(
         scheduler=flow(use_dynamic_shifting=True),
         vae=qwen_autoencoder(),
-        text_encoder=seeded(transformers.Qwen3VLModel, config=config),
+        text_encoder=_qwen3_vl(layers=2),
         tokenizer=text_tokenizer(),
         transformer=transformer,
         text_encoder_select_layers=(1, 2),
@@ -628,6 +648,13 @@ def _no_image(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any
     return {**arguments, "image_embeds": torch.zeros(len(arguments["hidden_states"]), 3, 8)}
 
 
+def _padded(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
+    """The second text is shorter, after padding."""
+    for name, value in (("position_ids", 0), ("indicator", 0), ("segment_ids", -1)):
+        arguments[name][1:2, :2] = value
+    return arguments
+
+
 def _long_text(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
     """The second text is so long that the batch is padded, and masked."""
     first, *others = arguments["cap_feats"]
@@ -706,6 +733,7 @@ _framepack = pipeline("HunyuanVideoFramepackPipeline", _framepack_components)
 _helios = pipeline("HeliosPipeline", lambda: {**wan_components(), "scheduler": diffusers.HeliosScheduler(stages=1)})
 _hunyuan_video = pipeline("HunyuanVideoPipeline", _hunyuan_video_components)
 _kandinsky5 = pipeline("Kandinsky5T2VPipeline", _kandinsky5_components)
+_kandinsky6 = pipeline("Kandinsky6TI2VAPipeline", _kandinsky5_components)
 _latte, _lumina2 = pipeline("LattePipeline", _latte_components), pipeline("Lumina2Pipeline", _lumina2_components)
 _ltx, _mochi = pipeline("LTXPipeline", _ltx_components), pipeline("MochiPipeline", _mochi_components)
 _pixart, _sigma = (pipeline(f"PixArt{kind}Pipeline", _pixart_components) for kind in ("Alpha", "Sigma"))
@@ -724,6 +752,7 @@ _EASY_TEXT["negative_prompt_attention_mask"] = _EASY_TEXT["prompt_attention_mask
 _EASY_CALL = {**_CLIP, **_EASY_TEXT, "guidance_scale": 5.0}
 _DIG_CALL = {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
 _ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
+_IDEOGRAM_CALL = {**_image_call(32, 4.0, negative_prompt=None), "guidance_schedule": None}
 _KANDINSKY_TEXT = {
     "prompt_embeds_qwen": drawer(1, seed=5)(TEXT_TOKENS, 16),
     "prompt_embeds_clip": drawer(1, seed=6)(12),
@@ -734,6 +763,12 @@ _KANDINSKY_CALL = {
     **{f"{kind}{name}": x for kind in ("", "negative_") for name, x in _KANDINSKY_TEXT.items()},
     **{**_CLIP, "guidance_scale": 5.0},
 }
+_KANDINSKY6_CALL = {
+    **{f"{kind}prompt_embeds": x for kind, x in zip(("", "negative_"), drawer(2, 5)(1, TEXT_TOKENS, 16), strict=True)},
+    **{f"{kind}prompt_embeds": x for kind, x in zip(("pooled_", "negative_pooled_"), drawer(2, 6)(1, 12), strict=True)},
+    **{**_CLIP, "guidance_scale": 5.0, "sample_audio": False},
+}
+_KANDINSKY6_LAYERS = _layers(3, "visual_transformer_blocks.{}.video_dec_block.self_attention")
 _TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
 _WINDOW = {**_TEMPLATED, **_PICTURE, "num_frames": 9, "latent_window_size": 3, "sampling_type": "vanilla"}
 # two frames, two at half and 16 at a quarter scale; after the window a picture and text
@@ -795,7 +830,9 @@ _TABLE = (
     Case("hunyuan_image", _hunyuan_image, _QUOTED_IMAGE, _TWO_STREAMS, _SINGLE, **_HUNYUAN_IMAGE),
     Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),
     Case("hunyuan_video15", _hunyuan_video15, _QUOTED, _JOINT, {"target_size": 16}, _VIDEO, **_HUNYUAN_1_5),
+    Case("ideogram4", _ideogram4, _IDEOGRAM_CALL, _layers(3, "layers.{}.attention"), change=_padded, extra=_TEXT_FIRST),
     Case("kandinsky5", _kandinsky5, _KANDINSKY_CALL, _KANDINSKY_LAYERS, grids=_VIDEO),
+    Case("kandinsky6", _kandinsky6, _KANDINSKY6_CALL, _KANDINSKY6_LAYERS, grids=_VIDEO),
     Case("krea2", _krea2, _image_call(32, 3.5), _JOINT, extra=_TEXT_FIRST),
     Case("latte", _latte, _LATTE_CALL, _layers(3), _LATTE, frames=3),
     Case("longcat_image", _longcat, _LONGCAT_CALL, _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),

@@ -33,6 +33,7 @@ FORMS = (
     "flux2",  # attention that also runs the feed-forward
     "framepack",  # extra tokens before and after the grid
     "hunyuan_video",  # text after the grid, masked by key
+    "ideogram4",  # segments as a mask between tokens, padding that is alike
     "krea2",  # a gate for every channel
     "ltx2",  # RoPE by head from a table, gates, sound beside the video
     "lumina2",  # padding moved to the front, heads that share keys
@@ -50,7 +51,7 @@ few_families = pytest.mark.parametrize("name", FEW)
 few_and_vision = pytest.mark.parametrize("name", [*FEW, "vit"])
 # every form that is trained, and every process and prediction of their own; tests/training looks at DiT and Wan
 TRAINED = (
-    *(name for name in FORMS if name not in ("framepack", "minimax_h3")),
+    *(name for name in FORMS if name not in ("framepack", "ideogram4", "minimax_h3")),
     "cogvideox",
     "hunyuan_dit",
     "latte",
