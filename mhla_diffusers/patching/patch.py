@@ -26,7 +26,7 @@ from ..config import (
 )
 from ..families import get_family
 from ..settings import check_value
-from .any_model import Extras, Grid, any_patches, apply_to_any, remove_from_any
+from .any_model import Extras, Grid, any_patches, apply_to_any, change_any, remove_from_any
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
 from .finding import (
     find_patched,
@@ -304,6 +304,11 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     Raises:
         ValueError: not patched or switched off, settings that do not fit, or weights that they do not fit.
     """
+    if any_patches(model):
+        if backend is not None:
+            raise ValueError(f"backend={backend!r}: a model without a family takes no backend; leave it out.")
+        change_any(model, settings)
+        return model
     find_transformers(model)  # refuses a model that has MHLA built in
     require_layers(model)
     handles = [patched for patched in find_patched(model).values() if patched.layers]
