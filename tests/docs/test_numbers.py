@@ -114,7 +114,7 @@ def test_flops_of_sparse_attention_and_mhla():
         model, pixels = name.split(",")[0].lower(), name.split()[-1]
         for kind, number in zip(("MHLA", "sparse"), numbers, strict=True):
             (line,) = [line for line in shown[kind] if line.startswith(f"{model} {pixels}x81 ")]
-            assert line.split()[-2:] == [cell.replace(" ", ",") for cell in (softmax, number)], kind
+            assert line.split()[-3:-1] == [cell.replace(" ", ",") for cell in (softmax, number)], kind
         assert tokens.replace(" ", "") in ("32760", "75600")
 
 
@@ -207,6 +207,21 @@ def test_dense_steps_and_what_they_show_are_those_of_the_study(steps, head):
         assert float(cost) == pytest.approx(float(row["cost"]), abs=0.0051)
         assert float(psnr.partition(" ")[0]) == pytest.approx(float(row["psnr"]), abs=0.051)
         assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(row["digits"]), abs=0.51)
+
+
+def test_the_spread_over_clips_is_that_of_the_study():
+    with (ROOT / "studies/carry/wan-50-clips.csv").open() as file:
+        lines = list(csv.reader(file))[1:]
+    clips = {tuple(line[:4]): sorted(map(float, line[4:])) for line in lines}
+    rows = table_under((ROOT / "docs/fidelity.md").read_text(encoding="utf-8"), "density | dense steps of 50")
+    assert len(rows) >= 8
+    for density, dense, cache, *cells in rows:
+        every, _, what = dense.removeprefix("every ").partition("th, ")
+        fraction = "" if density == "softmax" else f"{float(density.removesuffix(' %')) / 100:g}"
+        refreshed = f"refresh {every}" if what else ""
+        ratios = clips[fraction, refreshed, {"carried": "yes", "dropped": "no", "": ""}[what], cache]
+        expected = ratios[0], ratios[1], median(ratios), ratios[-1]
+        assert [float(cell) for cell in cells] == pytest.approx(expected, abs=0.051), (density, dense)
 
 
 def test_families_of_diffusers_are_counted():
