@@ -2,6 +2,7 @@
 
 import csv
 import re
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
