@@ -5,6 +5,7 @@ import math
 import pytest
 from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 
+from mhla_diffusers import SparseConfig
 from mhla_diffusers.generation.names import (
     check_settings,
     parse_dense_steps,
@@ -33,8 +34,8 @@ def test_steps_are_a_number_or_a_part():
     assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0, "auto", None), strict=True))
     assert type(found["1"]) is int and type(found["1.0"]) is type(found["100%"]) is float
     for text in ("many", "", "%", "3 steps"):
-        with pytest.raises(ValueError, match=f"--softmax-steps {text}"):
-            parse_dense_steps(text, None)
+        with pytest.raises(ValueError, match=f"softmax_steps='{text}'"):
+            SparseConfig(**parse_dense_steps(text, None))
 
 
 @pytest.mark.parametrize(
