@@ -41,7 +41,7 @@ from .installing import check_removable, install, remove
 from .layer import MHLALayer, PatchedLayer, attentions_of, share_parameters
 from .processor import MHLAProcessor, holds_weights, make_layer
 from .steps import DenoisingLoop
-from .weights import group_offloading, resized
+from .weights import OFFLOADED, group_offloading, resized
 
 logger = logging.getLogger(__name__)
 
@@ -477,7 +477,7 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     if (why := family.attention.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
     if group_offloading(patched.transformer):
-        raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
+        raise ValueError(OFFLOADED)
     found = list(patched.attentions.items())
     indices = choose_layers(config.layers, len(found))
     if not indices:
