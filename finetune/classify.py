@@ -7,7 +7,11 @@ python finetune/classify.py evaluate --model facebook/deit-tiny-patch16-224 --pi
 Settings of a configuration are overridden by key=value, for example: steps=100 warmup=10
 """
 
-import argparse
+import command_line
+
+if __name__ == "__main__":
+    command_line.read_classify(__doc__)  # before the imports that take seconds
+
 import inspect
 import json
 import os
@@ -756,28 +760,7 @@ def write_results(table: str, rows: Mapping[str, str], results: Results, output:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the arguments and do what they ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("train", "compare", "ablate"):
-        command = commands.add_parser(name)
-        command.add_argument("--config", type=Path, required=True)
-        command.add_argument("--output", type=Path, required=True)
-        if name == "train":
-            command.add_argument("--variant", required=True, help="which one is trained")
-    command = commands.add_parser("evaluate")
-    command.add_argument("--model", required=True, help="Hub id or folder of a classifier")
-    command.add_argument("--patch", type=Path, help="folder of a patch")
-    command.add_argument("--pictures", type=Path, required=True, help="folder with a subfolder per class")
-    command.add_argument("--size", type=int, help="pixels; the model's own if left out")
-    command.add_argument("--crop", type=float, default=0.875, help="part of the shorter side that is kept")
-    command.add_argument("--batch-size", type=int, default=64)
-    command.add_argument("--workers", type=int, default=0, help="processes that read pictures")
-    command.add_argument("--device", default="auto")
-    # not an argument of the commands: argparse finds none that stand behind their options
-    given, overrides = parser.parse_known_args(arguments)
-    unknown = [word for word in overrides if given.command == "evaluate" or word[0] == "-" or "=" not in word]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    given = command_line.read_classify(__doc__, arguments)
     try:
         if given.command == "evaluate":
             found = evaluate(
@@ -792,7 +775,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             sys.stdout.write(json.dumps(found) + "\n")
             return
-        config = ClassifyConfig.from_yaml(given.config, overrides)
+        config = ClassifyConfig.from_yaml(given.config, given.overrides)
         if given.command == "train":
             sys.stdout.write(f"{train_one(config, given.variant, given.output)}\n")
         elif given.command == "ablate":
@@ -803,7 +786,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             draw(results, given.output)
             sys.stdout.write(text)
     except (ValueError, OSError, ImportError) as error:
-        parser.exit(1, f"{error}\n")
+        sys.stderr.write(f"{error}\n")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,11 @@ python finetune/language.py train --config finetune/configs/language-tiny.yaml -
 Settings of a configuration are overridden by key=value, for example: steps=100 warmup=10
 """
 
-import argparse
+import command_line
+
+if __name__ == "__main__":
+    command_line.read_language(__doc__)  # before the imports that take seconds
+
 import copy
 import math
 import sys
@@ -356,13 +360,7 @@ def train_and_judge(config: LanguageConfig, seed: int, checkpoints: Path) -> dic
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the arguments and do what they ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["compare", "train"])
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--variant", help="which one is trained")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(arguments)
+    given = command_line.read_language(__doc__, arguments)
     try:
         config = LanguageConfig.from_yaml(given.config, given.overrides)
         if given.command == "compare":
@@ -370,7 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             sys.stdout.write(f"{train_one(config, given.variant, given.output)}\n")
     except (ValueError, OSError, ImportError) as error:
-        parser.exit(1, f"{error}\n")
+        sys.stderr.write(f"{error}\n")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

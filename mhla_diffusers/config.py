@@ -106,6 +106,11 @@ class PatchConfig(Settings):
     """Where: on the device of the model, or in pinned memory of the machine, from where it is read ahead."""
 
     @property
+    def short_name(self) -> str:
+        """Which attention runs, in a cell of a table."""
+        return self.attention.removesuffix(" attention")
+
+    @property
     def has_dense_steps(self) -> bool:
         """Whether all layers run the original attention in some denoising steps, as far as these are known."""
         return bool(self.softmax_steps or self.softmax_last or self.refresh)
@@ -211,6 +216,19 @@ class SparseConfig(PatchConfig):
     def rule_on(self, grid: Sequence[int]) -> ContentRule:
         """Return how lists are chosen on a token grid."""
         return ContentRule.on(grid, self.density, self.block_size, self.key_block_size, self.order)
+
+    def summary(self, density: float, blocks: str = "blocks") -> str:
+        """Say in a line what is attended to how.
+
+        Args:
+            density: that is listed.
+            blocks: what the pairs are of.
+        """
+        if density == 1:
+            return f"{self.attention}: all pairs listed, which is softmax attention"
+        blocks += ", keys sorted by content" if self.order == "content" else " along a curve"
+        far = "means and mixed states" if self.far == "first-order" else "means"
+        return f"{self.attention}: {density:.1%} of the pairs of {blocks}; the others through their {far}"
 
     def sizes_on(
         self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False

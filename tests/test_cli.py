@@ -54,6 +54,9 @@ def test_help_has_a_short_name(command):
 
 def test_info_on_one_patch():
     shown = mhla_here("info", "--patch", "wan2.1-t2v-1.3b-hybrid")
+    summary = " ".join(shown.split("\n\n")[0].split())
+    assert "MHLA of 7x3x5 blocks" in summary and "has to be adapted first" in summary
+    assert max(map(len, shown.splitlines())) <= 80
     assert "[7, 3, 5]" in shown
     assert "2/3" in shown
 
@@ -67,13 +70,14 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
     print_any_patch(str(tmp_path))
     shown = capsys.readouterr().out
     count = sum(p.numel() for layer in mhla_layers(model).values() for p in layer.parameters())
-    held = f"12 tensors of MHLA with {count:,} values, 1 of the model with 576"
-    for words in ("someone/base", "changed", record.file, record.sha256, "[2, 2, 3]", held):
+    assert f"12 tensors of MHLA with {count:,} values, 1 of the model with 576" in " ".join(shown.split())
+    for words in ("someone/base", "changed", record.file, record.sha256, "[2, 2, 3]"):
         assert words in shown
     shipped = patch_folder() / "tiny-wan-mhla"
     print_any_patch("tiny-wan-mhla")
     shown = capsys.readouterr().out
     assert str(shipped) in shown and read_record(shipped).file in shown
+    assert all(len(line) <= 80 for line in shown.splitlines() if str(shipped) not in line)
     (tmp_path / record.file).write_bytes(b"short")
     with pytest.raises(ValueError, match="is damaged or was changed"):
         print_any_patch(str(tmp_path))
@@ -83,10 +87,11 @@ def test_info_counts_what_sparse_attention_costs(tmp_path):
     path = tmp_path / "patch.yaml"
     path.write_text("family: wan\nbase_model: a\ndescription: b\npatch: {density: 0.05}\n")
     shown = mhla_here("info", "--patch", str(path))
-    assert "runs sparse attention" in shown.splitlines()[0]
+    summary = " ".join(shown.split("\n\n")[0].split())
+    assert "runs sparse attention, density 5.0%" in summary and "works untrained" in summary
     (at_480p,) = [line for line in shown.splitlines() if line.startswith("wan2.1-1.3b 480x832x81")]
-    assert "21x30x52" in at_480p
-    softmax, sparse = (float(cell.replace(",", "")) for cell in at_480p.split()[-2:])
+    tokens, softmax, sparse, factor = (float(cell.replace(",", "")) for cell in at_480p.split()[-4:])
+    assert tokens == 32_760 and factor == pytest.approx(softmax / sparse, abs=0.05)
     assert softmax == pytest.approx(4 * 32_760**2 * 128 * 12 / 1e9, abs=1)
     assert sparse == pytest.approx(SparseConfig(density=0.05).sizes_on((21, 30, 52), 12, 128).flops / 1e9, abs=1)
 
@@ -242,3 +247,14 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     # nor do diffusers' warnings of casts that the command makes, or of a VAE that leaves frames as they are
     assert "kept in float32" not in said and "divisible by 1" not in said
     assert [file.suffix for file in tmp_path.glob("0*")] == [".mp4"]
+
+
+@pytest.mark.parametrize("name", ["language", "classify"])
+def test_help_of_a_training_script_imports_no_torch(name):
+    run_without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = Path(__file__).parent.parent / "finetune" / f"{name}.py"
+    code = (
+        f"import sys; sys.argv = [{str(script)!r}, '--help']; sys.path.insert(0, {str(script.parent)!r}); {run_without}"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.returncode == 0 and "usage: " in shown.stdout, shown.stderr

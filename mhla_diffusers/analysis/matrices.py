@@ -154,7 +154,7 @@ def analyze_layers(
             each(name, matrix)
         attn = attentions[name]
         config: PatchConfig | None = attn.mhla.config if runs_mhla(attn) else None
-        kind = family.attention.computes if config is None else config.attention.removesuffix(" attention")
+        kind = family.attention.computes if config is None else config.short_name
         bound, head_dim = tokens, family.attention.adapter_of(attn).heads(attn)[1]
         if isinstance(config, MHLAConfig):
             bound = sum(min(size, head_dim) for size in block_sizes(grid, config.blocks_on(grid)))

@@ -25,38 +25,43 @@ from ..config import (
 )
 from ..families import families
 from ..patching.loading import check_file, read_record
-from ..reporting import scaled, text_table, times
+from ..reporting import scaled, text_table, times, wrap
 from .cases import choose_cases
 from .counts import ATTENTION, PARTS, count_forward
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
+_SPARSE, _LINEAR = "works untrained", "has to be adapted first"
+"""What a fresh patch needs."""
 
 
 def print_info() -> None:
-    """Print versions, devices, backends, supported models and patches."""
-    _print_table("Versions", ["package", "version"], [(package, _version(package)) for package in _PACKAGES])
+    """Print what is there in a few lines, then versions, backends, supported models and patches."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    typer.echo(f"\nDevices: {', '.join([*devices, f'CPU ({platform.machine()})'])}")
-    typer.echo(f"Backends: {', '.join(BACKENDS)}; feature maps: {', '.join(feature_map_names())}\n")
+    presets_by_name = {name: load_patch(name) for name in patch_names()}
+    untrained = sum(not isinstance(preset.config, LinearConfig) for preset in presets_by_name.values())
+    _say(f"mhla_diffusers {_version('mhla_diffusers')} on {', '.join([*devices, f'CPU ({platform.machine()})'])}")
+    _say(f"{len(families())} model families; apply_mhla(pipe) gives each the default that the table names")
+    _say(f"{untrained} presets of sparse attention, which {_SPARSE}")
+    _say(f"{len(presets_by_name) - untrained} presets of MHLA, which {_LINEAR}")
+    _say(f"{len(adapted_patch_names())} adapted patches, for load_mhla()\n")
+    _print_table("Versions", ["package", "version"], [(package, _version(package)) for package in _PACKAGES])
+    _say(f"\nBackends: {', '.join(BACKENDS)}; feature maps: {', '.join(feature_map_names())}\n")
     models = []
     for family in families():
         names = [family.name] + [""] * (len(family.transformers) - 1)
-        facts = family.default_config.attention.removesuffix(" attention"), times(family.mhla_blocks)
+        facts = family.default_config.short_name, times(family.mhla_blocks)
         models += [(name, one, *facts) for name, one in zip(names, family.transformers, strict=True)]
     _print_table("Supported models", ["family", "transformer", "default", "blocks"], models)
     typer.echo("blocks: of MHLA, as height x width, frames x height x width, or along a text")
     presets: dict[str, list[tuple[str, str, str]]] = {}
-    for name in patch_names():
-        preset = load_patch(name)
+    for name, preset in presets_by_name.items():
         config = preset.config
         setting = f"{config.density:.1%}" if isinstance(config, SparseConfig) else ""
         setting = times(config.blocks) if isinstance(config, LinearConfig) else setting
-        row = f"  {name}", f"{config.attention.removesuffix(' attention')}, {setting}", str(config.layers)
+        row = f"  {name}", f"{config.short_name}, {setting}", str(config.layers)
         presets.setdefault(preset.base_model, [(preset.base_model, "", "")]).append(row)
     header = ["base model, presets for --patch", "attention", "layers"]
-    _print_table(
-        "\nPresets; those of MHLA are to be adapted first", header, [row for rows in presets.values() for row in rows]
-    )
+    _print_table("\nPresets", header, [row for rows in presets.values() for row in rows])
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
@@ -94,11 +99,16 @@ def report(patch: str | None) -> str:
 
 
 def summary_of(config: PatchConfig) -> str:
-    """Return which attention runs, with the setting that says most of it."""
+    """Return which attention runs where, with the setting that says most of it."""
+    share = {"all": "every layer"}.get(str(config.layers), f"layers {config.layers}")
     if isinstance(config, SparseConfig):
-        return f"{config.attention}, density {config.density:.1%}"
+        return f"{config.attention}, density {config.density:.1%}, in {share}"
     assert isinstance(config, LinearConfig)
-    return f"{config.attention} of {times(config.blocks)} blocks"
+    return f"{config.attention} of {times(config.blocks)} blocks in {share}"
+
+
+def _needs(config: PatchConfig) -> str:
+    return _LINEAR if isinstance(config, LinearConfig) else _SPARSE
 
 
 def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
@@ -145,14 +155,16 @@ def print_model(
     plain, patched = count_forward(case), count_forward(case, config)
     whole, left = sum(plain.values()), sum(patched.values())
     tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
-    typer.echo(f"{name} at {case.size}: {tokens}; {family.attention.computes} attention")
-    typer.echo(f"patched: {summary_of(config)}, in layers {config.layers}\n")
+    cost, cost_after = (scaled(one, 1000, "FLOP") for one in (whole, left))
+    _say(f"{name} at {case.size}: {tokens}; its own attention is {family.attention.computes}")
+    _say(f"patched: {summary_of(config)}; {_needs(config)}")
+    _say(f"one forward: {cost} → {cost_after}, counted: a factor of at most {whole / left:.2f}\n")
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
     _print_table("FLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
     share = plain[ATTENTION] / whole
     most = f"; an attention that cost nothing would bring {1 / (1 - share):.2f}" if share < 1 else ""
-    typer.echo(f"\nSelf-attention is {share:.0%} of them. Counted, the patch brings at most {whole / left:.2f}{most}.")
+    _say(f"\nSelf-attention is {share:.0%} of the unpatched forward{most}.")
 
 
 def print_any_patch(patch: str) -> None:
@@ -165,13 +177,14 @@ def print_any_patch(patch: str) -> None:
     folder = _saved_folder(patch)
     if folder is None:
         preset = load_patch(patch)
-        typer.echo(f"{patch} runs {summary_of(preset.config)}\n")
-        _print_settings(preset.description, preset)
+        _say(f"{patch} runs {summary_of(preset.config)}; {_needs(preset.config)}\n")
         _print_costs(preset)
+        _print_settings(preset.description, preset)
         return
     record = read_record(folder)
     file = check_file(folder, record)
     rows = [
+        ("folder", str(folder)),
         ("base model", record.base_model or "not recorded"),
         ("saved with", f"diffusers {record.diffusers_version}, format {record.format_version}"),
         ("weights", record.weights),
@@ -180,14 +193,14 @@ def print_any_patch(patch: str) -> None:
         ("SHA-256, fits", record.sha256),
     ]
     runs = dict.fromkeys(summary_of(PatchConfig.read(part.patch)) for part in record.transformers.values())
-    typer.echo(f"{folder.name} runs {' and '.join(runs)}\n")
-    _print_table(f"{folder}: a saved patch, for load_mhla", ["record", "value"], rows)
+    _say(f"{folder.name} runs {' and '.join(runs)}; saved with what it has learned, for load_mhla()\n")
+    _print_table("Saved patch", ["record", "value"], rows)
     with safe_open(file, framework="pt") as tensors:
         sizes = {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     for name, part in record.transformers.items():
         own = [size for key, size in sizes.items() if key.startswith(f"{name}.") and ".mhla." in key]
         base = [size for key, size in sizes.items() if key.startswith(f"{name}.") and ".mhla." not in key]
-        typer.echo(
+        _say(
             f"\n{name}: {part.transformer} of {part.layers} layers, {part.heads} heads of {part.head_dim}; "
             f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(base)} of the model with {sum(base):,}\n"
         )
@@ -221,10 +234,17 @@ def _print_costs(patch: Patch) -> None:
             layer = case.model.heads, case.model.head_dim, family.attention.extra_tokens
             sizes = config.sizes_on(grid, *layer, in_order=family.causal is not None)
             flops = [one / 1e9 for one in (sizes.softmax_flops, sizes.flops)]
-            rows.append([case.name, times(grid), *(f"{one:,.0f}" if one >= 100 else f"{one:.2f}" for one in flops)])
+            cells = [f"{one:,.0f}" if one >= 100 else f"{one:.2f}" for one in flops]
+            rows.append([case.name, f"{math.prod(grid):,}", *cells, f"{flops[0] / flops[1]:.1f}"])
     if rows:
-        header = ["at", "grid", "softmax", config.attention]
-        _print_table("\nGFLOP of a self-attention's forward", header, rows, right=True)
+        header = ["at", "tokens", "softmax", config.attention, "factor"]
+        _print_table("GFLOP of one self-attention, forward", header, rows, right=True)
+        typer.echo()
+
+
+def _say(text: str) -> None:
+    """Print lines that the terminal has room for."""
+    typer.echo("\n".join(part for line in text.split("\n") for part in wrap(line) or [""]))
 
 
 def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> None:

@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -61,7 +61,7 @@ class AnyPatch:
         self.settings = EngineSettings(config, min_tokens=0)
         self.grid = grid if callable(grid) else check_grid(grid)
         self.extra = extra if callable(extra) else check_extra(extra)
-        self._pipe = None if pipe is None else weakref.ref(pipe)
+        self.pipe = None if pipe is None else weakref.ref(pipe)
         if pipe is None and config.asks_for_dense_steps:
             raise ValueError(
                 f"{config.dense_words} counts the denoising steps of a pipeline: apply_mhla(pipe, grid=...), or leave "
@@ -72,7 +72,7 @@ class AnyPatch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to calls, and the pipeline: some other one will call a copied model."""
-        return vars(self) | {"_attentions": {}, "_pipe": None}
+        return vars(self) | {"_attentions": {}, "pipe": None}
 
     @property
     def is_off(self) -> bool:
@@ -82,7 +82,7 @@ class AnyPatch:
     @property
     def scheduler(self) -> Any:
         """Scheduler of the pipeline; None without a pipeline."""
-        return getattr(None if self._pipe is None else self._pipe(), "scheduler", None)
+        return getattr(None if self.pipe is None else self.pipe(), "scheduler", None)
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the model with sparse attention; ValueError for a grid that is none."""
@@ -111,10 +111,8 @@ class AnyPatch:
         attention = self._attentions.get(threading.get_ident())
         latest = "" if attention is None else attention.latest or attention.summary()
         config = self.settings.config
-        return (
-            f"sparse attention: {config.density:.1%} of the pairs of blocks, the others through their {config.far} "
-            f"terms\n{latest or 'no forward so far: what attends sparsely is known after one'}"
-        )
+        latest = latest or "no forward so far: what attends sparsely is known after one"
+        return f"{config.summary(config.density)}\n{latest}"
 
 
 class _SparseCalls(TorchFunctionMode):
@@ -233,6 +231,22 @@ def apply_to_any(model: Any, config: SparseConfig, grid: Grid, extra: Extras) ->
     for module, patch in zip(modules, patches, strict=True):
         setattr(module, ATTRIBUTE, patch)
         switch(module, _SparseForward)
+
+
+def change_any(model: Any, settings: Mapping[str, Any]) -> None:
+    """Give models patched by :func:`apply_to_any` other settings on the same grid; without settings, the same.
+
+    Raises:
+        ValueError: switched off, or settings that :class:`AnyPatch` refuses; nothing is changed then.
+    """
+    changed = {}
+    for module, patch in any_patches(model).items():
+        if patch.is_off:
+            raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
+        pipe = None if patch.pipe is None else patch.pipe()
+        changed[module] = AnyPatch(patch.settings.config.replace(**settings), patch.grid, patch.extra, pipe)
+    for module, patch in changed.items():
+        setattr(module, ATTRIBUTE, patch)
 
 
 def any_patches(model: Any) -> dict[nn.Module, AnyPatch]:

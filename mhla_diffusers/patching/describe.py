@@ -85,16 +85,13 @@ class LayerDescription:
         """Describe in one line which attention runs and how; empty for a layer that was kept."""
         config = self.config
         if isinstance(config, SparseConfig):
-            if self.density == 1:
-                return "sparse attention: all pairs listed, which is softmax attention"
+            assert self.density is not None
             size = "blocks"
             if self.grid is not None:
                 rule = config.rule_on(self.grid)
                 queries, keys = (block_count(self.grid, n) for n in rule.sizes)
                 size = f"{queries} blocks of {rule.block_size} queries and {keys} of {rule.key_block_size} keys"
-            size += ", keys sorted by content" if config.order == "content" else " along a curve"
-            far = "means and mixed states" if config.far == "first-order" else "means"
-            return f"sparse attention: {self.density:.1%} of the pairs of {size}; the others through their {far}"
+            return config.summary(self.density, size)
         if isinstance(config, CausalConfig):
             own = (
                 f"softmax within the own block, {self.density:.1%} of the pairs" if self.density else "MHLA throughout"
@@ -125,7 +122,7 @@ class Description(list[LayerDescription]):
         columns |= {name: [] for name in ("MHLA blocks", "tokens per block", "density", "extra parameters")}
         off = 0
         for layer in self:
-            kind = "kept" if layer.config is None else layer.config.attention.removesuffix(" attention")
+            kind = "kept" if layer.config is None else layer.config.short_name
             if layer.config is not None and not layer.runs_mhla:
                 kind, off = f"off: {layer.processor}", off + 1
             blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"

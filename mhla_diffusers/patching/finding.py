@@ -1,5 +1,6 @@
 """Find the transformers of a pipeline, those that are patched and their layers, or say why there are none."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from .any_model import any_disabled, any_patches
 from .handle import ATTRIBUTE, Patched
 from .layer import PatchedLayer, attentions_of, layer_of
 from .processor import has_mhla_processor
+
+logger = logging.getLogger(__name__)
 
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
@@ -30,6 +33,8 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
             "nothing can patch it or take the patch away. Its settings are those of its configuration, such as "
             "VLTConfig(mhla=…), and its save_pretrained() saves it."
         )
+    if any_patches(model):
+        raise ValueError(_without_family(model))
     for name, module in _modules(model).items():
         if name.startswith("transformer"):
             get_family(module)  # raises what is unsupported about it
@@ -37,6 +42,16 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     raise ValueError(
         f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). Pass a pipeline "
         'or a model that the page "Models" of the documentation (docs/models.md) lists.'
+    )
+
+
+def _without_family(model: Any) -> str:
+    """Explain why a model patched by apply_mhla(model, grid=…) has no layers."""
+    kinds = ", ".join(type(module).__name__ for module in any_patches(model))
+    return (
+        f"{kinds} has a patch without a family: sparse attention that has no parameters and no layers of its own, so "
+        "nothing of it is saved, loaded or calibrated. apply_mhla(model, grid=…) with the same arguments makes it "
+        "again, change_mhla() changes its settings, describe() says what runs."
     )
 
 
@@ -124,6 +139,8 @@ def mhla_layers(model: Any) -> dict[str, PatchedLayer]:
 
     The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
     """
+    if any_patches(model):
+        logger.warning("%s", _without_family(model))
     if not supported_transformers(model):
         return _built_in_layers(model)
     return {
@@ -147,7 +164,7 @@ def require_layers(model: Any) -> dict[str, PatchedLayer]:
     Raises:
         ValueError: if there are none, with the way to get them, or to a model that lies inside this one.
     """
-    layers = mhla_layers(model)
+    layers = {} if any_patches(model) else mhla_layers(model)
     if not layers:
         require_patched(model)
         raise ValueError(

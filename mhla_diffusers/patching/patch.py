@@ -26,7 +26,7 @@ from ..config import (
 )
 from ..families import get_family
 from ..settings import check_value
-from .any_model import Extras, Grid, any_patches, apply_to_any, remove_from_any
+from .any_model import Extras, Grid, any_patches, apply_to_any, change_any, remove_from_any
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
 from .finding import (
     find_patched,
@@ -41,7 +41,7 @@ from .installing import check_removable, install, remove
 from .layer import MHLALayer, PatchedLayer, attentions_of, share_parameters
 from .processor import MHLAProcessor, holds_weights, make_layer
 from .steps import DenoisingLoop
-from .weights import group_offloading, resized
+from .weights import OFFLOADED, group_offloading, resized
 
 logger = logging.getLogger(__name__)
 
@@ -304,6 +304,11 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     Raises:
         ValueError: not patched or switched off, settings that do not fit, or weights that they do not fit.
     """
+    if any_patches(model):
+        if backend is not None:
+            raise ValueError(f"backend={backend!r}: a model without a family takes no backend; leave it out.")
+        change_any(model, settings)
+        return model
     find_transformers(model)  # refuses a model that has MHLA built in
     require_layers(model)
     handles = [patched for patched in find_patched(model).values() if patched.layers]
@@ -472,7 +477,7 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     if (why := family.attention.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
     if group_offloading(patched.transformer):
-        raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
+        raise ValueError(OFFLOADED)
     found = list(patched.attentions.items())
     indices = choose_layers(config.layers, len(found))
     if not indices:

@@ -20,6 +20,7 @@ from . import carry
 from .context import current, is_off
 from .layer import FLOAT32_PARAMETERS, MHLALayer, PatchedLayer, SparseLayer, layer_of, replaced_processor
 from .parallel import parallel_of
+from .weights import OFFLOADED
 
 _BACKEND = "_attention_backend"
 """Attribute that diffusers' set_attention_backend writes into processors."""
@@ -479,7 +480,7 @@ def make_layer(attn: Any, config: PatchConfig, family: Family | None) -> Patched
     adapter = adapter_of(attn, family)
     projection, (heads, head_dim) = getattr(attn, adapter.inputs[0]), adapter.heads(attn)
     if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
-        raise ValueError("The weights of this model are offloaded; patch it before you enable offloading.")
+        raise ValueError(OFFLOADED)
     tensors = [*attn.parameters(), *attn.buffers()]
     # the type that the attention computes in: that of its weights, or what a layer says whose weights are quantised
     hooks = getattr(projection, "_diffusers_hook", None)

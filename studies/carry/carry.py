@@ -6,8 +6,8 @@
 Every row generates the same scenes from the same noise with an untrained patch, batches of ten. PSNR and SSIM to the
 unpatched pipeline's frames (mean and standard error over scenes), digits recognised, and what ran: self-attention as
 keys that a query attends to over N, listed and pooled, averaged over all steps, and the share of the attentions that a
-step cache has not left out. Rows go to <family>-<steps>.csv beside this file, one after the other: the same command
-goes on where it was stopped.
+step cache has not left out. Rows go to <family>-<steps>.csv beside this file, and the PSNR of every scene to
+<family>-<steps>-clips.csv, one after the other: the same command goes on where it was stopped.
 """
 
 import argparse
@@ -174,17 +174,21 @@ def main() -> None:
     arguments = parser.parse_args()
     tiny, steps = TINY[arguments.family], arguments.steps
     yardstick = Yardstick(tiny, tiny.random_scenes(arguments.scenes, seed=1), seed=1)
-    file = HERE / f"{arguments.family}-{steps}.csv"
-    done = {tuple(line[:4]) for line in csv.reader(file.open())} if file.is_file() else set()
+    files = [HERE / f"{arguments.family}-{steps}{ending}.csv" for ending in ("", "-clips")]
+    done, done_by_clip = (
+        {tuple(line[:4]) for line in csv.reader(file.open())} if file.is_file() else set() for file in files
+    )
     unpatched: torch.Tensor | None = None
-    with file.open("a", newline="") as output:
-        table = csv.writer(output)
+    with files[0].open("a", newline="") as output, files[1].open("a", newline="") as output_by_clip:
+        table, clips = csv.writer(output), csv.writer(output_by_clip)
         if not done:
             table.writerow(HEADER)
+        if not done_by_clip:
+            clips.writerow([*HEADER[:4], *(f"psnr {scene}" for scene in range(arguments.scenes))])
         for row in [Row(), *rows_of(steps)][: arguments.only]:
             if row.cache and arguments.family == "dit":  # to which diffusers gives no step caches
                 continue
-            if unpatched is not None and row.name in done:
+            if unpatched is not None and row.name in done & done_by_clip:
                 continue
             pipe, costs = pipeline(arguments.family, steps, row, yardstick)
             start = time.perf_counter()
@@ -199,6 +203,9 @@ def main() -> None:
             if row.name not in done:
                 table.writerow([*row.name, *cells])
                 output.flush()
+            if row.name not in done_by_clip:
+                clips.writerow([*row.name, *(f"{ratio:.2f}" for ratio in ratios)])
+                output_by_clip.flush()
             sys.stdout.write(f"{steps} | {' | '.join([*row.name, *cells])}\n")
             sys.stdout.flush()
 

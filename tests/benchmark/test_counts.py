@@ -86,11 +86,13 @@ def test_ceilings_command_and_the_table_that_ships(tmp_path):
 def test_info_on_a_model():
     shown = info("--model", "wan2.1-1.3b", "--size", "720x1280", "--frames", "81")
     (row,) = [row for row in ceilings(choose_cases(["wan2.1-1.3b"])) if row[1] == "720x1280x81"]
-    assert "21x45x80 = 75,600 tokens" in shown and f"at most {row[-1].removesuffix(' x')};" in shown
-    assert f"Self-attention is {row[4]}" in shown
+    summary = " ".join(shown.split("\n\n")[0].split())
+    assert "21x45x80 = 75,600 tokens" in summary and f"at most {row[-1].removesuffix(' x')}" in summary
+    assert "works untrained" in summary and "1.25 PFLOP → 262 TFLOP" in summary
+    assert f"Self-attention is {row[4]}" in shown and max(map(len, shown.splitlines())) <= 80
     assert info("--model", "dit-xl-2", "--density", "0.3") != info("--model", "dit-xl-2")
     hybrid = info("--model", "wan2.1-1.3b", "--patch", "wan2.1-t2v-1.3b-hybrid")
-    assert "in layers 2/3" in hybrid and "sparse" not in hybrid
+    assert "in layers 2/3" in hybrid and "has to be adapted first" in hybrid and "sparse" not in hybrid
 
 
 @pytest.mark.parametrize(

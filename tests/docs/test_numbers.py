@@ -2,6 +2,7 @@
 
 import csv
 import re
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
@@ -115,7 +116,7 @@ def test_flops_of_sparse_attention_and_mhla():
         model, pixels = name.split(",")[0].lower(), name.split()[-1]
         for kind, number in zip(("MHLA", "sparse"), numbers, strict=True):
             (line,) = [line for line in shown[kind] if line.startswith(f"{model} {pixels}x81 ")]
-            assert line.split()[-2:] == [cell.replace(" ", ",") for cell in (softmax, number)], kind
+            assert line.split()[-3:-1] == [cell.replace(" ", ",") for cell in (softmax, number)], kind
         assert tokens.replace(" ", "") in ("32760", "75600")
 
 
@@ -217,6 +218,21 @@ def test_every_transformer_of_diffusers_and_every_reason_of_a_refusal_is_on_the_
     rows = rows_of(page.partition("## Refused")[2].partition("## Where it pays")[0])[2:]
     assert [(name.strip("`"), why) for name, why in rows] == list(REFUSED.items())
     assert not {name for family in own for name in family.transformers} & REFUSED.keys()
+
+
+def test_the_spread_over_clips_is_that_of_the_study():
+    with (ROOT / "studies/carry/wan-50-clips.csv").open() as file:
+        lines = list(csv.reader(file))[1:]
+    clips = {tuple(line[:4]): sorted(map(float, line[4:])) for line in lines}
+    rows = table_under((ROOT / "docs/fidelity.md").read_text(encoding="utf-8"), "density | dense steps of 50")
+    assert len(rows) >= 8
+    for density, dense, cache, *cells in rows:
+        every, _, what = dense.removeprefix("every ").partition("th, ")
+        fraction = "" if density == "softmax" else f"{float(density.removesuffix(' %')) / 100:g}"
+        refreshed = f"refresh {every}" if what else ""
+        ratios = clips[fraction, refreshed, {"carried": "yes", "dropped": "no", "": ""}[what], cache]
+        expected = ratios[0], ratios[1], median(ratios), ratios[-1]
+        assert [float(cell) for cell in cells] == pytest.approx(expected, abs=0.051), (density, dense)
 
 
 def test_families_of_diffusers_are_counted():

@@ -179,7 +179,8 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
     ("arguments", "message"),
     [
         (("stable-cascade", "x"), "family='stable-cascade' must be "),
-        (("dit",), "prompts=[] must"),
+        (("dit",), "mhla generate dit seven"),
+        (("wan",), 'mhla generate wan "a seven moving left"'),
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
         (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),
         (("dit", "3", "--weights", "nowhere"), "nowhere"),

@@ -109,11 +109,35 @@ def test_density_1_is_the_model_itself_and_removal_leaves_nothing():
     model, arguments = plain(), inputs()
     before, expected = (dict(vars(model)), type(model)), run(model, arguments)
     mhla.apply_mhla(model, grid=GRID, extra=(0, TEXT), density=1.0)
+    assert "all pairs listed" in str(mhla.describe(model)) and "others" not in str(mhla.describe(model))
     assert mhla.is_patched(model) and isinstance(model, Plain)
     torch.testing.assert_close(run(model, arguments), expected, atol=1e-5, rtol=1e-5)
     mhla.remove_mhla(model)
     assert (dict(vars(model)), type(model)) == before and not mhla.is_patched(model)
     assert torch.equal(run(model, arguments), expected)
+
+
+def test_other_settings_are_a_fresh_patch_with_them():
+    model, arguments = mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT), density=0.2), inputs()
+    sparse = run(model, arguments)
+    assert mhla.change_mhla(model, density=0.5) is model
+    expected = run(mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT), density=0.5), arguments)
+    assert torch.equal(run(model, arguments), expected) and not torch.equal(sparse, expected)
+    for settings, offending in (({"density": 2}, "2"), ({"backend": "eager"}, "eager"), ({"layers": "2/3"}, "2/3")):
+        with pytest.raises(ValueError, match=offending):
+            mhla.change_mhla(model, **settings)
+    with mhla.mhla_disabled(model), pytest.raises(ValueError, match="switched off"):
+        mhla.change_mhla(model, density=0.3)
+    assert torch.equal(run(model, arguments), expected), "what is refused changes nothing"
+
+
+def test_a_patch_without_layers_has_nothing_to_save(tmp_path, caplog):
+    model = mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT))
+    for refused in (lambda: mhla.save_mhla(model, tmp_path), lambda: mhla.load_mhla(model, "tiny-wan-mhla")):
+        with pytest.raises(ValueError, match="Plain.*no parameters.*same arguments"):
+            refused()
+    assert not list(tmp_path.iterdir()) and not caplog.records
+    assert mhla.mhla_layers(model) == {} and "Plain" in caplog.text, "said that it has none"
 
 
 def test_attentions_on_the_grid_are_the_operator_and_all_others_stay(caplog):
