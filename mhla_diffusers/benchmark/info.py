@@ -25,8 +25,9 @@ from ..config import (
 )
 from ..families import families
 from ..patching.loading import check_file, read_record
-from ..reporting import scaled, text_table, times
+from ..reporting import scaled, text_table, times, wrap
 from .cases import choose_cases
+from .cases import models as known_models
 from .counts import ATTENTION, PARTS, count_forward
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
@@ -45,6 +46,7 @@ def print_info() -> None:
         models += [(name, one, *facts) for name, one in zip(names, family.transformers, strict=True)]
     _print_table("Supported models", ["family", "transformer", "default", "blocks"], models)
     typer.echo("blocks: of MHLA, as height x width, frames x height x width, or along a text")
+    typer.echo("\n".join(["\nModels for --model of info and bench:", *wrap(", ".join(known_models()))]))
     presets: dict[str, list[tuple[str, str, str]]] = {}
     for name in patch_names():
         preset = load_patch(name)

@@ -114,7 +114,7 @@ REFUSED = {
     "class of a pipeline": (lambda: mhla.apply_mhla(WanPipeline), "WanPipeline is a class"),
     "class of a processor": (lambda: with_class_as_processor("wan"), "the class: set an instance"),
     "class of a processor in SANA": (lambda: with_class_as_processor("sana"), "the class: set an instance"),
-    "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "Unknown patch ''. *Presets"),
+    "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "Unknown patch ''. `mhla info` lists"),
     "misspelt argument": (
         lambda: mhla.load_mhla(dit(), "tiny-dit-mhla", densty=0.1),
         "mean 'density'",
