@@ -51,15 +51,15 @@ def test_info_lists_what_there_is():
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
-def test_errors_name_extras_that_there_are():
+def test_errors_name_extras_that_there_are(monkeypatch):
     root = Path(mhla_diffusers.__file__).parents[1]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     sources = "".join(file.read_text() for file in root.glob("mhla_diffusers/**/*.py"))
     named = re.findall(r"installing\(\W(\w+)\W\)", sources)
     assert len(named) >= 7 and set(named) <= extras.keys()
     assert "mhla_diffusers[" not in sources, "which is not on PyPI"
-    with pytest.raises(ImportError, match=r'`pip install "\.\[demo\]"`'), pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r'`pip install "\.\[demo\]"`'):
         require_matplotlib()
 
 

@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig, apply_mhla
 from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
+from mhla_diffusers.training.checks import check_fits
 from mhla_diffusers.training.latents.data import BatchOrder
 
 from .models import dit_data, one_stage, poisoned_wan_data, tiny_dit, tiny_wan, wan_data
