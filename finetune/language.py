@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from mhla_diffusers import CausalConfig, apply_mhla, change_mhla, mhla_layers
 from mhla_diffusers.attention.gated_linear import GATE_RANK, gated_linear, log_decay
 from mhla_diffusers.families import get_family
+from mhla_diffusers.lazy import installing
 from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.settings import Settings, allow, check
 
@@ -143,7 +144,7 @@ def hub_texts(name: str, subset: str | None, tokenizer: str, length: int) -> Str
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
-            'Data sets of the Hub are read with the package datasets: pip install "mhla_diffusers[language]".'
+            f"Data sets of the Hub are read with the package datasets; {installing('language')}."
         ) from error
     cutter = AutoTokenizer.from_pretrained(tokenizer)
     check(

@@ -14,7 +14,7 @@ from .analysis.commands import analyze, audit
 from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
-from .generation.commands import generate_command
+from .generation.commands import GenerateCommand, generate_command
 from .reporting import set_quiet
 from .training.commands import (
     data_command,
@@ -95,7 +95,7 @@ def info(
         print_any_patch(patch)
 
 
-app.command("generate")(generate_command)
+app.command("generate", cls=GenerateCommand)(generate_command)
 app.command("finetune")(finetune_command)
 app.command("export")(export_command)
 app.command("data")(data_command)

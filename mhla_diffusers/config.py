@@ -587,15 +587,15 @@ def load_patch(name_or_path: str | Path) -> Patch:
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in patch_names():
             known = ["default", *patch_names(), *adapted_patch_names()]  # which commands take, for apply_mhla(pipe)
-            near = nearest(name_or_path, known, count=3, cutoff=0.4)
-            hint = f"; {near}" if near else "."
+            near = "" if path.parts[1:] else nearest(name_or_path, known, count=3, cutoff=0.4)
+            hint = f"; {near}" if near else ", and no such folder." if path.parts[1:] else "."
             if adapted_patch_folder(str(name_or_path)) is not None:
                 hint = f": it is adapted, with weights; load_mhla(model, {str(name_or_path)!r}) opens it, or --weights."
             elif str(name_or_path) and path.is_dir():
                 hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."
             raise ValueError(
-                f"Unknown patch {str(name_or_path)!r}{hint} "
-                f"Presets: {', '.join(patch_names())}; or give the path of a .yaml file."
+                f"Unknown patch {str(name_or_path)!r}{hint} `mhla info` lists the names. The path of a .yaml file is "
+                "allowed too, and the folder of a saved patch for load_mhla(), --weights and patch: of a training run."
             )
         path = patch_folder() / f"{name_or_path}.yaml"
     return read_yaml(Patch, read_text(path), path)

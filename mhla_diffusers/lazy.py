@@ -1,4 +1,4 @@
-"""Packages that import their names on first access, so that importing the package is fast."""
+"""Packages that import their names on first access, so that importing the package is fast, and optional ones."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -34,3 +34,8 @@ def lazy_names(
         return sorted([*vars(import_module(package)), *names])
 
     return get, listed
+
+
+def installing(extra: str) -> str:
+    """Say how the packages of an optional dependency of the project are installed."""
+    return f'install the extra {extra!r}: `pip install ".[{extra}]"` in the folder of mhla_diffusers\' checkout'

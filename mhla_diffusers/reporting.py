@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from .files import write_text
+from .lazy import installing
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -236,7 +237,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("Plots need matplotlib: pip install mhla_diffusers[demo]") from error
+        raise ImportError(f"Plots need matplotlib; {installing('demo')}.") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

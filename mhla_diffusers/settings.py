@@ -119,6 +119,15 @@ class Settings:
             raise SettingError("", (), f" must hold named settings, got {content!r}.")
         names = [allowed.key or name for name, _, allowed in _described(cls)]
         known = dict(zip(names, fields(cls), strict=True))
+        for name in content:
+            for where, kind, _ in _described(cls) if name not in known else ():
+                for one in _members(kind):
+                    inner = next((part for part in (one, *get_args(one)) if is_dataclass(part)), None)
+                    if inner is not None and name in (item.name for item in fields(inner)):
+                        place = where if inner is one else f"{where}.0"
+                        raise SettingError(
+                            "", (name,), f" is a setting of {where}, not of the whole; give {place}.{name}."
+                        )
         check_names(content, list(known), "setting")
         needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
         if missing := [name for name in needed if name not in content]:
@@ -266,7 +275,7 @@ def _convert(value: Any, kind: Any, allowed: _Allowed, path: Place) -> Any:
             try:
                 return one.read(value)  # type: ignore[union-attr]
             except SettingError as error:
-                raise SettingError(error.begin, (*path, *error.path), error.end) from error
+                raise SettingError(error.begin, (*path, *error.path), error.end) from error.__cause__
             except ValueError as error:
                 raise SettingError("", path, f": {error}") from error
         if of in (tuple, list) and arguments and isinstance(value, list | tuple | range):
@@ -381,8 +390,13 @@ def check_value(name: str, value: object, kind: Any, **allowed: Any) -> Any:
     return _checked(value, kind, _Allowed(**allowed), name)
 
 
-def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise ValueError, with the nearest names, unless a value is one of those that are allowed."""
+def check_choice(name: str, value: object, allowed: Sequence[object], listed_by: str = "") -> None:
+    """Raise ValueError, with the nearest names, unless a value is one of those that are allowed.
+
+    ``listed_by`` is the command that lists them, if they are too many for an error.
+    """
+    if value not in allowed and listed_by:
+        raise ValueError(f"{name}={value!r} is unknown; {said_allowed(value, list(map(str, allowed)), listed_by)}")
     if value not in allowed:
         near = nearest(value, allowed)
         words = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
@@ -397,7 +411,15 @@ def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: flo
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def check_names(names: Iterable[Any], allowed: Sequence[str], what: str, *path: str) -> None:
+def said_allowed(name: object, allowed: Sequence[str], listed_by: str = "") -> str:
+    """Return the allowed names, or in their place the command that lists them, after the nearest of an unknown name."""
+    if listed_by:
+        return f"{nearest(name, allowed, count=3, cutoff=0.4)} `{listed_by}` lists all.".lstrip()
+    hint = nearest(name, allowed)
+    return f"{hint} Allowed: {', '.join(allowed)}." if hint else f"allowed: {', '.join(allowed)}."
+
+
+def check_names(names: Iterable[Any], allowed: Sequence[str], what: str, *path: str, listed_by: str = "") -> None:
     """Raise unless all names are known.
 
     Args:
@@ -405,12 +427,11 @@ def check_names(names: Iterable[Any], allowed: Sequence[str], what: str, *path: 
         allowed: known names.
         what: what they name, such as "setting".
         *path: of the settings that they are in.
+        listed_by: command that lists the known names, if they are too many for an error.
 
     Raises:
         ValueError: an unknown name; the message has similar ones.
     """
     for name in names:
         if name not in allowed:
-            hint, known = nearest(name, allowed), ", ".join(allowed)
-            end = f"'; {hint} Allowed: {known}." if hint else f"'; allowed: {known}."
-            raise SettingError(f"Unknown {what} '", (*path, name), end)
+            raise SettingError(f"Unknown {what} '", (*path, name), f"'; {said_allowed(name, allowed, listed_by)}")

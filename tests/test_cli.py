@@ -4,8 +4,10 @@ import ast
 import getpass
 import importlib
 import platform
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import diffusers
@@ -16,11 +18,13 @@ from typer.testing import CliRunner
 
 import mhla_diffusers
 from mhla_diffusers import SparseConfig, mhla_layers, save_mhla
+from mhla_diffusers.benchmark.cases import models as models_to_measure
 from mhla_diffusers.benchmark.info import print_any_patch, report
 from mhla_diffusers.cli import app, run
 from mhla_diffusers.config import patch_folder, patch_names
 from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.patching import read_record
+from mhla_diffusers.reporting import require_matplotlib
 
 from . import models
 
@@ -41,15 +45,35 @@ def test_info_lists_what_there_is():
     shown = mhla("info")
     assert shown.returncode == 0, shown.stderr
     words = shown.stdout.split()
-    for word in ("diffusers", "WanVACETransformer3DModel", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", *patch_names()):
+    words += [word.rstrip(",") for word in words]
+    names = (*patch_names(), *models_to_measure())
+    for word in ("diffusers", "WanVACETransformer3DModel", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", *names):
         assert word in words, "whole, although this is not a terminal"
     assert not REFUSED.keys() & set(words)
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
+def test_errors_name_extras_that_there_are(monkeypatch):
+    root = Path(mhla_diffusers.__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = "".join(file.read_text() for file in root.glob("mhla_diffusers/**/*.py"))
+    named = re.findall(r"installing\(\W(\w+)\W\)", sources)
+    assert len(named) >= 7 and set(named) <= extras.keys()
+    assert "mhla_diffusers[" not in sources, "which is not on PyPI"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r'`pip install "\.\[demo\]"`'):
+        require_matplotlib()
+
+
 @pytest.mark.parametrize("command", [(), ("generate",), ("bench", "op"), ("eval", "fid")])
 def test_help_has_a_short_name(command):
     assert "Usage: " in mhla_here(*command, "-h")
+
+
+def test_an_argument_of_the_call_that_is_no_option_is_said_with_set(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(app, ["generate", "wan", "a seven", "--frames", "17"])
+    assert result.exit_code == 2 and "--set num_frames=" in result.output
 
 
 def test_info_on_one_patch():

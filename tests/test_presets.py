@@ -3,6 +3,7 @@
 import pytest
 
 from mhla_diffusers import SparseConfig, apply_mhla, mhla_layers
+from mhla_diffusers.benchmark.cases import choose_cases
 from mhla_diffusers.config import load_patch, patch_names
 from mhla_diffusers.families import families
 
@@ -75,14 +76,20 @@ def test_bad_files_are_named(tmp_path, case):
         load_patch(path)
 
 
-def test_unknown_patches_give_the_nearest_names(tmp_path):
+def test_unknown_patches_give_the_nearest_names_and_what_else_is_allowed(tmp_path):
     for name, words in (
-        ("zzz", r"'zzz'\. Presets: .*cogvideox-5b, .*dit-xl-2-256, "),
+        ("zzz", r"'zzz'\. `mhla info` lists .* \.yaml file .* folder of a saved patch"),
+        ("outputs/first/resutl", "'outputs/first/resutl', and no such folder"),
         (str(tmp_path), "is a folder; open a saved patch with load_mhla"),
         ("wan2.1-t2v-1.3", "'wan2.1-t2v-1.3'; did you mean 'wan2.1-t2v-1.3b'"),
         ("tiny-wan-mlha", "'tiny-wan-mlha'; did you mean 'tiny-wan-mhla'"),
     ):
         with pytest.raises(ValueError, match=words):
             load_patch(name)
+    with pytest.raises(ValueError, match="wan2.1") as raised:
+        load_patch("wan2.1-t2v")
+    assert len([one for one in patch_names() if repr(one) in str(raised.value)]) == 3
+    with pytest.raises(ValueError, match="`mhla info` lists all"):
+        choose_cases(["zzz"])
     with pytest.raises(FileNotFoundError, match="no .*nowhere.yaml"):
         load_patch(tmp_path / "nowhere.yaml")

@@ -231,7 +231,7 @@ def choose_cases(
     """
     cases = []
     known = models()
-    check_names(names, list(known), "model")
+    check_names(names, list(known), "model", listed_by="mhla info")
     for model in (known[name] for name in names):
         if frames and not model.is_video:
             raise ValueError(f"--frames {frames[0]} is for videos, and {model.name} takes none; leave it out.")

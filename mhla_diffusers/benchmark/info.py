@@ -27,6 +27,7 @@ from ..families import families
 from ..patching.loading import check_file, read_record
 from ..reporting import scaled, text_table, times, wrap
 from .cases import choose_cases
+from .cases import models as known_models
 from .counts import ATTENTION, PARTS, count_forward
 
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
@@ -53,6 +54,7 @@ def print_info() -> None:
         models += [(name, one, *facts) for name, one in zip(names, family.transformers, strict=True)]
     _print_table("Supported models", ["family", "transformer", "default", "blocks"], models)
     typer.echo("blocks: of MHLA, as height x width, frames x height x width, or along a text")
+    typer.echo("\n".join(["\nModels for --model of info and bench:", *wrap(", ".join(known_models()))]))
     presets: dict[str, list[tuple[str, str, str]]] = {}
     for name, preset in presets_by_name.items():
         config = preset.config

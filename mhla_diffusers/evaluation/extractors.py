@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from ..devices import choose_device
 from ..files import file_hash
+from ..lazy import installing
 
 
 class ImageFeatures(NamedTuple):
@@ -67,7 +68,7 @@ class CleanInception:
             from cleanfid.inception_torchscript import InceptionV3W
             from cleanfid.resize import build_resizer
         except ImportError as error:
-            raise ImportError(f"clean-fid cannot be imported ({error}): pip install mhla_diffusers[eval]") from error
+            raise ImportError(f"clean-fid cannot be imported ({error}); {installing('eval')}.") from error
         self.name, self.file, self._device = "clean", file, choose_device(device)
         self.resize = build_resizer("clean")
         self._model = InceptionV3W(str(file.parent), download=False, resize_inside=False).to(self._device)
@@ -96,9 +97,7 @@ class AdmInception:
         try:
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
         except ImportError as error:
-            raise ImportError(
-                f"torch-fidelity cannot be imported ({error}): pip install mhla_diffusers[eval]"
-            ) from error
+            raise ImportError(f"torch-fidelity cannot be imported ({error}); {installing('eval')}.") from error
         self.name, self.file, self._device = "adm", file, choose_device(device)
         names = ["2048", "logits_unbiased"]
         self._model = FeatureExtractorInceptionV3("inception", names, feature_extractor_weights_path=str(file))

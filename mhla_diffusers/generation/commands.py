@@ -4,8 +4,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from .names import expand_options, pipeline_options, read_prompt_table, video_options
+
+
+class GenerateCommand(TyperCommand):
+    """``mhla generate``, whose errors of unknown options say how arguments of the pipeline's call are given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as typer does."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer's own copy of click's NoSuchOption is private
+            if hasattr(error, "possibilities"):
+                option = str(vars(error)["option_name"]).removeprefix("--")
+                name = {"frames": "num_frames", "steps": "num_inference_steps"}.get(option, option.replace("-", "_"))
+                vars(error)["message"] += (
+                    f". Arguments of the pipeline's call are given by --set, such as --set {name}=…"
+                )
+            raise
 
 
 @expand_options(pipeline_options, video_options)

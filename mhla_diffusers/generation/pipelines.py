@@ -16,13 +16,13 @@ import torch
 
 from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
-from ..families import Family, families, find_family, get_family, supported_instead, trained_family
+from ..families import Clip, Family, families, find_family, get_family, supported_instead, trained_family
 from ..files import content_of, read_json
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
 from ..settings import check_choice, check_value, nearest
-from ..tiny import TINY, call_settings, load_tiny, pipeline_folder
-from ..tiny.digits import FRAMES_PER_SECOND
+from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
+from ..tiny.digits import FRAMES, FRAMES_PER_SECOND, PICTURE_SIZE
 from .names import check_settings
 
 _MODULAR_INDEX = "modular_model_index.json"
@@ -317,7 +317,7 @@ def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], d
 
 def family_named(name: str) -> Family:
     """Return the registered family of diffusion models of that name; ValueError if its pipeline cannot be called."""
-    check_choice("family", name, [family.name for family in families() if family.is_diffusion])
+    check_choice("family", name, [family.name for family in families() if family.is_diffusion], "mhla info")
     return trained_family(name)
 
 
@@ -345,6 +345,21 @@ def pipeline_source(model: str) -> str:
     family = model.removeprefix("tiny-")
     is_name = family != model and family in TINY and not Path(model).is_dir()
     return str(pipeline_folder(family)) if is_name else model
+
+
+def tiny_of(model: str) -> TinyPipeline | None:
+    """Return the tiny pipeline that a name or folder is of; None for any other model."""
+    source = Path(pipeline_source(model))
+    return next((tiny for family, tiny in TINY.items() if source == pipeline_folder(family)), None)
+
+
+def usual_clip(model: str, family: Family) -> Clip:
+    """Return the clip that a model is for: the tiny pipeline's own, else the family's."""
+    tiny, usual = tiny_of(model), family.default_clip
+    if tiny is None:
+        return usual
+    frames, fps = (FRAMES, float(FRAMES_PER_SECOND)) if tiny.is_video else (usual.frames, usual.fps)
+    return Clip(frames, fps, ((PICTURE_SIZE, PICTURE_SIZE),))
 
 
 def pipeline_file(model: str, name: str) -> Path:

@@ -10,6 +10,8 @@ import numpy
 import torch
 from PIL import Image, ImageOps
 
+from ..lazy import installing
+
 _BITS_16 = 257
 """65535 / 255: value of a 16-bit channel over that of an 8-bit one."""
 
@@ -46,7 +48,7 @@ def opened_video(source: Path | BytesIO) -> Iterator[tuple[Any, Any]]:
     try:
         import av
     except ImportError as error:
-        raise ImportError("Reading videos needs PyAV: pip install mhla_diffusers[train]") from error
+        raise ImportError(f"Reading videos needs PyAV; {installing('train')}.") from error
     try:
         with av.open(str(source) if isinstance(source, Path) else source, "r") as container:
             yield container, container.streams.video[0]

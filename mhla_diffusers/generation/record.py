@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json, visible_files, write_json, written_aside
+from ..lazy import installing
 
 RECORD_NAME = "generation.json"
 """Records beside generated files how they were made."""
@@ -148,7 +149,5 @@ def import_imageio() -> Any:
         import imageio.v2 as imageio
         import imageio_ffmpeg  # noqa: F401 - imageio writes MP4 through it
     except ImportError as error:
-        raise ImportError(
-            "Writing videos needs imageio and imageio-ffmpeg: pip install mhla_diffusers[video]"
-        ) from error
+        raise ImportError(f"Writing videos needs imageio and imageio-ffmpeg; {installing('video')}.") from error
     return imageio

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..devices import choose_device
+from ..lazy import installing
 
 Similarity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps frames and reference frames, both uint8 (F, 3, H, W), to a value for each: (F,), NaN if they are too small."""
@@ -71,7 +72,7 @@ def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], list[
     try:
         import lpips
     except (ImportError, RuntimeError) as error:
-        missing.append(f"LPIPS is left out: lpips cannot be imported ({error}): pip install mhla_diffusers[eval]")
+        missing.append(f"LPIPS is left out: lpips cannot be imported ({error}); {installing('eval')}.")
         return found, missing
     if not weights.is_file():
         source = f"https://download.pytorch.org/models/{_ALEXNET}"

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.parallel.place import Parallel
 from ..config import Step
-from .advice import advise
+from .advice import advice_on
 from .carry import CarriedForward, DenoisingRun
 from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter, of_this_thread
 from .handle import Patched
@@ -187,12 +187,13 @@ class Forwards:
             context.carried.half.clear()
 
     def _warn_of_call(self, grid: Grid) -> None:
-        """Warn, of each topic once, of what a call on this token grid does not get from the patch."""
+        """Warn, of each topic once, of what a call on this token grid does not get from the patch.
+
+        Training has said it before, of its largest samples.
+        """
         patched = self.patched
-        if grid != patched.latest_grid and patched.family.attention.computes == "softmax" and patched.layers:
-            layer = next(iter(patched.layers.values()))
-            advice = advise(layer.config, grid, layer.heads, layer.head_dim, patched.family.attention.extra_tokens)
-            for topic, words in advice.items():
+        if grid != patched.latest_grid and not (patched.transformer.training or current().in_every_step):
+            for topic, words in advice_on(patched, grid).items():
                 self._warn_once(topic, "%s", words)
         if patched.few_steps is not None:
             patched.few_steps.warn_of_call(patched.transformer, patched.loop.pipe)

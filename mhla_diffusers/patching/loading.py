@@ -15,7 +15,7 @@ from torch import nn
 from ..config import PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from ..files import check_hash, read_json
-from ..settings import check, check_value, differences, nearest
+from ..settings import check, check_value, differences, said_allowed
 from .finding import find_transformers, is_patched
 from .handle import Patched
 from .installing import install, replace_weights
@@ -167,10 +167,10 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
     except HFValidationError:
         is_hub_id = False
     if not is_hub_id:
-        near = nearest(path.name, adapted_patch_names(), count=3, cutoff=0.4) if len(path.parts) == 1 else ""
+        names = [] if path.parts[1:] else adapted_patch_names()
         raise FileNotFoundError(
-            f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch{'; ' + near if near else '.'} "
-            f"These ship: {', '.join(adapted_patch_names()) or 'none'}."
+            f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch; "
+            f"{said_allowed(path.name, names, 'mhla info')}"
         )
     if path.parent.is_dir() and revision is None:
         raise FileNotFoundError(

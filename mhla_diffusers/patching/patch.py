@@ -137,7 +137,9 @@ def apply_mhla(
 
 
 def _tell_what_runs(patched: Patched) -> None:
-    """Log which attention a new patch runs, and warn where it has yet to be adapted."""
+    """Log which attention a new patch runs, and warn where it has yet to be adapted; not of one without weights."""
+    if all(parameter.is_meta for parameter in patched.transformer.parameters()):
+        return
     config, kind = patched.config, type(patched.transformer).__name__
     runs = f"{config.attention} in {len(patched.layers)} of the {len(patched.attentions)} self-attentions of {kind}"
     if isinstance(config, LinearConfig) and patched.family.attention.computes == "softmax":

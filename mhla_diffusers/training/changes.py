@@ -97,6 +97,8 @@ def _refused(
 
 def say(change: Change) -> str:
     """Return a change as a line of the log, such as "stages.0.learning_rate: 0.0001 → 5e-05"."""
-    name, *values = change
-    given = [{key: x for key, x in v.items() if x is not None} if isinstance(v, dict) else v for v in values]
-    return f"{name}: {given[0]} → {given[1]}"
+    name, before, now = change
+    if isinstance(before or now, dict) and None in (before, now):  # a stage, or settings that are left out otherwise
+        given = ", ".join(f"{key}={one}" for key, _, one in differences({}, before or now) if one)
+        return f"{name} {'removed' if now is None else 'added'}: {given}"
+    return f"{name}: {before} → {now}"

@@ -1,5 +1,6 @@
 """Checks before training: settings, processes, transformer and data must fit each other."""
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ..devices import launched_processes
 from ..families import FlowMatching, classes_that_are_split, get_family, trained_family
 from ..families.processes import KNOWN_FRAMES
 from ..patching import MHLALayer, find_patched, mhla_layers
+from ..patching.advice import advice_on
 from ..settings import check
 from .changes import find_changes
 from .config import TrainingConfig
@@ -20,6 +22,8 @@ from .latents.times import frames_together
 from .optimizer import optimizer_class
 from .roles import STUDENT, lora_targets, patched_attentions, quantization
 from .run_folder import RunFolder, read_state
+
+logger = logging.getLogger(__name__)
 
 
 def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
@@ -60,7 +64,10 @@ def check_installed(config: TrainingConfig) -> None:
 
 
 def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> None:
-    """Raise ValueError unless transformer, data and configuration fit each other; reads no weights."""
+    """Raise ValueError unless transformer, data and configuration fit each other; reads no weights.
+
+    Warns where other settings of the patch would do better on the largest samples.
+    """
     layers, family = mhla_layers(transformer), trained_family(transformer)
     check(
         bool(layers) == (config.patch is not None),
@@ -71,6 +78,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         _check_lora(transformer, config)
     together = frames_together(transformer)  # raises where it cannot be trained
     channels, axes = family.forward.channels(transformer.config), 4 if family.forward.makes_videos else 3
+    grids = []
     for shape in sorted(set(data.shapes)):
         if len(shape) != axes or shape[0] != channels:
             raise ValueError(
@@ -78,6 +86,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
                 f"and {axes - 1} further axes. Was the data encoded for another model?"
             )
         grid = family.forward.token_grid(transformer, torch.empty(1, *shape, device="meta"))
+        grids.append(grid)
         for layer in layers.values():
             patch = layer.config
             if isinstance(patch, SparseConfig):
@@ -90,6 +99,9 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
                 )
             elif isinstance(patch, LinearConfig):
                 patch.layout_on(grid)  # raises if the blocks cannot cut the grid
+    for patched in find_patched(transformer).values():
+        for words in advice_on(patched, max(grids, key=math.prod)).values():
+            logger.warning("%s", words)
     for index, stage in enumerate(config.stages):
         check(
             stage.trainable != "mhla" or any(isinstance(layer, MHLALayer) for layer in layers.values()),

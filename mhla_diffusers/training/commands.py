@@ -15,9 +15,9 @@ _Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline; or 
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
 _Frames = Annotated[
     list[int] | None,
-    typer.Option(help="Of a clip; repeat for several lengths, 1 for pictures; default: the family's, 81 for Wan."),
+    typer.Option(help="Of a clip; repeat for several lengths, 1 for pictures; default: the model's, 81 for Wan."),
 ]
-_Fps = Annotated[float | None, typer.Option(help="Frames per second; default: the family's, 16 for Wan.")]
+_Fps = Annotated[float | None, typer.Option(help="Frames per second; default: the model's, 16 for Wan.")]
 _Sizes = Annotated[
     list[str] | None,
     typer.Option(
@@ -159,7 +159,7 @@ def synthesize_command(
     model: _Model,
     prompts: Annotated[Path, typer.Option(help="One prompt per line, or a .csv or .jsonl with a column text.")],
     output: _Output,
-    frames: Annotated[int | None, typer.Option(help="Per video; default: the family's, 81 for Wan.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Per video; default: the model's, 81 for Wan.")] = None,
     sizes: Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH.")] = None,
     steps: Annotated[int, typer.Option(help="Of the sampler; 0 encodes the prompts alone, for few_steps.")] = 50,
     guidance: Annotated[float, typer.Option(help="Scale of classifier-free guidance.")] = 5.0,
@@ -208,6 +208,7 @@ def _clips(
     from dataclasses import replace
 
     from ..generation import family_of
+    from ..generation.pipelines import usual_clip
     from ..reporting import parse_size
     from .latents.clips import Clips
     from .latents.sources import read_sources
@@ -219,7 +220,7 @@ def _clips(
         return None
     base = None if source is None else read_sources(source).clip
     if base is None and model is not None:
-        base = Clips.of(family_of(model).default_clip)
+        base = Clips.of(usual_clip(model, family_of(model)))
     changed = {**given, "upscale": True} if upscale else given
     if base is not None:
         return replace(base, **changed)

@@ -225,7 +225,7 @@ class TrainingConfig(Settings):
     """Folder of latents, or of videos or images with captions (or webdataset's tar shards, or a YAML file of several
     sources), which are encoded first; None if the caller passes the data."""
     clip: Clips | None = None
-    """What to cut out of videos or images in ``data``; None for what the YAML file says, or the family's default."""
+    """What to cut out of videos or images in ``data``; None for what the YAML file says, or the model's own clip."""
     seed: int = field(default=0, metadata=_ZERO_OR_MORE)
     batch_size: int = field(default=1, metadata=_POSITIVE)
     """Samples per process and forward; with ``context_parallel`` per group of processes."""

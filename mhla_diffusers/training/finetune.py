@@ -17,7 +17,7 @@ from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpu
 from ..families import Clip, Model, families, trained_family
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
-from ..generation.pipelines import pipeline_source, transformers_of
+from ..generation.pipelines import pipeline_source, tiny_of, transformers_of, usual_clip
 from ..patching import apply_mhla, find_patched, load_mhla, read_record
 from ..reporting import times
 from ..settings import check
@@ -85,7 +85,7 @@ def export(checkpoint: str | Path, output: str | Path) -> None:
 def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
     """Estimate trainable parameters, memory and FLOPs of a run, without weights and without data.
 
-    Uses the shapes of the encoded data if it exists, else of ``config.clip`` or the family's default. Of a model whose
+    Uses the shapes of the encoded data if it exists, else of ``config.clip`` or the model's own clip. Of a model whose
     configuration ships with the package, the Hub is not asked.
 
     Args:
@@ -138,7 +138,9 @@ class NamedRun:
         if config.model is None or config.data is None:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
         self.config, self.model, self.data = config, config.model, Path(config.data)
-        self.shipped = shipped
+        self.shipped, tiny = shipped, tiny_of(config.model)
+        self.name = config.model if tiny is None else f"tiny-{tiny.family}"
+        """As commands take it."""
         named = None if shipped is None else trained_family(shipped.transformer)
         self.family = family = named or family_of(config.model, config.component)
         if isinstance(config.patch, str) and Path(config.patch).is_dir():
@@ -148,13 +150,14 @@ class NamedRun:
             check(
                 patch.family == family.name,
                 f"patch={config.patch!r} is for the {patch.family!r} family (made for {patch.base_model}), but "
-                f"{config.model} belongs to {family.name!r}.",
+                f"{self.name} belongs to {family.name!r}.",
             )
         self._dtype = FLOAT_TYPES[dtype_name(config.precision)]
         self.is_encoded = (self.data / INDEX_NAME).is_file()
         is_file = not self.is_encoded and self.data.is_file()
         self.clips = config.clip or (read_sources(self.data).clip if is_file else None)
-        self.clip = (self.clips or Clips.of(family.default_clip)).longest(family.default_clip)
+        usual = usual_clip(self.model, family)
+        self.clip = (self.clips or Clips.of(usual)).longest(usual)
         """As prompts are generated."""
         if shipped is None:
             self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
@@ -167,14 +170,14 @@ class NamedRun:
                 name = read_json(pipeline_file(self.model, "model_index.json"))["_class_name"]
                 pipeline = getattr(diffusers, name, None)  # None for the user's own classes, which are not known here
                 picture = None if pipeline is None else family.training.keeps_first_frame(pipeline, self._settings)
-                cache.check_made_for(self.model, model_header(self.model, family), picture)
+                cache.check_made_for(self.name, model_header(self.model, family), picture)
             if config.clip is not None:
                 is_auto = isinstance(config.clip.sizes, str)
                 cache.check_cut_as(DataModel(self.model).fitted(config.clip) if is_auto else config.clip)
             else:  # prompts are generated as most of the longest samples were cut
                 buckets = Counter(sample.bucket for sample in cache.samples)
                 frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))
-                self.clip = Clip(frames, cache.settings.get("fps", family.default_clip.fps), ((height, width),))
+                self.clip = Clip(frames, cache.settings.get("fps", usual.fps), ((height, width),))
             check(
                 cache.settings.get("steps") != 0 or all(stage.few_steps for stage in config.stages),
                 f"{self.data} holds prompts without latents (mhla synthesize --steps 0), which only few_steps is "
@@ -207,7 +210,7 @@ class NamedRun:
         try:
             media = read_sources(self.data).media()
         except FileNotFoundError as error:
-            common = ["--model", self.model, "--output", str(self.data), "--precision", self.config.precision]
+            common = ["--model", self.name, "--output", str(self.data), "--precision", self.config.precision]
             encoding = ["mhla", "encode", "--source", "FOLDER", *common]
             synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
             if (clips := self.config.clip) is not None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..lazy import installing
 from ..patching import MHLALayer, mhla_layers, register_mixing_clip
 from .config import OptimizerName, StageConfig
 from .distributed import gathered, placed_like
@@ -42,7 +43,7 @@ def optimizer_class(name: OptimizerName) -> type[Optimizer]:
             chosen = AdamWScheduleFree
     except ImportError as error:
         raise ImportError(
-            f"optimizer={name} needs a library: pip install mhla_diffusers[{extra}], or set optimizer: adamw."
+            f"optimizer={name} needs a library; {installing(str(extra))}, or set optimizer: adamw."
         ) from error
     kind: type[Optimizer] = chosen
     return kind

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config import LinearConfig
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
+from ..lazy import installing
 from ..patching import find_patched, is_patched, mhla_disabled, mhla_layers, remove_mhla
 from ..patching.weights import LORA
 from .config import BaseType, LoraLayers, StageConfig, Trainable, TrainingConfig
@@ -119,7 +120,7 @@ def quantization(kind: BaseType) -> Any:
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
     except ImportError as error:
-        raise ImportError(f"base_dtype={kind} needs torchao: pip install mhla_diffusers[quantize].") from error
+        raise ImportError(f"base_dtype={kind} needs torchao; {installing('quantize')}.") from error
     return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
 
 

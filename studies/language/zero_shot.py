@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mhla_diffusers import load_mhla
+from mhla_diffusers.lazy import installing
 from mhla_diffusers.patching import CONFIG_NAME
 
 
@@ -39,7 +40,7 @@ def judge_of(result: Path, tokenizer: str) -> Any:
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise SystemExit('lm-eval is not installed: pip install "mhla_diffusers[language]".') from error
+        raise SystemExit(f"lm-eval is not installed; {installing('language')}.") from error
     if (result / CONFIG_NAME).is_file():
         model: Any = load_mhla(LlamaForCausalLM(LlamaConfig.from_pretrained(result)), result)
     else:

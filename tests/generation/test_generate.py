@@ -178,7 +178,7 @@ def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("stable-cascade", "x"), "family='stable-cascade' must be "),
+        (("stable-cascade", "x"), "family='stable-cascade' is unknown; "),
         (("dit",), "mhla generate dit seven"),
         (("wan",), 'mhla generate wan "a seven moving left"'),
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),

@@ -7,7 +7,7 @@ from mhla_diffusers import MHLACache
 
 from .models import logits, patched, words
 
-pytest.importorskip("lm_eval", reason="lm-eval is the extra mhla_diffusers[language], which dev does not need")
+pytest.importorskip("lm_eval", reason="lm-eval is the extra 'language', which dev does not need")
 
 
 def test_log_likelihoods_are_those_of_the_model_for_texts_of_unlike_lengths_in_one_batch():

@@ -124,7 +124,7 @@ def test_other_settings_are_a_fresh_patch_with_them():
     expected = run(mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT), density=0.5), arguments)
     assert torch.equal(run(model, arguments), expected) and not torch.equal(sparse, expected)
     for settings, offending in (({"density": 2}, "2"), ({"backend": "eager"}, "eager"), ({"layers": "2/3"}, "2/3")):
-        with pytest.raises(ValueError, match=offending):
+        with refused(offending):
             mhla.change_mhla(model, **settings)
     with mhla.mhla_disabled(model), pytest.raises(ValueError, match="switched off"):
         mhla.change_mhla(model, density=0.3)
@@ -133,9 +133,9 @@ def test_other_settings_are_a_fresh_patch_with_them():
 
 def test_a_patch_without_layers_has_nothing_to_save(tmp_path, caplog):
     model = mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT))
-    for refused in (lambda: mhla.save_mhla(model, tmp_path), lambda: mhla.load_mhla(model, "tiny-wan-mhla")):
-        with pytest.raises(ValueError, match="Plain.*no parameters.*same arguments"):
-            refused()
+    for call in (lambda: mhla.save_mhla(model, tmp_path), lambda: mhla.load_mhla(model, "tiny-wan-mhla")):
+        with refused("Plain", "no parameters", "same arguments"):
+            call()
     assert not list(tmp_path.iterdir()) and not caplog.records
     assert mhla.mhla_layers(model) == {} and "Plain" in caplog.text, "said that it has none"
 

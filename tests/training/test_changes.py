@@ -51,6 +51,7 @@ def test_more_updates_and_a_further_stage_are_the_run_that_had_them_from_the_beg
     assert first == {"step": 3, "changed": {"stages.0.steps": [3, 5]}}
     assert second == {"step": 5, "changed": {"stages.1": [None, SECOND.to_dict()]}}
     assert "stages.0.steps: 3 → 5" in caplog.text
+    assert "stages.1 added: " in caplog.text and "None" not in caplog.text.split("stages.1 added: ")[1].splitlines()[0]
 
 
 def test_another_rate_schedule_and_validation_hold_from_the_checkpoint_on(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import Clip, families
 from mhla_diffusers.generation import load_result
+from mhla_diffusers.tiny import pipeline_folder
 from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.finetune import NamedRun, dry_run, export, finetune
 from mhla_diffusers.training.latents.cache import CacheWriter
@@ -171,13 +173,14 @@ def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
         assert finetune(config, resume="latest").finished
 
 
-def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path) -> None:
+def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "videos").mkdir()
     for index in range(2):
         write_video(tmp_path / "videos" / f"{index}.mp4")
         (tmp_path / "videos" / f"{index}.txt").write_text("a red ball")
     config = TrainingConfig.from_yaml(config_file, [f"data={tmp_path / 'videos'}", CLIP])
     assert finetune(config).finished
+    assert caplog.text.count("nothing of it is adapted yet") == 1
     assert (tmp_path / "run" / "latents" / "index.json").is_file()
     index = (tmp_path / "run" / "latents" / "index.json").read_bytes()
     (tmp_path / "videos" / "1.txt").write_text("a blue ball")
@@ -413,6 +416,10 @@ def test_help_of_the_script_does_not_wait_for_torch() -> None:
 def test_a_tiny_pipeline_is_named_in_a_configuration():
     config = TrainingConfig.from_yaml(ROOT / "finetune/configs/tiny-wan.yaml", ["model=tiny-wan", "data=nowhere"])
     assert dry_run(config).tokens == 576
+    config = replace(config, model=str(pipeline_folder("wan")), clip=None)
+    assert dry_run(config).tokens == 576, "of its own clip"
+    with pytest.raises(FileNotFoundError, match="--model tiny-wan --output nowhere"):
+        NamedRun(config).open_data()
 
 
 def test_a_checkpoint_with_a_name_near_latest_is_asked_about(tmp_path):

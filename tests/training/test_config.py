@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mhla_diffusers import MHLAConfig
+from mhla_diffusers.cli import _with_causes as with_causes
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
 
 from ..scripts import CONFIGS, script
@@ -60,12 +61,17 @@ LORA = "{steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: 
         ("patch=null", "stages.0: .* patch"),
         ("precision=fp16", r"precision='fp16'.*float32 \(or fp32, no\), bfloat16 \(or bf16\)"),
         ("stages.0=3", "stages.0=3 must"),
+        ("learning_rate=1", "learning_rate is a setting of stages, .* stages.0.learning_rate"),
+        ("samples=1", "samples is a setting of validation, .* validation.samples"),
         ("patch=''", "patch='' must be a name"),
     ],
 )
 def test_errors_name_the_setting(path: Path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainingConfig.from_yaml(path, [override])
+    with pytest.raises(ValueError, match="clip lacks fps, sizes") as raised:
+        TrainingConfig.from_yaml(path, ["clip={frames: 5}"])
+    assert with_causes(raised.value).count("lacks") == 1
     assert TrainingConfig.from_yaml(path, [f"stages.1={LORA}"]).stages[1].lora_rank == 4
     assert TrainingConfig.from_yaml(path, ["seed=1", "seed=2"]).seed == 2
 

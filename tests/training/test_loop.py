@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig, apply_mhla
 from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
+from mhla_diffusers.training.checks import check_fits
 from mhla_diffusers.training.latents.data import BatchOrder
 
 from .models import dit_data, one_stage, poisoned_wan_data, tiny_dit, tiny_wan, wan_data
@@ -308,3 +309,15 @@ def test_checkpoint_that_lacks_a_file_or_is_damaged_names_the_file_and_an_earlie
     harm(first / name)
     with pytest.raises(error, match=rf"Checkpoint {first} .*no earlier one"):
         train(tiny_wan(), wan_data(), config, resume=str(first))
+
+
+def test_advice_is_on_the_largest_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a dry run too, which checks the same."""
+    patch = SparseConfig(density=0.9, block_size=4)
+    transformer, samples = apply_mhla(tiny_wan(), patch), [wan_data(1)[0], dict(wan_data(1)[0])]
+    samples[1]["latents"] = torch.zeros(4, 4, 16, 16)
+    check_fits(transformer, InMemoryData(samples), one_stage(tmp_path, patch=patch))
+    for sample in samples:
+        latents, text = sample["latents"][None], sample["encoder_hidden_states"][None]
+        transformer.train()(latents, torch.zeros(1), text)
+    assert caplog.text.count("On a grid of 256 tokens") == caplog.text.count("On a grid of") == 1

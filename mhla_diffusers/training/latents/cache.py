@@ -68,8 +68,9 @@ class CachedSource:
     path: str
     """As an absolute path."""
     share: float | None = None
-    """See :class:`~.sources.Source`, as :attr:`repeats`."""
+    """See :class:`~.sources.Source`, as :attr:`repeats` and :attr:`prefix`."""
     repeats: int = 1
+    prefix: str = ""
 
 
 class CacheIndex:

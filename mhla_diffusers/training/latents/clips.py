@@ -96,7 +96,14 @@ class Clips(Settings):
         step = {"head": sys.maxsize, "chunk": self.lengths[-1], "all": self.stride or 1}[self.extract]
         return range(0, sys.maxsize, step)
 
-    def fitted(self, family: Family, transformer: Any, vae: Mapping[str, Any], begins_with_picture: bool) -> "Clips":
+    def fitted(
+        self,
+        family: Family,
+        transformer: Any,
+        vae: Mapping[str, Any],
+        begins_with_picture: bool,
+        usual: Clip | None = None,
+    ) -> "Clips":
         """Return the clips with sizes for a model, after checks; errors name the nearest frames and sizes.
 
         Args:
@@ -104,6 +111,7 @@ class Clips(Settings):
             transformer: its own, without weights if need be.
             vae: configuration of its autoencoder.
             begins_with_picture: whether its pipeline gives the first frame to the transformer.
+            usual: the model's own clip, whose area "auto" has; None for the family's.
 
         Raises:
             ValueError: frames or sizes that the model cannot take.
@@ -112,7 +120,7 @@ class Clips(Settings):
         step = spatial * family.forward.patch(transformer)[-1]
         sizes = self.sizes
         if isinstance(sizes, str):
-            sizes = _auto_sizes(self._auto_size(family.default_clip), step, family.squares_only)
+            sizes = _auto_sizes(self._auto_size(usual or family.default_clip), step, family.squares_only)
         for size in sizes:
             nearest = [max(step, round(side / step) * step) for side in size]
             divides = all(side > 0 and side % step == 0 for side in size)

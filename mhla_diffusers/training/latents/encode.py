@@ -12,6 +12,7 @@ import torch
 from ...families import Family, Sample, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
+from ...generation.pipelines import usual_clip
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import check, check_value
@@ -44,7 +45,7 @@ def encode_folder(
         model: Hub id or folder that the pipeline came from.
         source: see :func:`~.media.find_media`, or a YAML file of :class:`~.sources.Sources`.
         output: folder of the cache.
-        clips: what to cut out of every file; None for what the YAML file says, or the family's default.
+        clips: what to cut out of every file; None for what the YAML file says, or the model's own clip.
         workers: processes that read files.
 
     Raises:
@@ -55,7 +56,7 @@ def encode_folder(
     """
     family = trained_family(pipe.transformer)
     sources = read_sources(source)
-    clips = _fitted(clips or sources.clip or Clips.of(family.default_clip), family, pipe)
+    clips = _fitted(clips or sources.clip, model, family, pipe)
     media = _check_captions(family, pipe, sources.media())
     settings = clips.settings()
     # one transformer may be that of text-to-video too, whose samples differ
@@ -67,7 +68,8 @@ def encode_folder(
         index = writer.index
         kept = len(index.samples)
         index.sources |= {
-            one.path: CachedSource(str(Path(one.path).absolute()), one.share, one.repeats) for one in sources.sources
+            one.path: CachedSource(str(Path(one.path).absolute()), one.share, one.repeats, one.prefix)
+            for one in sources.sources
         }
         media_left = [item for item in media if item.name in left]
         made_up: dict[str, set[str]] = {kind: set() for kind in _REMEDIES}
@@ -127,7 +129,7 @@ def synthesize(
         model: Hub id or folder that it came from.
         prompts: one sample each; classes for DiT.
         output: folder of the cache.
-        clips: one number of frames, and one size; None for the family's default.
+        clips: one number of frames, and one size; None for the model's own.
         steps: of the sampler; 0 encodes the prompts alone, which is all that few_steps needs, with latents of zeros.
         guidance: scale of classifier-free guidance.
         seed: with the sample's number, determines the noise.
@@ -151,13 +153,13 @@ def synthesize(
     family = trained_family(pipe.transformer)
     for prompt in prompts:
         family.training.check_prompt(pipe, prompt)
-    clips = _fitted(clips or Clips.of(family.default_clip), family, pipe)
+    clips = _fitted(clips, model, family, pipe)
     check(
         len(clips.sizes) == 1 and len(clips.lengths) == 1,
         f"frames={clips.frames} and sizes={clips.sizes}: all samples of a cache from prompts have one of each; "
         "synthesize others into folders of their own.",
     )
-    clip = clips.longest(family.default_clip)
+    clip = clips.longest(usual_clip(model, family))
     settings = {"frames": list(clips.lengths), "sizes": [list(clip.sizes[0])], "steps": steps}
     settings |= {"guidance": guidance, "seed": seed}
     sources = {f"{number}: {prompt}": "" for number, prompt in enumerate(prompts)}
@@ -210,10 +212,13 @@ def _writer(
     return writer, missing
 
 
-def _fitted(clips: Clips, family: Family, pipe: Any) -> Clips:
-    """Return clips with sizes for a pipeline; ValueError for frames or sizes that its model cannot take."""
-    begins_with_picture = family.training.keeps_first_frame(pipe, pipe.transformer.config)
-    return clips.fitted(family, pipe.transformer, pipe.vae.config, begins_with_picture)
+def _fitted(clips: Clips | None, model: str, family: Family, pipe: Any) -> Clips:
+    """Return clips, or the model's own, with sizes for its pipeline; ValueError for frames or sizes it cannot take."""
+    usual, begins_with_picture = (
+        usual_clip(model, family),
+        family.training.keeps_first_frame(pipe, pipe.transformer.config),
+    )
+    return (clips or Clips.of(usual)).fitted(family, pipe.transformer, pipe.vae.config, begins_with_picture, usual)
 
 
 def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:

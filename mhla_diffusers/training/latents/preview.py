@@ -66,7 +66,7 @@ def write_preview(
             "leave out the preview or the model.",
         )
         cache, decode = LatentCache(index.folder), _Decoder(summary.model, device, dtype)
-    parts = [f"<p>{escape(summary.headline())}</p>", html_table(*summary.table())]
+    parts = [f"<p>{escape(summary.headline())}</p>", *(html_table(*table) for table in summary.tables())]
     parts += [f"<p>{escape(summary.captions())}</p>"]
     if summary.left_out:
         parts.append(f"<h2>Left out</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in summary.reasons())}</ul>")

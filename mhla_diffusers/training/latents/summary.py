@@ -1,7 +1,7 @@
 """What data consists of: which files are used, by bucket, and why others are left out; before and after encoding."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -13,15 +13,23 @@ import torch
 from ...families import Clip
 from ...files import read_json
 from ...generation import family_of, pipeline_file
-from ...generation.pipelines import check_classes, family_named, pipeline_source, transformer_without_weights
+from ...generation.pipelines import (
+    check_classes,
+    family_named,
+    pipeline_source,
+    transformer_without_weights,
+    usual_clip,
+)
 from ...reporting import progress, text_table, times
-from .cache import INDEX_NAME, CachedSample, CacheIndex
+from .cache import INDEX_NAME, CachedSample, CachedSource, CacheIndex
 from .clips import Clips
 from .data import in_workers
 from .encode import model_header
 from .media import NO_CAPTION, Media, Original, check_usable, try_read
 from .sources import read_sources
 
+Table = tuple[list[str], list[list[str]]]
+"""Header and rows."""
 _FIRST_FRAME = Clips(1, 1000.0, ((1, 1),))
 """Fits every file: what is read where no clip is asked for."""
 _SAME_RATE = 0.005
@@ -53,6 +61,12 @@ class Entry:
     sample: CachedSample | None = None
     """Its entry in the index of a cache."""
 
+    @property
+    def origin(self) -> str:
+        """Its source, as the settings name it; "" for prompts, and for what a cache has left out."""
+        where = self.media or self.sample
+        return "" if where is None else where.origin
+
 
 class DataModel:
     """A model as far as data depends on it, read without weights: its default clip, tokens and captions.
@@ -65,6 +79,7 @@ class DataModel:
     def __init__(self, model: str) -> None:
         self.name = pipeline_source(model)
         self.family = family_of(self.name)
+        self.usual = usual_clip(self.name, self.family)
         self.transformer = transformer_without_weights(self.name, self.family.name)
         self.vae: dict[str, Any] = read_json(pipeline_file(self.name, "vae/config.json"))
 
@@ -74,7 +89,7 @@ class DataModel:
 
         pipeline = getattr(diffusers, str(read_json(pipeline_file(self.name, "model_index.json"))["_class_name"]), None)
         picture = pipeline is not None and self.family.training.keeps_first_frame(pipeline, self.transformer.config)
-        return clips.fitted(self.family, self.transformer, self.vae, picture)
+        return clips.fitted(self.family, self.transformer, self.vae, picture, self.usual)
 
     def latent_shape(self, clip: Clip) -> tuple[int, ...]:
         """Return the shape of the latents of a clip."""
@@ -109,6 +124,7 @@ class DataSummary:
         source: its name.
         entries: all that was found.
         clips: what files are cut to; None if they are not.
+        sources: folder of files, as its :class:`Media` or :class:`CachedSample` names it → how it is drawn from.
         model: counts the tokens, if given.
         index: of a folder of latents.
         refusal: why ``mhla encode`` would not begin with these files; None if it would.
@@ -119,19 +135,20 @@ class DataSummary:
         source: object,
         entries: Sequence[Entry],
         clips: Clips | None,
+        sources: Mapping[str, CachedSource],
         model: DataModel | None = None,
         index: CacheIndex | None = None,
         refusal: str | None = None,
     ) -> None:
         self.source, self.entries, self.clips, self.model, self.index = str(source), entries, clips, model, index
-        self.refusal = refusal
+        self.sources, self.refusal = sources, refusal
         self.used = [entry for entry in entries if entry.problem is None]
         self.left_out = [entry for entry in entries if entry.problem is not None]
 
     def __str__(self) -> str:
         parts = [self.headline()]
         if self.used:
-            parts.append(text_table(*self.table(), right=True))
+            parts += [text_table(*table, right=True) for table in self.tables()]
         if self.left_out:
             parts.append("Left out:\n" + "\n".join(f"  {line}" for line in self.reasons()))
         return "\n\n".join([*parts, self.captions()])
@@ -150,8 +167,23 @@ class DataSummary:
         kinds = f"{lengths} frames of {sizes} at {clips.fps:g} fps ({seconds} s)"
         return f"{found} used, as {f'{len(self.used)} clips of ' * (len(self.used) > len(used))}{kinds}."
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and rows of a table: a row per bucket, and one of all if there are several."""
+    def tables(self) -> list[Table]:
+        """Return header and rows of each table: by bucket, and by source where there are several."""
+        sources: dict[str, list[Entry]] = {}
+        for entry in self.used:
+            sources.setdefault(entry.origin, []).append(entry)
+        if len(sources) < 2:
+            return [self._table_of_buckets()]
+        # where a source has a share, all have
+        drawn = {name: self.sources[name].share or len(sources[name]) * self.sources[name].repeats for name in sources}
+        rows = []
+        for name, group in sources.items():
+            counts = [str(len({entry.name for entry in group})), str(len(group))]
+            rows.append([name, *counts, f"{drawn[name] / sum(drawn.values()):.0%}"])
+        return [self._table_of_buckets(), (["source", "files", "samples", "share of an epoch"], rows)]
+
+    def _table_of_buckets(self) -> Table:
+        """Return a row per bucket, and one of all if there are several."""
         buckets = Counter((entry.frames, entry.size) for entry in self.used)
         shown = {bucket for bucket, _ in buckets.most_common(None if self.clips else _MOST_SIZES)}
         groups: dict[tuple[str, str], list[Entry]] = {}
@@ -213,9 +245,12 @@ class DataSummary:
 
     def captions(self) -> str:
         """Return how many captions are missing, and how many files share theirs with another."""
+        alone = {name: source.prefix.strip() for name, source in self.sources.items()}
         files = {entry.name: entry for entry in self.entries}.values()
-        missing = sum(entry.problem == NO_CAPTION or (not entry.problem and not entry.caption) for entry in files)
-        counts = Counter(entry.caption for entry in files if entry.caption and not entry.problem)
+        used = [entry for entry in files if not entry.problem]
+        given = [entry.caption for entry in used if entry.caption != alone.get(entry.origin, "")]
+        missing = sum(entry.problem == NO_CAPTION for entry in files) + len(used) - len(given)
+        counts = Counter(given)
         shared = [count for count in counts.values() if count > 1]
         text = f"Captions: {missing} missing; {sum(shared)} files share theirs with another"
         if not shared:
@@ -257,14 +292,14 @@ def summarize(
     sources = read_sources(source)
     clips = clips or sources.clip
     if described is not None:
-        clips = described.fitted(clips or Clips.of(described.family.default_clip))
+        clips = described.fitted(clips or Clips.of(described.usual))
     if clips is not None and isinstance(clips.sizes, str):
         raise ValueError(f"sizes={clips.sizes!r} depend on the model; give --model too, or the sizes.")
     media, refusal = sources.media(listing=True), None
     try:
-        for one in sources.sources:
-            own = [item for item in media if item.origin == one.path]
-            check_usable(one.path, own, needs_captions=one.missing_captions == "error")
+        for part in sources.sources:
+            of_source = [item for item in media if item.origin == part.path]
+            check_usable(part.path, of_source, needs_captions=part.missing_captions == "error")
     except (ValueError, FileNotFoundError) as error:
         refusal = str(error)
     if described is not None:
@@ -292,7 +327,8 @@ def summarize(
             entries.append(Entry(item.name, item.caption, None, original, *place, media=item))
     if all(entry.problem for entry in entries):
         refusal = refusal or "none of its files can be used."
-    return DataSummary(source, entries, clips, described, refusal=refusal)
+    of_sources = {one.path: CachedSource(one.path, one.share, one.repeats, one.prefix) for one in sources.sources}
+    return DataSummary(source, entries, clips, of_sources, described, refusal=refusal)
 
 
 def summarize_cache(index: CacheIndex, model: DataModel | None = None) -> DataSummary:
@@ -315,7 +351,7 @@ def summarize_cache(index: CacheIndex, model: DataModel | None = None) -> DataSu
         place = tuple(size), frames, one.start, one.shape
         entries.append(Entry(one.source, one.caption, None, original, *place, sample=one))
     entries += [Entry(name, problem=problem) for name, problem in index.skipped.items()]
-    return DataSummary(index.folder, entries, clips, model, index)
+    return DataSummary(index.folder, entries, clips, index.sources, model, index)
 
 
 def _look(clips: Clips, media: Media) -> Iterator[tuple[Original, tuple[int, ...], float] | str]:

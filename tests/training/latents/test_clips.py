@@ -159,7 +159,7 @@ def sources(tmp_path: Path) -> Path:
         f"""clip: {{frames: [1, 5], fps: 8, sizes: [[32, 32], [64, 32]], extract: chunk}}
 sources:
   - {{path: {tmp_path / "videos"}, share: 3, prefix: "video: "}}
-  - {{path: {tmp_path / "pictures"}, share: 1, missing_captions: empty}}
+  - {{path: {tmp_path / "pictures"}, share: 1, missing_captions: empty, prefix: "art: "}}
 """
     )
     return file
@@ -185,14 +185,20 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
         ("short.mp4", (1, 64, 32), 0.625, "video: a ball"),
         *(
             (f"{name}.png", (1, 32, 32), 0.0, caption)
-            for name, caption in (("a", "a cube"), ("b", "a cube"), ("c", ""))
+            for name, caption in (("a", "art: a cube"), ("b", "art: a cube"), ("c", "art:"))
         ),
     ]
     assert list(index.skipped) == [f"{videos}/small.mp4"] and "enlarged 2 times" in index.skipped[f"{videos}/small.mp4"]
 
     before, after = summarize(sources, model=model), summarize_cache(index)
     assert [(e.frames, e.size, e.start) for e in before.used] == [(e.frames, e.size, e.start) for e in after.used]
-    rows = {tuple(row[:2]): dict(zip(after.table()[0], row, strict=True)) for row in after.table()[1]}
+    (header, lines), (_, by_source) = after.tables()
+    assert before.tables()[1][1] == by_source and [row[1:] for row in by_source] == [
+        ["2", "8", "75%"],
+        ["3", "3", "25%"],
+    ]
+    assert before.captions() == after.captions() and "Captions: 1 missing; 4 files share" in after.captions()
+    rows = {tuple(row[:2]): dict(zip(header, row, strict=True)) for row in lines}
     assert (
         rows["32x32", "5"]["clips"] == "2"
         and rows["32x32", "5"]["files"] == "1"

@@ -55,6 +55,7 @@ def _rows(text: str) -> dict[str, dict[str, str]]:
 def test_numbers_of_files(videos: Path) -> None:
     text = str(summarize(videos, CLIP, TINY_WAN))
     assert f"{videos}: 3 of 7 files are used, as 9 frames of 64x64, 64x96 at 6 fps (1.5 s)." in text
+    assert "as 9 frames of 64x64 at 6 fps" in str(summarize(videos, model="tiny-wan")), "its own clip"
     rows = _rows(text)
     assert rows.keys() == {"64x64", "64x96", "all"}
     assert rows["64x96"]["files"] == "1" and rows["64x96"]["of sizes"] == "64x96"
