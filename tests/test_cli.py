@@ -22,6 +22,7 @@ from mhla_diffusers.config import patch_folder, patch_names
 from mhla_diffusers.patching import read_record
 
 from . import models
+from .refusals import refused
 
 
 def mhla(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,8 +74,7 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert str(shipped) in shown and read_record(shipped).file in shown
     (tmp_path / record.file).write_bytes(b"short")
-    with pytest.raises(ValueError, match="is damaged or was changed"):
-        print_any_patch(str(tmp_path))
+    refused(lambda: print_any_patch(str(tmp_path)), record.file)
 
 
 def test_info_counts_what_sparse_attention_costs(tmp_path):
@@ -204,7 +204,7 @@ def test_names_of_lazy_packages_are_there():
         for name in module.__all__:
             assert getattr(module, name).__name__ == name
         assert set(module.__all__) <= set(dir(module))
-        with pytest.raises(AttributeError, match=f"'mhla_diffusers{package}' has no attribute 'apply_mlha'"):
+        with pytest.raises(AttributeError):
             module.__getattr__("apply_mlha")
 
 

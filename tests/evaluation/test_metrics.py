@@ -44,20 +44,21 @@ def test_moments_of_many_features_keep_digits_far_from_zero():
 
 
 @pytest.mark.parametrize(
-    ("measure", "first", "second", "value"),
+    ("measure", "sets", "value"),
     [
-        (frechet_distance, torch.zeros(1, 4), torch.zeros(5, 4), r"\(1, 4\)"),
-        (frechet_distance, torch.zeros(5), torch.zeros(5, 4), r"\(5,\)"),
-        (frechet_distance, torch.full((2, 4), torch.nan), torch.zeros(5, 4), "not finite"),
-        (frechet_distance, torch.zeros(5, 4), torch.zeros(5, 5), "5.* 4 channels"),
-        (frechet_distance, (torch.zeros(3), torch.eye(4)), torch.zeros(5, 3), r"\(4, 4\)"),
-        (kernel_distance, torch.zeros(1, 4), torch.zeros(5, 4), "1 and 5 features"),
-        (precision_recall, torch.zeros(5, 4), torch.zeros(3, 4), "sample set holds 3"),
+        (frechet_distance, [torch.zeros(1, 4), torch.zeros(5, 4)], r"\(1, 4\)"),
+        (frechet_distance, [torch.zeros(5), torch.zeros(5, 4)], r"\(5,\)"),
+        (frechet_distance, [torch.full((2, 4), torch.nan), torch.zeros(5, 4)], "not finite"),
+        (frechet_distance, [torch.zeros(5, 4), torch.zeros(5, 5)], "5.* 4 "),
+        (frechet_distance, [(torch.zeros(3), torch.eye(4)), torch.zeros(5, 3)], r"\(4, 4\)"),
+        (kernel_distance, [torch.zeros(1, 4), torch.zeros(5, 4)], "1 and 5 "),
+        (precision_recall, [torch.zeros(5, 4), torch.zeros(3, 4)], " 3"),
+        (inception_score, [torch.empty(0, 10)], "no predictions"),
     ],
 )
-def test_sets_that_have_no_distance_are_refused(measure, first, second, value):
+def test_sets_that_have_no_distance_or_score_are_refused(measure, sets, value):
     with pytest.raises(ValueError, match=value):
-        measure(first, second)
+        measure(*sets)
 
 
 def test_inception_score_is_the_mean_over_splits_in_their_order():
@@ -65,8 +66,6 @@ def test_inception_score_is_the_mean_over_splits_in_their_order():
     assert inception_score(constant) == pytest.approx(1)
     assert inception_score(torch.eye(10).repeat(9, 1), split=30) == pytest.approx(10)
     assert inception_score(torch.cat([torch.eye(4), torch.eye(4)[[0, 0, 0, 0]]]), split=4) == pytest.approx((4 + 1) / 2)
-    with pytest.raises(ValueError, match="no predictions"):
-        inception_score(torch.empty(0, 10))
 
 
 def test_precision_and_recall_of_hand_made_points():
