@@ -153,7 +153,21 @@ class _Lines:
 
 def set_quiet(quiet: bool) -> None:
     """Show no progress from now on, or show it again."""
+    if quiet != _shown["quiet"]:
+        show_loading(not quiet)
     _shown["quiet"] = quiet
+
+
+def show_loading(shown: bool) -> None:
+    """Show the bars of diffusers, of transformers and of the Hub's client while they load, or hide them."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        if shown:
+            library.enable_progress_bar()
+        else:
+            library.disable_progress_bar()
 
 
 def shows_bars() -> bool:

@@ -4,7 +4,10 @@ import io
 import sys
 import time
 
+import diffusers.utils.logging
 import pytest
+import transformers.utils.logging
+from huggingface_hub.utils import are_progress_bars_disabled
 
 from mhla_diffusers import reporting
 
@@ -40,11 +43,14 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_without_one(monkeypatch: pyte
 
 @pytest.mark.parametrize("stderr", [io.StringIO(), Terminal()])
 def test_quiet_shows_none(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> None:
+    libraries = diffusers.utils.logging, transformers.utils.logging
     reporting.set_quiet(True)
     try:
         assert shown(monkeypatch, stderr, seconds=0.0) == ""
+        assert are_progress_bars_disabled() and not any(library.is_progress_bar_enabled() for library in libraries)
     finally:
         reporting.set_quiet(False)
+    assert all(library.is_progress_bar_enabled() for library in libraries), "and those of loading come back"
 
 
 def test_a_table_too_wide_goes_on_in_further_lines(monkeypatch: pytest.MonkeyPatch) -> None:

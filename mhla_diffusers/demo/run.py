@@ -11,9 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import diffusers.utils.logging
 import torch
-import transformers.utils.logging
 import typer
 
 from ..analysis import attention_matrices, mean_entropy, mean_rank
@@ -26,7 +24,7 @@ from ..families import arguments_of, predict
 from ..files import check_writable, write_json, write_text
 from ..generation.streaming import decode_latents, stream_latents
 from ..patching import TransformerCall, load_mhla, mhla_layers, require_layers
-from ..reporting import html_media, html_page, html_table, require_matplotlib, text_table
+from ..reporting import html_media, html_page, html_table, require_matplotlib, show_loading, text_table
 from ..settings import Settings, allow
 from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
 from ..tiny.digits import FRAMES, Scene
@@ -106,9 +104,8 @@ def run_demo(config: DemoConfig) -> list[Row]:
     """
     check_writable(config.output)
     require_matplotlib()
-    started, bars = time.perf_counter(), (diffusers.utils.logging, transformers.utils.logging)
-    for library in bars:
-        library.disable_progress_bar()
+    started = time.perf_counter()
+    show_loading(False)
     try:
         with threads(free_threads()):
             demo = Demo(config)
@@ -123,8 +120,7 @@ def run_demo(config: DemoConfig) -> list[Row]:
                 demo.adapt_live(goal=rows[0].held_out_loss)
             demo.show_mixing()
     finally:
-        for library in bars:
-            library.enable_progress_bar()
+        show_loading(True)
     demo.write(minutes=(time.perf_counter() - started) / 60)
     return rows
 

@@ -204,10 +204,14 @@ class Training:
         """Return the argument of the pipeline's call that takes the prompts."""
         return {"prompt": list(prompts)}
 
+    def asked_frames(self, pipe: Any, frames: int) -> int:
+        """Return what the pipeline's call must be asked for to give so many frames."""
+        return frames
+
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
         """Return the kwargs of the pipeline's call for frames and size, as far as it has them."""
         height, width = clip.sizes[0]
-        frames = dict.fromkeys(("num_frames", "frames", "video_length"), clip.frames)
+        frames = dict.fromkeys(("num_frames", "frames", "video_length"), self.asked_frames(pipe, clip.frames))
         asked = {"height": height, "width": width, **frames, "use_resolution_binning": False}
         known = inspect.signature(pipe.__call__).parameters
         return {name: value for name, value in asked.items() if name in known}

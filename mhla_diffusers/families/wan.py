@@ -106,12 +106,9 @@ class WanForward(Forward):
 class WanTraining(Training):
     """How Wan is trained and called."""
 
-    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
-        """Pass frames and size; the pipeline adds a frame where its temporal stride divides them, as 1 always does."""
-        arguments = super().clip_arguments(pipe, clip)
-        if pipe.vae_scale_factor_temporal == 1:
-            arguments["num_frames"] -= 1
-        return arguments
+    def asked_frames(self, pipe: Any, frames: int) -> int:
+        """Leave out the frame that the pipeline adds where its temporal stride divides them, as 1 always does."""
+        return frames - (pipe.vae_scale_factor_temporal == 1)
 
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode to 16 channels; for image-to-video to 36, with a mask and the latents of the first frame."""

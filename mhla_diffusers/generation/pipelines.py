@@ -184,10 +184,13 @@ class PipelineChoice:
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
         """Call the pipeline as :meth:`Training.call`: a tiny one with the settings that it was trained for.
 
-        A model that was distilled to few steps is called with their number and without guidance.
+        It makes as many frames as ``num_frames`` says. A model that was distilled to few steps is called with their
+        number and without guidance.
         """
         defaults = call_settings(self.family) if self.model is None else {}
         settings = {**defaults, **few_step_arguments(pipe, self.of_family), **self.settings, **arguments}
+        if (frames := self.settings.get("num_frames")) is not None:
+            settings["num_frames"] = self.of_family.training.asked_frames(pipe, frames)
         try:
             return self.of_family.training.call(pipe, prompts, generators, **settings)
         except (TypeError, ValueError) as error:

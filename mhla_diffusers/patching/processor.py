@@ -189,6 +189,7 @@ class MHLAProcessor:
         family = family_of_attention(attn) if adapter is None else None
         adapter = adapter_of(attn, family) if adapter is None else adapter
         by_name = {
+            "key_rotary_emb": key_rotary_emb,  # of a self-attention what else its model passes by place, as Helios'
             "image_rotary_emb": image_rotary_emb,
             "freqs_cis": freqs_cis,
             "encoder_hidden_states_mask": encoder_hidden_states_mask,

@@ -96,7 +96,10 @@ def data_command(
     device: _Device = "auto",
     precision: _Precision = "bf16",
 ) -> None:
-    """Summarize videos or images before they are encoded, or latents: what is used, and what is left out and why."""
+    """Summarize videos or images before they are encoded, or latents: what is used, and what is left out and why.
+
+    Ends with an error if mhla encode would not begin with them.
+    """
     import logging
 
     from ..devices import FLOAT_TYPES, dtype_name
@@ -111,6 +114,8 @@ def data_command(
     if preview:
         count = write_preview(summary, preview, page, device, dtype)
         typer.echo(f"\nWrote {page} with {count} samples.")
+    if summary.refusal is not None:
+        raise ValueError(f"mhla encode refuses this data: {summary.refusal}")
 
 
 def encode_command(

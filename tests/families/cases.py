@@ -703,6 +703,7 @@ _cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
 _easyanimate = pipeline("EasyAnimatePipeline", _easyanimate_components)
 _hunyuan_dit = pipeline("HunyuanDiTPipeline", _hunyuan_dit_components)
 _framepack = pipeline("HunyuanVideoFramepackPipeline", _framepack_components)
+_helios = pipeline("HeliosPipeline", lambda: {**wan_components(), "scheduler": diffusers.HeliosScheduler(stages=1)})
 _hunyuan_video = pipeline("HunyuanVideoPipeline", _hunyuan_video_components)
 _kandinsky5 = pipeline("Kandinsky5T2VPipeline", _kandinsky5_components)
 _latte, _lumina2 = pipeline("LattePipeline", _latte_components), pipeline("Lumina2Pipeline", _lumina2_components)
@@ -737,6 +738,8 @@ _TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TE
 _WINDOW = {**_TEMPLATED, **_PICTURE, "num_frames": 9, "latent_window_size": 3, "sampling_type": "vanilla"}
 # two frames, two at half and 16 at a quarter scale; after the window a picture and text
 _HISTORY = (48 + 6 + 8, 729 + TEXT_TOKENS)
+_HELIOS_CALL = {**_CLIP, **embeddings(TEXT_TOKENS), "num_latent_frames_per_chunk": 4}
+_WEIGHED = {"is_amplify_history": True}
 _LATTE_CALL = _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False, video_length=3)
 _LUMINA_CALL = _image_call(128, 4.0, prompt="the red dog", system_prompt="the")
 _LUMINA_LAYERS = ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn"))
@@ -785,6 +788,9 @@ _TABLE = (
     # without text in the first attention
     Case("flux3", _flux3, _FLUX3_CALL, _FLUX3_LAYERS, _SINGLE),
     Case("framepack", _framepack, _WINDOW, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_HISTORY),
+    Case("helios", _helios, _HELIOS_CALL, _WAN_LAYERS, grids=_VIDEO, extra=(_HISTORY[0], 0)),
+    # keys of earlier frames weigh more
+    Case("helios_weighed", _helios, _HELIOS_CALL, _WAN_LAYERS, _WEIGHED, _VIDEO, "helios", extra=(_HISTORY[0], 0)),
     Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, **_HUNYUAN),
     Case("hunyuan_image", _hunyuan_image, _QUOTED_IMAGE, _TWO_STREAMS, _SINGLE, **_HUNYUAN_IMAGE),
     Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),

@@ -5,6 +5,7 @@ import torch
 from diffusers import WanImageToVideoPipeline
 
 from mhla_diffusers.families import Clip, get_family
+from mhla_diffusers.generation import PipelineChoice
 from mhla_diffusers.tiny import call_settings, load_tiny
 
 from ..pipelines import wan_pipeline
@@ -27,6 +28,9 @@ def test_temporal_stride_of_one():
         pipe, ["a seven"], [torch.Generator().manual_seed(0)], output_type="latent", **settings
     )
     assert latents.shape[2] == clip.frames
+    choice = PipelineChoice("wan", settings={"num_frames": 9, "num_inference_steps": 1, "output_type": "latent"})
+    (latents,) = choice.call(pipe, ["a seven"], [torch.Generator().manual_seed(0)])
+    assert latents.shape[1] == 9
 
 
 def test_prompts_of_pipelines_that_need_ftfy():

@@ -1,5 +1,6 @@
 """A run that is killed or stopped and resumed is the run that was left alone."""
 
+import logging
 import os
 import random
 import resource
@@ -189,7 +190,9 @@ def _train_on_data_that_waits(folder: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("from_files", [True, False])
-def test_encoding_keeps_what_it_has_made_and_resumes(tmp_path: Path, number: signal.Signals, from_files: bool) -> None:
+def test_encoding_keeps_what_it_has_made_and_resumes(
+    tmp_path: Path, number: signal.Signals, from_files: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where the process cannot notice its end, what is older than a minute."""
     for place in range(4):
         write_image(tmp_path / "images" / f"{place}.png")
@@ -199,7 +202,10 @@ def test_encoding_keeps_what_it_has_made_and_resumes(tmp_path: Path, number: sig
     assert process.exitcode == {signal.SIGINT: 1, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[number]
     kept = CacheIndex.read(tmp_path / "cache").samples
     assert len(kept) == 2
-    _encode_until_a_signal(tmp_path, None, from_files)
+    assert ("keeps 2 samples, and the same command" in (tmp_path / "log").read_text()) == (number != signal.SIGKILL)
+    with caplog.at_level(logging.INFO):
+        _encode_until_a_signal(tmp_path, None, from_files)
+    assert ("2 samples encoded, 0 files skipped; 2 were there" in caplog.text) == from_files
     index = CacheIndex.read(tmp_path / "cache")
     assert index.samples[:2] == kept and len(index.samples) == 4
     assert len(LatentCache(tmp_path / "cache")[3]["latents"]) == 4
@@ -207,6 +213,7 @@ def test_encoding_keeps_what_it_has_made_and_resumes(tmp_path: Path, number: sig
 
 def _encode_until_a_signal(folder: Path, number: signal.Signals | None, from_files: bool) -> None:
     """Encode 4 samples; the signal comes at the third."""
+    logging.basicConfig(filename=folder / "log")
     pipe, model = sana_pipeline(), folder / "model"
     if not model.is_dir():
         pipe.save_pretrained(model)

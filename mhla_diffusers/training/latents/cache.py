@@ -8,6 +8,7 @@
       shard-00000.safetensors     tensors "<key>/latents", "<key>/encoder_hidden_states", …
 """
 
+import logging
 import signal
 import sys
 import threading
@@ -28,6 +29,8 @@ from ...files import check_hash, file_hash, read_checked_json, write_checked_jso
 from ...settings import check
 from .clips import Clips
 from .media import Original
+
+logger = logging.getLogger(__name__)
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 3
@@ -118,6 +121,14 @@ class CacheIndex:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a valid index: {error} {_way_out(folder)}") from error
 
+    def check_begun(self) -> None:
+        """Raise ValueError for one without samples, as a stopped encoding leaves it."""
+        check(
+            bool(self.samples),
+            f"{self.folder} holds no samples: its encoding was stopped before it saved any, or could use none of its "
+            "files. The same mhla encode or mhla synthesize command goes on.",
+        )
+
     def write(self) -> None:
         """Write it whole."""
         samples = [asdict(sample) for sample in self.samples]
@@ -162,7 +173,7 @@ class LatentCache:
         self._way_out = _way_out(self.folder)
         self.content = file_hash(self.folder / INDEX_NAME)[:16]
         """Identifies all samples, because the index holds the hash of every file."""
-        check(bool(self.index.samples), f"The cache {self.folder} holds no samples.")
+        self.index.check_begun()
         self._files = sorted({sample.shard for sample in self.index.samples} | set(self.index.hashes))
         self._is_checked = torch.zeros(len(self._files), dtype=torch.bool).share_memory_()
         missing = [name for name in self._files if not (self.folder / name).is_file()]
@@ -293,8 +304,11 @@ class CacheWriter:
         self._at_end.callback(self.flush)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._at_end.close()
+        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C or SIGTERM
+            count = len(self.index.samples)
+            logger.warning("Stopped; %s keeps %d samples, and the same command goes on.", self.folder, count)
 
     def set_empty(self, sample: Sample) -> None:
         """Store the conditioning of the empty prompt, unless an earlier call did."""
@@ -302,6 +316,7 @@ class CacheWriter:
         if not file.is_file() or file_hash(file) != self.index.hashes.get(_EMPTY_NAME):
             write_tensors({name: tensor.contiguous() for name, tensor in sample.items()}, file)
             self.index.hashes[_EMPTY_NAME] = file_hash(file)
+            self.index.write()  # so that a folder whose encoding is killed before its first shard is known as one
 
     def drop(self, sources: Collection[str]) -> None:
         """Forget samples and skipped files, so that they can be made again."""

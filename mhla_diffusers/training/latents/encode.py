@@ -65,6 +65,7 @@ def encode_folder(
     with folder_for_results(Path(output)):
         writer, left = _writer(pipe, model, family, output, settings, contents)
         index = writer.index
+        kept = len(index.samples)
         index.sources |= {
             one.path: CachedSource(str(Path(one.path).absolute()), one.share, one.repeats) for one in sources.sources
         }
@@ -102,7 +103,8 @@ def encode_folder(
     if not index.samples:
         reasons = "\n".join(f"{name}: {reason}" for name, reason in list(index.skipped.items())[:5])
         raise ValueError(f"None of the {len(media)} files in {source} could be encoded, such as\n{reasons}")
-    logger.info("%d samples encoded, %d files skipped.", len(index.samples), len(index.skipped))
+    before = f"; {kept} were there" if kept else ""
+    logger.info("%d samples encoded, %d files skipped%s.", len(index.samples) - kept, len(index.skipped), before)
     return index
 
 

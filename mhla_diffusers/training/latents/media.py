@@ -150,6 +150,15 @@ def find_media(source: str | Path, needs_captions: bool = True) -> list[Media]:
             caption that is not text, two files of metadata, or a folder of both files and shards.
     """
     media = list_media(source)
+    check_usable(source, media, needs_captions)
+    unlisted = [item.name for item in media if item.problem == _NOT_LISTED]
+    if unlisted:
+        logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), source, unlisted[0])
+    return [item for item in media if item.problem != _NOT_LISTED]
+
+
+def check_usable(source: str | Path, media: Sequence[Media], needs_captions: bool) -> None:
+    """Raise as :func:`find_media` where files of :func:`list_media` are missing or have no caption."""
     names: dict[str | None, list[str]] = {}
     for item in media:
         if item.offset is None:
@@ -158,16 +167,13 @@ def find_media(source: str | Path, needs_captions: bool = True) -> list[Media]:
         raise FileNotFoundError(
             f"{source}: {len(absent)} files of the metadata do not exist, such as {', '.join(absent[:5])}."
         )
-    empty, unlisted = names.get(NO_CAPTION, []), names.get(_NOT_LISTED, [])
+    empty, count = names.get(NO_CAPTION, []), len(media) - len(names.get(_NOT_LISTED, []))
     check(
         not (needs_captions and empty),
-        f"{source}: {len(empty)} of {len(media) - len(unlisted)} files have no caption or an empty one, such as "
+        f"{source}: {len(empty)} of {count} files have no caption or an empty one, such as "
         f"{', '.join(empty[:5])}. Write one into a .txt of the same name, or list the files with file_name and text in "
         "metadata.jsonl or metadata.csv; in a YAML file of sources, missing_captions: skip or empty goes on without.",
     )
-    if unlisted:
-        logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), source, unlisted[0])
-    return [item for item in media if item.problem != _NOT_LISTED]
 
 
 def list_media(source: str | Path) -> list[Media]:

@@ -19,7 +19,7 @@ from .cache import INDEX_NAME, CachedSample, CacheIndex
 from .clips import Clips
 from .data import in_workers
 from .encode import model_header
-from .media import NO_CAPTION, Media, Original, try_read
+from .media import NO_CAPTION, Media, Original, check_usable, try_read
 from .sources import read_sources
 
 _FIRST_FRAME = Clips(1, 1000.0, ((1, 1),))
@@ -111,6 +111,7 @@ class DataSummary:
         clips: what files are cut to; None if they are not.
         model: counts the tokens, if given.
         index: of a folder of latents.
+        refusal: why ``mhla encode`` would not begin with these files; None if it would.
     """
 
     def __init__(
@@ -120,8 +121,10 @@ class DataSummary:
         clips: Clips | None,
         model: DataModel | None = None,
         index: CacheIndex | None = None,
+        refusal: str | None = None,
     ) -> None:
         self.source, self.entries, self.clips, self.model, self.index = str(source), entries, clips, model, index
+        self.refusal = refusal
         self.used = [entry for entry in entries if entry.problem is None]
         self.left_out = [entry for entry in entries if entry.problem is not None]
 
@@ -248,6 +251,8 @@ def summarize(
                 f"{source} is encoded, with {index.header['settings']}; leave out frames, fps and size, or give the "
                 "folder of the files."
             )
+        if not index.skipped:
+            index.check_begun()
         return summarize_cache(index, described)
     sources = read_sources(source)
     clips = clips or sources.clip
@@ -255,9 +260,17 @@ def summarize(
         clips = described.fitted(clips or Clips.of(described.family.default_clip))
     if clips is not None and isinstance(clips.sizes, str):
         raise ValueError(f"sizes={clips.sizes!r} depend on the model; give --model too, or the sizes.")
-    media = sources.media(listing=True)
+    media, refusal = sources.media(listing=True), None
+    try:
+        for one in sources.sources:
+            own = [item for item in media if item.origin == one.path]
+            check_usable(one.path, own, needs_captions=one.missing_captions == "error")
+    except (ValueError, FileNotFoundError) as error:
+        refusal = str(error)
     if described is not None:
         problems = {caption: described.problem_of(caption) for caption in {item.caption for item in media}}
+        wrong = [item for item in media if item.problem is None and item.offset is None and problems[item.caption]]
+        refusal = refusal or (f"{wrong[0].name}: {problems[wrong[0].caption]}" if wrong else None)
         media = [replace(item, problem=item.problem or problems[item.caption]) for item in media]
     entries = []
     for item, found in progress(
@@ -277,7 +290,9 @@ def summarize(
                 latents = described.latent_shape(Clip(frames, clips.fps, (tuple(size),)))
             place = tuple(size), frames, start, latents
             entries.append(Entry(item.name, item.caption, None, original, *place, media=item))
-    return DataSummary(source, entries, clips, described)
+    if all(entry.problem for entry in entries):
+        refusal = refusal or "none of its files can be used."
+    return DataSummary(source, entries, clips, described, refusal=refusal)
 
 
 def summarize_cache(index: CacheIndex, model: DataModel | None = None) -> DataSummary:

@@ -23,6 +23,7 @@ from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
 from mhla_diffusers.training.latents.media import Media, read_clips
+from mhla_diffusers.training.latents.summary import summarize
 
 from ...families.cases import case_of, wan_components
 from ...models import wan_i2v
@@ -296,13 +297,21 @@ def _flipped(file: Path) -> None:
     file.write_bytes(content)
 
 
+def test_an_encoding_that_was_stopped_before_its_first_samples_is_told(tmp_path: Path) -> None:
+    _small_cache(tmp_path, 0)
+    for read in (LatentCache, summarize):
+        with pytest.raises(ValueError, match=rf"{tmp_path} holds no samples.* mhla encode .* goes on"):
+            read(tmp_path)
+
+
 def _small_cache(folder: Path, count: int) -> None:
     writer, data = CacheWriter(folder, HEADER), wan_data(count)
     assert data.empty is not None
     writer.set_empty(data.empty)
     for number in range(count):
         writer.add(str(number), "caption", data[number])
-    writer.flush()
+    if count:
+        writer.flush()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
