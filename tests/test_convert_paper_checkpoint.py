@@ -215,7 +215,7 @@ def test_a_checkpoint_in_several_files(tmp_path):
         "blocks.2.attn1.mhla",
     }
     part = tmp_path / "paper-1.safetensors"
-    refused(lambda: convert(part, tmp_path / "part"), part.name, index.name)
+    refused(lambda: convert(part, tmp_path / "part"), part.name, "index.json")
     part.unlink()
     refused(lambda: convert(index, tmp_path / "part"), part.name)
     index.write_text("[]")

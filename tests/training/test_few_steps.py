@@ -424,7 +424,11 @@ def _train_all(model: Any, result: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "act", "named"),
     [
-        (lambda _: wan_pipeline(), lambda pipe, result, folder: load_mhla(pipe, _damaged(result, folder)), "lora-.*st"),
+        (
+            lambda _: wan_pipeline(),
+            lambda pipe, result, folder: load_mhla(pipe, _damaged(result, folder)),
+            r"lora-\w+\.safetensors",
+        ),
         (lambda _: _with_lora(), lambda pipe, result, _: load_mhla(pipe, result), "'mhla'"),
         (_fused, lambda pipe, *_: remove_mhla(pipe), "unfuse_lora"),
         (lambda result: load_mhla(tiny_wan(), result), _train_all, "trainable='all'"),

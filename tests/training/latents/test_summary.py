@@ -107,12 +107,12 @@ def test_an_encoded_folder_shows_its_latents_beside_the_source(videos: Path, tmp
 
     before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--page", page)
     (videos / "mute.txt").write_text("")
-    refused = [
+    ended = [
         CliRunner().invoke(app, list(map(str, (*arguments, "--model", TINY_WAN, *OPTIONS))))
         for arguments in (("data", videos), ("encode", "--source", videos, "--output", latents))
     ]
-    assert "3 of 7 files are used" in refused[0].stdout
-    for result in refused:
+    assert "3 of 7 files are used" in ended[0].stdout
+    for result in ended:
         assert result.exit_code == 1 and "1 of 7 files have no caption" in str(result.exception)
     (videos / "mute.txt").write_text("a seven")
     assert page.read_text().count("data:image/jpeg") == 4 and "&lt;three&gt;" in page.read_text()
