@@ -63,7 +63,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
         'pipe.transformer.add_adapter(__import__("peft").LoraConfig(r=2, target_modules=["to_q"]))',
     ),
     (r"enable_model_cpu_offload\(\)", 'enable_model_cpu_offload(device="cpu")'),
-    (r"compile_repeated_blocks\(\)", "compile_repeated_blocks(disable=True)"),  # tests/patching/test_combine.py compiles
+    (r"compile_repeated_blocks\(\)", "compile_repeated_blocks(disable=True)"),  # test_combine.py compiles
     (r'pipe\("a seven moving left"\)', 'pipe("a seven moving left", num_inference_steps=1, num_frames=2)'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
     # generation
