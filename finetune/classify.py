@@ -121,7 +121,7 @@ class ClassifyConfig(trainer.Recipe):
                 allowed = f"allowed: {SOFTMAX!r}, or settings of a patch."
                 check(variant == SOFTMAX, f"variant {name!r} is {variant!r}; {allowed}")
             elif not self.model.startswith("vlt"):
-                PatchConfig.from_dict(variant)
+                PatchConfig.read(variant)
         for table, rows in self.ablations.items():
             for row, variant in rows.items():
                 check(

@@ -174,11 +174,6 @@ class PatchConfig(Settings):
             cls = kind_of(content)  # type: ignore[assignment]
         return super().read(content)
 
-    @staticmethod
-    def from_dict(settings: Mapping[str, Any]) -> "PatchConfig":
-        """Return :meth:`read` of the settings."""
-        return PatchConfig.read(settings)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(PatchConfig):
@@ -501,25 +496,17 @@ def _count_of(steps: int | float, count: int) -> int:
 def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
     """Return the choice as the fraction of layers to replace, or as indices."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
-        for index in choice:
-            if not isinstance(index, int) or isinstance(index, bool):
-                raise ValueError(f"layers={tuple(choice)} must hold layer indices, got {index!r}.")
-        return tuple(choice)
+        indices = tuple(choice)
+        if all(isinstance(index, int) and not isinstance(index, bool) for index in indices):
+            return indices
     if choice == "all":
         return Fraction(1)
-    if is_automatic(choice):
-        return _parse_fraction(str(choice).removeprefix(AUTOMATIC), choice)
-    if isinstance(choice, int):
-        raise ValueError(f"layers={choice!r} is ambiguous; write layers=[{choice!r}] for one layer, 'all' for all.")
-    return _parse_fraction(choice, choice)
-
-
-def _parse_fraction(text: str | float, choice: LayerChoice) -> Fraction:
+    share: Any = str(choice).removeprefix(AUTOMATIC) if is_automatic(choice) else choice
     try:
-        fraction = Fraction(text).limit_denominator(1000)
+        fraction = Fraction(share).limit_denominator(1000)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         fraction = Fraction(-1)
-    if not 0 < fraction <= 1:
+    if isinstance(choice, int) or not 0 < fraction <= 1:  # 1 might be meant for one layer
         raise ValueError(
             f"layers={choice!r} is unknown; allowed: 'all', a fraction in (0, 1] such as '2/3' or 0.5, "
             "a list of layer indices such as [0, 2, -1], or 'auto:2/3'."

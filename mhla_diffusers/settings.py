@@ -397,12 +397,6 @@ def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: flo
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def said_allowed(name: object, allowed: Sequence[str]) -> str:
-    """Return the allowed names, after the nearest ones of an unknown name."""
-    hint = nearest(name, allowed)
-    return f"{hint} Allowed: {', '.join(allowed)}." if hint else f"allowed: {', '.join(allowed)}."
-
-
 def check_names(names: Iterable[Any], allowed: Sequence[str], what: str, *path: str) -> None:
     """Raise unless all names are known.
 
@@ -417,4 +411,6 @@ def check_names(names: Iterable[Any], allowed: Sequence[str], what: str, *path: 
     """
     for name in names:
         if name not in allowed:
-            raise SettingError(f"Unknown {what} '", (*path, name), f"'; {said_allowed(name, allowed)}")
+            hint, known = nearest(name, allowed), ", ".join(allowed)
+            end = f"'; {hint} Allowed: {known}." if hint else f"'; allowed: {known}."
+            raise SettingError(f"Unknown {what} '", (*path, name), end)

@@ -27,10 +27,10 @@ KINDS = [
 
 @pytest.mark.parametrize(("settings", "kind"), KINDS, ids=str)
 def test_names_decide_the_kind_and_a_round_trip_keeps_it(settings, kind):
-    config = PatchConfig.from_dict(settings)
+    config = PatchConfig.read(settings)
     assert type(config) is kind is kind_of(settings)
     assert all(getattr(config, name) == value for name, value in settings.items())
-    again = PatchConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    again = PatchConfig.read(json.loads(json.dumps(config.to_dict())))
     for changed in (lambda x: x, lambda x: x.replace(layers=[0]), lambda x: dataclasses.replace(x, carry=False)):
         assert changed(again) == changed(config) and repr(changed(again)) == repr(changed(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -88,9 +88,9 @@ REFUSED = [
     (SPARSE | {"layers": "most"}, r"'most'.*'all'.*'2/3'.*\[0, 2, -1\]"),
     (MHLA | {"layers": 1.5}, r"layers=1\.5"),
     (MHLA | {"layers": "1/0"}, "'1/0'"),
-    (MHLA | {"layers": [0.5]}, r"got 0\.5"),
-    (MHLA | {"layers": np.array([0.5, 1.0])}, r"got 0\.5"),
-    (MHLA | {"layers": ["attn1"]}, "got 'attn1'"),
+    (MHLA | {"layers": [0.5]}, r"layers=.*0\.5"),
+    (MHLA | {"layers": np.array([0.5, 1.0])}, r"layers=.*0\.5"),
+    (MHLA | {"layers": ["attn1"]}, "attn1"),
     (MHLA | {"feature_map": "relo"}, "'relo' .*'relu'"),
     (MHLA | {"feature_map": "zzz"}, r"'zzz'.*relu.*elu\+1.*register_feature_map"),
     (MHLA | {"feature_map": "identity"}, "'identity'"),
@@ -113,7 +113,7 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "value"), REFUSED, ids=str)
 def test_settings_that_do_not_go_are_named(settings, value):
     with pytest.raises(ValueError, match=f"(?i){value}"):
-        PatchConfig.from_dict(settings)
+        PatchConfig.read(settings)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ..settings import check_choice
 from . import eager
 from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall, check_denominator
 from .causal import Causal, causal_attention, frame_block_ends, see_nothing
-from .derivatives import is_transformed
+from .derivatives import is_free_to_read
 from .extra import ROWS
 from .feature_maps import get_feature_map
 from .layout import Extra, Shape, block_count, check_extra, check_grid, check_layout, frame_block_starts
@@ -371,7 +371,7 @@ def _check_values(
     name: str, x: torch.Tensor | None, allowed: Callable[[torch.Tensor], torch.Tensor], words: str
 ) -> None:
     """Ensure that a tensor holds what is allowed, where reading it costs nothing."""
-    if x is not None and _is_free_to_read(x) and x.numel() and not bool(allowed(x).all()):
+    if x is not None and is_free_to_read(x) and x.numel() and not bool(allowed(x).all()):
         raise ValueError(f"{name} has values from {x.min():g} to {x.max():g}; it must {words}.")
 
 
@@ -405,8 +405,6 @@ def _check_sparse(call: SparseCall) -> None:
     lists = call.sparse
     if isinstance(lists, ContentRule):
         return
-    if not isinstance(lists, BlockLists):
-        raise ValueError(f"lists={lists!r} must be BlockLists, or None to choose them by content.")
     all_heads, grid, device = call.query.shape[2], call.grid, call.query.device
     heads = all_heads if call.parallel is None else len(range(all_heads)[call.parallel.heads(all_heads)])
     facts: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -460,11 +458,3 @@ def _check_place(call: MHLACall | SparseCall) -> MHLACall | SparseCall:
             "must hold N tokens without the extra ones before and after it."
         )
     return call if parallel is None else replace(call, first=first)
-
-
-def _is_free_to_read(x: torch.Tensor) -> bool:
-    """Whether reading values costs nothing: a device would have to be waited for, and a compiled graph would break.
-
-    Under a transform of ``torch.func`` a tensor may stand for many, and has no values to read.
-    """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from ..settings import check_choice
-from .derivatives import is_transformed
+from .derivatives import is_free_to_read
 from .layout import Extra, Shape, block_count, blocks_of_range
 from .parallel.place import Parallel
 from .rope import Rotary
@@ -184,7 +184,7 @@ class BlockLists(UniformBlocks):
             )
         if self.key_blocks == 0:
             object.__setattr__(self, "key_blocks", self.blocks)
-        is_seen = keys.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
+        is_seen = is_free_to_read(keys)
         if is_seen and keys.numel():
             if not -1 <= int(keys.min()) <= int(keys.max()) < self.key_blocks:
                 raise ValueError(f"keys must be from 0 to {self.key_blocks - 1}, the blocks of the grid, or -1.")

@@ -23,3 +23,11 @@ def is_transformed() -> bool:
         return True
     # torch.compile sees through transforms itself
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def is_free_to_read(x: torch.Tensor) -> bool:
+    """Whether reading values costs nothing: a device would have to be waited for, and a compiled graph would break.
+
+    Under a transform of ``torch.func`` a tensor may stand for many, and has no values to read.
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()

@@ -74,25 +74,23 @@ def _plain_integer(x: Any) -> int | None:
         return None
 
 
-def check_layout(
-    grid: Sequence[int], blocks: Sequence[int], name: str = "blocks", is_causal: bool = False
-) -> tuple[Shape, Shape]:
-    """Return ``grid`` and ``blocks`` as tuples; a ValueError with ``name`` if one cannot cut the other.
+def check_layout(grid: Sequence[int], blocks: Sequence[int], is_causal: bool = False) -> tuple[Shape, Shape]:
+    """Return ``grid`` and ``blocks`` as tuples; a ValueError if the blocks cannot cut the grid.
 
     ``is_causal``: whether they are those of a causal call, whose blocks are never clamped.
     """
-    grid, blocks = check_grid(grid), check_grid(blocks, name)
+    grid, blocks = check_grid(grid), check_grid(blocks, "blocks")
     if len(grid) != len(blocks):
         raise ValueError(
-            f"{name}={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "
+            f"blocks={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "
             "give one count per axis of the grid."
         )
     for axis, tokens, count in zip(_AXIS_NAMES[len(grid)], grid, blocks, strict=True):
         if tokens < count:
-            hint = ", or clamp_blocks=True in the patch" if name == "blocks" and not is_causal else ""
+            hint = "" if is_causal else ", or clamp_blocks=True in the patch"
             raise ValueError(
-                f"The {axis} axis of the token grid has {tokens} tokens, too few for {count} {name} "
-                f"(grid={grid}, {name}={blocks}); use at most {tokens} on that axis{hint}."
+                f"The {axis} axis of the token grid has {tokens} tokens, too few for {count} blocks "
+                f"(grid={grid}, blocks={blocks}); use at most {tokens} on that axis{hint}."
             )
     return grid, blocks
 

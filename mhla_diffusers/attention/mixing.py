@@ -15,12 +15,6 @@ MIXING_RANGE = (1e-6, 1.0 - 1e-6)
 """What "clipped to (0, 1)" of the paper means here: the open interval, so that no row can become all zero."""
 
 
-def block_positions(blocks: Sequence[int]) -> torch.Tensor:
-    """Coordinates of the block centres, in blocks: float64 (M, axes), raster order."""
-    axes = [torch.arange(count, dtype=torch.float64) for count in blocks]
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
-
-
 def initial_mixing(blocks: Sequence[int], init: MixingInit = "locality") -> torch.Tensor:
     """The mixing matrix before training: float32 (M, M), every row sums to 1.
 
@@ -32,13 +26,14 @@ def initial_mixing(blocks: Sequence[int], init: MixingInit = "locality") -> torc
     Raises:
         ValueError: if ``init`` is none of the three.
     """
-    positions = block_positions(blocks)
-    count = len(positions)
+    count = math.prod(blocks)
     if init == "identity":
         return torch.eye(count)
     if init == "uniform":
         return torch.full((count, count), 1 / count)
     check_choice("mixing_init", init, get_args(MixingInit))
+    axes = [torch.arange(length, dtype=torch.float64) for length in blocks]
+    positions = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
     distance = torch.cdist(positions, positions)
     farthest = distance.amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     nearness = 1 - distance / farthest
@@ -113,21 +108,7 @@ def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Seque
 
     Returns:
         (..., M', M') of the same dtype.
-
-    Raises:
-        ValueError: if the numbers of axes differ or ``mixing`` does not fit ``blocks``.
     """
-    if len(blocks) != len(new_blocks):
-        raise ValueError(
-            f"A mixing matrix for blocks={tuple(blocks)} cannot be resized to {tuple(new_blocks)}: "
-            f"{len(blocks)} against {len(new_blocks)} axes."
-        )
-    count = math.prod(blocks)
-    if mixing.shape[-2:] != (count, count):
-        raise ValueError(
-            f"Mixing matrix of shape {tuple(mixing.shape)} does not fit "
-            f"blocks={tuple(blocks)}: expected (..., {count}, {count})."
-        )
     # axis by axis, and of rows and columns one after the other, so that a product of M x M matrices is not needed
     axes, found = len(blocks), mixing.to(sum_dtype(mixing.dtype)).reshape(*mixing.shape[:-2], *blocks, *blocks)
     for axis, (old, new) in enumerate(zip(blocks, new_blocks, strict=True)):

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -90,7 +91,6 @@ class MHLAState:
         self.mixing, self.settings = mixing, settings
         self.length = 0
         """Tokens so far."""
-        self._starts = frame_block_starts(self.grid, self.blocks)
         # (B, H, F, blocks of a frame block, D + normalize, D) of the frame blocks that are over, oldest first; behind
         # the matrix's last frame block the oldest is a sum, which _row_of divides
         self._closed: torch.Tensor | None = None
@@ -103,6 +103,11 @@ class MHLAState:
         self._weights: torch.Tensor | None = None
         # (B, 1): samples of whose keys all were masked so far; None for none
         self._unseen: torch.Tensor | None = None
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """First token of every frame block of the grid, and the end of the last one."""
+        return frame_block_starts(self.grid, self.blocks)
 
     def step(
         self,
@@ -141,16 +146,13 @@ class MHLAState:
             ValueError: shapes do not fit each other or the state, the sequence is longer than the grid with
                 ``beyond="error"``, or there is no mixing matrix. After this and any other error the state is as before.
         """
-        if mixing is None:
-            mixing = self.mixing
-        if mixing is None:
-            raise ValueError("This state was made with mixing=None, and this step brings none; give step(mixing=...).")
+        known: Any = self.mixing if mixing is None else mixing  # check_call refuses None
         own = {"output_norm": output_norm, "linear_weight": linear_weight}
         call = MHLACall(
             query=query,
             key=key,
             value=value,
-            mixing=mixing,
+            mixing=known,
             grid=self.grid,
             blocks=self.blocks,
             rotary=rotary,

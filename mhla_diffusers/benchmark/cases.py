@@ -10,7 +10,7 @@ import torch
 
 from ..attention import BlockLists
 from ..attention.call import list_length
-from ..attention.layout import block_count
+from ..attention.layout import block_count, check_layout
 from ..config import MHLAConfig, SparseConfig
 from ..families import Family, Model, families, get_family
 from ..reporting import parse_size, times
@@ -40,11 +40,7 @@ class Shape:
     """Whether MHLA is called with RoPE, as the model calls it."""
 
     def __post_init__(self) -> None:
-        pairs = zip(self.blocks, self.grid, strict=False)
-        if len(self.blocks) != len(self.grid) or not all(1 <= count <= size for count, size in pairs):
-            raise ValueError(f"blocks={self.blocks} must be from 1 to the tokens of each axis of grid={self.grid}.")
-        if self.heads < 1 or self.head_dim < 1:
-            raise ValueError(f"heads={self.heads} and head_dim={self.head_dim} must be positive.")
+        check_layout(self.grid, self.blocks)
 
     @property
     def tokens(self) -> int:
@@ -116,8 +112,6 @@ class Case:
                 raise ValueError(f"{name}={given} must be {multiple}; near it are {below} and {below + step}.")
         if self.family.squares_only and self.height != self.width:
             raise ValueError(f"{model.name} takes square images only; got {self.height}x{self.width}.")
-        if self.batch < 1:
-            raise ValueError(f"batch={self.batch} must be positive.")
         if self.layers is not None and not 1 <= self.layers <= model.layers:
             raise ValueError(f"layers={self.layers} must be from 1 to {model.layers}, the layers of {model.name}.")
 

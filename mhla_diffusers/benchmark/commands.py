@@ -42,8 +42,8 @@ def bench_operator(
     blocks: Annotated[
         list[str] | None, typer.Option(help="MHLA blocks per axis of a grid, 4x4; several times.")
     ] = None,
-    heads: Annotated[int, typer.Option(help="H of a grid.")] = 12,
-    head_dim: Annotated[int, typer.Option(help="D of a grid.")] = 128,
+    heads: Annotated[int, typer.Option(min=1, help="H of a grid.")] = 12,
+    head_dim: Annotated[int, typer.Option(min=1, help="D of a grid.")] = 128,
     stage: Annotated[list[str] | None, typer.Option(help="forward or forward+backward; both if left out.")] = None,
     device: _Device = "auto",
     dtype: _DType = None,
@@ -89,7 +89,7 @@ def bench_transformer(
     size: _Sizes = None,
     frames: _Frames = None,
     layers: Annotated[int | None, typer.Option(help="Build only so many; times of all are extrapolated.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples per forward.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
     train: Annotated[bool, typer.Option(help="Time a training step of all weights in place of a forward.")] = False,
     checkpointing: Annotated[
         bool, typer.Option(help="In a training step compute activations again in the backward pass.")

@@ -113,7 +113,7 @@ def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
         ready = load_patch(patch)
         return [(ready.family, ready.config)]
     parts = read_record(folder).transformers.values()
-    return [(part.family, PatchConfig.from_dict(part.patch)) for part in parts]
+    return [(part.family, PatchConfig.read(part.patch)) for part in parts]
 
 
 def print_model(
@@ -141,8 +141,6 @@ def print_model(
     if density is not None:
         if patch is not None:
             raise ValueError(f"--density {density} and --patch both give a density; give one of them.")
-        if not isinstance(config, SparseConfig):
-            raise ValueError(f"--density {density}: the patch of {name} runs {config.attention}; leave it out.")
         config = config.replace(density=density)
     plain, patched = count_forward(case), count_forward(case, config)
     whole, left = sum(plain.values()), sum(patched.values())
@@ -181,7 +179,7 @@ def print_any_patch(patch: str) -> None:
         ("file", f"{record.file}, {file.stat().st_size / 1e6:,.1f} MB"),
         ("SHA-256, fits", record.sha256),
     ]
-    runs = dict.fromkeys(summary_of(PatchConfig.from_dict(part.patch)) for part in record.transformers.values())
+    runs = dict.fromkeys(summary_of(PatchConfig.read(part.patch)) for part in record.transformers.values())
     typer.echo(f"{folder.name} runs {' and '.join(runs)}\n")
     _print_table(f"{folder}: a saved patch, for load_mhla", ["record", "value"], rows)
     with safe_open(file, framework="pt") as tensors:
@@ -193,7 +191,7 @@ def print_any_patch(patch: str) -> None:
             f"\n{name}: {part.transformer} of {part.layers} layers, {part.heads} heads of {part.head_dim}; "
             f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(base)} of the model with {sum(base):,}\n"
         )
-        settings = Patch(part.family, record.base_model, name, PatchConfig.from_dict(part.patch))
+        settings = Patch(part.family, record.base_model, name, PatchConfig.read(part.patch))
         _print_settings(f"Settings of the {name}", settings)
 
 

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
 from ..attention.layout import layout_of
+from ..settings import check_names
 from .cases import Shape, Work
 from .correctness import check_operator, check_same, why_no_triton
 from .measure import Results, Row, Runs, free_bytes, time_interleaved
@@ -132,8 +133,7 @@ def benchmark_operator(shape: Shape, results: Results, stages: Sequence[str], *,
         ValueError: an unknown stage.
     """
     device, dtype = results.device, results.dtype
-    if unknown := set(stages) - set(STAGES):
-        raise ValueError(f"Unknown stage {unknown.pop()!r}; allowed: {', '.join(STAGES)}.")
+    check_names(stages, STAGES, "stage")
     check_operator(shape, device, dtype)
     for stage in stages:
         torch.compiler.reset()

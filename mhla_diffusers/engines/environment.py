@@ -36,13 +36,13 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
     given = {name: text for name, text in environment.items() if name.startswith("MHLA_") and text}
     check_names(given, (*_VARIABLES, *_OTHER_VARIABLES), "environment variable")
     config: Any = load_patch(given["MHLA_PATCH"]).config if "MHLA_PATCH" in given else SparseConfig()
-    changes = {setting: _value(name, given[name]) for name, setting in _VARIABLES.items() if name in given}
+    changes = {setting: _value(given[name]) for name, setting in _VARIABLES.items() if name in given}
     others: dict[str, Any] = {}
     if "MHLA_SOFTMAX_LAYERS" in given:
         layers = filter(None, map(str.strip, given["MHLA_SOFTMAX_LAYERS"].split(",")))
-        others["softmax_layers"] = tuple(_value("MHLA_SOFTMAX_LAYERS", layer) for layer in layers)
+        others["softmax_layers"] = tuple(map(_value, layers))
     if "MHLA_MIN_TOKENS" in given:
-        others["min_tokens"] = _value("MHLA_MIN_TOKENS", given["MHLA_MIN_TOKENS"])
+        others["min_tokens"] = _value(given["MHLA_MIN_TOKENS"])
     try:
         settings = EngineSettings(config, **others)
         return replace(settings, config=settings.config.replace(**changes))
@@ -51,14 +51,6 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
         raise ValueError(f"{said} in the environment: {error}") from None
 
 
-def _value(name: str, text: str) -> Any:
-    """Return a variable's number, which is a count if it has no point, or a word."""
-    if name in ("MHLA_ORDER", "MHLA_CARRY_DTYPE", "MHLA_CARRY_DEVICE"):
-        return text
-    if name == "MHLA_REFRESH" and text in ("auto", "none"):
-        return None if text == "none" else text
-    try:
-        return int(text) if text.strip().isdigit() else float(text)
-    except ValueError:
-        words = ", 'auto' or 'none'" if name == "MHLA_REFRESH" else ""
-        raise ValueError(f"{name}={text!r} must be a number{words}.") from None
+def _value(text: str) -> Any:
+    """Return a variable's value: a count, or text, of which settings read numbers; None for "none"."""
+    return None if text == "none" else int(text) if text.strip().isdigit() else text

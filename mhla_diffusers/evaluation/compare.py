@@ -53,12 +53,7 @@ def bootstrap(statistic: Callable[[torch.Tensor], float], count: int, resamples:
     A resample differs from the samples as these do from the population. So the interval reaches from θ - (q97.5 - θ) to
     θ + (θ - q2.5), with θ of the samples and quantiles q of the resamples. This takes off the bias of few samples,
     which a percentile interval has twice: the fewer the samples, the larger their Fréchet distance.
-
-    Raises:
-        ValueError: fewer than 2 samples or resamples.
     """
-    if count < 2 or resamples < 2:
-        raise ValueError(f"A bootstrap needs at least 2 samples and resamples, got {count} and {resamples}.")
     generator = torch.Generator().manual_seed(seed)
     drawn = [statistic(torch.randint(count, (count,), generator=generator)) for _ in range(resamples)]
     ends = torch.tensor([0.025, 0.975], dtype=torch.float64)

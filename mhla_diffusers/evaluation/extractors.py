@@ -226,12 +226,10 @@ def load_callable(place: str) -> Callable[..., Any]:
     """Load a callable given as ``package.module:name``, which may lie in the current folder, as for ``python -m``.
 
     Raises:
-        ValueError: another form, or a module without such a callable.
+        ValueError: a module without such a callable.
         ImportError: no such module.
     """
-    module, separator, name = place.partition(":")
-    if not separator:
-        raise ValueError(f"{place!r} must look like package.module:callable.")
+    module, _, name = place.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     found = getattr(importlib.import_module(module), name, None)

@@ -51,10 +51,8 @@ class Images:
                     f"{path} holds no images ({', '.join(IMAGE_SUFFIXES)}) and no {VIDEO_SUFFIX} videos."
                 )
             return
-        if not path.is_file():
-            raise FileNotFoundError(f"There are no images at {path}: neither a folder nor an npz file.")
-        if path.suffix != ".npz":
-            raise ValueError(f"{path} must be a folder of images or an npz file with arr_0.")
+        if not path.is_file() or path.suffix != ".npz":
+            raise FileNotFoundError(f"There are no images at {path}: it must be a folder or an npz file with arr_0.")
         self._files = []
         with _open_array(path) as (_, shape):
             self._count = shape[0]
@@ -169,8 +167,6 @@ def write_npz(images: Images, path: Path) -> None:
         archive.open(_ARRAY, "w", force_zip64=True) as stream,
     ):
         for batch in images.batches(100):
-            if batch.ndim != 4:
-                raise ValueError(f"An npz holds images, but {images.path} holds videos.")
             pixels = batch.permute(0, 2, 3, 1).contiguous()
             if shape is None:
                 shape = tuple(pixels.shape[1:])

@@ -15,7 +15,7 @@ def moments(features: torch.Tensor) -> Moments:
     """Return mean and unbiased covariance of features (n, D), which may be memory-mapped.
 
     Raises:
-        ValueError: another shape, fewer than two features, or values that are not finite.
+        ValueError: another shape, or fewer than two features.
     """
     if features.ndim != 2 or len(features) < 2:
         raise ValueError(
@@ -23,8 +23,6 @@ def moments(features: torch.Tensor) -> Moments:
         )
     chunks = features.detach().split(_CHUNK)
     mean = torch.stack([chunk.double().sum(dim=0) for chunk in chunks]).sum(dim=0).cpu() / len(features)
-    if not mean.isfinite().all():
-        raise ValueError("Features are not finite; the extractor overflowed or got damaged images.")
     scatter = torch.zeros(len(mean), len(mean), dtype=torch.float64)
     for chunk in chunks:
         centred = chunk.double().cpu() - mean
@@ -82,8 +80,6 @@ def inception_score(probabilities: torch.Tensor, split: int = 5000) -> float:
         probabilities: (n, classes), each row summing to 1.
         split: predictions per split; a partial last split counts like a full one.
     """
-    if not len(probabilities):
-        raise ValueError("There are no predictions to compute an Inception score of.")
     scores = []
     for part in probabilities.double().split(split):
         marginal = part.mean(dim=0)
@@ -98,14 +94,9 @@ def kernel_distance(first: torch.Tensor, second: torch.Tensor) -> float:
     slightly negative.
 
     Args:
-        first: features (n, D).
-        second: features (m, D).
-
-    Raises:
-        ValueError: a set of fewer than two features.
+        first: features (n, D), at least two.
+        second: features (m, D), at least two.
     """
-    if min(len(first), len(second)) < 2:
-        raise ValueError(f"The sets hold {len(first)} and {len(second)} features; each needs at least 2.")
 
     def kernels(some: torch.Tensor, others: torch.Tensor) -> float:
         """Sum the kernel over all pairs."""
@@ -132,9 +123,6 @@ def precision_recall(reference: torch.Tensor, samples: torch.Tensor, neighbours:
         samples: features (m, D), more than ``neighbours``.
         neighbours: k.
     """
-    for name, features in (("reference", reference), ("sample", samples)):
-        if len(features) <= neighbours:
-            raise ValueError(f"The {name} set holds {len(features)} features; it needs at least {neighbours + 1}.")
 
     def distances(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         # avoids the cancellation of the expanded square, after which a point may not be its own nearest neighbour

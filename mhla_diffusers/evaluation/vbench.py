@@ -208,9 +208,6 @@ def run_vbench(
             "2): create one, pip install vbench there, and give the path of its python."
         )
     folders = {"videos": videos} | ({} if flickering is None else {"flickering_videos": flickering})
-    for folder in folders.values():
-        if not folder.is_dir():
-            raise FileNotFoundError(f"There is no folder of videos at {folder}.")
     entries = read_suite(suite)
 
     def files_of(dimension: str) -> list[str]:

@@ -39,13 +39,8 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
         ValueError: a file without prompts, a row without one, or with a picture that is not a path.
     """
     reader = {".csv": read_csv, ".jsonl": read_json_lines}.get(path.suffix.lower())
-    if reader is None:
-        lines = tuple((prompt, None) for prompt in read_lines(path))
-        if not lines:
-            raise ValueError(f"Prompt file {path} holds no prompts; write one per line.")
-        return lines
-    rows: list[tuple[str, Path | None]] = []
-    for number, row in enumerate(reader(path), start=1):
+    rows: list[tuple[str, Path | None]] = [] if reader else [(prompt, None) for prompt in read_lines(path)]
+    for number, row in enumerate(reader(path) if reader else (), start=1):
         columns = row if isinstance(row, dict) else {}
         text, image = columns.get("text"), columns.get("image") or ""
         if not isinstance(text, str) or not text.strip():
@@ -55,7 +50,7 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
             raise ValueError(f"Row {number} of {path}: image={image!r} must be the path of a picture.")
         rows.append((text.strip(), path.parent / image.strip() if image.strip() else None))
     if not rows:
-        raise ValueError(f"Prompt file {path} holds no prompts; write one per row, in a column 'text'.")
+        raise ValueError(f"Prompt file {path} holds no prompts; write one per line, or per row of .csv or .jsonl.")
     return tuple(rows)
 
 
@@ -82,21 +77,19 @@ REFRESH = "Steps after which it runs again, which carries on what the patch lose
 def parse_dense_steps(softmax_steps: str | None, refresh: str | None) -> dict[str, Any]:
     """Parse these settings of a patch as a command gives them; those that it does not give are left out."""
     given = {"softmax_steps": softmax_steps, "refresh": refresh}
-    return {name: _parse_steps(name, text) for name, text in given.items() if text is not None}
+    return {name: _parse_steps(text) for name, text in given.items() if text is not None}
 
 
-def _parse_steps(name: str, text: str) -> int | float | str | None:
-    """Parse a number of steps such as 3, a fraction such as 0.2 or 20%, none or auto."""
-    if text in ("none", "auto"):
-        return None if text == "none" else text
+def _parse_steps(text: str) -> int | float | str | None:
+    """Parse a number of steps such as 3, a fraction such as 0.2 or 20%, or none; other text the settings refuse."""
+    if text == "none":
+        return None
     try:
         if text.endswith("%"):
             return float(text.removesuffix("%")) / 100
         return int(text) if text.isdigit() else float(text)
     except ValueError:
-        raise ValueError(
-            f"--{name.replace('_', '-')} {text}: write a number of steps such as 3, a fraction such as 20%, or none."
-        ) from None
+        return text
 
 
 def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:

@@ -127,14 +127,11 @@ def decode_latents(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     Returns:
         (B, frames, H, W, 3) in [0, 1], float32 on the CPU.
     """
-    if not (isinstance(latents, torch.Tensor) and latents.is_floating_point()):
-        given = latents.dtype if isinstance(latents, torch.Tensor) else type(latents).__name__
-        raise TypeError(f"latents must be a floating point tensor, got {given}.")
     channels = pipe.transformer.config.out_channels
-    if latents.ndim != 5 or latents.shape[1] != channels or not latents.numel():
+    if latents.ndim != 5 or latents.shape[1] != channels or not latents.numel() or not latents.is_floating_point():
         raise ValueError(
-            f"latents must be of the shape (B, {channels}, F, H, W), as stream_latents gives them side by side along "
-            f"dim=2, got {tuple(latents.shape)}."
+            f"latents must be floating point of the shape (B, {channels}, F, H, W), as stream_latents gives them side "
+            f"by side along dim=2, got {latents.dtype} {tuple(latents.shape)}."
         )
     scaled = unscaled_latents(pipe.vae, latents.float())
     pixels = pipe.vae.decode(scaled.to(pipe.vae.device, pipe.vae.dtype), return_dict=False)[0]

@@ -28,7 +28,7 @@ class MHLACache(Cache):
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
 
     Raises:
-        ValueError: no language model, or not patched.
+        ValueError: no language model.
     """
 
     def __init__(self, model: Any, backend: str = "auto") -> None:
@@ -41,8 +41,6 @@ class MHLACache(Cache):
                 f"is a {family.kind} model."
             )
         attentions = list(family.attention.self_attentions(transformer).values())
-        if all(layer_of(attn) is None for attn in attentions):
-            raise ValueError("The model is not patched with MHLA; call apply_mhla() first, or take a DynamicCache.")
         layers = [DynamicLayer() if layer_of(attn) is None else StateLayer(attn, backend) for attn in attentions]
         super().__init__(layers)
 
@@ -81,22 +79,16 @@ class MHLACache(Cache):
                 text began, or is another model's.
         """
         held, layer = self.layers[attn.layer_idx], layer_of(attn)
-        if not isinstance(held, StateLayer):
-            raise ValueError("This MHLACache was made before this layer was patched; make another, MHLACache(model).")
-        if attn is not held.attn or not isinstance(layer, MHLALayer):
-            raise ValueError(
-                "This MHLACache was made from another model; make one from this one, MHLACache(model), for every "
-                "model and batch."
-            )
-        if held.state is None:
-            held.state, held.layer = layer.new_state((1,), held.backend), layer
-        if layer is not held.layer:
-            raise ValueError(
-                f"Layer {attn.layer_idx} has another MHLA layer than when the text began; make a new "
-                "MHLACache(model), or reset() this one to begin again."
-            )
-        held.is_awaited = False
-        return held.state
+        if isinstance(held, StateLayer) and attn is held.attn and isinstance(layer, MHLALayer):
+            if held.state is None:
+                held.state, held.layer = layer.new_state((1,), held.backend), layer
+            if layer is held.layer:
+                held.is_awaited = False
+                return held.state
+        raise ValueError(
+            f"This MHLACache does not belong to layer {attn.layer_idx} of this model as it is patched now; make "
+            "another, MHLACache(model), for every model, patch and batch."
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused before any layer is touched: a KV state is a sum, from which single tokens cannot be taken out.

@@ -104,14 +104,6 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
     return calls
 
 
-def _record_unpatched(
-    model: Any, handles: Mapping[str, Patched], run: Callable[[], object]
-) -> dict[str, list[TransformerCall]]:
-    """Record what the transformers get with the patch switched off."""
-    with mhla_disabled(model):
-        return record_calls({component: patched.transformer for component, patched in handles.items()}, run)
-
-
 def spread_calls(calls: list[Item]) -> list[Item]:
     """Choose some calls, evenly spread over all."""
     count = min(len(calls), _CALLS)
@@ -189,7 +181,8 @@ def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]
     refuse_language(model, "layer_sensitivity()")
     require_layers(model)
     handles = require_patched(model)
-    calls = _record_unpatched(model, handles, run)
+    with mhla_disabled(model):
+        calls = record_calls({component: patched.transformer for component, patched in handles.items()}, run)
     return {
         f"{'' if isinstance(model, nn.Module) else f'{component}.'}{layer}": value
         for component, patched in handles.items()

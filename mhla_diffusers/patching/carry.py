@@ -123,6 +123,8 @@ class Difference:
         return output.addcmul_(values, factor if self.scale is None else factor * self.scale)
 
 
+_streams: dict[torch.device, Any] = {}
+"""What differences are read on from the machine's memory."""
 Key = tuple[int, int]
 """Number of a layer, and which of the tensors that its attention returns."""
 
@@ -175,19 +177,12 @@ class Half:
         return copy
 
     def _read(self, device: torch.device, key: Key) -> tuple[torch.Tensor, Any]:
-        stream = _copy_stream(device)
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        stream = _streams[device]
         with torch.cuda.stream(stream):
             copy = self.differences[key].values.to(device, non_blocking=True)
             return copy, stream.record_event()
-
-
-_streams: dict[torch.device, Any] = {}
-
-
-def _copy_stream(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
 
 
 class DenoisingRun:

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,6 +13,7 @@ from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and
 from ..config import FEWEST_REFRESHED, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
+from ..settings import check_value
 from .any_model import any_patches
 from .carry import carried_bytes
 from .finding import find_patched, find_transformers
@@ -298,10 +298,7 @@ def grids_of_size(
             a token.
     """
     for side, value in (("height", height), ("width", width), ("num_frames", num_frames)):
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if value is not None and not (is_whole and value > 0):
-            unit = "frames" if side == "num_frames" else "pixels"
-            raise ValueError(f"{side}={value!r} must be a whole number of {unit}, at least 1.")
+        check_value(side, value, int | None, above=0)
     transformers = find_transformers(pipe)
     if isinstance(pipe, nn.Module) and get_family(pipe).kind != "vision":
         raise ValueError(

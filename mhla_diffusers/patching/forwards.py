@@ -221,15 +221,13 @@ class Forwards:
     def _has_dense_steps(self, context: CallContext, transformer: nn.Module) -> bool:
         """Whether the denoising step of a forward decides what attends; in training mode it never does."""
         config = self.patched.config
-        if not config.asks_for_dense_steps and (torch.is_grad_enabled() or not self._knows_steps(context)):
-            return False
+        if not config.asks_for_dense_steps:
+            if torch.is_grad_enabled():
+                return False
+            # a graph would break on finding the step by its timestep
+            if context.step is None and (self.patched.loop.pipe is None or torch.compiler.is_compiling()):
+                return False
         return config.has_dense_steps and not (transformer.training or context.in_every_step or self.patched.is_off)
-
-    def _knows_steps(self, context: CallContext) -> bool:
-        """Whether the denoising step of a forward is known, without breaking a graph."""
-        if context.step is not None:
-            return True
-        return self.patched.loop.pipe is not None and not torch.compiler.is_compiling()
 
     def _choose_attention(
         self,

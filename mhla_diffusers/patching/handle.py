@@ -84,9 +84,7 @@ class Patched:
             layer = layer_of(attn)
             if layer is not None:
                 return layer.config
-        if self.processor is None:
-            raise ValueError("This transformer is not patched with MHLA.")
-        return self.processor.config
+        return self.running_processor().config
 
     @property
     def is_installed(self) -> bool:

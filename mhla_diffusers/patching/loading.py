@@ -4,7 +4,6 @@ import json
 import shlex
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..config import KINDS, PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
+from ..config import PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..families import get_family
 from ..files import check_hash, read_json
-from ..settings import check, check_value, differences, nearest, said_allowed
+from ..settings import check, check_value, differences, nearest
 from .finding import find_transformers, is_patched
 from .handle import Patched
 from .installing import install, replace_weights
@@ -38,7 +37,6 @@ Model = TypeVar("Model")
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Files that are never loaded."""
-_ARGUMENTS = ("blocks", "density", "backend", "revision", "token", "keep_replaced")
 
 
 def load_mhla(
@@ -51,15 +49,15 @@ def load_mhla(
     revision: str | None = None,
     token: str | None = None,
     keep_replaced: bool = True,
-    **others: Any,
 ) -> Model:
     """Apply a saved patch and load its weights.
 
-    If anything is refused the model is unchanged. A model that was loaded from elsewhere than the patch's base model
-    gets a warning, since other weights of the same shapes are not noticed. A patch saved with ``weights="changed"`` or
-    ``"all"`` also replaces weights of the model itself, which :func:`remove_mhla` brings back. A LoRA that belongs to
-    the patch is loaded as the adapter ``mhla``. For a patch that was distilled to a few steps a pipeline gets a
-    :class:`mhla_diffusers.FewStepScheduler`, until :func:`remove_mhla` brings its own back.
+    If anything is refused the model is unchanged. Other settings are for :func:`change_mhla`, after loading. A model
+    that was loaded from elsewhere than the patch's base model gets a warning, since other weights of the same shapes
+    are not noticed. A patch saved with ``weights="changed"`` or ``"all"`` also replaces weights of the model itself,
+    which :func:`remove_mhla` brings back. A LoRA that belongs to the patch is loaded as the adapter ``mhla``. For a
+    patch that was distilled to a few steps a pipeline gets a :class:`mhla_diffusers.FewStepScheduler`, until
+    :func:`remove_mhla` brings its own back.
 
     Args:
         model: unpatched pipeline or transformer of the kind that the patch was made for.
@@ -71,20 +69,15 @@ def load_mhla(
         token: for a private Hub repository.
         keep_replaced: whether to keep the weights of the model that the patch changes, in the CPU's memory. Without
             them :func:`remove_mhla` refuses, since it could not bring them back.
-        **others: refused: other settings are for :func:`change_mhla`.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: arguments that are unknown or not allowed, wrong model, damaged or incomplete files, non-finite
+        ValueError: arguments that are not allowed, wrong model, damaged or incomplete files, non-finite
             values, or a model that is patched already.
         FileNotFoundError: no patch there.
     """
-    for name in others:
-        is_setting = any(name in {field.name for field in fields(kind)} for kind in KINDS)
-        later = f" After loading, change_mhla(model, {name}={others[name]!r}) changes it." if is_setting else ""
-        raise ValueError(f"load_mhla has no argument {name!r}; {said_allowed(name, _ARGUMENTS)}{later}")
     check_value("keep_replaced", keep_replaced, bool)
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
@@ -110,7 +103,7 @@ def load_mhla(
     plans = []
     for name, transformer in transformers.items():
         saved = record.transformers[name]
-        before = PatchConfig.from_dict(saved.patch)
+        before = PatchConfig.read(saved.patch)
         opened = before.replace(**changes)
         patched, layers = plan_patch(transformer, MHLAProcessor(opened, backend=backend))
         part = resized(_part_of(tensors, name), before, opened)
@@ -151,11 +144,7 @@ def _part_of(tensors: Mapping[str, torch.Tensor], component: str) -> dict[str, t
 
 
 def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
-    if not isinstance(patch, str | Path) or not str(patch):
-        raise ValueError(f"patch={patch!r} must be a folder, a Hub id, or the name of an adapted patch that ships.")
     path = Path(patch)
-    if path.suffix in _PICKLE_SUFFIXES:
-        raise ValueError(f"{path} is a pickle file, which is never loaded; save the patch with save_mhla().")
     if path.is_dir():
         return path
     if (shipped := adapted_patch_folder(str(patch))) is not None:

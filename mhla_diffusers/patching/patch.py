@@ -503,7 +503,7 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
         count: number of self-attentions of the model.
 
     Raises:
-        ValueError: unknown choice, an index out of range or given twice, or a choice that is made by measuring.
+        ValueError: unknown choice, an index out of range, or a choice that is made by measuring.
     """
     parsed = parse_layers(choice)
     if is_automatic(choice):
@@ -516,8 +516,4 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
         kept = 1 - parsed
         return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
     check_value("layers", list(parsed), list[int], at_least=-count, at_most=count - 1)
-    chosen = sorted(index % count for index in parsed)
-    twice = sorted({index for index in chosen if chosen.count(index) > 1})
-    if twice:
-        raise ValueError(f"layers={parsed} names layer {', '.join(map(str, twice))} more than once; name each once.")
-    return chosen
+    return sorted({index % count for index in parsed})

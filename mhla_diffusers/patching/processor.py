@@ -68,32 +68,24 @@ class MHLAProcessor:
         backend: str = "auto",
         **settings: Any,
     ) -> None:
-        if call:
+        if call or not isinstance(config, PatchConfig | None):
             raise ValueError(
-                f"MHLAProcessor takes settings as keywords, got {type(config).__name__} and {len(call)} more by place. "
-                "If an attention called it so, its processor is the class: set an instance, such as "
-                "MHLAProcessor(blocks=(7, 3, 5))."
+                f"MHLAProcessor takes MHLAConfig, SparseConfig or CausalConfig, or single settings as keywords, got "
+                f"{type(config).__name__}. If an attention called it so, its processor is the class: set an instance, "
+                "such as MHLAProcessor(blocks=(7, 3, 5))."
             )
         if config is not None and settings:
             raise ValueError(
                 f"Give either config or single settings, not both (got config and {', '.join(settings)}); "
                 "config.replace(...) changes a configuration."
             )
-        if config is not None and not isinstance(config, PatchConfig):
-            raise ValueError(
-                f"config={config!r} must be MHLAConfig, SparseConfig or CausalConfig; single settings are keywords, "
-                "such as MHLAProcessor(blocks=(7, 3, 5))."
-            )
         check_choice("backend", backend, BACKENDS)
         is_blank = config is None and not settings and grid is None and backend == "auto"
-        self._config = config if config is not None or is_blank else PatchConfig.from_dict(settings)
+        self._config = config if config is not None or is_blank else PatchConfig.read(settings)
         self.grid = None if grid is None else check_grid(grid, "grid")
         self.backend = backend
         self._left: WeakKeyDictionary[Any, tuple[Any, AttentionAdapter]] = WeakKeyDictionary()
         """Attention whose patch was removed → its original processor and adapter, in case this one is set again."""
-        blocks = getattr(self._config, "blocks", None)
-        if self.grid is not None and blocks is not None and len(self.grid) != len(blocks):
-            raise ValueError(f"grid={self.grid} and blocks={blocks} must have the same number of axes.")
         # diffusers' hooks look a processor's class up to learn how it is skipped
         from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
 
@@ -344,16 +336,11 @@ class MHLAProcessor:
         return output
 
     def _check_layer(self, layer: PatchedLayer | None) -> None:
-        if layer is None and self.config.layers != "all":
+        if layer is None and (self.config.layers != "all" or self.config.asks_for_dense_steps):
+            refused = self.config.dense_words if self.config.layers == "all" else f"layers={self.config.layers!r}"
             raise ValueError(
-                f"layers={self.config.layers!r} cannot be honoured when diffusers' own set_attn_processor puts the "
-                "processor on every layer; use mhla_diffusers.set_attn_processor(transformer, processor) or "
-                "apply_mhla()."
-            )
-        if layer is None and self.config.asks_for_dense_steps:
-            raise ValueError(
-                f"{self.config.dense_words} cannot be honoured when diffusers' own "
-                "set_attn_processor drops the original processors; use apply_mhla(pipe, ...), which keeps them."
+                f"{refused} cannot be honoured when diffusers' own set_attn_processor puts the processor on every "
+                "layer and drops the original ones; use apply_mhla(pipe, ...), which keeps them."
             )
         if layer is not None:
             raise ValueError(

@@ -124,14 +124,9 @@ def save_mhla(
             that ``dtype`` cannot hold.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
-    if not isinstance(folder, str | Path) or not str(folder):
-        raise ValueError(f"folder={folder!r} must be the path of the folder to save into.")
     record, tensors, lora = _collect(model, weights, base, base_model, dtype)
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"Cannot save a patch into {folder}: {error}.") from error
+    folder.mkdir(parents=True, exist_ok=True)
     _write(folder, record, tensors, lora)
     return folder
 

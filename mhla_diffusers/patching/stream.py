@@ -15,7 +15,7 @@ from torch import nn
 from ..attention import MHLAState
 from ..attention.rope import Rotary
 from ..families import get_family, unwrapped
-from ..settings import check, check_names, check_value
+from ..settings import check_names, check_value
 from .context import Grid, call_context
 from .finding import find_transformers
 from .layer import MHLALayer, layer_of
@@ -130,15 +130,6 @@ class VideoStream:
         names = inspect.signature(forward).parameters
         if not any(one.kind is one.VAR_KEYWORD for one in names.values()):
             check_names(kwargs, [*names][1:] + ["keep"], "argument of a stream")
-        latents = self._family.forward.named_arguments(self._inside, args, kwargs).get(
-            self._family.forward.latents_name
-        )
-        if isinstance(latents, torch.Tensor) and not torch.is_autocast_enabled(latents.device.type):
-            kind = self._inside.dtype
-            check(
-                latents.dtype == kind,
-                f"The latents are {latents.dtype} and the weights of the transformer {kind}; give latents.to({kind}).",
-            )
         if parallel_of(getattr(self._inside, "_parallel_config", None)) is not None:
             raise ValueError(
                 "The tokens of this transformer are split between processes, which a stream does not do; use it before "
@@ -178,13 +169,11 @@ class _Step:
         """Return what the frame blocks before have left behind in an attention."""
         stream, layer = self._stream, layer_of(attn)
         name = stream._names.get(id(attn))
-        if name is None or not isinstance(layer, MHLALayer):
+        if name is None or not isinstance(layer, MHLALayer) or layer is not stream._layers[name]:
             raise ValueError(
-                f"This {type(attn).__name__} is none of the attentions that the stream was made for; a stream calls "
-                "its own transformer, patched as it was."
+                f"{name or type(attn).__name__} is not the attention, with the MHLA layer, that this stream was made "
+                "for; make a new VideoStream."
             )
-        if layer is not stream._layers[name]:
-            raise ValueError(f"{name} has another MHLA layer than when the stream began; make a new VideoStream.")
         if stream._grid is not None and grid[1:] != stream._grid[1:]:
             raise ValueError(
                 f"The frames before had {stream._grid[1]}x{stream._grid[2]} tokens each, and these have "

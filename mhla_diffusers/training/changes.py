@@ -52,7 +52,7 @@ def find_changes(folder: Path, state: Mapping[str, Any], run: Mapping[str, Any])
     Raises:
         ValueError: something has changed that may not, with its values and the reason.
     """
-    config = TrainingConfig.from_dict(state["config"])
+    config = TrainingConfig.read(state["config"])
     found = list(differences(_named({key: state[key] for key in run}), _named(run)))
     refused = [
         f"{name}={now!r}, which was {before!r}: {why}" for name, before, now, why in _refused(found, config, state)

@@ -1,7 +1,7 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,10 +31,6 @@ BaseType = Literal["int8", "float8"]
 
 _POSITIVE, _ZERO_OR_MORE, _FILLED = allow(above=0), allow(at_least=0), allow(is_filled=True)
 _PATCH = allow(words="a name, a path, or settings such as blocks", is_filled=True)
-
-
-def _precision(name: Any) -> str:
-    return precision_name(name, ("float32", "bfloat16"))
 
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(min|h)")
@@ -235,7 +231,9 @@ class TrainingConfig(Settings):
     """Samples per process and forward; with ``context_parallel`` per group of processes."""
     gradient_accumulation: int = field(default=1, metadata=_POSITIVE)
     """Forwards per update."""
-    precision: Literal["no", "bf16"] = field(default="no", metadata=allow(convert=_precision))
+    precision: Literal["no", "bf16"] = field(
+        default="no", metadata=allow(convert=lambda name: precision_name(name, ("float32", "bfloat16")))
+    )
     """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
     base_dtype: BaseType | None = None
     """Type that the weights of all linear layers of the blocks are kept in under LoRA; None for that of ``precision``,
@@ -351,11 +349,6 @@ class TrainingConfig(Settings):
         return sum(stage.steps for stage in self.stages[: stage + 1])
 
     @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> "TrainingConfig":
-        """Read what ``to_dict`` returns; a float may be text, since YAML reads ``1e-4`` so."""
-        return cls.read(settings)
-
-    @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
         """Read a file.
 
@@ -365,6 +358,6 @@ class TrainingConfig(Settings):
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: as :meth:`from_dict`, or a malformed file or override, or another script's configuration.
+            ValueError: as :meth:`read`, or a malformed file or override, or another script's configuration.
         """
         return read_yaml(cls, read_text(Path(path)), path, overrides)

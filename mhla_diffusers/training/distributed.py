@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..families import get_family, trained_family
+from ..settings import check
 from .config import ContextParallel, TrainingConfig
 
 
@@ -54,12 +55,11 @@ def uses_fsdp2(config: TrainingConfig) -> bool:
 
 def check_sharded(config: TrainingConfig) -> None:
     """Raise ValueError for settings that do not work on sharded weights."""
-    if config.optimizer != "adamw":
-        raise ValueError(
-            f"optimizer={config.optimizer} does not work on sharded weights (FSDP2); set optimizer: adamw."
+    for name, value, allowed in (("optimizer", config.optimizer, "adamw"), ("base_dtype", config.base_dtype, None)):
+        check(
+            value == allowed,
+            f"{name}={value} does not work on sharded weights (FSDP2); set {name}: {allowed or 'null'}.",
         )
-    if config.base_dtype is not None:
-        raise ValueError(f"base_dtype={config.base_dtype} does not work on sharded weights (FSDP2); leave it out.")
 
 
 def shard(transformer: Any, device: torch.device, processes: int) -> None:

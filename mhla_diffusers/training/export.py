@@ -39,7 +39,7 @@ def export_checkpoint(
     taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
     check(not taken, f"{output} exists already; give the name of a new folder to export into.")
     state = read_state(folder)
-    config = TrainingConfig.from_dict(state["config"])
+    config = TrainingConfig.read(state["config"])
     transformer = begin(config, state["content"])
     prepare_for_training(transformer, config)
     saved = read_tensors(folder, state, "weights", "ema")

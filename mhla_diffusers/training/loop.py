@@ -103,6 +103,7 @@ def train_checked(
     transformer: nn.Module, data: TrainingData, config: TrainingConfig, checkpoint: Path | None, sampler: Sampler | None
 ) -> TrainingResult:
     """Train after the checks, from a checkpoint if one is given; see :func:`train`."""
+    ends_at = math.inf if config.time_limit is None else time.monotonic() + seconds_of(config.time_limit)
     run = Run(transformer, data, config, sampler)
     saved = {} if checkpoint is None else run.resume(checkpoint)
     result = None
@@ -122,7 +123,7 @@ def train_checked(
                     run.validate(stage)
                 batches = run.batches.from_step(run.step, drops_prompts=settings.few_steps is None)
                 while run.step < end:
-                    must_stop = run.update(stage, batches, bool(signals) or run.time_is_spent(), bar)
+                    must_stop = run.update(stage, batches, bool(signals) or time.monotonic() >= ends_at, bar)
                     if run.step % config.validation.every == 0 or run.step == config.total_steps:
                         run.validate(stage)
                     if run.step == config.total_steps:
@@ -130,7 +131,7 @@ def train_checked(
                     if must_stop or run.step == end or run.step % config.checkpoint_every == 0:
                         run.save(stage, must_succeed=must_stop or run.step == end)
                     if must_stop and run.step < config.total_steps:
-                        spent = not signals and run.time_is_spent()
+                        spent = not signals and time.monotonic() >= ends_at
                         why = f"time_limit={config.time_limit}" if spent else "a signal"
                         logger.warning("Stopped by %s after step %d; resume with --resume latest.", why, run.step)
                         code = 124 if spent else 128 + (signals[0] if signals else signal.SIGTERM)
@@ -151,13 +152,12 @@ class Run:
         self.accelerator = accelerator = _make_accelerator(config)
         device: torch.device = accelerator.device
         # a process without a launcher has nobody to share with
-        self.is_sharded = uses_fsdp2(config) and torch.distributed.is_initialized()
+        is_sharded = uses_fsdp2(config) and torch.distributed.is_initialized()
         if config.base_dtype is not None:
             quantize_base(transformer, config.base_dtype, device)
         # whole weights may not fit on the device, so sharding moves them part by part
-        self.transformer = transformer if self.is_sharded else transformer.to(device)
-        self.family = trained_family(transformer)
-        process = self.family.training.process(transformer, config.flow_shift)
+        transformer = transformer if is_sharded else transformer.to(device)
+        process = trained_family(transformer).training.process(transformer, config.flow_shift)
         # processes that split the tokens of a batch form a group, with the same batches, noise and times
         size = config.context_parallel.processes
         group, groups = accelerator.process_index // size, accelerator.num_processes // size
@@ -182,11 +182,12 @@ class Run:
         self.validation_loss: float | None = None
         self.changes: list[Change] = []
         """Settings that have changed since the checkpoint that the run was resumed from."""
-        self.started_at = self.exported_at = time.monotonic()
-
+        self.exported_at = time.monotonic()
         self.changed = prepare_for_training(transformer, config)
-        self.unsharded = meta_copy(transformer) if self.is_sharded else None
-        if self.is_sharded:
+        """Names of the parameters that any stage trains."""
+        self.unsharded = meta_copy(transformer) if is_sharded else None
+        """Filled with the whole weights to save them; None where they are not sharded."""
+        if is_sharded:
             make_trainable(transformer, self.changed)
             shard(transformer, device, accelerator.num_processes)
         if size > 1:  # after calibration, which needs whole attentions
@@ -197,6 +198,16 @@ class Run:
         if config.validation.samples and config.patch is not None:
             with Teacher(transformer, ()).at_work(), accelerator.autocast():
                 self.unpatched_loss = self._held_out_mean(validation_loss(transformer, self.batches))
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The student, unwrapped."""
+        return self.roles.student
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 spreads the weights over the processes."""
+        return self.unsharded is not None
 
     def resume(self, checkpoint: Path) -> dict[str, Tensors]:
         """Load the weights of a checkpoint, and return the tensors of all its files."""
@@ -280,7 +291,7 @@ class Run:
         for forward in range(config.gradient_accumulation):
             batch = next(batches)
             tokens += len(batch.latents) * math.prod(
-                self.family.forward.token_grid(self.transformer, batch.hidden_states)
+                trained_family(self.transformer).forward.token_grid(self.transformer, batch.hidden_states)
             )
             with accelerator.accumulate(stage.model):
                 if self.is_sharded:
@@ -365,7 +376,7 @@ class Run:
         """
         parameters = dict(self.transformer.named_parameters())
         with stage.averaged_weights():
-            parts = [parameters[name] for name in self.changed]
+            parts: list[torch.Tensor] = [parameters[name] for name in self.changed]
             parts = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
             finite = torch.stack([part.isfinite().all() for part in parts]).all()
         broken = float(self.accelerator.reduce((~finite).float(), reduction="sum"))
@@ -406,11 +417,6 @@ class Run:
                     raise
                 logger.error("%s Training continues; the earlier checkpoints are kept.", error)
         self.accelerator.wait_for_everyone()
-
-    def time_is_spent(self) -> bool:
-        """Whether the time limit is over, by the clock of this process."""
-        limit = self.config.time_limit
-        return limit is not None and time.monotonic() - self.started_at >= seconds_of(limit)
 
     def export_is_due(self) -> bool:
         """Whether to export after this update; of a time the clock of the first process decides."""

@@ -200,7 +200,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """
     try:
         state = read_checked_json(folder / _STATE)
-        state = {**state, "config": TrainingConfig.from_dict(state["config"]).to_dict()}
+        state = {**state, "config": TrainingConfig.read(state["config"]).to_dict()}
         missing = [name for name in state["files"] if not (folder / name).is_file()]
     except ValueError as error:
         raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error

@@ -79,13 +79,6 @@ def test_resizing_keeps_a_smooth_patch_close_without_the_normaliser_too():
         assert (fine - coarse).norm() / coarse.norm() < 0.25
 
 
-def test_resizing_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match="2 against 3 axes"):
-        resize_mixing(torch.rand(4, 4), (2, 2), (2, 2, 2))
-    with pytest.raises(ValueError, match=r"shape \(5, 5\) does not fit blocks=\(2, 2\)"):
-        resize_mixing(torch.rand(5, 5), (2, 2), (3, 3))
-
-
 def test_resizing_is_the_product_with_the_interpolation_of_all_axes_and_costs_far_less():
     """Rows of weights of every axis, their Kronecker product, and M x M products, in float64."""
 

@@ -267,7 +267,6 @@ def test_lists_of_every_sample():
         ({"lists": BlockLists.from_mask(4, torch.ones(2, 5, 5))}, r"query blocks of 4 tokens: 5, .*\(4, 6\)"),
         ({"lists": BlockLists.from_mask(6, torch.ones(3, 4, 4))}, "heads: 3, .* 2"),
         ({"lists": BlockLists.from_mask(6, torch.ones(3, 2, 4, 4))}, "samples: 3, .* 2"),
-        ({"lists": 3}, "lists=3"),
         ({"density": 0.5}, "lists .*density"),
         ({"far": "second-order"}, "second-order"),
         ({"pooled_bias": torch.zeros(3)}, r"pooled_bias .*\(2,\)"),

@@ -157,7 +157,6 @@ def test_a_few_blocks_are_checked(model, size, grid):
         (("--grid", "8xa", "--blocks", "2x2"), "'8xa'"),
         (("--grid", "8x8", "--blocks", "2"), r"blocks=\(2,\)"),
         (("--grid", "8x8", "--blocks", "9x2"), r"blocks=\(9, 2\)"),
-        (("--grid", "8x8", "--blocks", "2x2", "--heads", 0), "heads=0"),
         (("--model", "tiny-dit", "--grid", "8x8", "--blocks", "2x2"), "--grid 8x8 stands in place of a model"),
     ],
 )

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from mhla_diffusers.evaluation.images import Images, write_npz
-from mhla_diffusers.generation.record import write_video
 
 from ..refusals import refused
 from .pictures import write_pictures
@@ -51,12 +50,3 @@ def test_what_holds_no_images_is_refused(tmp_path):
     ):
         with pytest.raises(error, match=message):
             Images(tmp_path / name)
-
-
-def test_videos_are_no_npz(tmp_path):
-    for module in ("imageio_ffmpeg", "av"):
-        pytest.importorskip(module)
-    (tmp_path / "made").mkdir()
-    write_video(torch.rand(3, 32, 32, 3), tmp_path / "made" / "0.mp4", 6)
-    refused(lambda: write_npz(Images(tmp_path / "made"), tmp_path / "x.npz"), "made ", "videos")
-    assert not (tmp_path / "x.npz").exists()

@@ -5,6 +5,7 @@ import math
 import pytest
 from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 
+from mhla_diffusers import SparseConfig
 from mhla_diffusers.generation.names import (
     check_settings,
     parse_dense_steps,
@@ -39,13 +40,17 @@ def test_settings_of_the_call_pass(pipeline, settings):
     check_settings(pipeline, settings)
 
 
+def dense_first(text):
+    return SparseConfig(**parse_dense_steps(text, None))
+
+
 @pytest.mark.parametrize(
     ("call", "given", "named"),
     [
         (parse_settings, [["height"]], "'height'"),
         (parse_settings, [["x=[1"]], r"'x=\[1'"),
         (parse_settings, [["x=2", "y=2", "x=3"]], "'x'"),
-        *((parse_dense_steps, [text, None], f"--softmax-steps {text}") for text in ("many", "", "%", "3 steps")),
+        *((dense_first, [text], f"softmax_steps='{text}'") for text in ("many", "", "%", "3 steps")),
         (check_settings, [DiTPipeline, {"num_inference_step": 2}], "'num_inference_step'; .* 'num_inference_steps'"),
         (check_settings, [DiTPipeline, {"num_frames": 9}], "DiTPipeline 'num_frames'; .* guidance_scale"),
         (check_settings, [WanPipeline, {"prompt": "a cat"}], "'prompt'"),

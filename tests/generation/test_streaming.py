@@ -134,16 +134,15 @@ def test_what_just_fits_is_streamed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "latents"),
+    ("message", "latents"),
     [
-        (ValueError, r"\(2, 2\)", torch.zeros(2, 2)),
-        (ValueError, r"got \(1, 16, 0, 4, 4\)", torch.zeros(1, 16, 0, 4, 4)),
-        (TypeError, "list", [torch.zeros(1, 16, 2, 4, 4)]),
-        (TypeError, "torch.int64", torch.zeros(1, 16, 2, 4, 4, dtype=torch.int64)),
+        (r"\(2, 2\)", torch.zeros(2, 2)),
+        (r"\(1, 16, 0, 4, 4\)", torch.zeros(1, 16, 0, 4, 4)),
+        ("torch.int64", torch.zeros(1, 16, 2, 4, 4, dtype=torch.int64)),
     ],
 )
-def test_latents_that_are_none_are_refused(error: type[Exception], message: str, latents: Any) -> None:
-    with pytest.raises(error, match=message):
+def test_latents_that_are_none_are_refused(message: str, latents: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=message):
         decode_latents(wan_pipeline(), latents)
 
 

@@ -178,11 +178,8 @@ def test_pickles_are_refused(tmp_path):
     (tmp_path / "mhla.bin").write_bytes(b"anything")
     with pytest.raises(FileNotFoundError, match=r"holds mhla.bin, but pickle files are never loaded"):
         load_mhla(models.wan(), tmp_path)
-    with pytest.raises(ValueError, match="pickle file, which is never loaded"):
-        load_mhla(models.wan(), tmp_path / "mhla.bin")
-    (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="is not a folder"):
-        load_mhla(models.wan(), tmp_path / "file")
+        load_mhla(models.wan(), tmp_path / "mhla.bin")
 
 
 NAMES = [
@@ -190,9 +187,6 @@ NAMES = [
     ("tiny-wan-mlha", FileNotFoundError, "tiny-wan-mlha.*'tiny-wan-mhla'"),
     ("tiny-dit-mhla/", FileNotFoundError, "'tiny-dit-mhla'"),
     *((name, FileNotFoundError, re.escape(name)) for name in ("outputs/run/x", "/nowhere/patch", "some where/patch")),
-    (None, ValueError, "patch=None "),
-    ("", ValueError, "patch='' "),
-    (3, ValueError, "patch=3 "),
     ("wan2.1-t2v-1.3b", ValueError, r"apply_mhla\(model, 'wan2.1-t2v-1.3b'\)"),
 ]
 

@@ -120,7 +120,7 @@ def test_a_refused_first_forward_leaves_no_weights_behind():
 
 
 def test_diffusers_own_form_does_not_ignore_the_choice_of_layers():
-    with pytest.raises(ValueError, match=r"layers=\(1,\) cannot be honoured.*set_attn_processor\(transformer"):
+    with pytest.raises(ValueError, match=r"layers=\(1,\) cannot be honoured"):
         output(single_instance("wan", layers=[1]), inputs("wan"))
 
 
@@ -141,7 +141,6 @@ def test_processor_of_other_settings_on_a_patched_attention_is_refused():
 
 REFUSED = [
     ((mhla.MHLAConfig(blocks=(2, 2)),), {"eps": 0.1}, "not both.*eps"),
-    ((), {"blocks": (2, 2, 2), "grid": (4, 4)}, r"grid=\(4, 4\).*blocks=\(2, 2, 2\)"),
     ((), {"blocks": (2, 2), "far": "means"}, "blocks belongs to .*far to sparse"),
     ((), {"blocs": (2, 2, 2)}, "'blocs'"),
     ((), {"grid": (2, 2)}, "density .*blocks"),

@@ -78,7 +78,7 @@ def train_as_launched(
 ) -> None:
     """Train a tiny model in this process, which a launcher has given an environment; it exits then."""
     os.environ.update(environment)
-    config = TrainingConfig.from_dict(settings)
+    config = TrainingConfig.read(settings)
     make, data = _FAMILIES[family]
     transformer = make().to(FLOAT_TYPES["bfloat16" if config.precision == "bf16" else "float32"])
     if config.patch is not None:

@@ -386,7 +386,7 @@ def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: P
     settings = {"model": str(model), "data": str(tmp_path / "encoded"), "output": str(tmp_path), "stages": stages}
     validation = {"prompts": ["5"], "inference_steps": 1}
     transformer = make().transformer
-    NamedRun(TrainingConfig.from_dict({**settings, "validation": validation})).sampler()(transformer, tmp_path / "made")
+    NamedRun(TrainingConfig.read({**settings, "validation": validation})).sampler()(transformer, tmp_path / "made")
     assert [path.stem for path in (tmp_path / "made").iterdir()] == ["00"]
 
 

@@ -34,7 +34,7 @@ def test_yaml_and_dict_round_trip_and_overrides(path: Path) -> None:
     config = TrainingConfig.from_yaml(path)
     assert config.patch == MHLAConfig(blocks=(2, 2, 2))
     assert config.stages[0].learning_rate == 1e-4 and config.total_steps == 30
-    assert TrainingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert TrainingConfig.read(json.loads(json.dumps(config.to_dict()))) == config
     overrides = ["stages.1.steps=7", "validation.every=2", "patch.layers=2/3", "seed=3", "ema_decay=0.9"]
     config = TrainingConfig.from_yaml(path, overrides)
     assert (config.stages[1].steps, config.validation.every, config.seed, config.ema_decay) == (7, 2, 3, 0.9)
