@@ -27,6 +27,7 @@ from mhla_diffusers.patching import read_record
 from mhla_diffusers.reporting import require_matplotlib
 
 from . import models
+from .refusals import refused
 
 
 def mhla(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -103,7 +104,7 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
     assert str(shipped) in shown and read_record(shipped).file in shown
     assert all(len(line) <= 80 for line in shown.splitlines() if str(shipped) not in line)
     (tmp_path / record.file).write_bytes(b"short")
-    with pytest.raises(ValueError, match="is damaged or was changed"):
+    with refused(record.file):
         print_any_patch(str(tmp_path))
 
 
@@ -235,7 +236,7 @@ def test_names_of_lazy_packages_are_there():
         for name in module.__all__:
             assert getattr(module, name).__name__ == name
         assert set(module.__all__) <= set(dir(module))
-        with pytest.raises(AttributeError, match=f"'mhla_diffusers{package}' has no attribute 'apply_mlha'"):
+        with pytest.raises(AttributeError):
             module.__getattr__("apply_mlha")
 
 

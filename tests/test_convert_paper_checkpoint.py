@@ -13,6 +13,7 @@ from torch.nn.functional import conv3d, rms_norm, silu
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, save_mhla
 
 from . import models
+from .refusals import refused
 
 SCRIPT = Path(__file__).parents[1] / "pipelines" / "convert_paper_checkpoint.py"
 HEADS, HEAD_DIM, BLOCKS = 2, 12, (2, 2, 3)
@@ -213,11 +214,12 @@ def test_a_checkpoint_in_several_files(tmp_path):
         "blocks.1.attn1.mhla",
         "blocks.2.attn1.mhla",
     }
-    with pytest.raises(ValueError, match=r"paper-1\.safetensors does not give a whole.*index\.json"):
-        convert(tmp_path / "paper-1.safetensors", tmp_path / "part")
-    (tmp_path / "paper-1.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"paper-1\.safetensors"):
+    part = tmp_path / "paper-1.safetensors"
+    with refused(part.name, "index.json"):
+        convert(part, tmp_path / "part")
+    part.unlink()
+    with refused(part.name):
         convert(index, tmp_path / "part")
     index.write_text("[]")
-    with pytest.raises(ValueError, match=r"index\.json"):
+    with refused(index.name):
         convert(index, tmp_path / "part")

@@ -63,9 +63,7 @@ def test_a_type_has_several_spellings_and_one_meaning(names, dtype, precision):
 
 @pytest.mark.parametrize("name", ["half", "", None, True, 16, ["bf16"], torch.bfloat16])
 def test_a_type_that_is_unknown_is_refused_with_the_spellings_that_there_are(name):
-    with pytest.raises(
-        ValueError, match=r"dtype=.* is unknown; allowed: .*bfloat16 \(or bf16\), float16 \(or fp16\)\."
-    ):
+    with pytest.raises(ValueError, match=r"dtype=.*bfloat16 \(or bf16\), float16 \(or fp16\)"):
         dtype_name(name)
 
 

@@ -15,6 +15,7 @@ from mhla_diffusers.tiny import pipeline_folder
 
 from . import models
 from .evaluation.pictures import mhla
+from .refusals import refused
 
 FAST = {"num_inference_steps": 1}
 
@@ -39,28 +40,22 @@ def full_disk(free=1000):
         ("x.txt", lambda file: write_text("x" * 5000, file)),
         ("x.json", lambda file: write_json(["x"] * 5000, file)),
         ("x.safetensors", lambda file: write_tensors({"x": torch.zeros(5000)}, file)),
+        # not what a folder is written to first
+        ("x/a.txt", lambda file: write_whole_folder(file.parent, lambda x: write_text("x" * 5000, x / file.name))),
+        ("before/x", lambda file: write_whole_folder(file, lambda aside: None)),
     ],
 )
 def test_files_are_named_and_the_one_before_stays(tmp_path, name, write):
-    file = tmp_path / name
-    file.write_text("before")
-    with full_disk(), pytest.raises(OSError, match=f"Cannot write {file}: .*too large.*choose another folder"):
+    before, file = tmp_path / ("before" if "/" in name else name), tmp_path / name
+    before.write_text("before")
+    with full_disk(), refused(f" {file}: ", "choose another folder", error=OSError):
         write(file)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 
 def test_errors_of_other_files_are_left_as_they_are(tmp_path):
-    with pytest.raises(FileNotFoundError, match="No such file.*nowhere"), written_aside(tmp_path / "x"):
+    with pytest.raises(FileNotFoundError), written_aside(tmp_path / "x"):
         (tmp_path / "nowhere").read_text()
-
-
-def test_folders_are_named_not_what_they_are_written_to_first(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=f"Cannot write {tmp_path}/file/x: Not a directory"):
-        write_whole_folder(tmp_path / "file" / "x", lambda aside: None)
-    with full_disk(), pytest.raises(OSError, match=f"Cannot write {tmp_path}/x/a.txt: .*too large"):
-        write_whole_folder(tmp_path / "x", lambda aside: write_text("x" * 5000, aside / "a.txt"))
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_patch_that_was_saved_before_stays(tmp_path):
@@ -69,7 +64,7 @@ def test_patch_that_was_saved_before_stays(tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     with torch.no_grad():
         model.blocks[0].attn1.to_q.weight.mul_(2)
-    with full_disk(), pytest.raises(OSError, match=f"Cannot write {tmp_path}.*too large"):
+    with full_disk(), refused(f" {tmp_path}", "too large", error=OSError):
         save_mhla(model, tmp_path, weights="all")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     load_mhla(models.wan(), tmp_path)
@@ -89,7 +84,7 @@ def test_synthesized_latents(tmp_path):
 def test_what_is_generated_in_part_is_no_sample(tmp_path, family, suffix):
     settings = FAST if family == "dit" else {**FAST, "num_frames": 2}
     config = SampleSet(family, plan_samples(["seven"], suffix), tmp_path / "out", settings=settings)
-    with full_disk(), pytest.raises(OSError, match=rf"Cannot write .*out/0000-0-seven\{suffix}: .*another folder"):
+    with full_disk(), refused(f"out/0000-0-seven{suffix}: ", "another folder", error=OSError):
         list(generate(config))
     assert not list(tmp_path.glob(f"out/*{suffix}"))
     assert [made for _, made in generate(config)] == [True]
@@ -109,5 +104,5 @@ def test_no_beginning_of_a_video_is_whole(tmp_path):
 
 def test_ffmpeg_that_fails_is_said_with_the_file(tmp_path):
     pytest.importorskip("imageio_ffmpeg")
-    with full_disk(), pytest.raises(OSError, match=f"ffmpeg failed .*{tmp_path}/x.mp4"):
+    with full_disk(), refused("/x.mp4", error=OSError):
         write_video(torch.rand(200, 64, 64, 3), tmp_path / "x.mp4", 6)

@@ -8,6 +8,7 @@ from mhla_diffusers.config import load_patch, patch_names
 from mhla_diffusers.families import families
 
 from . import models
+from .refusals import refused
 
 PROMISED = """
     wan2.1-t2v-1.3b wan2.1-t2v-1.3b-hybrid wan2.1-t2v-14b wan2.1-i2v-14b-480p wan2.2-t2v-a14b sana-0.6b sana-1.6b
@@ -53,17 +54,17 @@ def test_settings_replace_those_of_a_patch():
 HEAD = "family: wan\nbase_model: a\ndescription: b\n"
 REFUSED = {
     # what is asked for, or what a file holds, and the offending value
-    "keys missing": ("family: wan\n", "lacks base_model, description, patch"),
-    "key more": (f"{HEAD}patch: {{blocks: [1]}}\nextra: 1\n", "line 5: Unknown setting 'extra'"),
-    "setting": (f"{HEAD}patch: {{block: [1]}}\n", "line 4: .*'patch.block'; did you mean 'blocks'"),
+    "keys missing": ("family: wan\n", "base_model, description, patch"),
+    "key more": (f"{HEAD}patch: {{blocks: [1]}}\nextra: 1\n", "line 5: .*'extra'"),
+    "setting": (f"{HEAD}patch: {{block: [1]}}\n", "line 4: .*'patch.block'; .*'blocks'"),
     "no blocks": (f"{HEAD}patch: {{eps: 1.0}}\n", "needs blocks"),
-    "number": (f"{HEAD}patch: 3\n", "line 4: patch=3 must be"),
+    "number": (f"{HEAD}patch: 3\n", "line 4: patch=3"),
     "text for a number": (f"{HEAD}patch: {{blocks: [1], eps: small}}\n", "eps='small'"),
-    "two attentions": (f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n", "blocks belongs to .*, and density to "),
+    "two attentions": (f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n", "blocks .* density "),
     "settings of a list": (f"{HEAD}patch: [2, 2]\n", r"\[2, 2\]"),
     "list": ("- 1\n", "named settings"),
     "empty": ("", "named settings"),
-    "no YAML": ("{", "is not valid YAML"),
+    "no YAML": ("{", "valid YAML"),
 }
 
 
@@ -78,18 +79,18 @@ def test_bad_files_are_named(tmp_path, case):
 
 def test_unknown_patches_give_the_nearest_names_and_what_else_is_allowed(tmp_path):
     for name, words in (
-        ("zzz", r"'zzz'\. `mhla info` lists .* \.yaml file .* folder of a saved patch"),
+        ("zzz", "'zzz'. `mhla info`....yaml file...folder of a saved patch"),
         ("outputs/first/resutl", "'outputs/first/resutl', and no such folder"),
-        (str(tmp_path), "is a folder; open a saved patch with load_mhla"),
-        ("wan2.1-t2v-1.3", "'wan2.1-t2v-1.3'; did you mean 'wan2.1-t2v-1.3b'"),
-        ("tiny-wan-mlha", "'tiny-wan-mlha'; did you mean 'tiny-wan-mhla'"),
+        (str(tmp_path), f"{tmp_path} ...load_mhla"),
+        ("wan2.1-t2v-1.3", "'wan2.1-t2v-1.3'; ...'wan2.1-t2v-1.3b'"),
+        ("tiny-wan-mlha", "'tiny-wan-mlha'; ...'tiny-wan-mhla'"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with refused(words):
             load_patch(name)
-    with pytest.raises(ValueError, match="wan2.1") as raised:
+    with refused("wan2.1") as raised:
         load_patch("wan2.1-t2v")
     assert len([one for one in patch_names() if repr(one) in str(raised.value)]) == 3
-    with pytest.raises(ValueError, match="`mhla info` lists all"):
+    with refused("`mhla info` lists all"):
         choose_cases(["zzz"])
-    with pytest.raises(FileNotFoundError, match="no .*nowhere.yaml"):
+    with refused("nowhere.yaml", error=FileNotFoundError):
         load_patch(tmp_path / "nowhere.yaml")

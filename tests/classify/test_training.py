@@ -26,6 +26,7 @@ from transformers import (
 import mhla_diffusers as mhla
 
 from ..paper_models.shared import tiny_vlt
+from ..refusals import refused
 from ..scripts import CONFIGS, script
 from ..vision.models import dinov2, pooled_vit, registers, siglip, vit
 from .test_pictures import write_folder
@@ -122,10 +123,10 @@ def test_pictures_of_another_size_are_taken(name):
 
 def test_sizes_that_a_model_does_not_tell_or_take():
     assert classify.own_size(tiny_vlt()) is None and classify.call_settings(tiny_vlt(), 48) == {}
-    with pytest.raises(ValueError, match="32 x 48"):
-        classify.own_size(vit(image_size=[32, 48]))
     fixed = ResNetForImageClassification(ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], image_size=32))
-    with pytest.raises(ValueError, match="32 pixels, and size=48"):
+    with refused("32 x 48"):
+        classify.own_size(vit(image_size=[32, 48]))
+    with refused("32 ", "size=48"):
         classify.call_settings(fixed, 48)
 
 
@@ -176,12 +177,16 @@ def test_a_stopped_training_without_chance_goes_on_and_ends_where_it_would_have(
     (stopped / "result" / "model.safetensors").touch()
     shutil.copytree(whole / "checkpoint-3", stopped / "checkpoint-3")
     (stopped / "checkpoint-4").mkdir()  # being written when it stopped
-    with pytest.raises(ValueError, match=r"stopped has checkpoints .*no training.json"):
-        classify.train_one(load(tmp_path, **changes), "MHLA + CPE", stopped)
-    shutil.copy(whole / "training.json", stopped)
-    for other, name in ({"learning_rate": 0.1}, "learning_rate"), ({"batch_size": 8}, "rows_of_a_step"):
-        with pytest.raises(ValueError, match=f"stopped .* {name};"):
-            classify.train_one(load(tmp_path, **changes | other), "MHLA + CPE", stopped)
+    for other, named in (
+        ({}, "no training.json"),
+        ({"learning_rate": 0.1}, "learning_rate"),
+        ({"batch_size": 8}, "rows_of_a_step"),
+    ):
+        if other:
+            shutil.copy(whole / "training.json", stopped)
+        config = load(tmp_path, **changes | other)
+        with refused("stopped ", named):
+            classify.train_one(config, "MHLA + CPE", stopped)
     checkpoint = stopped / "checkpoint-3" / "model.safetensors"
     written = checkpoint.stat().st_mtime_ns
     result = classify.train_one(load(tmp_path, **changes, accumulate=1, seeds=[0, 1]), "MHLA + CPE", stopped)
@@ -216,7 +221,7 @@ def test_a_comparison_that_was_stopped_goes_on_within_a_training(tmp_path, monke
     os.utime(state, ns=(written, written))
     shutil.rmtree(folder / "checkpoint-2")
     other = load(tmp_path, learning_rate=0.1, ablations={})
-    with pytest.raises(ValueError, match="softmax-seed-0 .* learning_rate;"):
+    with refused("softmax-seed-0 ", " learning_rate"):
         classify.compare(other, of_variants(other), output)
     classify.compare(config, of_variants(config), output)
     assert len(seen) == 2 and seen[0] == seen[1] and not folder.exists()
@@ -232,7 +237,7 @@ def test_processes_have_pictures_of_their_own_and_one_gpu_each(tmp_path, monkeyp
         launched.setenv("WORLD_SIZE", "3")
         assert len(classify.pictures_of(config, 0)) == 24
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda arguments: 2))
-    with pytest.raises(ValueError, match="2 GPUs"):
+    with refused("2 GPUs"):
         classify.train(classify.build(config, "softmax", 0), config, 0)
 
 
@@ -259,7 +264,7 @@ def test_a_model_to_begin_from_is_trained_in_float32_and_lacks_its_classifier_al
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.classifier.out_features == 19
     change_json(folder / "config.json", intermediate_size=32)
-    with pytest.raises(ValueError, match="vit.*mlp"):
+    with refused("vit", "mlp"):
         classify.build(config, "softmax", 0)
 
 
@@ -271,10 +276,10 @@ def test_a_model_to_begin_from_is_compared_at_another_size(tmp_path, monkeypatch
     assert found["grid"] == [8, 8] and found["rank"] >= 1
 
     def refuse(model, config, most):
-        raise ValueError("no matrices")
+        raise ZeroDivisionError
 
     monkeypatch.setattr(classify, "look_at_attention", refuse)
-    with pytest.raises(ValueError, match="no matrices"):
+    with pytest.raises(ZeroDivisionError):
         classify.compare(config, of_variants(config), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -349,32 +354,34 @@ def test_a_patch_of_a_classifier_is_judged(tmp_path):
 
 def test_what_cannot_be_judged_is_said(tmp_path):
     model, pictures = constant(tmp_path / "model", 3), write_folder(tmp_path / "val", {"a": 1, "b": 1})
-    with pytest.raises(ValueError, match="2 subfolders .* 3 classes"):
+    unknown, headless = shutil.copytree(model, tmp_path / "unknown"), tmp_path / "headless"
+    plain = shutil.copytree(model, tmp_path / "plain")
+    (plain / "preprocessor_config.json").write_text("{}")
+    ViTModel(ViTConfig(**MODEL)).save_pretrained(headless)
+    change_json(unknown / "config.json", architectures=["ViTTForImageClassification"])
+    with refused("2 ", " 3 "):
         classify.evaluate(str(model), pictures)
-    (model / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="lacks image_mean, image_std"):
-        classify.evaluate(str(model), pictures)
-    ViTModel(ViTConfig(**MODEL)).save_pretrained(tmp_path / "headless")
-    with pytest.raises(ValueError, match="ViTModel"):
-        classify.load_classifier(str(tmp_path / "headless"))
-    change_json(model / "config.json", architectures=["ViTTForImageClassification"])
-    with pytest.raises(ValueError, match="ViTTForImageClassification"):
-        classify.load_classifier(str(model))
+    with refused("image_mean, image_std"):
+        classify.evaluate(str(plain), pictures)
+    with refused("ViTModel"):
+        classify.load_classifier(str(headless))
+    with refused("ViTTForImageClassification"):
+        classify.load_classifier(str(unknown))
 
 
 def test_what_is_trained_on_a_folder_knows_its_classes_and_how_pictures_are_cut(tmp_path):
     counts = {"train": {"a": 2, "b": 2}, "held_out": {"a": 1, "b": 3}, "other": {"b": 1, "c": 1}}
     folders = {name: str(write_folder(tmp_path / name, count)) for name, count in counts.items()}
     unlike = load(tmp_path, data={"train": folders["train"], "held_out": folders["other"]})
-    with pytest.raises(ValueError, match="other .*a, c"):
-        classify.build(unlike, MHLA, 0)
-    del folders["other"]
+    other = Path(folders.pop("other"))
     result = classify.train_one(load(tmp_path, data=folders, steps=1, size=56), "softmax", tmp_path / "out")
     assert classify.load_classifier(str(result)).config.id2label == {0: "a", 1: "b"}
     assert classify.evaluate(str(result), Path(folders["held_out"]))["pictures"] == 4
     assert classify.processor_of(str(result))["crop_size"] == {"height": 56, "width": 56}
-    with pytest.raises(ValueError, match="a, c"):
-        classify.evaluate(str(result), tmp_path / "other")
+    with refused(f"{other} ", "a, c"):
+        classify.build(unlike, MHLA, 0)
+    with refused(f"{other} ", "a, c"):
+        classify.evaluate(str(result), other)
     picture = Image.radial_gradient("L").convert("RGB").crop((0, 0, 128, 256))
     found = AutoImageProcessor.from_pretrained(result)(picture, return_tensors="pt")["pixel_values"][0]
     assert (found - classify.View(56)(picture)).abs().max() < 0.02  # one of 255 steps, divided by 0.224

@@ -55,6 +55,11 @@ def compared(folders, **options):
     return compare_sets(folders, **{**reference, **scores, **options})
 
 
+def not_compared(folders, named, error=ValueError, **options):
+    with pytest.raises(error, match=named):
+        compare_sets(folders, **options)
+
+
 def test_scores_and_paired_differences(folders):
     (softmax, mhla_row, linear), remarks = compared(folders)
     real, *own = (
@@ -94,10 +99,9 @@ def test_lists_of_scores_are_paired(tmp_path):
     assert row.scores["held_out_loss"] == pytest.approx(float(losses.mean()) + 0.01)
     # the losses differ by far more than 0.01, but those of one sample by 0.01 throughout
     assert row.differences["held_out_loss"] == pytest.approx((0.01, 0.01, 0.01), rel=1e-3)
-    for wrong, message in (([0.1], "50 values of held_out_loss, .*b 1"), (["x"], "must be a number or a list")):
+    for wrong, named in (([0.1], "50 .*held_out_loss, .*b 1"), (["x"], "held_out_loss.*x")):
         (second / "scores.json").write_text(json.dumps({"held_out_loss": wrong}))
-        with pytest.raises(ValueError, match=message):
-            compare_sets([first, second])
+        not_compared([first, second], named)
 
 
 def test_pictures_that_no_list_names_are_left_out_and_named(folders):
@@ -112,11 +116,9 @@ def test_scores_that_are_not_finite_are_refused_by_name(folders):
     def undefined(images, texts):
         return brightness(images, texts) + torch.tensor([math.nan if "<4>" in text else 0 for text in texts])
 
-    with pytest.raises(ValueError, match=r"odd of .*softmax/0004\.png is nan"):
-        compare_sets(folders, sample_scores={"odd": undefined})
+    not_compared(folders, r"odd of .*softmax/0004\.png .*nan", sample_scores={"odd": undefined})
     (folders[1] / "scores.json").write_text('{"held_out_loss": NaN}')
-    with pytest.raises(ValueError, match=r"MHLA/scores\.json: held_out_loss .*got nan"):
-        compare_sets(folders)
+    not_compared(folders, r"MHLA/scores\.json: held_out_loss .*nan")
 
 
 def test_the_distance_of_many_channels_has_no_interval(folders, tmp_path):
@@ -184,8 +186,7 @@ def test_measures_that_are_not_defined_for_small_pictures_are_left_out_with_a_re
     assert variants[1].similarities == {}
     assert remark.startswith("step is of 1 of 30 samples")
     write_pictures(sets[1], 1, size=15)
-    with pytest.raises(ValueError, match=r"0000.png .*\(1, 16, 16\) .*a .*\(1, 15, 15\) .*b"):
-        compare_sets(sets, similarities={"step": steps})
+    not_compared(sets, r"0000.png .*\(1, 16, 16\) .*a .*\(1, 15, 15\) .*b", similarities={"step": steps})
 
 
 def test_videos_are_averaged_over_frames(tmp_path):
@@ -240,8 +241,8 @@ def test_results_of_the_official_evaluators_are_included(tmp_path):
         ('{"loss": true}', "loss .*True"),
         ('{"loss": [0.5, false]}', "loss .*False"),
         ('{"loss": "0.5"}', "loss .*'0.5'"),
-        ('{"loss": 1, "loss": 2}', "'loss' is given twice"),
-        ('{"quality": 1}', "quality, which another"),
+        ('{"loss": 1, "loss": 2}', "'loss'"),
+        ('{"quality": 1}', "quality"),
     ],
 )
 def test_scores_that_are_none_are_refused_with_their_file(tmp_path, content, value):
@@ -262,21 +263,15 @@ def test_sets_that_are_not_paired_are_refused(folders, tmp_path):
         (folder / "generation.json").write_text(json.dumps({**choices, name: "another"}))
     shorter = write_set(tmp_path / "shorter", 128)
     write_sample_list([Sample("0000.png", "class <0>")], shorter)
-    for sets, message in (
-        (folders[:1], "got 1"),
-        ([folders[0], folders[0]], "softmax.*softmax"),
-        ([folders[0], other], r"seed \(0 and 1\)"),
-        ([folders[0], more["dtype"]], r"dtype \(None and 'another'\)"),
-        ([folders[0], more["model_content"]], r"model_content \(None and 'another'\)"),
-        ([folders[0], shorter], "different samples"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_variants(sets)
+    not_compared(folders[:1], "got 1")
+    not_compared([folders[0], folders[0]], "softmax.*softmax")
+    not_compared([folders[0], other], r"seed \(0 and 1\)")
+    not_compared([folders[0], more["dtype"]], r"dtype \(None and 'another'\)")
+    not_compared([folders[0], more["model_content"]], r"model_content \(None and 'another'\)")
+    not_compared([folders[0], shorter], "different samples")
+    not_compared(folders, "reference.*extractor", reference=folders[0])
     (folders[1] / "0007.png").unlink()
-    with pytest.raises(FileNotFoundError, match="1 of 30 .*0007.png"):
-        read_variants(folders)
-    with pytest.raises(ValueError, match="belong together"):
-        compare_sets(folders, reference=folders[0])
+    not_compared(folders, "1 of 30 .*0007.png", FileNotFoundError)
 
 
 def test_what_mhla_generate_wrote_is_compared(tmp_path):
@@ -289,8 +284,6 @@ def test_what_mhla_generate_wrote_is_compared(tmp_path):
     found = {sample.file: (sample.text, sample.seed) for sample in variants[0].samples}
     prompts = enumerate((("a-seven", "a seven"), ("3", "3")))
     assert found == {f"000{n}-{s}-{name}.png": (text, s) for n, (name, text) in prompts for s in (0, 5)}
-    with pytest.raises(ValueError, match="seed=None, now 0"):
-        list(generate(SampleSet("dit", variants[0].samples, tmp_path / "softmax", settings=settings)))
 
 
 def test_nothing_to_compare_by_is_said(tmp_path):

@@ -14,6 +14,7 @@ from mhla_diffusers.evaluation.extractors import CleanInception, Extractor, load
 from mhla_diffusers.evaluation.fid import measure_images
 from mhla_diffusers.generation.record import write_video
 
+from ..refusals import refused
 from .pictures import blocks, mhla, write_pictures
 from .test_compare import write_set
 
@@ -131,15 +132,15 @@ def test_clean_fid_agrees(scripted_weights, tmp_path):
     ("wrong", "value"),
     [
         (lambda x: {name: value for name, value in x.items() if name != "layernorm.bias"}, "lack layernorm.bias"),
-        (lambda x: {**x, "encoder.layer.2.norm1.bias": torch.ones(32)}, "unexpected encoder.layer.2.norm1.bias"),
+        (lambda x: {**x, "encoder.layer.2.norm1.bias": torch.ones(32)}, "encoder.layer.2.norm1.bias"),
         (lambda x: {**x, "layernorm.bias": torch.ones(3)}, "shape of layernorm.bias"),
-        (None, "are damaged"),
+        (None, "damaged"),
     ],
 )
 def test_dinov2_with_other_weights_than_its_own_is_refused_and_so_are_videos(tmp_path, wrong, value):
     config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14)
     Dinov2Model(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=re.escape("(1, 5, 3, 8, 8)")):
+    with refused("(1, 5, 3, 8, 8)"):
         load_extractor("dinov2", tmp_path).features(torch.zeros(1, 5, 3, 8, 8, dtype=torch.uint8))
     file = tmp_path / "model.safetensors"
     if wrong is None:

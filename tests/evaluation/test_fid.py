@@ -16,6 +16,7 @@ from mhla_diffusers.evaluation.metrics import frechet_distance, kernel_distance,
 from mhla_diffusers.generation.pixels import UnreadableMediaError
 from mhla_diffusers.generation.record import Sample, write_sample_list, write_video
 
+from ..refusals import refused
 from .pictures import blocks, mhla, write_pictures
 
 
@@ -83,7 +84,7 @@ def test_reference_that_cannot_be_written_beside_may_be_a_link(folders, tmp_path
     link.symlink_to(folders[1])
     assert statistics_file(link, "blocks").parent == link.parent
     statistics_file(folders[1], "blocks").mkdir()
-    with pytest.raises(OSError, match="cannot be written to.*Link the reference"):
+    with refused(str(folders[1].parent), error=OSError):
         measure(*folders)
     assert measure(folders[0], link)["reference"] == 90
 
@@ -133,26 +134,31 @@ def test_published_statistics_that_are_none_are_refused(folders, tmp_path, wrong
         measure(folders[0], file)
 
 
-def test_features_that_are_not_finite_are_refused_by_name(folders):
-    for name in ("pooled", "spatial", "probabilities"):
-        odd = Extractor(
-            lambda images, name=name: blocks(images)._replace(**{name: images[:, 0, 0] * numpy.nan}), "o", ""
-        )
-        with pytest.raises(ValueError, match=f"{name} is not finite"):
-            measure_images(*folders, odd)
-    negative = Extractor(lambda images: blocks(images)._replace(probabilities=-blocks(images).probabilities), "n", "")
-    with pytest.raises(ValueError, match="inception_score is nan"):
-        measure_images(*folders, negative)
+def nan_in(name):
+    return lambda images: blocks(images)._replace(**{name: images[:, 0, 0] * numpy.nan})
+
+
+@pytest.mark.parametrize(
+    ("features", "named"),
+    [
+        *((nan_in(name), f"{name} .*finite") for name in ("pooled", "spatial", "probabilities")),
+        (lambda images: blocks(images)._replace(probabilities=-blocks(images).probabilities), "inception_score .*nan"),
+        (lambda images: torch.zeros(len(images)), "pooled.*7"),
+        (lambda images: torch.zeros(len(images), 2, 2), "pooled.*7"),
+    ],
+)
+def test_features_that_are_no_finite_rows_are_refused_by_name(folders, features, named):
+    with pytest.raises(ValueError, match=named):
+        measure_images(*folders, Extractor(features, "odd", ""), batch_size=7)
 
 
 def test_a_set_is_scored_without_what_its_list_does_not_name(folders):
-    before = measure(*folders)
+    before = [measure(*folders), measure(*folders[::-1])]
     write_sample_list([Sample(f"{number:04d}.png", "a") for number in range(80)], folders[0])
     write_pictures(folders[0] / "others", 3, seed=9)
-    with pytest.warns(UserWarning, match="without others/0000.png, others/0001.png"):
-        assert measure(*folders) == before
-    with pytest.warns(UserWarning, match="without others"):
-        measure(folders[1], folders[0])
+    for sets, scores in zip((folders, folders[::-1]), before, strict=True):
+        with pytest.warns(UserWarning, match="others/0000.png, others/0001.png"):
+            assert measure(*sets) == scores
 
 
 def test_features_of_all_images_take_no_memory(folders):
@@ -164,18 +170,11 @@ def test_features_of_all_images_take_no_memory(folders):
     assert len(mapped) >= 3 and all("(deleted)" in line for line in mapped)
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 2, 2)])
-def test_features_that_are_no_rows_are_refused(folders, shape):
-    odd = Extractor(lambda images: torch.zeros(len(images), *shape[1:]), "odd", "")
-    with pytest.raises(ValueError, match="pooled.*7"):
-        measure_images(*folders, odd, batch_size=7)
-
-
 def test_few_samples_are_warned_of_with_their_number(folders):
-    with pytest.warns(UserWarning, match="holds 20 images.*about 60 on"):
-        measure(write_pictures(folders[0].with_name("few"), 20), folders[1])
-    with pytest.warns(UserWarning, match="few-real holds 4 images.*about 60 on.*10000.*5000"):
-        measure(folders[0], write_pictures(folders[0].with_name("few-real"), 4))
+    few = write_pictures(folders[0].with_name("few"), 20)
+    for samples, reference in ((few, folders[1]), (folders[0], few)):
+        with pytest.warns(UserWarning, match="few holds 20 .* 60 "):
+            measure(samples, reference)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         measure(*folders)
@@ -187,13 +186,11 @@ def test_npz_and_folders_of_several_sizes_are_measured_and_damage_is_named(folde
     write_pictures(folders[0] / "larger", 4, size=16)
     assert measure(*folders)["samples"] == 84
     (folders[0] / "0003.png").write_bytes((folders[0] / "0003.png").read_bytes()[:60])
-    with pytest.raises(UnreadableMediaError, match="0003.png is not a readable image"):
-        measure(*folders)
     flipped(tmp_path / "made.npz")
-    with pytest.raises(ValueError, match="made.npz is not a readable npz file"):
+    with refused("0003.png", error=UnreadableMediaError):
+        measure(*folders)
+    with refused("made.npz"):
         measure(tmp_path / "made.npz", folders[1])
-    with pytest.raises(ValueError, match="batch_size=0"):
-        measure_images(folders[1], folders[1], Extractor(blocks, "blocks", ""), batch_size=0)
 
 
 def test_videos_go_through_the_same_plug(tmp_path):
@@ -216,7 +213,7 @@ def test_videos_go_through_the_same_plug(tmp_path):
     videos = [torch.cat([movement(batch) for batch in Images(folder).batches(9)]) for folder in folders]
     assert scores["fid"] == pytest.approx(frechet_distance(*videos))
     (folders[0] / "3.mp4").write_bytes(b"no video")
-    with pytest.raises(UnreadableMediaError, match="3.mp4 is not a readable video"):
+    with pytest.raises(UnreadableMediaError):
         measure_images(*folders, Extractor(movement, "movement", ""))
 
 
@@ -235,5 +232,5 @@ def test_command_reports_and_writes(folders, tmp_path):
 def test_a_set_of_one_image_is_named(tmp_path, folders, single):
     pair = list(folders)
     pair[single] = write_pictures(tmp_path / "one", 1)
-    with pytest.raises(ValueError, match=f"{tmp_path}/one holds 1 image; a Fréchet distance needs at least 2"):
+    with refused(f"{tmp_path}/one ", " 1 "):
         measure(*pair)

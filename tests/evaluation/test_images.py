@@ -6,6 +6,7 @@ import torch
 
 from mhla_diffusers.evaluation.images import Images, write_npz
 
+from ..refusals import refused
 from .pictures import write_pictures
 
 
@@ -25,7 +26,7 @@ def test_sizes_are_not_mixed_in_a_batch_or_an_npz(tmp_path):
     write_pictures(folder / "larger", 4, size=16)
     images = Images(folder)
     assert [tuple(batch.shape) for batch in images.batches(50)] == [(50, 3, 8, 8), (30, 3, 8, 8), (4, 3, 16, 16)]
-    with pytest.raises(ValueError, match="8x8 and 16x16"):
+    with refused("8x8 and 16x16"):
         write_npz(images, tmp_path / "x.npz")
     assert [file.name for file in tmp_path.iterdir()] == ["made"]
 
@@ -39,14 +40,14 @@ def test_what_holds_no_images_is_refused(tmp_path):
     numpy.savez(tmp_path / "none.npz", numpy.zeros((0, 4, 4, 3), numpy.uint8))
     numpy.savez(tmp_path / "flat.npz", numpy.zeros((2, 0, 4, 3), numpy.uint8))
     for name, error, message in (
-        ("absent", FileNotFoundError, "no images at"),
-        ("empty", FileNotFoundError, "holds no images"),
-        ("text.npz", ValueError, "not a readable npz file"),
+        ("absent", FileNotFoundError, "absent"),
+        ("empty", FileNotFoundError, "empty"),
+        ("text.npz", ValueError, r"text\.npz"),
         ("objects.npz", ValueError, r"object \(1,\)"),
         ("floats.npz", ValueError, r"float64 \(2, 4, 4, 3\)"),
         ("none.npz", ValueError, r"uint8 \(0, 4, 4, 3\)"),
         ("flat.npz", ValueError, r"uint8 \(2, 0, 4, 3\)"),
-        ("other.npz", ValueError, "no array arr_0, only images.npy"),
+        ("other.npz", ValueError, "arr_0, .*images.npy"),
     ):
         with pytest.raises(error, match=message):
             Images(tmp_path / name)

@@ -18,6 +18,7 @@ from mhla_diffusers.evaluation.vbench import (
 )
 from mhla_diffusers.generation.record import Sample
 
+from ..refusals import refused
 from .pictures import mhla
 
 PUBLISHED = {
@@ -88,7 +89,7 @@ def test_augmented_prompts_are_generated_and_the_file_keeps_the_original(tmp_pat
         Sample("a cat and 0 dogs-1.mp4", "long form 75"),
     ]
     (tmp_path / "augmented.txt").write_text("one line")
-    with pytest.raises(ValueError, match="1 lines, .* 946 entries with 944 "):
+    with refused("1 ", " 946 ", " 944 "):
         read_augmented(tmp_path / "augmented.txt", entries)
 
 
@@ -106,15 +107,14 @@ def test_results_are_read_from_one_file_or_many(tmp_path):
     one = tmp_path / "one.json"
     one.write_text(json.dumps({name.replace("_", " "): score for name, score in scores.items()}))
     assert read_results([one]) == scores
-    (folder / "color_eval_results.json").write_text('{"color": [0.1, []]}')
-    with pytest.raises(ValueError, match="scores color"):
-        read_results([one, folder])
-    (folder / "color_eval_results.json").write_text('{"color": [NaN, []]}')
-    with pytest.raises(ValueError, match="color_eval_results.json: color=nan"):
-        read_results([one, folder])
-    (folder / "color_eval_results.json").write_text('{"color": [')
-    with pytest.raises(ValueError, match="color_eval_results.json"):
-        read_results([folder])
+    for content, sources, named in (
+        ('{"color": [0.1, []]}', [one, folder], "scores color"),
+        ('{"color": [NaN, []]}', [folder], "color_eval_results.json: color=nan"),
+        ('{"color": [', [folder], "color_eval_results.json"),
+    ):
+        (folder / "color_eval_results.json").write_text(content)
+        with refused(named):
+            read_results(sources)
 
 
 def test_command_aggregates_results(tmp_path):
@@ -170,12 +170,14 @@ def given(tmp_path, monkeypatch):
     return {"python": Path(sys.executable), **paths, "dimensions": ("scene", "color", "human_action"), "device": "cpu"}
 
 
+def not_run(error, named, **given):
+    with pytest.raises(error, match=f"(?s){named}"):
+        list(run_vbench(**given))
+
+
 def test_dimensions_run_one_by_one_and_go_on_after_a_failure(given, monkeypatch):
     monkeypatch.setenv("FAIL_IN", "color")
-    run = run_vbench(**given)
-    assert next(run) == ("scene", 1.0, True)
-    with pytest.raises(VBenchError, match="failed in color.*\n.*\n(.*\n)*RuntimeError: no such checkpoint"):
-        next(run)
+    not_run(VBenchError, "color.*RuntimeError: no such checkpoint", **given)
     monkeypatch.delenv("FAIL_IN")
     assert list(run_vbench(**given)) == [("scene", 1.0, False), ("color", 1.0, True), ("human_action", 1.0, True)]
     log = (given["output"] / "vbench.log").read_text()
@@ -185,8 +187,7 @@ def test_dimensions_run_one_by_one_and_go_on_after_a_failure(given, monkeypatch)
 
 def test_missing_videos_are_named_before_any_work(given):
     (given["videos"] / "scene prompt-3.mp4").unlink()
-    with pytest.raises(ValueError, match="1 videos of scene, color, .*'scene prompt-3.mp4'"):
-        next(run_vbench(**given))
+    not_run(ValueError, "1 .*'scene prompt-3.mp4'", **given)
     assert not given["output"].exists()
 
 
@@ -196,12 +197,10 @@ def test_results_of_other_videos_are_not_mixed(given):
     (given["videos"] / "human_action prompt-0.mp4").write_bytes(b"new")
     list(run_vbench(**given))
     video.write_bytes(b"new")
-    with pytest.raises(ValueError, match="results of scene for other videos"):
-        next(run_vbench(**given))
+    not_run(ValueError, " scene ", **given)
     video.write_bytes(b"")
     other = given["videos"].rename(given["videos"].with_name("other"))
-    with pytest.raises(ValueError, match="videos.*other"):
-        next(run_vbench(**{**given, "videos": other}))
+    not_run(ValueError, f"videos.*{other}", **{**given, "videos": other})
 
 
 def test_flickering_is_evaluated_on_what_the_static_filter_has_left(given, tmp_path):
@@ -210,20 +209,15 @@ def test_flickering_is_evaluated_on_what_the_static_filter_has_left(given, tmp_p
     filtered = tmp_path / "filtered_videos"
     filtered.mkdir()
     chosen = {**given, "dimensions": ("scene", "temporal_flickering"), "flickering": filtered}
-    with pytest.raises(ValueError, match="temporal_flickering; .* filtered_videos"):
-        next(run_vbench(**chosen))
+    not_run(ValueError, "temporal_flickering; .* filtered_videos", **chosen)
     for number in range(3):
         (filtered / f"a still frame-{number}.mp4").touch()
     assert list(run_vbench(**chosen)) == [("scene", 1.0, True), ("temporal_flickering", 0.6, True)]
-    with pytest.raises(ValueError, match="videos, .*filtered_videos"):
-        next(run_vbench(**given))
+    not_run(ValueError, "videos, .*filtered_videos", **given)
 
 
 def test_environment_without_vbench_is_said(given, monkeypatch):
     monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(VBenchError, match="'vbench'"):
-        next(run_vbench(**given))
-    with pytest.raises(FileNotFoundError, match="no Python at"):
-        next(run_vbench(**{**given, "python": Path("no-python")}))
-    with pytest.raises(ValueError, match="Unknown dimension of VBench 'colour'"):
-        next(run_vbench(**{**given, "dimensions": ("colour",)}))
+    not_run(VBenchError, "'vbench'", **given)
+    not_run(FileNotFoundError, "no-python", **{**given, "python": Path("no-python")})
+    not_run(ValueError, "'colour'", **{**given, "dimensions": ("colour",)})

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from mhla_diffusers.tiny import call_settings, load_tiny, loading
 
 from ..evaluation.pictures import mhla as in_process
 from ..evaluation.pictures import write_pictures
+from ..refusals import refused
 
 FAST = {"num_inference_steps": 2}
 FAST_SET = ("--set", "num_inference_steps=1")
@@ -48,6 +50,11 @@ def numbered(output, count=5, **choices):
 
 def made(config, *process):
     return [new for _, new in generate(config, *process)]
+
+
+def not_made(config, named, error=ValueError):
+    with pytest.raises(error, match=named):
+        made(config)
 
 
 def differences(first, second):
@@ -82,17 +89,14 @@ def test_a_stopped_run_goes_on_and_a_longer_one_too(tmp_path):
 
 def test_a_folder_of_other_samples_is_refused(tmp_path):
     made(numbered(tmp_path, count=2))
-    for changes, message in (
-        ({"seed": 1}, "seed=0, now 1"),
-        ({"seed": None}, "seed=0, now None"),
-        ({"settings": {}}, "num_inference_steps"),
-        ({"samples": [Sample("000000.png", "7")]}, "holds another set: 000000.png shows '0'"),
-        ({"count": 1}, "holds another set: 000001.png shows '1', but this one has 'no such file'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            made(numbered(tmp_path, **changes))
-    with pytest.raises(ValueError, match="unknown origin, such as 0000.png"):
-        made(numbered(write_pictures(tmp_path / "foreign", 1)))
+    not_made(numbered(tmp_path, seed=1), "seed=0, .*1")
+    not_made(numbered(tmp_path, seed=None), "seed=0, .*None")
+    not_made(numbered(tmp_path, settings={}), "num_inference_steps': 2}, .*{}")
+    not_made(numbered(tmp_path, samples=[Sample("000000.png", "7")]), "000000.png .*'0'")
+    not_made(numbered(tmp_path, count=1), "000001.png .*'1'")
+    not_made(numbered(write_pictures(tmp_path / "foreign", 1)), "0000.png")
+    (tmp_path / "generation.json").write_text("[]")
+    not_made(numbered(tmp_path, count=2), "generation.json")
 
 
 def test_images_are_written_once_and_kept(tmp_path):
@@ -155,11 +159,10 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
     monkeypatch.setattr("socket.create_connection", fail)
     monkeypatch.setattr("mhla_diffusers.generation.pipelines.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", ask)
-    with pytest.raises(FileNotFoundError, match="someone/wan .*cannot connect to https://.*Name or service not known"):
-        family_of("someone/wan")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE is set"):
-        family_of("someone/wan")
+    for offline, named in ((False, "someone/wan .*https://.*Name or service not known"), (True, "HF_HUB_OFFLINE")):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        with pytest.raises(FileNotFoundError, match=named):
+            family_of("someone/wan")
 
 
 def test_command_writes_one_file_per_prompt_and_seed(tmp_path):
@@ -205,17 +208,16 @@ def test_errors_of_the_call_name_the_settings_but_those_of_what_runs_do_not(tmp_
         raise error("it is so")
 
     monkeypatch.setattr("diffusers.DiTPipeline.__call__", functools.wraps(DiTPipeline.__call__)(fail))
-    expected = RuntimeError if error is RuntimeError else ValueError
-    message = "it is so" if error is RuntimeError else "DiTPipeline fails with the settings .*: it is so"
-    with pytest.raises(expected, match=f"^{message}"):
-        made(numbered(tmp_path))
+    if error is RuntimeError:
+        not_made(numbered(tmp_path), "^it is so", RuntimeError)
+    else:
+        not_made(numbered(tmp_path), "^DiTPipeline .*num_inference_steps.*: it is so")
 
 
 def test_modular_pipeline_is_named_as_what_it_is(tmp_path):
     MiniMaxH3ModularPipeline(blocks=MiniMaxH3CoreDenoiseStep()).save_pretrained(str(tmp_path / "model"))
-    arguments = ("wan", "x", "--model", tmp_path / "model", "--output", tmp_path / "a")
-    with pytest.raises(FileNotFoundError, match="modular pipeline"):
-        raise in_process("generate", *arguments).exception
+    error = in_process("generate", "wan", "x", "--model", tmp_path / "model", "--output", tmp_path / "a").exception
+    assert isinstance(error, FileNotFoundError) and "modular pipeline" in str(error)
 
 
 def test_video_has_its_frame_rate_and_length(tmp_path):
@@ -239,47 +241,33 @@ def test_classes_are_given_by_number_name_or_phrase():
     labels = load_tiny("dit").labels
     for prompt in ("7", "07", "seven", "a seven", "a Seven", "SEVEN "):
         assert class_label(prompt, labels, 1000) == 7
-    for prompt in ("", "  ", "²", "-1", "10", "99", "1000", "1001", "9" * 5000):
-        with pytest.raises(ValueError, match="is not a class of this DiT.*0 to 9"):
-            class_label(prompt, labels, 1000)
+    digits = [(prompt, labels, "0 to 9") for prompt in ("", "  ", "²", "-1", "10", "99", "1000", "1001", "9" * 5000)]
+    for prompt, known, allowed in (*digits, ("1000", {}, "0 to 999")):
+        with pytest.raises(ValueError, match=f"{re.escape(repr(prompt))} .*{allowed}"):
+            class_label(prompt, known, 1000)
     # "Cardigan" is a dog of ImageNet, "cardigan" a piece of clothing
     labels = {"Cardigan": 264, "cardigan": 474}
     assert [class_label(name, labels, 1000) for name in ("Cardigan", "a cardigan")] == [264, 474]
     assert class_label("999", {}, 1000) == 999
-    with pytest.raises(ValueError, match="'1000' is not a class.*0 to 999"):
-        class_label("1000", {}, 1000)
 
 
-def test_a_run_that_failed_does_not_bind_the_folder_and_one_that_did_not_does(tmp_path, monkeypatch):
+def test_a_run_that_failed_before_anything_was_loaded_does_not_bind_the_folder(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(SampleSet, "load", None)  # classes are checked before
-        with pytest.raises(ValueError, match="'5000'"):
-            made(prompted(tmp_path, "3", "5000"))
-    assert not list(tmp_path.iterdir())
+        patch.setattr(SampleSet, "load", None)
+        not_made(prompted(tmp_path, "3", "5000"), "'5000'")
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "file").write_text("")
+        not_made(prompted(tmp_path / "file" / "out", "1"), "file/out", OSError)
+        (tmp_path / "file").unlink()
     # what a run that was stopped while it wrote has left is not a sample
     (tmp_path / ".0000-0-3.png").write_text("")
     assert made(prompted(tmp_path, "3")) == [True]
-    with pytest.raises(ValueError, match="num_inference_steps': 2}, now {}.*another output folder"):
-        made(prompted(tmp_path, "3", settings={}))
-
-
-def test_folder_that_cannot_be_written_is_said_before_anything_is_loaded(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Cannot write"):
-        made(prompted(tmp_path / "file" / "out", "1", model="does/not-exist"))
-
-
-def test_a_damaged_record_is_named(tmp_path):
-    made(prompted(tmp_path, "1"))
-    (tmp_path / "generation.json").write_text("[]")
-    with pytest.raises(ValueError, match="generation.json is damaged"):
-        made(prompted(tmp_path, "1"))
 
 
 def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
     monkeypatch.setattr("mhla_diffusers.families._FAMILIES", dict(families._FAMILIES))
     families.register_family(replace(families.DIT, name="other"))
-    with pytest.raises(ValueError, match="family='other' has no tiny pipeline; give model"):
+    with refused("family='other'"):
         PipelineChoice("other")
     assert PipelineChoice("other", model="a/folder").of_family.name == "other"
 
@@ -288,14 +276,14 @@ def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
     ("change", "message"),
     [
         ({"family": "stable-cascade"}, "family='stable-cascade'"),
-        ({"samples": ()}, "samples=.* not empty"),
+        ({"samples": ()}, "samples="),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 2, "samples": [Sample("a.png", "1", image="b.png")]}, "batch_size=2"),
-        ({"samples": [Sample("a.mp4", "1")]}, "dit generates .png files, but the samples are such as 'a.mp4'"),
-        ({"patch": "a", "weights": "b"}, "either patch"),
+        ({"samples": [Sample("a.mp4", "1")]}, "'a.mp4'"),
+        ({"patch": "a", "weights": "b"}, "patch.*weights"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"frames_per_second": 0}, "frames_per_second=0"),
-        ({"frames_per_second": 8}, "frames_per_second=8 is for videos, but 'dit' makes images"),
+        ({"frames_per_second": 8}, "frames_per_second=8 .*'dit'"),
         ({"device": "tpu9"}, "device='tpu9'.*cpu"),
     ],
 )
@@ -307,8 +295,8 @@ def test_bad_settings_are_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("prompts", "seeds", "message"),
     [
-        ((), (0,), "prompts=.* not empty"),
-        (("1",), (), "seeds=.* not empty"),
+        ((), (0,), "prompts="),
+        (("1",), (), "seeds="),
         (("1",), (0, -1), "seeds.1=-1 .*0 to 9223372036854775807"),
         (("1",), (2**63,), "seeds.0=9223372036854775808 "),
     ],
@@ -355,8 +343,7 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     patch.write_text(f"# a remark\n{head}")
     assert made(config) == [False]
     patch.write_text(head + "  mixing_init: uniform\n")
-    with pytest.raises(ValueError, match=r"patch_content={.*'locality'}, now {.*'uniform'}"):
-        made(config)
+    not_made(config, "patch_content={.*'locality'}, .*{.*'uniform'}")
     pipe = apply_mhla(load_tiny("dit"), str(patch))
     save_mhla(pipe, tmp_path / "weights")
     config = replace(config, patch=None, weights=str(tmp_path / "weights"), output=tmp_path / "trained")
@@ -365,8 +352,7 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     with torch.no_grad():
         next(iter(mhla_layers(pipe).values())).mixing.mul_(0.5)
     save_mhla(pipe, tmp_path / "weights")
-    with pytest.raises(ValueError, match="weights_content='.*', now '.*another output folder"):
-        made(config)
+    not_made(config, "weights_content='")
 
 
 def test_a_folder_notices_base_weights_that_changed_at_their_path_and_another_frame_rate(tmp_path):
@@ -379,12 +365,10 @@ def test_a_folder_notices_base_weights_that_changed_at_their_path_and_another_fr
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(ValueError, match="model_content='.*', now '.*another output folder"):
-        made(config)
+    not_made(config, "model_content='")
     video = prompted(tmp_path / "video", "a seven", family="wan", settings={"num_inference_steps": 1})
     made(video)
-    with pytest.raises(ValueError, match="frames_per_second=.*, now 99"):
-        made(replace(video, frames_per_second=99))
+    not_made(replace(video, frames_per_second=99), "frames_per_second=.* 99")
 
 
 @pytest.mark.parametrize(("family", "prompt"), [("dit", "3"), ("wan", "a seven")])
@@ -394,8 +378,7 @@ def test_results_that_are_not_finite_are_refused_with_their_prompt(tmp_path, fam
     save_file({name: value * torch.nan for name, value in load_file(weights).items()}, weights)
     settings = {"num_inference_steps": 1} if family == "dit" else {**call_settings("wan"), "num_inference_steps": 1}
     config = prompted(tmp_path / "made", prompt, family=family, model=str(tmp_path / "model"), settings=settings)
-    with pytest.raises(ValueError, match=f"not finite for '{prompt}'"):
-        made(config)
+    not_made(config, f"finite .*'{prompt}'")
     assert not list((tmp_path / "made").glob("0*"))
 
 

@@ -61,7 +61,7 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
     found, missing = load_similarities()
     assert not found
     assert all(name in " ".join(missing) for name in ("PSNR", "SSIM", "LPIPS", "pip install"))
-    with pytest.raises(ImportError, match="pip install torchmetrics"):
+    with pytest.raises(ImportError):
         psnr(noise(1, 3, 8, 8), noise(1, 3, 8, 8))
 
 

@@ -126,8 +126,7 @@ def test_a_cache_that_cannot_go_on_is_to_be_reset():
     cache = MHLACache(model)
     logits(model, ids, past_key_values=cache)
     mhla.change_mhla(model, block_length=16)
-    with pytest.raises(ValueError, match="layer 0 of this model"):
-        logits(model, ids[:, :1], past_key_values=cache)
+    refused("layer 0 of this model", model, ids[:, :1], cache)
     cache = MHLACache(model)
     logits(model, ids[:, :20], past_key_values=cache)
 
@@ -138,8 +137,7 @@ def test_a_cache_that_cannot_go_on_is_to_be_reset():
     with pytest.raises(KeyboardInterrupt):
         logits(model, ids[:, 20:], past_key_values=cache)
     handle.remove()
-    with pytest.raises(ValueError, match=r"20 or 40 tokens; reset\(\)"):
-        logits(model, ids[:, 20:], past_key_values=cache)
+    refused(r"20 or 40 tokens; reset\(\)", model, ids[:, 20:], cache)
     cache.reset()
     torch.testing.assert_close(logits(model, ids, past_key_values=cache), logits(model, ids), **ROUNDING)
 
@@ -147,21 +145,22 @@ def test_a_cache_that_cannot_go_on_is_to_be_reset():
 def test_a_cache_of_another_model_is_refused():
     """Before anything wrong is computed: also where that model is not patched, or no longer."""
     model, other = patched(), patched()
-    with pytest.raises(ValueError, match="layer 0 of this model"):
-        logits(other, text(), past_key_values=MHLACache(model))
+    refused("layer 0 of this model", other, text(), MHLACache(model))
     cache = MHLACache(model)
     mhla.remove_mhla(other)
     torch.testing.assert_close(logits(other, text(), past_key_values=cache), logits(llama(), text()))
-    with pytest.raises(ValueError, match="the layers that it was made for"):
-        logits(other, text(length=1), past_key_values=cache)
+    refused("made for", other, text(length=1), cache)
     cache = after(model)
     mhla.remove_mhla(model)
-    with pytest.raises(ValueError, match="After remove_mhla take"):
-        logits(model, text(length=1), past_key_values=cache)
+    refused("After remove_mhla", model, text(length=1), cache)
     cache = MHLACache(patch(other, layers=[1]))
     mhla.change_mhla(other, layers=[0, 1])
-    with pytest.raises(ValueError, match="layer 0 of this model"):
-        logits(other, text(), past_key_values=cache)
+    refused("layer 0 of this model", other, text(), cache)
+
+
+def refused(named, model, ids, cache):
+    with pytest.raises(ValueError, match=named):
+        logits(model, ids, past_key_values=cache)
 
 
 def after(model, **size):
@@ -177,11 +176,11 @@ def padded(lengths, side):
 
 
 @pytest.mark.parametrize(
-    ("refused", "words"),
+    ("use", "words"),
     [
-        (lambda m: logits(m, text(length=20), past_key_values=after(m)), "beyond the 48 tokens.*beyond='relative'"),
-        (lambda m: logits(m, text(batch=3, length=4), past_key_values=after(m)), r"batch of 2 .*given 3.*reset\(\)"),
-        (lambda m: after(m).crop(-1), r"crop\(-1\) would take tokens out"),
+        (lambda m: logits(m, text(length=20), past_key_values=after(m)), "48 tokens.*beyond='relative'"),
+        (lambda m: logits(m, text(batch=3, length=4), past_key_values=after(m)), r"2 .* 3.*reset\(\)"),
+        (lambda m: after(m).crop(-1), r"crop\(-1\)"),
         (lambda m: greedy(m, text(length=12), attention_mask=padded([12, 9], "left")), "prompts of one length"),
         (
             lambda m: greedy(
@@ -203,9 +202,9 @@ def padded(lengths, side):
         (lambda m: MHLACache(wan()), "WanTransformer3DModel is a diffusion model"),
     ],
 )  # fmt: skip
-def test_what_is_refused(one, refused, words):
+def test_what_is_refused(one, use, words):
     with pytest.raises(ValueError, match=words):
-        refused(one)
+        use(one)
 
 
 def test_a_cache_from_which_tokens_cannot_be_taken_says_so(one):

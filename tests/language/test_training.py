@@ -83,15 +83,15 @@ def test_the_paper_s_size():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"variants": {"own": "hyena", "a": "softmax"}}, "'own' is 'hyena'; allowed: 'softmax', 'gated linear'"),
+        ({"variants": {"own": "hyena", "a": "softmax"}}, "'own' .*'hyena'; .*'gated linear'"),
         ({"variants": {"a": {"block": [4]}}}, "'block'"),
-        ({"variants": {"a": {"density": 0.1}}}, "density is a setting of sparse attention, .* causal MHLA"),
+        ({"variants": {"a": {"density": 0.1}}}, "density "),
         ({"text": "shakespeare"}, "text='shakespeare' .* 'python-topics'"),
-        ({"text": {"name": "a/b", "tokeniser": "c/d"}}, "'text.tokeniser'; did you mean 'tokenizer'"),
-        ({"text": {"name": "a/b"}}, "text lacks tokenizer"),
-        ({"variants": {"MHLA": MHLA}}, "add 'softmax: softmax' to variants"),
-        ({"learning_rat": 1}, "did you mean 'learning_rate'"),
-        ({"adapt_steps": 0}, "adapt_steps=0 .* to adapt"),
+        ({"text": {"name": "a/b", "tokeniser": "c/d"}}, "'text.tokeniser'; .* 'tokenizer'"),
+        ({"text": {"name": "a/b"}}, "text .*tokenizer"),
+        ({"variants": {"MHLA": MHLA}}, "'softmax: softmax'"),
+        ({"learning_rat": 1}, "'learning_rat'; .*'learning_rate'"),
+        ({"adapt_steps": 0}, "adapt_steps=0"),
     ],
 )
 def test_a_configuration_that_is_not_allowed(tmp_path, changes, words):

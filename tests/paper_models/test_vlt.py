@@ -188,17 +188,20 @@ def test_drop_path_keeps_the_mean_and_drops_whole_samples():
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (lambda: tiny_config(mhla=MHLA[:3]), "3 entries and depths=.* has 4"),
-        (lambda: tiny_config(num_attention_heads=(1, 3, 2, 3)), "hidden_sizes=16 and num_attention_heads=3"),
-        (lambda: first_stage(density=0.1), "blocks belongs to MHLA or causal MHLA, and density to sparse attention"),
-        (lambda: first_stage(block_length=3), r"mhla\[0\] is causal MHLA, and pixels have no order"),
-        (lambda: first_stage(layers="1/2"), "layers='1/2'; every stage has an entry"),
-        (lambda: first_stage(softmax_steps=1), "softmax_steps=1; a classifier has no denoising steps"),
+        (lambda: tiny_config(mhla=MHLA[:3]), " 3 .*depths=.* 4"),
+        (lambda: tiny_config(num_attention_heads=(1, 3, 2, 3)), "hidden_sizes=16 .*num_attention_heads=3"),
+        (lambda: first_stage(density=0.1), "blocks .*density"),
+        (lambda: first_stage(block_length=3), r"mhla\[0\] is causal"),
+        (lambda: first_stage(layers="1/2"), "layers='1/2'"),
+        (lambda: first_stage(softmax_steps=1), "softmax_steps=1"),
         (lambda: first_stage(blocks=[9]), r"blocks=\(9,\).*two counts"),
         (lambda: first_stage(block=[3, 3]), "'block'"),
-        (lambda: tiny_config(hidden_act="gelo"), "'gelo'; did you mean 'gelu'"),
-        (lambda: tiny_vlt()(pictures(), output_attentions=True), "output_attentions=True asks for"),
+        (lambda: tiny_config(hidden_act="gelo"), "'gelo'; .*'gelu'"),
+        (lambda: tiny_vlt()(pictures(), output_attentions=True), "output_attentions=True"),
         (lambda: tiny_vlt()(pictures(), atention_mask=None), "'atention_mask'"),
+        # MHLA is built in
+        (lambda: mhla.apply_mhla(tiny_vlt()), "VLTForImageClassification .*2 layers.*VLTConfig"),
+        (lambda: mhla.save_mhla(tiny_vlt(), "unused"), "VLTForImageClassification .*2 layers.*VLTConfig"),
     ],
 )
 def test_what_is_refused(refused, words):
@@ -210,9 +213,5 @@ def first_stage(**settings):
     return tiny_config(mhla=[{"blocks": [3, 3]} | settings, None, None, None])
 
 
-def test_a_model_with_mhla_built_in_cannot_be_patched(tmp_path):
-    model = tiny_vlt()
-    for use in (mhla.apply_mhla, lambda given: mhla.save_mhla(given, tmp_path / "patch")):
-        with pytest.raises(ValueError, match=r"VLTForImageClassification .*2 layers.*VLTConfig"):
-            use(model)
+def test_softmax_in_every_stage_leaves_no_layer():
     assert mhla.mhla_layers(tiny_vlt(mhla=[None] * 4)) == {}

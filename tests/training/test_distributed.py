@@ -28,6 +28,7 @@ from mhla_diffusers.training.config import ContextParallel, FewStepsConfig, Trai
 from mhla_diffusers.training.distributed import uses_fsdp2
 
 from ..parallel.diffusers_on_cpu import diffusers_on_cpu
+from ..refusals import refused
 from .models import dit_data, one_stage, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 from .processes import finish, start_distributed_training
 
@@ -215,8 +216,9 @@ def test_other_families_are_sharded(
         ({**FSDP2, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading: true"),
         ({**FSDP2, "FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward: false"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed"),
-        ({"WORLD_SIZE": "1"}, "groups of 2 processes, but 1 processes"),
-        ({"WORLD_SIZE": "5"}, "groups of 2 processes, but 5 processes"),
+        ({"WORLD_SIZE": "1"}, " 2 .* 1 "),
+        ({"WORLD_SIZE": "5"}, " 2 .* 5 "),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),  # launched, but not joined
     ],
 )
 def test_unsupported_processes_are_refused_before_training(
@@ -247,7 +249,7 @@ def test_shipped_accelerate_configuration_is_supported(name: str, kind: str, mon
     config = _config(Path("unused"), 1)
     assert uses_fsdp2(config) == (name == "fsdp2")
     if name == "fsdp2":
-        with pytest.raises(ValueError, match="optimizer=adamw8bit"):
+        with refused("optimizer=adamw8bit"):
             uses_fsdp2(replace(config, optimizer="adamw8bit"))
 
 
@@ -264,8 +266,8 @@ def _patched_sana() -> Any:
 @pytest.mark.parametrize(
     ("make", "data", "degrees", "words"),
     [
-        (_patched, wan_data, ContextParallel(3), "32 tokens; .* such as 1"),
-        (_patched, wan_data, ContextParallel(1, 4), "ulysses=4 .* one of 2"),
+        (_patched, wan_data, ContextParallel(3), "32 .* 1"),
+        (_patched, wan_data, ContextParallel(1, 4), "ulysses=4 .* 2"),
         (_patched, wan_data, ContextParallel(2), "ring > 1"),
         (_patched_sana, sana_data, ContextParallel(1, 2), "SanaTransformer2DModel"),
         (_split_already, wan_data, ContextParallel(), "enable_parallelism"),
@@ -281,7 +283,7 @@ def test_what_cannot_be_split_is_refused(
 def test_softmax_round_a_ring_is_not_computed_again() -> None:
     settings = _config(Path("unused"), 1, ContextParallel(2), gradient_checkpointing=True)
     with diffusers_on_cpu():
-        with pytest.raises(ValueError, match="gradient_checkpointing: true"):
+        with refused("gradient_checkpointing: true"):
             check_fits(_patched(), wan_data(), settings)
         check_fits(apply_mhla(tiny_wan(), PATCH, layers="all"), wan_data(), settings)
 

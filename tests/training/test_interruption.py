@@ -35,6 +35,7 @@ from mhla_diffusers.training.latents.clips import Clips
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.latents.encode import encode_folder, synthesize
 
+from ..refusals import refused
 from .models import one_stage, tiny_wan, wan_data
 from .pipelines import sana_pipeline, wan_pipeline, write_image
 from .processes import finish, start_process, start_training
@@ -122,8 +123,6 @@ def test_a_spent_time_limit_saves_and_stops_and_exports_come_by_the_clock(tmp_pa
     assert 1 <= len(exports) <= 4, "one in 0.3 s of 1.2"
     for folder in (exports[0], tmp_path / "so-far"):
         load_mhla(tiny_wan(), folder)
-    with pytest.raises(ValueError, match="export_every='30s'.* time such as"):
-        replace(config, export_every="30s")
 
 
 def _patched() -> Any:
@@ -172,7 +171,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
         lambda: synthesize(wan_pipeline(), "unused", ["a"], config.output, Clips(5, 8.0, ((32, 32),)), steps=0),
         lambda: next(generate(SampleSet("dit", samples=samples, output=tmp_path / "run"))),
     ):
-        with pytest.raises(OSError, match=f"Another run is writing into {tmp_path / 'run'}"):
+        with refused(str(tmp_path / "run"), error=OSError):
             begin()
     process.kill()
     process.join()

@@ -15,6 +15,7 @@ from mhla_diffusers.training.export import write_weights
 from mhla_diffusers.training.roles import add_lora
 from mhla_diffusers.training.validation import PromptSampler
 
+from ..refusals import refused
 from .models import one_stage, tiny_wan, wan_data
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline
 
@@ -54,7 +55,7 @@ def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -
         chosen = choice.load()
         assert torch.allclose(_output(chosen.transformer), trained, atol=1e-6)
     if trainable == "unpatched":
-        with pytest.raises(ValueError, match="WanTransformer3DModel"):
+        with refused("WanTransformer3DModel"):
             load_result(sana_pipeline(), result)
 
 
@@ -76,5 +77,5 @@ def test_samples_of_a_validation_are_the_same_every_time_and_unknown_classes_are
     PromptSampler(pipe, ["7", "seven"], clip, steps=2)(pipe.transformer, tmp_path)
     first, second = (file.read_bytes() for file in sorted(tmp_path.glob("*.png")))
     assert first == second and pipe.transformer.training is False
-    with pytest.raises(ValueError, match="'a cat'.*0 to 9"):
+    with refused("'a cat'"):
         PromptSampler(pipe, ["7", "a cat"], clip, steps=2)

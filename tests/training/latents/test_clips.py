@@ -11,7 +11,6 @@ import torch
 
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.pixels import UnreadableMediaError
-from mhla_diffusers.settings import SettingError
 from mhla_diffusers.training import train
 from mhla_diffusers.training.latents.cache import CacheIndex, LatentCache
 from mhla_diffusers.training.latents.clips import Clips
@@ -22,10 +21,12 @@ from mhla_diffusers.training.latents.sources import Source, Sources, read_source
 from mhla_diffusers.training.latents.summary import summarize, summarize_cache
 
 from ...models import wan
+from ...refusals import refused
 from ..models import one_stage, tiny_dit
 from ..pipelines import wan_pipeline, write_image, write_video
 
 CLIPS = Clips((1, 5), 8.0, ((32, 32),), "chunk")
+OTHER_CLIP = "sources: [{path: a}]\nclip: {fps: 8, frames: 5, "
 
 
 def _read(file: Path, clips: Clips) -> list[tuple[float, int, float]]:
@@ -51,7 +52,7 @@ def test_clips_begin_where_the_settings_say_with_every_length_that_is_left(tmp_p
         wanted = sorted((first / 8, length, first) for first, length in expected)
         assert sorted(_read(tmp_path / "a.mp4", clips)) == wanted
     assert _read(tmp_path / "a.mp4", replace(CLIPS, fps=4.0)) == [(0, 1, 0), (0, 5, 0), (1.25, 1, 10)]
-    with pytest.raises(UnreadableMediaError, match="too short: .* 13 frames"):
+    with pytest.raises(UnreadableMediaError):
         _read(tmp_path / "a.mp4", replace(CLIPS, frames=(13, 25)))
 
 
@@ -80,37 +81,28 @@ def test_automatic_sizes_have_one_area_and_sides_for_the_model() -> None:
     assert small.sizes[0] == (240, 416)
     square = Clips(1, 1.0, "auto").fitted(get_family(tiny_dit()), tiny_dit(), {"scale_factor_spatial": 8}, False)
     assert square.sizes == ((256, 256),)
-    with pytest.raises(ValueError, match="auto"):
+    with refused("auto"):
         Clips(1, 1.0, "auto").size_for(64, 64)
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"),
+    ("settings", "named"),
     [
-        ({"sizes": "automatic"}, "sizes='automatic'"),
-        ({"frames": [1, 0]}, "frames.1=0"),
-        ({"extract": "uniform"}, "count=None"),
-        ({"stride": 4}, "stride=4"),
-        ({"extract": "chunks"}, "'chunks'.*'chunk'"),
+        ("sources: [{path: a, share: 1}, {path: b}]", "sources.*1.0, None"),
+        ("sources: [{path: a}, {path: a}]", "line 1: sources.1.path"),
+        ("sources: [{path: a, share: 1, repeats: 2}]", "share=1.0 .* repeats=2"),
+        ("sources: [{path: a, missing_captions: ignore}]", "'ignore'"),
+        ("sources: [{path: a, share: 0}]", "sources.0.share=0"),
+        (OTHER_CLIP + "sizes: automatic}", "sizes='automatic'"),
+        (OTHER_CLIP.replace("5", "[1, 0]") + "sizes: [[32, 32]]}", "frames.1=0"),
+        (OTHER_CLIP + "sizes: [[32, 32]], extract: uniform}", "count=None"),
+        (OTHER_CLIP + "sizes: [[32, 32]], stride: 4}", "stride=4"),
+        (OTHER_CLIP + "sizes: [[32, 32]], extract: chunks}", "'chunks'.*'chunk'"),
     ],
 )
-def test_clips_that_are_not_allowed_are_refused(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        Clips.read({"frames": 5, "fps": 8, "sizes": [[32, 32]], **settings})
-
-
-@pytest.mark.parametrize(
-    ("sources", "error"),
-    [
-        ("[{path: a, share: 1}, {path: b}]", "sources.*1.0, None"),
-        ("[{path: a}, {path: a}]", "line 1: sources.1.path"),
-        ("[{path: a, share: 1, repeats: 2}]", "share=1.0 and repeats=2"),
-        ("[{path: a, missing_captions: ignore}]", "'ignore'"),
-    ],
-)
-def test_sources_that_are_not_allowed_are_refused(sources: str, error: str, tmp_path: Path) -> None:
-    (tmp_path / "data.yaml").write_text(f"sources: {sources}\n")
-    with pytest.raises(ValueError, match=error):
+def test_clips_and_sources_that_are_not_allowed_are_refused(settings, named, tmp_path):
+    (tmp_path / "data.yaml").write_text(f"{settings}\n")
+    with pytest.raises(ValueError, match=named):
         read_sources(tmp_path / "data.yaml")
 
 
@@ -247,7 +239,7 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
 
 def test_a_missing_caption_raises_is_left_out_or_encoded_empty(sources: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "pictures")
-    with pytest.raises(ValueError, match=r"1 of 3 files .* c\.png"):
+    with refused("1 of 3 ", " c.png"):
         Sources((Source(folder),)).media()
     left_out = Sources((Source(folder, missing_captions="skip", prefix="art: "),)).media()
     assert [(item.caption, bool(item.problem)) for item in left_out] == [
@@ -257,5 +249,3 @@ def test_a_missing_caption_raises_is_left_out_or_encoded_empty(sources: Path, tm
     ]
     empty = Sources((Source(folder, missing_captions="empty", prefix="art: "),)).media()
     assert (empty[2].caption, empty[2].problem) == ("art:", None)
-    with pytest.raises(SettingError):
-        Source(folder, share=0)

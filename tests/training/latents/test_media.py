@@ -220,29 +220,32 @@ def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, ca
         ({}, "none", FileNotFoundError, "none"),
         ({}, ".", FileNotFoundError, "no videos or images"),
         ({"0.tar": b"", "loose.png": b""}, ".", ValueError, "0.tar.*loose.png"),
-        ({"b.txt": b" \n", "b.png": b""}, ".", ValueError, "2 of 2 files .* a.png, b.png"),
+        ({"b.txt": b" \n", "b.png": b""}, ".", ValueError, "2 of 2 .* a.png, b.png"),
         ({"metadata.jsonl": b'{"file_name": "c.png", "text": "x"}\n'}, ".", FileNotFoundError, "c.png"),
         ({"metadata.jsonl": b'{"file": "c.png", "text": "x"}\n'}, ".", ValueError, "file_name .* file, text"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n[1]\n'}, ".", ValueError, r"\[1\]"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n{"f\n'}, ".", ValueError, "Line 2 of .*jsonl"),
-        ({"metadata.jsonl": b"\n"}, ".", ValueError, "metadata.jsonl is empty"),
+        ({"metadata.jsonl": b"\n"}, ".", ValueError, "metadata.jsonl .*empty"),
         ({"metadata.jsonl": b'{"file_name": "", "text": "x"}\n'}, ".", ValueError, "Row 1 of .*file_name=''"),
         ({"metadata.csv": b"text,file_name\nx\n"}, ".", ValueError, "Row 1 of .*file_name=None"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x\\ud800"}\n'}, ".", ValueError, "Line 1 .*ud800"),
-        ({"metadata.csv": b"file_name,text\na.png,a, b\n"}, ".", ValueError, "Row 1 of .*3 values for 2 columns"),
-        ({"metadata.csv": b"file_name,text,text\na.png,a,b\n"}, ".", ValueError, "metadata.csv.*'text' is given twice"),
-        ({"metadata.csv": b"file_name,text\na.png,a\nb/../a.png,b\n"}, ".", ValueError, "Row 2 of .* a.png, as an"),
+        ({"metadata.csv": b"file_name,text\na.png,a, b\n"}, ".", ValueError, "Row 1 of .*3 .* 2 "),
+        ({"metadata.csv": b"file_name,text,text\na.png,a,b\n"}, ".", ValueError, "metadata.csv.*'text'"),
+        ({"metadata.csv": b"file_name,text\na.png,a\nb/../a.png,b\n"}, ".", ValueError, "Row 2 of .* a.png"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x", "text": "y"}\n'}, ".", ValueError, "Line 1.*'text'"),
-        ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl is not UTF-8"),
-        ({"metadata.csv": b"file_name,text\na.png,a\na.png,b\n"}, ".", ValueError, "Row 2 of .* a.png, as an earlier"),
+        ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl .*UTF-8"),
+        ({"metadata.csv": b"file_name,text\na.png,a\na.png,b\n"}, ".", ValueError, "Row 2 of .* a.png"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": ["x"]}\n'}, ".", ValueError, r"Row 1 of .*text=\['x'\]"),
         ({"metadata.jsonl": b'{"file_name": "a.png", "text": NaN}\n'}, ".", ValueError, "Row 1 of .*text=nan"),
         ({"metadata.jsonl": b"{}\n", "metadata.csv": b"a\n"}, ".", ValueError, "metadata.jsonl and metadata.csv"),
+        # quotation marks that nothing closes, and a field that the reader does not take
+        *(
+            ({"metadata.csv": b"file_name,text\n" + rows, "b.png": b""}, ".", ValueError, "metadata.csv .*line 2")
+            for rows in (b'a.png,"a cat\nb.png,a dog\n', b'a.png,"a cat\nb.png,"a dog"\n', b"a.png," + b"a" * 200_000)
+        ),
     ],
 )
-def test_what_is_refused(
-    files: dict[str, bytes], source: str, error: type[Exception], words: str, tmp_path: Path
-) -> None:
+def test_what_is_refused(files, source, error, words, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     if files and "0.tar" not in files:
@@ -339,18 +342,6 @@ def test_captioned_media_that_is_left_out_is_told(
         "its name has",
         "an earlier member has the same name",
     ]
-
-
-@pytest.mark.parametrize(
-    "rows", ['a.png,"a cat\nb.png,a dog\n', 'a.png,"a cat\nb.png,"a dog"\n', "a.png," + "a" * 200_000]
-)
-def test_a_quotation_mark_that_nothing_closes_is_told(rows: str, tmp_path: Path) -> None:
-    """And a field that the reader does not take."""
-    for name in ("a.png", "b.png"):
-        write_image(tmp_path / name)
-    (tmp_path / "metadata.csv").write_text(f"file_name,text\n{rows}")
-    with pytest.raises(ValueError, match=r"metadata\.csv cannot be read from line 2 on"):
-        find_media(tmp_path)
 
 
 def test_grey_of_16_bits_keeps_its_level(tmp_path: Path) -> None:
