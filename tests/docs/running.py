@@ -27,7 +27,7 @@ from .snippets import ROOT, Snippet
 
 TINY_DIT, TINY_SANA, TINY_WAN = (str(pipeline_folder(family)) for family in ("dit", "sana", "wan"))
 WAN_CALL = 'num_inference_steps=1, num_frames=6, height=64, width=64, max_sequence_length=10, output_type="latent"'
-WAN_SET = "--set num_inference_steps=1 --set num_frames=6 --set max_sequence_length=10"
+WAN_SET = "--set num_inference_steps=1 --set num_frames=7 --set max_sequence_length=10"
 SANA_SET = "--set num_inference_steps=1 --set height=64 --set width=64 --set use_resolution_binning=false"
 DIGITS = "--extractor mhla_diffusers.demo.judging:picture_features"
 SHORT = "validation.samples=0 stages.1.steps=1 batch_size=1"
