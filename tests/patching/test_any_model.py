@@ -105,6 +105,34 @@ def ovis():
     return model, arguments
 
 
+def hidream(height, width):
+    model = seeded(
+        diffusers.HiDreamImageTransformer2DModel,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=24,
+        num_attention_heads=2,
+        caption_channels=[16, 16],
+        text_emb_dim=12,
+        axes_dims_rope=(8, 8, 8),
+        max_resolution=(32, 32),
+        llama_layers=[0, 1],
+        force_inference_output=True,
+    )
+    torch.manual_seed(1)
+    arguments = {
+        "hidden_states": torch.randn(1, 4, height, width),
+        "timesteps": torch.tensor([500]),
+        "encoder_hidden_states_t5": torch.randn(1, 5, 16),
+        "encoder_hidden_states_llama3": torch.randn(2, 1, 6, 16),
+        "pooled_embeds": torch.randn(1, 12),
+    }
+    return model, arguments
+
+
 def test_density_1_is_the_model_itself_and_removal_leaves_nothing():
     model, arguments = plain(), inputs()
     before, expected = (dict(vars(model)), type(model)), run(model, arguments)
@@ -195,7 +223,17 @@ def test_grid_and_extra_as_functions_of_the_arguments():
         assert torch.equal(run(model, arguments), run(expected, arguments))
 
 
-@pytest.mark.parametrize(("make", "grid", "extra"), [(cosmos, (4, 6, 8), (0, 0)), (ovis, (8, 12), (TEXT, 0))])
+# of text HiDream's attentions see T5's 5 tokens and twice Llama's 6, and of an image that is not square padding, to 256
+@pytest.mark.parametrize(
+    ("make", "grid", "extra"),
+    [
+        (cosmos, (4, 6, 8), (0, 0)),
+        (ovis, (8, 12), (TEXT, 0)),
+        (partial(hidream, 32, 32), (16, 16), (0, 17)),
+        (partial(hidream, 16, 24), (8, 12), (0, 256 - 96 + 17)),
+    ],
+    ids=["cosmos", "ovis", "hidream", "hidream, not square"],
+)
 def test_classes_of_diffusers_without_a_family(make, grid, extra):
     model, arguments = make()
 
