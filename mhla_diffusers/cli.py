@@ -79,14 +79,15 @@ def info(
     """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
     from .benchmark.info import configs_of, print_any_patch, print_info, print_model, report
 
-    given = {"size": size, "frames": frames, "density": density}
+    own = patch == "default"  # of the model's family
+    given = {"patch": patch if own else None, "size": size, "frames": frames, "density": density}
     if model is None and any(value is not None for value in given.values()):
         names = ", ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
         raise ValueError(f"{names} belongs to a model: give --model as well, such as wan2.1-1.3b.")
     if model is not None and as_report:
         raise ValueError("--report and --model ask for different things; give one of them.")
     if model is not None:
-        print_model(model, size, frames, None if patch is None else configs_of(patch)[0], density)
+        print_model(model, size, frames, None if own or patch is None else configs_of(patch)[0], density)
     elif as_report:
         typer.echo(report(patch))
     elif patch is None:

@@ -589,7 +589,9 @@ def load_patch(name_or_path: str | Path) -> Patch:
             known = ["default", *patch_names(), *adapted_patch_names()]  # which commands take, for apply_mhla(pipe)
             near = "" if path.parts[1:] else nearest(name_or_path, known, count=3, cutoff=0.4)
             hint = f"; {near}" if near else ", and no such folder." if path.parts[1:] else "."
-            if adapted_patch_folder(str(name_or_path)) is not None:
+            if str(name_or_path) == "default":
+                hint = ": it is each family's own, which apply_mhla(model) gives."
+            elif adapted_patch_folder(str(name_or_path)) is not None:
                 hint = f": it is adapted, with weights; load_mhla(model, {str(name_or_path)!r}) opens it, or --weights."
             elif str(name_or_path) and path.is_dir():
                 hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."

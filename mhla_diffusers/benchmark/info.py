@@ -153,6 +153,8 @@ def print_model(
     if density is not None:
         if patch is not None:
             raise ValueError(f"--density {density} and --patch both give a density; give one of them.")
+        if not isinstance(config, SparseConfig):
+            raise ValueError(f"--density {density} is of sparse attention, and {name} gets {config.attention}.")
         config = config.replace(density=density)
     plain, patched = count_forward(case), count_forward(case, config)
     whole, left = sum(plain.values()), sum(patched.values())

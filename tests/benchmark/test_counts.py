@@ -91,6 +91,7 @@ def test_info_on_a_model():
     assert "works untrained" in summary and "1.25 PFLOP → 262 TFLOP" in summary
     assert f"Self-attention is {row[4]}" in shown and max(map(len, shown.splitlines())) <= 80
     assert info("--model", "dit-xl-2", "--density", "0.3") != info("--model", "dit-xl-2")
+    assert info("--model", "dit-xl-2", "--patch", "default") == info("--model", "dit-xl-2")
     hybrid = info("--model", "wan2.1-1.3b", "--patch", "wan2.1-t2v-1.3b-hybrid")
     assert "in layers 2/3" in hybrid and "has to be adapted first" in hybrid and "sparse" not in hybrid
 
@@ -101,9 +102,10 @@ def test_info_on_a_model():
         (("--model", "wan2.1-t2v-1.3b"), "'wan2.1-t2v-1.3b'"),
         (("--model", "wan2.1-1.3b", "--frames", "4097"), "wan2.1-1.3b...x4097"),
         (("--model", "dit-xl-2", "--patch", "sana-0.6b"), "'sana'...'dit'"),
-        (("--model", "sana-0.6b", "--density", "0.1"), "density"),
+        (("--model", "sana-0.6b", "--density", "0.1"), "--density 0.1...MHLA"),
         (("--model", "dit-xl-2", "--patch", "dit-xl-2-256-sparse", "--density", "0.1"), "--density 0.1"),
         (("--density", "0.1"), "--density 0.1"),
+        (("--patch", "default"), "--patch default...--model"),
         (("--model", "dit-xl-2", "--report"), "--report...--model"),
     ],
 )

@@ -55,7 +55,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     # calls in Python
     (r'dtype=torch.bfloat16\).to\("cuda"\)', "dtype=torch.float32)"),
     (r'pipe\("a cat", num_inference_steps=4', f'pipe("a cat", {WAN_CALL}'),
-    (r'pipe\("a cat surfing", num_frames=81, height=480, width=832\)', f'pipe("a cat surfing", {WAN_CALL})'),
+    (r'pipe\("a cat surfing", num_frames=81, height=480, width=832', f'pipe("a cat surfing", {WAN_CALL}'),
     (r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
     (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (
