@@ -119,15 +119,10 @@ class Settings:
             raise SettingError("", (), f" must hold named settings, got {content!r}.")
         names = [allowed.key or name for name, _, allowed in _described(cls)]
         known = dict(zip(names, fields(cls), strict=True))
-        for name in content:
-            for where, kind, _ in _described(cls) if name not in known else ():
-                for one in _members(kind):
-                    inner = next((part for part in (one, *get_args(one)) if is_dataclass(part)), None)
-                    if inner is not None and name in (item.name for item in fields(inner)):
-                        place = where if inner is one else f"{where}.0"
-                        raise SettingError(
-                            "", (name,), f" is a setting of {where}, not of the whole; give {place}.{name}."
-                        )
+        for name in (one for one in content if one not in known):
+            if (place := _place_inside(cls, name)) is not None:
+                where = place.removesuffix(".0")
+                raise SettingError("", (name,), f" is a setting of {where}, not of the whole; give {place}.{name}.")
         check_names(content, list(known), "setting")
         needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
         if missing := [name for name in needed if name not in content]:
@@ -246,6 +241,16 @@ def _described(cls: type[Settings]) -> list[tuple[str, Any, _Allowed]]:
     """Return name, type and what else is allowed of every field."""
     kinds = get_type_hints(cls)
     return [(item.name, kinds[item.name], item.metadata.get("allowed", _Allowed())) for item in fields(cls)]
+
+
+def _place_inside(cls: type[Settings], name: str) -> str | None:
+    """Return which of the settings inside these have a name, such as "stages.0"; None if none has it."""
+    for where, kind, _ in _described(cls):
+        for one in _members(kind):
+            for inner in (one, *get_args(one)):
+                if is_dataclass(inner) and name in (item.name for item in fields(inner)):
+                    return where if inner is one else f"{where}.0"
+    return None
 
 
 def _checked(value: Any, kind: Any, allowed: _Allowed, name: str) -> Any:

@@ -52,5 +52,5 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
 
 
 def _value(text: str) -> Any:
-    """Return a variable's value: a count, or text, of which settings read numbers; None for "none"."""
+    """Return a variable's value: None for "none", a count, or else text, in which the settings look for a number."""
     return None if text == "none" else int(text) if text.strip().isdigit() else text

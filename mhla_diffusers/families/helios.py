@@ -43,7 +43,7 @@ class HeliosAdapter(AttentionAdapter):
         return arguments["hidden_states"].shape[1] - tokens, 0
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """Return RoPE of all tokens, of which the model passes cosines and sines in one table (B, N, 2 D)."""
+        """Return RoPE of all tokens; the model passes cosines and sines in one table (B, N, 2 D)."""
         cos, sin = arguments["rotary_emb"].unsqueeze(2).chunk(2, dim=-1)
         return cos, sin
 

@@ -1,4 +1,4 @@
-"""Ideogram 4: ``Ideogram4Transformer2DModel``, of which a pipeline has two, with text and without.
+"""Ideogram 4: ``Ideogram4Transformer2DModel``. A pipeline has two, one with text and one without.
 
 One sequence holds padding, up to 2,048 tokens of text and the image; segments keep padding apart, and whatever else is
 packed into a row. All tokens of padding are alike, so each attends to its own value. RoPE pairs the halves of the

@@ -14,7 +14,7 @@ from ..attention.rope import Rotary
 from .adapters import Arguments, Projected, without
 from .family import Attention, Condition, Family, Kwargs, Sample
 from .kandinsky5 import KANDINSKY5, Kandinsky5Adapter, Kandinsky5Forward
-from .models import Clip, Model, tiny_video
+from .models import Model, tiny_video
 
 _CLASS = "Kandinsky6Transformer3DModel"
 _SOUND_PER_FRAME = 4 / 24 * 44_100 / 1024
@@ -80,7 +80,7 @@ KANDINSKY6 = Family(
         "apply_mhla(pipe, calibration=...) fits a patch without training."
     ),
     mhla_blocks=KANDINSKY5.mhla_blocks,
-    default_clip=Clip(frames=121, fps=24.0, sizes=((512, 768),)),
+    default_clip=KANDINSKY5.default_clip,
     models=(
         Model(
             "kandinsky-6",

@@ -342,7 +342,7 @@ def _ideogram4(transformer: Any) -> Any:
 
 
 def _krea2(transformer: Any) -> Any:
-    """Qwen3-VL, two layers of which are the text, and Qwen-Image's autoencoder."""
+    """Qwen3-VL, whose text comes from two of its layers, and Qwen-Image's autoencoder."""
     pipe = diffusers.Krea2Pipeline(
         scheduler=flow(use_dynamic_shifting=True),
         vae=qwen_autoencoder(),

@@ -63,7 +63,7 @@ class BatchOrder:
 
     In every epoch the samples of each shape are shuffled and split into batches, the last one filled up from the front;
     then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards. With
-    weight 2.25 every sample occurs twice in an epoch, and a quarter of them, drawn anew each time, a third time.
+    weight 2.25 an epoch has every sample twice, and a random quarter of them a third time.
     """
 
     def __init__(

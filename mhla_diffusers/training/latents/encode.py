@@ -214,10 +214,8 @@ def _writer(
 
 def _fitted(clips: Clips | None, model: str, family: Family, pipe: Any) -> Clips:
     """Return clips, or the model's own, with sizes for its pipeline; ValueError for frames or sizes it cannot take."""
-    usual, begins_with_picture = (
-        usual_clip(model, family),
-        family.training.keeps_first_frame(pipe, pipe.transformer.config),
-    )
+    usual = usual_clip(model, family)
+    begins_with_picture = family.training.keeps_first_frame(pipe, pipe.transformer.config)
     return (clips or Clips.of(usual)).fitted(family, pipe.transformer, pipe.vae.config, begins_with_picture, usual)
 
 

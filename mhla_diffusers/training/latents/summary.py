@@ -26,7 +26,7 @@ from .clips import Clips
 from .data import in_workers
 from .encode import model_header
 from .media import NO_CAPTION, Media, Original, check_usable, try_read
-from .sources import read_sources
+from .sources import Source, read_sources
 
 Table = tuple[list[str], list[list[str]]]
 """Header and rows."""
@@ -135,7 +135,7 @@ class DataSummary:
         source: object,
         entries: Sequence[Entry],
         clips: Clips | None,
-        sources: Mapping[str, CachedSource],
+        sources: Mapping[str, CachedSource | Source],
         model: DataModel | None = None,
         index: CacheIndex | None = None,
         refusal: str | None = None,
@@ -327,8 +327,8 @@ def summarize(
             entries.append(Entry(item.name, item.caption, None, original, *place, media=item))
     if all(entry.problem for entry in entries):
         refusal = refusal or "none of its files can be used."
-    of_sources = {one.path: CachedSource(one.path, one.share, one.repeats, one.prefix) for one in sources.sources}
-    return DataSummary(source, entries, clips, of_sources, described, refusal=refusal)
+    by_path = {one.path: one for one in sources.sources}
+    return DataSummary(source, entries, clips, by_path, described, refusal=refusal)
 
 
 def summarize_cache(index: CacheIndex, model: DataModel | None = None) -> DataSummary:
