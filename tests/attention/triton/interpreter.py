@@ -28,6 +28,7 @@ def make_interpreter_fast() -> None:
         _broadcast_only_what_differs()
         _round_bfloat16()
         _multiply_bfloat16()
+        _sort_with_numpy()
 
 
 def _patch_language_once_per_function() -> None:
@@ -150,3 +151,14 @@ def _multiply_bfloat16() -> None:
         return create_dot(self, a, b, *others)
 
     interpreter.InterpreterBuilder.create_dot = dot
+
+
+def _sort_with_numpy() -> None:
+    """Triton sorts by a network of exchanges, one element after the other in the interpreter: half of its time."""
+
+    def sort(x, dim=None, descending=False):
+        assert not descending
+        axis = -1 if dim is None else getattr(dim, "value", dim)
+        return tl.tensor(interpreter.TensorHandle(np.sort(x.handle.data, axis=axis), x.dtype.scalar), x.type)
+
+    tl.sort = sort
