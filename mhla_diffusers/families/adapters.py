@@ -24,8 +24,9 @@ what :meth:`AttentionAdapter.tables` made of RoPE for another layer. Those that 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
+ONE_SEQUENCE = ("hidden_states", "attention_mask", "rotary_emb")
+""":attr:`AttentionAdapter.places` of attentions whose text comes in ``hidden_states``."""
 _PLACES = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
-"""Names of arguments that are passed by place."""
 _NAMES = {name: name for name in (*_PLACES, "encoder_hidden_states_mask", "perturbation_mask")}
 _NAMES |= dict.fromkeys(("image_rotary_emb", "freqs_cis", "query_rotary_emb"), "rotary_emb")
 """Names of arguments of diffusers' attentions → that of :data:`Arguments`."""
@@ -83,10 +84,8 @@ class AttentionAdapter:
 
     MHLA pairs neighbours, so :meth:`read` then puts the channels of query and key in that order.
     """
-    rotary_second: ClassVar[bool] = False
-    """Whether RoPE is the second argument, in place of a context."""
-    mask_second: ClassVar[bool] = False
-    """Whether the mask is the second argument and RoPE the third, there being no context."""
+    places: ClassVar[tuple[str, ...]] = _PLACES
+    """Names of the arguments that the attention takes, and passes to its processor, by place."""
     inputs: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
     """Attributes of an attention that are linear layers before the heads, that of the queries first; some are absent.
     """
@@ -118,14 +117,8 @@ class AttentionAdapter:
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Name the arguments of an attention's forward, or of its processor's call without the attention."""
-        given = [*zip(_PLACES, args, strict=False), *((_NAMES.get(name), value) for name, value in kwargs.items())]
-        named = {name: value for name, value in given if name is not None and value is not None}
-        if self.rotary_second and "encoder_hidden_states" in named:
-            named["rotary_emb"] = named.pop("encoder_hidden_states")
-        if self.mask_second and "rotary_emb" not in named:
-            moved = {"encoder_hidden_states": "attention_mask", "attention_mask": "rotary_emb"}
-            named = {moved.get(name, name): value for name, value in named.items()}
-        return named
+        given = [*zip(self.places, args, strict=False), *((_NAMES.get(name), value) for name, value in kwargs.items())]
+        return {name: value for name, value in given if name is not None and value is not None}
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
         """Interpret the arguments of a call, and project to query, key and value.
@@ -346,8 +339,8 @@ class ParallelAdapter(JointAdapter):
     takes heads and feed-forward together.
     """
 
+    places = ONE_SEQUENCE
     inputs = ("to_qkv_mlp_proj",)
-    mask_second = True
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
         """Run the first layer, and keep the feed-forward's channels for the second."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapters import JointAdapter
+from .adapters import ONE_SEQUENCE, JointAdapter
 from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .flux import grid_of_ids
 from .models import image_model, tiny_image
@@ -24,7 +24,7 @@ _TINY = {"axes_dims_rope": (4, 4, 4, 4), "joint_attention_dim": 16, "in_channels
 class Flux3Adapter(JointAdapter):
     """All tokens come in one argument."""
 
-    mask_second = True
+    places = ONE_SEQUENCE
 
 
 class _Attention(Attention):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..attention.rope import Rotary
-from .adapters import Arguments, AttentionInputs, JointAdapter, Projected
+from .adapters import ONE_SEQUENCE, Arguments, AttentionInputs, JointAdapter, Projected
 from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .models import Clip, image_model, squares, tiny_image
 from .packed_videos import grid_of_places, lies_on
@@ -31,7 +31,8 @@ _TINY |= {"mrope_section": (2, 2, 2)}
 class Ideogram4Adapter(JointAdapter):
     """All tokens come in one argument, and the mask says which belong together."""
 
-    mask_second = pairs_halves = True
+    places = ONE_SEQUENCE
+    pairs_halves = True
 
     def heads(self, attn: Any) -> tuple[int, int]:
         """Return the number of heads and head dim."""

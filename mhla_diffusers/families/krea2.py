@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapters import Arguments, AttentionInputs, JointAdapter, Projected
+from .adapters import ONE_SEQUENCE, Arguments, AttentionInputs, JointAdapter, Projected
 from .family import Attention, Condition, Family, Forward, Kwargs, Sample, Training
 from .flux import grid_of_ids
 from .models import image_model, tiny_image
@@ -27,7 +27,7 @@ _TINY |= {"text_num_key_value_heads": 2, "text_intermediate_size": 16}
 class Krea2Adapter(JointAdapter):
     """All tokens come in one argument, heads share keys, and a gate of the input weighs the output."""
 
-    mask_second = True
+    places = ONE_SEQUENCE
 
     def heads(self, attn: Any) -> tuple[int, int]:
         """Return the number of the queries' heads and head dim."""

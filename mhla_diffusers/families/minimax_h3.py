@@ -31,7 +31,8 @@ _LAYOUT = ("position_ids", "token_tags", "video_indices", "audio_indices", "text
 class MiniMaxH3Adapter(JointAdapter):
     """RoPE pairs halves and is the second argument."""
 
-    pairs_halves = rotary_second = True
+    places = ("hidden_states", "rotary_emb", "attention_mask")
+    pairs_halves = True
 
 
 class _Forward(Forward):
