@@ -13,7 +13,7 @@ ComfyUI has one attention override per model. Its node Model Attention Backend, 
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from ..attention.layout import Extra
-from ..config import USUAL_REFRESH, SparseConfig, Step
-from ..patching.attend import EngineAttention, EngineSettings
+from ..config import SparseConfig, Step
+from ..patching.attend import EngineAttention, EngineSettings, read_layers
 from ..settings import check
+from .environment import read_value
 
 Override = Callable[..., torch.Tensor]
 """Attention that ComfyUI calls with its own attention, query, key, value, number of heads and options."""
@@ -63,8 +64,10 @@ class _Patch:
     """State that the override and the wrappers of one patched model share."""
 
     attention: EngineAttention
-    sigmas: tuple[float, float]
-    """Largest and smallest sigma of sparse attention."""
+    window: tuple[float, float]
+    """Where of a sampling sparse attention begins and ends, 0 to 1."""
+    sigmas: tuple[float, float] = (math.inf, 0.0)
+    """Its sigmas in the present sampling."""
     call: ContextVar[_ModelCall | None] = field(default_factory=lambda: ContextVar("mhla_call", default=None))
     calls: int = 0
     """Calls of the diffusion model in the present sampling."""
@@ -94,9 +97,8 @@ def patch_model(model: Any, settings: EngineSettings, *, start_percent: float = 
     options = dict(clone.model_options.get("transformer_options", {}))
     previous = options.get(_OVERRIDE)
     _refuse_core_sparse(previous)
-    sigma_at = model.get_model_object("model_sampling").percent_to_sigma
-    sigmas = float(sigma_at(start_percent)), float(sigma_at(end_percent))
-    patch = _Patch(EngineAttention(settings, logging.getLogger(__name__)), sigmas)
+    attention = EngineAttention(settings, logging.getLogger(__name__), finds_ends=False)
+    patch = _Patch(attention, (start_percent, end_percent))
     wrappers = {kind: dict(by_key) for kind, by_key in options.get("wrappers", {}).items()}
     for kind, wrapper in (  # kinds of ComfyUI's WrappersMP
         ("diffusion_model", _wrap_diffusion_model(patch)),
@@ -171,7 +173,7 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
                 layer=_layer(call, options),
                 step=call.step,
                 obstacle=_obstacle(call, query, mask, kwargs.get("scale"), grid, extra),
-                half=",".join(map(str, options.get("cond_or_uncond", ()))),
+                parts=_parts(options, len(query)),
                 dense=dense,
             )
             call.attended += 1
@@ -181,6 +183,16 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
 
     setattr(override, _PREVIOUS, previous)
     return override
+
+
+def _parts(options: Mapping[str, Any], batch: int) -> list[Hashable]:
+    """Return the name of every part of a batch: the prompt and, where a video is sampled in windows, its frames.
+
+    ComfyUI puts prompts into one batch or not, by the memory that is free at each call.
+    """
+    names = options.get("uuids") or options.get("cond_or_uncond") or ("",)
+    window = tuple(getattr(options.get("context_window"), "index_list", ()))
+    return [(name, window) for name in names] if batch % len(names) == 0 else [(tuple(names), window)]
 
 
 def _place(call: _ModelCall, options: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, Extra]:
@@ -264,12 +276,21 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         patch.calls, patch.reached = 0, False
+        sigma_at = executor.class_obj.model_patcher.get_model_object("model_sampling").percent_to_sigma
+        patch.sigmas = float(sigma_at(patch.window[0])), float(sigma_at(patch.window[1]))
+        attention = patch.attention
         try:
             return executor(*args, **kwargs)
         finally:
-            patch.attention.end_of_call()
+            if attention.is_all_dense:
+                attention.logger.warning(
+                    "MHLA changed nothing in this sampling: %s. refresh none has no dense steps, a wider window fewer; "
+                    "a smaller min_tokens takes shorter sequences.",
+                    attention.summary(),
+                )
+            attention.end_of_call()
             if patch.calls and not patch.reached:
-                patch.attention.logger.warning(
+                attention.logger.warning(
                     "MHLA: no attention reached the node, so all were dense: a node behind it set another attention, "
                     "which then goes before it, or this ComfyUI is older than attention overrides (0.3.60)."
                 )
@@ -324,9 +345,10 @@ def _step(options: Mapping[str, Any]) -> Step | None:
 
 def read_settings(
     density: float,
-    refresh: float,
+    refresh: str,
+    carry_device: str,
     softmax_layers: str,
-    block_size: int,
+    block_size: str,
     order: str,
     min_tokens: int,
 ) -> EngineSettings:
@@ -334,23 +356,20 @@ def read_settings(
 
     Args:
         density: fraction of all pairs of blocks that attend exactly.
-        refresh: after which share of the steps one is dense, from the first or the dense ones at the start on; 0 for
-            never.
-        softmax_layers: layers that stay dense, such as "0,1".
-        block_size: tokens per block; 0 fits it to the grid.
+        refresh: after how many steps one is dense, as a number or a share of them, from the first or the dense ones at
+            the start on; "auto", or "none" for never.
+        carry_device: where what dense steps show is kept, "model" or "cpu".
+        softmax_layers: layers that stay dense, such as "0,1" or "0-3".
+        block_size: tokens per block; "auto" fits it to the grid.
         order: which keys a block holds, "content" or "curve".
         min_tokens: shorter sequences stay dense.
 
     Raises:
         ValueError: a value is not allowed.
     """
-    layers = [layer.strip() for layer in softmax_layers.split(",") if layer.strip()]
-    check(
-        all(layer.isdecimal() for layer in layers),
-        f"softmax_layers={softmax_layers!r} must be numbers of layers from 0, such as '0,1', or empty for none.",
-    )
-    config: dict[str, Any] = {"density": float(density), "refresh": float(refresh) or None, "order": order}
-    return EngineSettings(SparseConfig(**config, block_size=block_size or None), tuple(map(int, layers)), min_tokens)
+    chosen: dict[str, Any] = {"refresh": read_value(refresh), "carry_device": carry_device, "order": order}
+    chosen |= {"density": float(density), "block_size": None if block_size == "auto" else int(block_size)}
+    return EngineSettings(SparseConfig(**chosen), read_layers(softmax_layers), min_tokens)
 
 
 def make_node() -> Any:
@@ -395,26 +414,31 @@ def make_node() -> Any:
                         1.0,
                         "Where of the sampling, by sigma, sparse attention ends. After it attention is dense.",
                     ),
-                    share(
+                    io.String.Input(
                         "refresh",
-                        USUAL_REFRESH,
-                        "Dense attention again after every such share of the steps, from the first on. What "
-                        "sparse attention loses there is added at the steps that follow, fading. 0.1 is closer, 0 "
-                        "is never.",
+                        default="auto",
+                        tooltip="Dense attention again after so many of this sampler's steps, from the first on: a "
+                        "number, a share such as 0.1 for ten dense steps, auto for five where there are 20 steps or "
+                        "more, or none. What sparse attention loses there is added at the steps that follow, fading.",
+                    ),
+                    io.Combo.Input(
+                        "carry_device",
+                        options=["model", "cpu"],
+                        default="model",
+                        tooltip="Where what dense steps show is kept: with the model, 3 GB for Wan 1.3B and 13 GB for "
+                        "Wan 14B at 480p and 81 frames; or in the machine's memory.",
                     ),
                     io.String.Input(
                         "softmax_layers",
                         default="",
-                        tooltip="Layers with dense attention, from 0, such as 0,1; single blocks count on from the "
-                        "double ones. Empty for none.",
+                        tooltip="Layers with dense attention, from 0, such as 0,1 or 0-3; single blocks count on from "
+                        "the double ones. Empty for none.",
                     ),
-                    io.Int.Input(
+                    io.Combo.Input(
                         "block_size",
-                        default=0,
-                        min=0,
-                        max=128,
-                        step=16,
-                        tooltip="Tokens per block. 0 fits it to the number of tokens: 64 for videos.",
+                        options=["auto", "16", "32", "64", "128"],
+                        default="auto",
+                        tooltip="Tokens per block. auto fits it to the number of tokens: 64 for videos.",
                     ),
                     io.Combo.Input(
                         "order",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import SparseConfig, load_patch
-from ..patching.attend import EngineSettings
+from ..patching.attend import EngineSettings, read_layers
 from ..settings import check_names
 
 _VARIABLES = {
@@ -28,7 +28,7 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
     """Read settings from variables such as ``MHLA_DENSITY=0.1``.
 
     ``MHLA_PATCH`` is a preset or the path of its YAML file, whose settings the other variables change.
-    ``MHLA_SOFTMAX_LAYERS`` is a list such as ``0,1``.
+    ``MHLA_SOFTMAX_LAYERS`` is a list such as ``0,1`` or ``0-3``.
 
     Raises:
         ValueError: an unknown variable that begins with ``MHLA_``, or a value that is not allowed.
@@ -36,14 +36,12 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
     given = {name: text for name, text in environment.items() if name.startswith("MHLA_") and text}
     check_names(given, (*_VARIABLES, *_OTHER_VARIABLES), "environment variable")
     config: Any = load_patch(given["MHLA_PATCH"]).config if "MHLA_PATCH" in given else SparseConfig()
-    changes = {setting: _value(given[name]) for name, setting in _VARIABLES.items() if name in given}
+    changes = {setting: read_value(given[name]) for name, setting in _VARIABLES.items() if name in given}
     others: dict[str, Any] = {}
-    if "MHLA_SOFTMAX_LAYERS" in given:
-        layers = filter(None, map(str.strip, given["MHLA_SOFTMAX_LAYERS"].split(",")))
-        others["softmax_layers"] = tuple(map(_value, layers))
     if "MHLA_MIN_TOKENS" in given:
-        others["min_tokens"] = _value(given["MHLA_MIN_TOKENS"])
+        others["min_tokens"] = read_value(given["MHLA_MIN_TOKENS"])
     try:
+        others["softmax_layers"] = read_layers(given.get("MHLA_SOFTMAX_LAYERS", ""))
         settings = EngineSettings(config, **others)
         return replace(settings, config=settings.config.replace(**changes))
     except ValueError as error:
@@ -51,6 +49,6 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
         raise ValueError(f"{said} in the environment: {error}") from None
 
 
-def _value(text: str) -> Any:
-    """Return a variable's value: None for "none", a count, or else text, in which the settings look for a number."""
+def read_value(text: str) -> Any:
+    """Return the value of a text: None for "none", a count, or else text, in which the settings look for a number."""
     return None if text == "none" else int(text) if text.strip().isdigit() else text

@@ -9,7 +9,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,21 @@ class EngineSettings(Settings):
         super().__post_init__()
 
 
+def read_layers(text: str) -> tuple[int, ...]:
+    """Return the numbers of layers that a text lists, such as "0, 1, 28-29"; none for an empty text.
+
+    Raises:
+        ValueError: another text.
+    """
+    layers: list[int] = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        first, dash, last = map(str.strip, part.partition("-"))
+        is_range = first.isdecimal() and (last.isdecimal() and int(first) <= int(last) if dash else not last)
+        check(is_range, f"softmax_layers={text!r} must list layers from 0, such as '0,1' or '0-3', or be empty.")
+        layers += range(int(first), int(last or first) + 1)
+    return tuple(layers)
+
+
 class EngineAttention:
     """Sparse attention in the place of an engine's own, and a count of what stayed dense and why.
 
@@ -62,11 +77,14 @@ class EngineAttention:
     Args:
         settings: what to do.
         logger: of the engine, so that the lines stand among its own.
+        finds_ends: whether a call of the model ends with its last step, or where a step goes back; False for an engine
+            that knows, and calls :meth:`end_of_call`.
     """
 
-    def __init__(self, settings: EngineSettings, logger: logging.Logger) -> None:
+    def __init__(self, settings: EngineSettings, logger: logging.Logger, *, finds_ends: bool = True) -> None:
         self.settings = settings
         self.logger = logger
+        self._finds_ends = finds_ends
         self._sparse = 0
         self._dense: Counter[str] = Counter()
         self._logged: set[tuple[str, tuple[int, ...]]] = set()
@@ -75,10 +93,14 @@ class EngineAttention:
         """Attentions in the present step."""
         self._per_step = 0
         """Attentions in a whole step; 0 while none has ended."""
-        self._halves: dict[tuple[str, int], Half] = {}
-        """What dense steps of the present call have shown, by the half of the guidance and its order within a step."""
-        self._calls_in_step: Counter[tuple[str, int]] = Counter()
-        """How often each layer has attended in the present step."""
+        self._layers: set[int] = set()
+        """Those that have attended in the present call."""
+        self._halves: dict[tuple[Hashable, int], Half] = {}
+        """What dense steps of the present call have shown, by the part of the batch and its order within a step."""
+        self._shown: set[tuple[Hashable, int]] = set()
+        """Which of them the present step has shown."""
+        self._calls_in_step: Counter[tuple[Hashable, int]] = Counter()
+        """How often each layer has attended to each part in the present step."""
         self._end: weakref.finalize[Any, Any] | None = None
         self.latest = ""
         """:meth:`summary` of the latest call of the model that has ended."""
@@ -94,7 +116,7 @@ class EngineAttention:
         layer: int | None = None,
         step: Step | None = None,
         obstacle: str = "",
-        half: str = "",
+        parts: Sequence[Hashable] = ("",),
         dense: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """Attend, or return None where the engine is to attend itself.
@@ -110,7 +132,9 @@ class EngineAttention:
             layer: number of the layer, from 0; None if it is unknown.
             step: the denoising step; None if it is unknown, which counts as none of the first.
             obstacle: why this attention cannot be sparse, such as a mask; empty for nothing.
-            half: of the guidance, if the engine gives it; else found by its order within a step.
+            parts: names of the equal parts of the batch, such as the halves of the guidance. A part carries what
+                dense steps showed of that part, in whichever batch; parts of one name are known by their order within
+                a step.
             dense: makes (B, N, H, D) by the engine's own attention. With it and a layer, what sparse attention loses
                 at a dense step is added at the steps that follow (:mod:`mhla_diffusers.patching.carry`).
 
@@ -121,26 +145,32 @@ class EngineAttention:
             ValueError: the grid is not 1 to 3 positive integers.
         """
         grid = None if grid is None else check_grid(grid)
-        if step is not None and step.index < self._step:
-            self.end_of_call()
-        carried = self._carried(step, layer, half) if dense is not None else None
+        if step is not None and step.index != self._step:
+            self._enter(step)
+        carried = self._carried(step, layer, parts) if dense is not None else []
         asked_for = self._asked_for(query, layer, step)
         reason = asked_for or obstacle or _obstacle(query, key, value, grid, extra)
         output = None
         if reason:
             self.stay_dense(reason, query.shape, logging.INFO if asked_for else logging.WARNING)
             shows = reason == _DENSE_STEP and step is not None and self.settings.config.shows(step)
-            if shows and carried is not None and not (obstacle or _obstacle(query, key, value, grid, extra)):
+            if shows and carried and not (obstacle or _obstacle(query, key, value, grid, extra)):
                 assert dense is not None
                 output, sparse = dense(), self._attend_sparsely(query, key, value, grid, extra)
-                carried.show(output.flatten(2), sparse.flatten(2), layer or 0, 0)
+                of_parts = (x.flatten(2).chunk(len(carried)) for x in (output, sparse))
+                for one, *both in zip(carried, *of_parts, strict=True):
+                    one.show(*both, layer or 0, 0)
         else:
             output = self._attend_sparsely(query, key, value, grid, extra)
-            if carried is not None:
-                output = carried.add(output.flatten(2), layer or 0, 0).view(output.shape)
+            flat = output.flatten(2)
+            for one, part in zip(carried, flat.chunk(len(carried) or 1), strict=False):
+                one.add(part, layer or 0, 0)
+            output = flat.view(output.shape)
             self._sparse += 1
         if step is not None:
-            self._count_in_step(step)
+            self._in_step += 1
+            if self._finds_ends and step.index == step.count - 1 and self._in_step == self._per_step:
+                self.end_of_call()
         return output
 
     def stay_dense(self, reason: str, shape: Sequence[int], level: int) -> None:
@@ -173,16 +203,30 @@ class EngineAttention:
             extra=extra,
         )
 
-    def _carried(self, step: Step | None, layer: int | None, half: str) -> CarriedForward | None:
-        """Return what a layer carries in a step; None if nothing."""
-        config = self.settings.config
+    def _enter(self, step: Step) -> None:
+        """Begin a step; the model has as many attentions in each, and what an old dense step alone showed is over."""
+        if self._finds_ends and step.index < self._step:
+            self.end_of_call()
+        if self._shown:
+            self._halves = {name: half for name, half in self._halves.items() if name in self._shown}
+        self._shown.clear()
+        self._calls_in_step.clear()
+        self._per_step, self._in_step, self._step = self._in_step, 0, step.index
+
+    def _carried(self, step: Step | None, layer: int | None, parts: Sequence[Hashable]) -> list[CarriedForward]:
+        """Return what a layer carries in a step, for every part of the batch; empty if nothing."""
+        config, found = self.settings.config, []
+        if layer is not None:
+            self._layers.add(layer)
         if step is None or layer is None or not (config.carry and config.has_dense_steps):
-            return None
-        if step.index != self._step:
-            self._calls_in_step.clear()
-        order = self._calls_in_step[half, layer]
-        self._calls_in_step[half, layer] += 1
-        return CarriedForward(self._halves.setdefault((half, order), Half()), step, config)
+            return []
+        for part in parts:
+            name = part, self._calls_in_step[part, layer]
+            self._calls_in_step[part, layer] += 1
+            if config.shows(step):
+                self._shown.add(name)
+            found.append(CarriedForward(self._halves.setdefault(name, Half()), step, config))
+        return found
 
     def _asked_for(self, query: torch.Tensor, layer: int | None, step: Step | None) -> str:
         """Return the setting by which an attention stays dense; empty if there is none."""
@@ -192,14 +236,6 @@ class EngineAttention:
         if layer in settings.softmax_layers:
             return f"layers {', '.join(map(str, settings.softmax_layers))}"
         return f"fewer than {settings.min_tokens:,} tokens" if query.shape[1] < settings.min_tokens else ""
-
-    def _count_in_step(self, step: Step) -> None:
-        """End the call of the model behind its last step, which has as many attentions as the one before."""
-        if step.index != self._step:
-            self._per_step, self._in_step, self._step = self._in_step, 0, step.index
-        self._in_step += 1
-        if step.index == step.count - 1 and self._in_step == self._per_step:
-            self.end_of_call()
 
     def end_with(self, owner: object) -> None:
         """Log the line of the present call when an object is gone, or the next call comes with another.
@@ -212,6 +248,11 @@ class EngineAttention:
                 self._end()
             self._end = weakref.finalize(owner, self.end_of_call)
 
+    @property
+    def is_all_dense(self) -> bool:
+        """Whether no attention of the present call was sparse, and some might have been."""
+        return not self._sparse and bool(self._dense)
+
     def summary(self) -> str:
         """Return how many attentions of the present call were sparse, and why the others were not; empty for none."""
         count = self._sparse + self._dense.total()
@@ -223,10 +264,17 @@ class EngineAttention:
         if summary := self.summary():
             self.logger.info("MHLA: %s", summary)
             self.latest = summary
+        absent = set(self.settings.softmax_layers) - self._layers
+        if self._per_step and self._layers and absent and ("absent", ()) not in self._logged:
+            self._logged.add(("absent", ()))
+            self.logger.warning(
+                "MHLA: softmax_layers names %s, and the model has 0 to %s.",
+                ", ".join(map(str, sorted(absent))),
+                max(self._layers),
+            )
         self._sparse, self._step, self._in_step, self._per_step = 0, -1, 0, 0
-        self._dense.clear()
-        self._halves.clear()
-        self._calls_in_step.clear()
+        for kept in (self._dense, self._halves, self._shown, self._calls_in_step, self._layers):
+            kept.clear()
 
 
 def _obstacle(

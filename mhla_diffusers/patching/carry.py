@@ -119,7 +119,8 @@ class Difference:
             values: those of the difference, on the device of the output.
             step: index of the step.
         """
-        factor = self.weight * self.fading ** (step - self.step)
+        # a solver may look back at a sigma of an earlier step
+        factor = self.weight * self.fading ** max(0, step - self.step)
         return output.addcmul_(values, factor if self.scale is None else factor * self.scale)
 
 
@@ -256,8 +257,8 @@ class CarriedForward:
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 "The differences that dense steps show do not fit in the device's memory beside the model. "
-                "carry_device='cpu' keeps them in the machine's, carry=False keeps none, and describe(pipe, height=…, "
-                f"width=…) tells beforehand what they take. {error}"
+                "carry_device='cpu' keeps them in the machine's, refresh=None (none in an engine) needs none, and in "
+                f"diffusers describe(pipe, height=…, width=…) tells beforehand what they take. {error}"
             ) from error
         self.half.keep((number, part), shown)
 

@@ -3,6 +3,7 @@
 import copy
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +20,8 @@ GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 24, 7
 LATENT = torch.zeros(2, 4, 3, 15, 20)
 """Padded to whole patches of (1, 2, 2) it has the tokens of the grid."""
 FOLDER = Path(__file__).parents[2] / "pipelines" / "comfyui-mhla"
-DEFAULTS = {"density": 0.15, "refresh": 0, "softmax_layers": ""}
-DEFAULTS |= {"block_size": 0, "order": "content"}
+DEFAULTS = {"density": 0.15, "refresh": "none", "carry_device": "model", "softmax_layers": ""}
+DEFAULTS |= {"block_size": "auto", "order": "content"}
 
 
 def settings(**changed):
@@ -151,7 +152,7 @@ def self_attention(tokens=240, batch=2, layout="flat", **kwargs):
 def sample(patched, *forwards):
     """Run forwards inside the sampler's wrapper, as one sampling."""
     (wrapper,) = patched.model_options["transformer_options"]["wrappers"]["outer_sample"]["mhla"]
-    return wrapper(Executor(lambda: [forward() for forward in forwards]))
+    return wrapper(Executor(lambda: [forward() for forward in forwards], SimpleNamespace(model_patcher=patched)))
 
 
 def lines(caplog):
@@ -323,6 +324,89 @@ def test_dense_steps_before_the_window_are_carried_into_it():
         assert (output - dense_output).norm() < 0.9 * (sparse_output - dense_output).norm()
 
 
+def at_step(step, **options):
+    return {"sigmas": SCHEDULE[step : step + 1], "sample_sigmas": SCHEDULE, "block_index": 0, **options}
+
+
+def errors_of_carrying(patched, *calls):
+    """Error of every call of a sampling, by the sample's parts, over that of sparse attention alone.
+
+    A call is the step, the samples of two that it takes and what ComfyUI says of them.
+    """
+    both, forwards = tensors(), []
+    for step, samples, options in calls:
+        qkv = [x[list(samples)].flatten(2) for x in both]
+        model = WanModel(lambda given, qkv=qkv: attend(*qkv, HEADS, transformer_options=given))
+        forwards.append(partial(model.forward, patched, options=at_step(step, **options)))
+    truth, alone = softmax(*both), operator(*both)
+    return [
+        [float((x - truth[i]).norm() / (alone[i] - truth[i]).norm()) for i, x in zip(samples, output, strict=True)]
+        for output, (_, samples, _) in zip(sample(patched, *forwards), calls, strict=True)
+    ]
+
+
+def test_prompts_carry_their_own_whether_in_one_batch_or_apart():
+    """ComfyUI decides at every call, by the memory that is free."""
+    together, apart = (0, (0, 1), {"uuids": ["a", "b"]}), [(1, (0,), {"uuids": ["a"]}), (1, (1,), {"uuids": ["b"]})]
+    swapped = 2, (1, 0), {"uuids": ["b", "a"]}
+    patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
+    for error in sum(errors_of_carrying(patched, together, *apart, swapped), []):
+        assert error < 0.2
+    # a prompt that begins in a later step has shown nothing
+    other = errors_of_carrying(patched, together, (1, (0, 1), {"uuids": ["a", "c"]}))[1]
+    assert other[0] < 0.2 and other[1] == 1
+
+
+def test_windows_of_frames_carry_their_own():
+    """Where they stand still; where they move, another window's is not added."""
+    first, second = (SimpleNamespace(index_list=frames) for frames in ([0, 1, 2], [2, 3, 4]))
+    shown = [(0, (0, 1), {"uuids": ["a", "b"], "context_window": window}) for window in (first, second)]
+    patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
+    *_, still = errors_of_carrying(patched, *shown, (1, (0, 1), {"uuids": ["a", "b"], "context_window": second}))
+    moved = SimpleNamespace(index_list=[1, 2, 3])
+    *_, other = errors_of_carrying(patched, *shown, (1, (0, 1), {"uuids": ["a", "b"], "context_window": moved}))
+    assert max(still) < 0.2 and other == [1, 1]
+
+
+def test_what_an_old_dense_step_alone_showed_is_dropped():
+    patched = patch_model(ModelPatcher(), settings(refresh="2"))
+    steps = [(0, {"uuids": ["a", "b"]}), (2, {"uuids": ["a", "c"]}), (3, {"uuids": ["a", "b"]})]
+    *_, last = errors_of_carrying(patched, *((step, (0, 1), options) for step, options in steps))
+    assert last[0] < 0.2 and last[1] == 1
+
+
+def test_a_sampler_that_looks_back_goes_on_carrying(caplog):
+    """As heunpp2 does, which evaluates an earlier sigma again."""
+    patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
+    errors = errors_of_carrying(patched, *((step, (0, 1), {}) for step in (0, 1, 2, 1, 2, 3)))
+    assert all(error < 0.2 for error in sum(errors[1:], []))
+    assert lines(caplog)[-1] == "sparse in 5 of 6 attentions, 1 dense: dense steps"
+    assert sum(line.startswith("sparse in") for line in lines(caplog)) == 1
+
+
+def test_the_window_is_that_of_the_model_that_is_sampled():
+    """Also where a node behind ours sets the sampling."""
+    patched = patch_model(ModelPatcher(), settings(), start_percent=0.4)
+    patched.get_model_object = lambda name: SimpleNamespace(percent_to_sigma=lambda percent: 1 - percent**4)
+    assert dense_calls(patched, SCHEDULE[:-1].tolist()) == [True, False, False, False]
+
+
+def test_a_sampling_in_which_nothing_is_sparse_is_warned_of(caplog):
+    patched = patch_model(ModelPatcher(), settings(refresh="1"))
+    assert all(dense_calls(patched, SCHEDULE[:-1].tolist()))
+    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert "changed nothing" in record.getMessage() and "refresh" in record.getMessage()
+
+
+def test_layers_that_the_model_lacks_are_told(caplog):
+    patched = patch_model(ModelPatcher(), settings(softmax_layers="0, 7-8"))
+    attention = self_attention()
+    model = WanModel(lambda options: [attention({**options, "block_index": layer}) for layer in range(2)])
+    sample(patched, *(partial(model.forward, patched, options=at_step(step)) for step in range(2)))
+    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    assert "7, 8" in record.getMessage() and "0 to 1" in record.getMessage()
+
+
 def test_one_line_ends_a_sampling(caplog):
     patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
     assert dense_calls(patched, [1.0, 0.97, 0.9, 0.72, 0.6, 0.3]) == [True, True, False, False, False, False]
@@ -430,10 +514,9 @@ def test_a_second_node_replaces_the_first(caplog):
     patched = patch_model(patch_model(ModelPatcher(), settings()), settings(softmax_layers="0"))
     (output,) = sample(patched, lambda: WanModel(self_attention()).forward(patched, options={"block_index": 0}))
     torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
-    assert lines(caplog) == [
-        "dense attention for query (2, 240, 3, 24): layers 0",
-        "sparse in 0 of 1 attentions, 1 dense: layers 0",
-    ]
+    told = lines(caplog)
+    assert told[0] == "dense attention for query (2, 240, 3, 24): layers 0"
+    assert told[-1] == "sparse in 0 of 1 attentions, 1 dense: layers 0"
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
@@ -474,6 +557,8 @@ def test_a_sampling_that_fails_still_ends_its_count(caplog):
     [
         ({"softmax_layers": "first"}, "softmax_layers='first'"),
         ({"softmax_layers": "-1"}, "softmax_layers...-1"),
+        ({"softmax_layers": "3-0"}, "softmax_layers='3-0'"),
+        ({"refresh": "0"}, "refresh=0"),
         ({"density": 2.0}, "density=2.0"),
         ({"order": "random"}, "'random'...'curve'"),
     ],
@@ -484,14 +569,15 @@ def test_wrong_inputs_are_refused(given, words):
 
 
 def test_inputs_become_settings():
-    found = settings(block_size=32, softmax_layers=" 0, 3 ", refresh=1, min_tokens=5)
-    assert (found.config.block_size, found.config.refresh) == (32, 1.0)
-    assert isinstance(found.config.refresh, float)
-    assert (found.softmax_layers, found.min_tokens) == ((0, 3), 5)
+    found = settings(block_size="32", softmax_layers=" 0, 3-5 ", refresh="0.1", min_tokens=5, carry_device="cpu")
+    assert (found.config.block_size, found.config.refresh, found.config.carry_device) == (32, 0.1, "cpu")
+    assert (found.softmax_layers, found.min_tokens) == ((0, 3, 4, 5), 5)
+    assert [settings(refresh=text).config.refresh for text in ("auto", "7", "none")] == ["auto", 7, None]
     assert settings().config.block_size is None
 
 
-INPUTS = ["density", "start_percent", "end_percent", "refresh", "softmax_layers", "block_size", "order", "min_tokens"]
+INPUTS = ["density", "start_percent", "end_percent", "refresh", "carry_device", "softmax_layers", "block_size", "order"]
+INPUTS += ["min_tokens"]
 
 
 @pytest.fixture(scope="module")
