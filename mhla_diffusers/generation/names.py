@@ -87,7 +87,7 @@ def _parse_steps(text: str) -> int | float | str | None:
     try:
         if text.endswith("%"):
             return float(text.removesuffix("%")) / 100
-        return int(text) if text.isdigit() else float(text)
+        return int(text) if text.removeprefix("-").isdigit() else float(text)
     except ValueError:
         return text
 

@@ -22,9 +22,9 @@ def test_settings_are_typed():
 
 
 def test_steps_are_a_number_or_a_part():
-    texts = ("0", "3", "1", "0.2", "20%", "1.0", "100%", "auto", "none")
+    texts = ("0", "3", "1", "0.2", "20%", "1.0", "100%", "auto", "none", "-3")
     found = {text: parse_dense_steps(None, text)["refresh"] for text in texts}
-    assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0, "auto", None), strict=True))
+    assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0, "auto", None, -3), strict=True))
     assert type(found["1"]) is int and type(found["1.0"]) is type(found["100%"]) is float
 
 
