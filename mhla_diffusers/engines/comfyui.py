@@ -426,7 +426,7 @@ def make_node() -> Any:
                         options=["model", "cpu"],
                         default="model",
                         tooltip="Where what dense steps show is kept: with the model, 3 GB for Wan 1.3B and 13 GB for "
-                        "Wan 14B at 480p and 81 frames; or in the machine's memory.",
+                        "Wan 14B at 480x832x81; or in the machine's memory.",
                     ),
                     io.String.Input(
                         "softmax_layers",

@@ -371,7 +371,7 @@ def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
         projected = fused.split([int(attn.inner_dim), of_keys, of_keys], dim=-1)
     else:
         projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-    return _in_heads(attn, projected, attn.norm_q, attn.norm_k)
+    return _in_heads(attn, projected, getattr(attn, "norm_q", None), getattr(attn, "norm_k", None))
 
 
 def project_context(attn: Any, context: torch.Tensor) -> Projected:
@@ -380,7 +380,8 @@ def project_context(attn: Any, context: torch.Tensor) -> Projected:
         projected = attn.to_added_qkv(context).chunk(3, dim=-1)
     else:
         projected = attn.add_q_proj(context), attn.add_k_proj(context), attn.add_v_proj(context)
-    return _in_heads(attn, projected, attn.norm_added_q, attn.norm_added_k)
+    norms = (getattr(attn, name, None) for name in ("norm_added_q", "norm_added_k"))
+    return _in_heads(attn, projected, *norms)
 
 
 def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, norm_key: Any) -> Projected:

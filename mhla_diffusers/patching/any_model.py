@@ -5,6 +5,7 @@ query, key and value after RoPE to :class:`~mhla_diffusers.patching.attend.Engin
 whose tokens are not those of the token grid, and masked or causal ones, stay as they are and are counted.
 """
 
+import inspect
 import logging
 import math
 import sys
@@ -36,6 +37,8 @@ _NOTHING_SEEN = (
     "the forward called no scaled_dot_product_attention, so nothing of it is sparse; PyTorch's fast path of "
     "TransformerEncoderLayer and kernels of other libraries do not call it"
 )
+_MOST_FORWARDS = 16
+"""Of a step; more are taken for steps that nobody counts."""
 Grid = tuple[int, ...] | Callable[..., tuple[int, ...]]
 Extras = Extra | Callable[..., Extra]
 
@@ -69,10 +72,12 @@ class AnyPatch:
             )
         self._attentions: dict[int, EngineAttention] = {}
         """What every thread attends with, which knows how far its call is."""
+        self._forwards: dict[int, _Forwards] = {}
+        """Those of the present call of every thread."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to calls, and the pipeline: some other one will call a copied model."""
-        return vars(self) | {"_attentions": {}, "pipe": None}
+        return vars(self) | {"_attentions": {}, "_forwards": {}, "pipe": None}
 
     @property
     def is_off(self) -> bool:
@@ -86,13 +91,23 @@ class AnyPatch:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward of the model with sparse attention; ValueError for a grid that is none."""
-        grid = check_grid(self.grid(*args, **kwargs)) if callable(self.grid) else self.grid
-        extra = check_extra(self.extra(*args, **kwargs)) if callable(self.extra) else self.extra
+        named = _named(forward, args, kwargs)
+        grid = check_grid(_called(self.grid, args, kwargs, named)) if callable(self.grid) else self.grid
+        extra = check_extra(_called(self.extra, args, kwargs, named)) if callable(self.extra) else self.extra
         attention = of_this_thread(self._attentions, lambda: EngineAttention(self.settings, logger))
         scheduler = self.scheduler
         calls = _SparseCalls(attention, grid, extra, step_by_counting(scheduler))
         if calls.step is not None:
             attention.end_with(scheduler.timesteps)  # every call of a pipeline makes new ones
+            forwards = of_this_thread(self._forwards, _Forwards)
+            calls.name = forwards.name(calls.step, scheduler.timesteps, list(named.values())[1:])
+            if calls.name >= _MOST_FORWARDS and self.settings.config.is_dense(calls.step):
+                attention.warn_once("all is dense while scheduler.step() is not called, which counts the steps")
+        elif self.settings.config.asks_for_dense_steps:
+            attention.warn_once(
+                "dense steps have no effect: the scheduler counts no steps, or the pipeline is gone; "
+                "change_mhla(pipe) takes the pipeline that calls the model"
+            )
         try:
             with calls:
                 output = forward(*args, **kwargs)
@@ -109,10 +124,68 @@ class AnyPatch:
     def __str__(self) -> str:
         """What the latest call of this thread has run."""
         attention = self._attentions.get(threading.get_ident())
-        latest = "" if attention is None else attention.latest or attention.summary()
+        latest = "" if attention is None else attention.summary() or attention.latest
         config = self.settings.config
         latest = latest or "no forward so far: what attends sparsely is known after one"
         return f"{config.summary(config.density)}\n{latest}"
+
+
+def _named(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by their names in its signature; those of ``*args`` have none."""
+    signature = inspect.signature(forward)
+    named = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            named |= {f"{name}{place}": value for place, value in enumerate(named.pop(name, ()))}
+    return named
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]) -> Any:
+    """Call a user's function with a forward's arguments: as they were given, or by name where it takes these."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return function(**named)
+    return function(*args, **kwargs)
+
+
+class _Forwards:
+    """Which of its forwards a step makes, such as with and without a caption.
+
+    A forward is known by those of its tensors that live from step to step, and, where all are made anew, by its order.
+    """
+
+    def __init__(self) -> None:
+        self._conditions: list[list[weakref.ref[torch.Tensor]]] = []
+        """Of every forward: what it was given beside the latents."""
+        self._in_step: set[int] = set()
+        self._step = -1
+        self._timesteps: Callable[[], Any] = lambda: None
+
+    def name(self, step: Step, timesteps: Any, arguments: list[Any]) -> int:
+        """Return the number of the next forward.
+
+        Args:
+            step: of the forward.
+            timesteps: of the scheduler, which are new in every call of a pipeline.
+            arguments: of the forward, without the latents, which every step makes anew.
+        """
+        if self._timesteps() is not timesteps:
+            self._conditions.clear()
+            self._timesteps, self._step = weakref.ref(timesteps), -1
+        if step.index != self._step:
+            self._in_step.clear()
+            self._step = step.index
+        given = [x for x in arguments if isinstance(x, torch.Tensor) and x.ndim > 1]
+        free = [number for number in range(len(self._conditions)) if number not in self._in_step]
+        living = {n: [x for ref in self._conditions[n] if (x := ref()) is not None] for n in free}
+        same = [n for n in free if living[n] and all(any(x is y for y in given) for x in living[n])]
+        number = (same + [n for n in free if not living[n]] + [len(self._conditions)])[0]
+        self._conditions[number : number + 1] = [[weakref.ref(x) for x in given]]
+        self._in_step.add(number)
+        return number
 
 
 class _SparseCalls(TorchFunctionMode):
@@ -121,7 +194,12 @@ class _SparseCalls(TorchFunctionMode):
     def __init__(self, attention: EngineAttention, grid: Shape, extra: Extra, step: Step | None) -> None:
         super().__init__()
         self.attention, self.grid, self.extra, self.step = attention, grid, extra, step
+        self.name = 0
+        """Number of the forward within its step."""
         self._layer, self.sees_attention = 0, False
+        if "torch._dynamo" in sys.modules:
+            # a graph of this function by itself would be taken for other functions of PyTorch, with wrong results
+            torch._dynamo.eval_frame.skip_code(_SparseCalls.__torch_function__.__code__)
         self._takes_gradients = torch.is_grad_enabled()
         self._attends = _untraced(self._attend)
 
@@ -146,9 +224,10 @@ class _SparseCalls(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor | None:
         """Return (B, H, N, D); None where the model's own attention is to run."""
-        if query.ndim != 4 or key.shape[-2] != query.shape[-2]:
-            self.attention.stay_dense("keys of another sequence, as in cross-attention", query.shape, logging.INFO)
-            return None
+        if query.ndim != 4:
+            axes = f"a query of {query.ndim} axes, not of (B, H, N, D)"
+            return self.attention.attend(query, key, value, self.grid, step=self.step, obstacle=axes)
+        is_other = key.shape[-2] != query.shape[-2]
         wants = {"a mask": attn_mask is not None, "causal attention": is_causal, "dropout": dropout_p > 0}
         wants["gradient checkpointing, whose recomputation is outside the patch"] = (
             self._takes_gradients and _is_recomputed()
@@ -162,16 +241,18 @@ class _SparseCalls(TorchFunctionMode):
         def dense() -> torch.Tensor:
             return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
-        self._layer += 1
+        self._layer += not is_other
         output = self.attention.attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             self.grid,
             extra=extra,
-            layer=self._layer - 1,
+            layer=None if is_other else self._layer - 1,
             step=self.step,
             obstacle=next((name for name, is_wanted in wants.items() if is_wanted), ""),
+            other="keys of another sequence, as in cross-attention" if is_other else "",
+            parts=(self.name,),
             dense=dense,
         )
         return None if output is None else output.transpose(1, 2)
@@ -205,7 +286,7 @@ class _SparseForward:
 
 
 def apply_to_any(model: Any, config: SparseConfig, grid: Grid, extra: Extras) -> None:
-    """Patch a model without a family, or those of a pipeline whose names begin with ``transformer``.
+    """Patch a model without a family, or those of a pipeline, or of another object, named ``transformer…`` or ``unet``.
 
     Raises:
         ValueError: a model that has a family or is patched, nothing to patch, or what :class:`AnyPatch` refuses.
@@ -243,7 +324,8 @@ def change_any(model: Any, settings: Mapping[str, Any]) -> None:
     for module, patch in any_patches(model).items():
         if patch.is_off:
             raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
-        pipe = None if patch.pipe is None else patch.pipe()
+        known = None if patch.pipe is None else patch.pipe()
+        pipe = known if isinstance(model, nn.Module) else model
         changed[module] = AnyPatch(patch.settings.config.replace(**settings), patch.grid, patch.extra, pipe)
     for module, patch in changed.items():
         setattr(module, ATTRIBUTE, patch)
@@ -271,6 +353,6 @@ def any_disabled(model: Any) -> AbstractContextManager[None]:
 def _modules(model: Any) -> list[nn.Module]:
     if isinstance(model, nn.Module):
         return [unwrapped(model)]
-    components = getattr(model, "components", None) or {}
+    components = getattr(model, "components", None) or getattr(model, "__dict__", {})
     chosen = [part for name, part in components.items() if name.startswith("transformer") or name == "unet"]
     return [unwrapped(part) for part in chosen if isinstance(part, nn.Module)]

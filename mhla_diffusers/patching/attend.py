@@ -116,6 +116,7 @@ class EngineAttention:
         layer: int | None = None,
         step: Step | None = None,
         obstacle: str = "",
+        other: str = "",
         parts: Sequence[Hashable] = ("",),
         dense: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
@@ -132,6 +133,8 @@ class EngineAttention:
             layer: number of the layer, from 0; None if it is unknown.
             step: the denoising step; None if it is unknown, which counts as none of the first.
             obstacle: why this attention cannot be sparse, such as a mask; empty for nothing.
+            other: what it is in place of self-attention over the grid, such as cross-attention, which stays dense and
+                is no reason to warn.
             parts: names of the equal parts of the batch, such as the halves of the guidance. A part carries what
                 dense steps showed of that part, in whichever batch; parts of one name are known by their order within
                 a step.
@@ -148,11 +151,11 @@ class EngineAttention:
         if step is not None and step.index != self._step:
             self._enter(step)
         carried = self._carried(step, layer, parts) if dense is not None else []
-        asked_for = self._asked_for(query, layer, step)
+        asked_for = other or self._asked_for(query, layer, step)
         reason = asked_for or obstacle or _obstacle(query, key, value, grid, extra)
         output = None
         if reason:
-            self.stay_dense(reason, query.shape, logging.INFO if asked_for else logging.WARNING)
+            self._stay_dense(reason, query.shape, logging.INFO if asked_for else logging.WARNING)
             shows = reason == _DENSE_STEP and step is not None and self.settings.config.shows(step)
             if shows and carried and not (obstacle or _obstacle(query, key, value, grid, extra)):
                 assert dense is not None
@@ -173,7 +176,7 @@ class EngineAttention:
                 self.end_of_call()
         return output
 
-    def stay_dense(self, reason: str, shape: Sequence[int], level: int) -> None:
+    def _stay_dense(self, reason: str, shape: Sequence[int], level: int) -> None:
         """Count an attention that stays dense, and log its reason once for each shape of query."""
         self._dense[reason] += 1
         if (reason, tuple(shape)) not in self._logged:
@@ -248,6 +251,12 @@ class EngineAttention:
                 self._end()
             self._end = weakref.finalize(owner, self.end_of_call)
 
+    def warn_once(self, words: str) -> None:
+        """Log a warning the first time."""
+        if (words, ()) not in self._logged:
+            self._logged.add((words, ()))
+            self.logger.warning("MHLA: %s.", words)
+
     @property
     def is_all_dense(self) -> bool:
         """Whether no attention of the present call was sparse, and some might have been."""
@@ -265,13 +274,9 @@ class EngineAttention:
             self.logger.info("MHLA: %s", summary)
             self.latest = summary
         absent = set(self.settings.softmax_layers) - self._layers
-        if self._per_step and self._layers and absent and ("absent", ()) not in self._logged:
-            self._logged.add(("absent", ()))
-            self.logger.warning(
-                "MHLA: softmax_layers names %s, and the model has 0 to %s.",
-                ", ".join(map(str, sorted(absent))),
-                max(self._layers),
-            )
+        if self._per_step and self._layers and absent:
+            there = f"the model has 0 to {max(self._layers)}"
+            self.warn_once(f"softmax_layers names {', '.join(map(str, sorted(absent)))}, and {there}")
         self._sparse, self._step, self._in_step, self._per_step = 0, -1, 0, 0
         for kept in (self._dense, self._halves, self._shown, self._calls_in_step, self._layers):
             kept.clear()

@@ -20,6 +20,7 @@ from ..config import (
     Patch,
     PatchConfig,
     SparseConfig,
+    check_settings,
     is_automatic,
     load_patch,
     parse_layers,
@@ -96,6 +97,9 @@ def apply_mhla(
                 f"A model without a family (grid={grid!r}) runs sparse attention alone: give fields of SparseConfig, "
                 "and neither backend nor calibration."
             )
+        check_settings(
+            settings, SparseConfig, "For the other attention add the model as a family (docs/add-a-model.md)."
+        )
         apply_to_any(model, (patch or SparseConfig()).replace(**settings), grid, extra)
         return model
     transformers = find_transformers(model)

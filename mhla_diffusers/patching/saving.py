@@ -297,7 +297,7 @@ def loaded_from(model: Any, transformer: Any) -> str:
         transformer: the transformer in it.
     """
     source = transformer if isinstance(model, nn.Module) else model
-    return str(getattr(source.config, "_name_or_path", "") or "")
+    return str(getattr(getattr(source, "config", None), "_name_or_path", "") or "")
 
 
 def base_model_name(source: str) -> str:

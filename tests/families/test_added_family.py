@@ -6,6 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import mhla_diffusers as mhla
 from mhla_diffusers import families
@@ -60,6 +63,61 @@ def test_folder_of_the_pipeline_can_be_chosen_as_a_model(tmp_path: Any) -> None:
     choice = PipelineChoice(NAME, model=str(tmp_path))
     choice.check()
     assert get_family(choice.load().transformer).name == NAME
+
+
+class OwnAttention(nn.Module):
+    """What the page asks of an attention, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.inner_dim, self.processor = 2, 32, self.attend
+        self.to_q, self.to_k, self.to_v = (nn.Linear(32, 32) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(32, 32), nn.Dropout(0.0)])
+
+    @staticmethod
+    def attend(attn: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        heads = [to(hidden_states).unflatten(2, (2, 16)).transpose(1, 2) for to in (attn.to_q, attn.to_k, attn.to_v)]
+        found: torch.Tensor = attn.to_out[0](scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return found
+
+    def set_processor(self, processor: Any) -> None:
+        self.processor = processor
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.processor(self, hidden_states)
+        return found
+
+
+class OwnTransformer(nn.Module):
+    """A module of no library, without a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"attn1": OwnAttention()}) for _ in range(2)])
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = x + block["attn1"](x)
+        return x
+
+
+def test_a_module_of_ones_own_is_patched_saved_and_loaded(tmp_path: Any) -> None:
+    of_own = {
+        "name": "own",
+        "transformers": ("OwnTransformer",),
+        "attention": families.Attention(block_lists=("blocks",)),
+    }
+    of_own |= {"forward": families.Forward(axes=2, fixed_patch=(1, 1))}
+    register_family(families.Family(**of_own))
+    torch.manual_seed(0)
+    model, x = OwnTransformer().eval(), torch.randn(1, 32, 8, 6)
+    expected = model(x)
+    mhla.apply_mhla(model, blocks=(2, 2))
+    changed = model(x)
+    mhla.save_mhla(model, tmp_path)
+    assert torch.equal(mhla.remove_mhla(model)(x), expected) and not torch.equal(changed, expected)
+    assert torch.equal(mhla.load_mhla(model, tmp_path)(x), changed)
 
 
 def test_a_family_is_known_once_it_is_registered_and_again() -> None:

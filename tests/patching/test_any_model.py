@@ -311,6 +311,89 @@ def test_every_call_of_a_pipeline_begins_afresh(before):
     assert all(torch.equal(one, other) for one, other in zip(pipe(arguments, 6), expected, strict=True))
 
 
+def losses(forwards, **settings):
+    """Error of the last forward of a sampling in which steps make different forwards, by the captions that they take.
+
+    Both captions live as long as the sampling; what is said of a forward is its step and which caption it takes.
+    """
+    hidden_states, caption = inputs()
+    captions = {"with": caption, "without": -caption}
+    expected = run(plain(), (hidden_states, captions[forwards[-1][1]]))
+    pipe = mhla.apply_mhla(Pipe(plain()), grid=GRID, extra=(0, TEXT), softmax_steps=1, **settings)
+    pipe.scheduler = Scheduler(8)
+    for step, name in forwards:
+        pipe.scheduler.step_index = step
+        found = run(pipe.components["transformer"], (hidden_states + 0, captions[name]))
+    return float((found - expected).norm())
+
+
+def test_a_forward_carries_what_dense_steps_showed_of_its_own_caption():
+    """Also where guidance ends, or a step makes a forward more."""
+    both = [(0, "without"), (0, "with")]
+    carried, dropped = losses([*both, (1, "without"), (1, "with")]), losses([*both, (1, "with")], carry=False)
+    assert carried < 0.5 * dropped
+    assert losses([*both, (1, "with")]) == losses([*both[::-1], (1, "with")]) == carried
+    assert losses([(0, "without"), (1, "with")]) == dropped
+
+
+def test_a_scheduler_that_nobody_steps_is_warned_of(caplog):
+    pipe = mhla.apply_mhla(Pipe(plain(layers=1)), grid=GRID, extra=(0, TEXT), softmax_steps=1)
+    pipe.scheduler = Scheduler(30)
+    for _ in range(20):
+        run(pipe.components["transformer"], inputs())
+    assert caplog.text.count("scheduler.step()") == 1
+
+
+def test_a_copied_pipeline_is_taken_by_change_mhla(caplog):
+    pipe = mhla.apply_mhla(Pipe(plain()), grid=GRID, extra=(0, TEXT), refresh=3)
+    expected, copied = pipe(inputs(), 4), copy.deepcopy(pipe)
+    assert not torch.equal(copied(inputs(), 4)[0], expected[0])
+    assert "change_mhla(pipe)" in caplog.text
+    mhla.change_mhla(copied)
+    assert all(torch.equal(one, other) for one, other in zip(copied(inputs(), 4), expected, strict=True))
+
+
+class Loop:
+    """A loop of one's own, which is no pipeline."""
+
+    def __init__(self):
+        self.transformer, self.scheduler = plain(), Scheduler(4)
+
+
+def test_any_object_with_a_transformer_and_a_scheduler_is_a_pipeline():
+    loop, expected = Loop(), run(plain(), inputs())
+    mhla.apply_mhla(loop, grid=GRID, extra=(0, TEXT), softmax_steps=1)
+    assert torch.equal(run(loop.transformer, inputs()), expected)
+    loop.scheduler.step_index = 1
+    assert_changed(run(loop.transformer, inputs()), expected)
+    assert torch.equal(run(mhla.remove_mhla(loop).transformer, inputs()), expected)
+
+
+def test_grid_is_a_function_of_arguments_by_name_however_they_are_given():
+    """As the forward names them, or in their order."""
+    expected = run(mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT)), inputs())
+    for grid in (lambda caption, **_: GRID if caption.shape[1] == 7 else None, lambda x, text: GRID):
+        model = mhla.apply_mhla(plain(), grid=grid, extra=lambda hidden_states, **_: (0, hidden_states.shape[1] - 192))
+        assert torch.equal(run(model, inputs()), expected)
+
+
+def test_the_count_of_a_call_ends_behind_its_last_attention():
+    """Which here is a cross-attention."""
+    pipe = mhla.apply_mhla(Pipe(plain()), grid=GRID, extra=(0, TEXT), softmax_steps=1)
+    for _ in range(2):
+        pipe(inputs(), 4)
+        assert "sparse in 9 of 24 attentions" in str(mhla.describe(pipe))
+
+
+def test_queries_without_an_axis_of_heads_are_told(caplog):
+    class Flat(nn.Module):
+        def forward(self, x):
+            return functional.scaled_dot_product_attention(x, x, x)
+
+    run(mhla.apply_mhla(Flat(), grid=GRID), (torch.randn(2, 192, 16),))
+    assert "3 axes" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -338,6 +421,36 @@ def test_a_compiled_model_attends_alike(whole):
         for layer in model.layers:
             layer.compile(backend="eager")
     assert torch.equal(run(model, inputs()), expected)
+
+
+class Scaled(nn.Module):
+    """Works on what its block returns with numbers, which PyTorch's compiler makes arguments of its graphs."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 96)
+
+        def forward(self, x):
+            query, key, value = self.layer(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+            return x + functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * 0.25 + 0.1
+
+
+def test_compiled_functions_behind_an_attention_keep_their_numbers():
+    torch._dynamo.reset()
+    model, x = seeded(Scaled), torch.randn(1, 192, 32)
+    expected = run(model, (x,))
+    mhla.apply_mhla(model, grid=GRID, density=1.0)
+    torch.testing.assert_close(run(torch.compile(model, backend="eager"), (x,)), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_disabled_within_disabled_stays_so_until_the_outer_end():
