@@ -55,6 +55,7 @@ def advise(config: PatchConfig, grid: tuple[int, ...], heads: int, head_dim: int
         changes = [{"blocks": fit_blocks(config.blocks_on(grid), grid)}]
     if changes and cost() >= 1:
         best = min(changes, key=lambda change: cost(**change))
+        best = {name: value for name, value in best.items() if value != getattr(config, name)}
         words = ", ".join(f"{name}={value!r}" for name, value in best.items())
         price = ", less close to softmax attention" if {"density", "far"} & best.keys() else ""
         advice = f" Cheaper settings: {words} computes {cost(**best):.0%}{price}." if cost(**best) < 1 else ""
