@@ -48,7 +48,7 @@ from .models import Clip, Model
 from .pixart import PIXART
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .qwenimage import QWENIMAGE
-from .refused import why_refused
+from .refused import by_grid, why_refused
 from .sana import SANA
 from .sana_video import SANA_VIDEO
 from .sd3 import SD3
@@ -183,6 +183,8 @@ def supported_instead(kind: str | type) -> str:
     """
     if (reason := why_refused(kind)) is not None:
         return f"{reason}."
+    if (arguments := by_grid(kind)) is not None:
+        return f"it has no family and runs sparse attention by its grid: apply_mhla(pipe, {arguments})."
     import diffusers
 
     def stem(name: str) -> str:

@@ -1,5 +1,6 @@
-"""Transformers of diffusers that cannot be patched, by name, with the reason and what to do instead."""
+"""Transformers of diffusers without a family, by name: the grid of their tokens, or why they cannot be patched."""
 
+from collections.abc import Mapping
 from typing import Any
 
 REFUSED = {
@@ -7,18 +8,9 @@ REFUSED = {
         "it generates chunk by chunk, by a flex_attention mask or a cache of keys over frames of two resolutions, "
         "which are no token grid. Patch AnyFlowTransformer3DModel of AnyFlowPipeline"
     ),
-    "Cosmos3OmniTransformer": (
-        "its attention takes text and generated tokens apart and without a batch axis, and the text's is causal. A "
-        "family would have to run that one beside sparse attention over all; run this pipeline without a patch"
-    ),
     "Kandinsky6SRTransformer3DModel": (
         "its attention is sparse already: every layer chooses blocks of keys by their content (nabla). Patch "
         "Kandinsky6Transformer3DModel, which makes the video that it enlarges"
-    ),
-    "QwenImage21Transformer2DModel": (
-        "its attention is block-causal, and after the first step the prompt's keys come from a cache. A family would "
-        "have to run the prompt's attention beside the picture's, which sees keys without queries. Patch "
-        "QwenImageTransformer2DModel of QwenImagePipeline"
     ),
     "WanAnimate2Transformer3DModel": (
         "every frame also attends to the reference's keys of that frame alone, by a flex_attention mask, and extra "
@@ -26,6 +18,14 @@ REFUSED = {
     ),
 }
 """Class → why, as the end of a sentence."""
+BY_GRID = {
+    "Cosmos3OmniTransformer": "grid=lambda vision_token_shapes, **_: vision_token_shapes[0], extra=(None, 0)",
+    "HiDreamImageTransformer2DModel": (
+        "grid=lambda hidden_states, **_: [n // 2 for n in hidden_states.shape[2:]], extra=(0, None)"
+    ),
+    "QwenImage21Transformer2DModel": "grid=lambda img_shapes, **_: img_shapes[0][-1], extra=(None, 0)",
+}
+"""Class → arguments with which ``apply_mhla(pipe, ...)`` patches it."""
 
 
 def why_refused(kind: Any) -> str | None:
@@ -34,7 +34,16 @@ def why_refused(kind: Any) -> str | None:
     Args:
         kind: the class, or its name.
     """
+    return _found(kind, REFUSED)
+
+
+def by_grid(kind: Any) -> str | None:
+    """Return the arguments that patch a class of diffusers, or one derived from it, by its grid; None if unknown."""
+    return _found(kind, BY_GRID)
+
+
+def _found(kind: Any, known: Mapping[str, str]) -> str | None:
     if isinstance(kind, str):
-        return REFUSED.get(kind)
+        return known.get(kind)
     named = (cls.__name__ for cls in kind.__mro__ if cls.__module__.startswith("diffusers."))
-    return next((REFUSED[name] for name in named if name in REFUSED), None)
+    return next((known[name] for name in named if name in known), None)

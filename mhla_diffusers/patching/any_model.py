@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ..attention.layout import Extra, Shape, check_extra, check_grid
 from ..config import SparseConfig, Step
 from ..families import find_family, get_family, unwrapped, why_refused
+from ..families.adapters import key_padding_mask
 from ..settings import check
 from .attend import EngineAttention, EngineSettings
 from .context import is_off, of_this_thread, switched_off
@@ -40,7 +41,9 @@ _NOTHING_SEEN = (
 _MOST_FORWARDS = 16
 """Of a step; more are taken for steps that nobody counts."""
 Grid = tuple[int, ...] | Callable[..., tuple[int, ...]]
-Extras = Extra | Callable[..., Extra]
+Counts = tuple[int | None, int | None]
+"""Of tokens before and after the grid; None for as many as there are."""
+Extras = Counts | Callable[..., Counts]
 
 
 class AnyPatch:
@@ -49,7 +52,8 @@ class AnyPatch:
     Args:
         config: settings, of all layers.
         grid: token grid, 1 to 3 axes, or a function of the forward's arguments that returns it.
-        extra: tokens before and after those of the grid in the same sequence, such as text, or such a function.
+        extra: tokens before and after those of the grid in the same sequence, such as text, or such a function; None
+            in the place of one number for as many as there are.
         pipe: pipeline that calls the model; None without one.
 
     Raises:
@@ -63,7 +67,7 @@ class AnyPatch:
         )
         self.settings = EngineSettings(config, min_tokens=0)
         self.grid = grid if callable(grid) else check_grid(grid)
-        self.extra = extra if callable(extra) else check_extra(extra)
+        self.extra = extra if callable(extra) else _check_counts(extra)
         self.pipe = None if pipe is None else weakref.ref(pipe)
         if pipe is None and config.asks_for_dense_steps:
             raise ValueError(
@@ -93,7 +97,7 @@ class AnyPatch:
         """Run a forward of the model with sparse attention; ValueError for a grid that is none."""
         named = _named(forward, args, kwargs)
         grid = check_grid(_called(self.grid, args, kwargs, named)) if callable(self.grid) else self.grid
-        extra = check_extra(_called(self.extra, args, kwargs, named)) if callable(self.extra) else self.extra
+        extra = _check_counts(_called(self.extra, args, kwargs, named)) if callable(self.extra) else self.extra
         attention = of_this_thread(self._attentions, lambda: EngineAttention(self.settings, logger))
         scheduler = self.scheduler
         calls = _SparseCalls(attention, grid, extra, step_by_counting(scheduler))
@@ -191,7 +195,7 @@ class _Forwards:
 class _SparseCalls(TorchFunctionMode):
     """Attends sparsely in the place of ``scaled_dot_product_attention``, for one forward."""
 
-    def __init__(self, attention: EngineAttention, grid: Shape, extra: Extra, step: Step | None) -> None:
+    def __init__(self, attention: EngineAttention, grid: Shape, extra: Counts, step: Step | None) -> None:
         super().__init__()
         self.attention, self.grid, self.extra, self.step = attention, grid, extra, step
         self.name = 0
@@ -227,19 +231,25 @@ class _SparseCalls(TorchFunctionMode):
         if query.ndim != 4:
             axes = f"a query of {query.ndim} axes, not of (B, H, N, D)"
             return self.attention.attend(query, key, value, self.grid, step=self.step, obstacle=axes)
-        is_other = key.shape[-2] != query.shape[-2]
-        wants = {"a mask": attn_mask is not None, "causal attention": is_causal, "dropout": dropout_p > 0}
+        tokens, keys = query.shape[-2], key.shape[-2]
+        extra = _counted(self.extra, keys - math.prod(self.grid))
+        is_other = keys != tokens and (tokens != math.prod(self.grid) or keys != tokens + sum(extra))
+        key_mask = None if attn_mask is None or is_other else _key_mask(attn_mask, len(query), keys)
+        wants = {
+            "a mask between tokens": attn_mask is not None and key_mask is None,
+            "causal attention": is_causal,
+            "dropout": dropout_p > 0,
+        }
         wants["gradient checkpointing, whose recomputation is outside the patch"] = (
             self._takes_gradients and _is_recomputed()
         )
-        extra: Extra = (0, 0) if query.shape[-2] == math.prod(self.grid) else self.extra
         if scale is not None:
             query = query * (scale * math.sqrt(query.shape[-1]))
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
 
         def dense() -> torch.Tensor:
-            return functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+            return functional.scaled_dot_product_attention(query, key, value, attn_mask).transpose(1, 2)
 
         self._layer += not is_other
         output = self.attention.attend(
@@ -248,6 +258,7 @@ class _SparseCalls(TorchFunctionMode):
             value.transpose(1, 2),
             self.grid,
             extra=extra,
+            key_mask=key_mask,
             layer=None if is_other else self._layer - 1,
             step=self.step,
             obstacle=next((name for name, is_wanted in wants.items() if is_wanted), ""),
@@ -256,6 +267,32 @@ class _SparseCalls(TorchFunctionMode):
             dense=dense,
         )
         return None if output is None else output.transpose(1, 2)
+
+
+def _check_counts(extra: Any) -> Counts:
+    """Return the numbers of tokens beside the grid; ValueError for what is none, or two unknown ones."""
+    counts = tuple(extra) if isinstance(extra, list | tuple) else extra
+    is_open = isinstance(counts, tuple) and counts.count(None) == 1
+    check_extra(tuple(0 if n is None else n for n in counts) if is_open else counts)
+    return counts
+
+
+def _counted(extra: Counts, others: int) -> Extra:
+    """Return how many tokens stand before and after the grid in a sequence with so many besides."""
+    before, after = extra
+    if others <= 0:
+        return 0, 0
+    return others - (after or 0) if before is None else before, others - (before or 0) if after is None else after
+
+
+def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor | None:
+    """Return a mask of ``scaled_dot_product_attention`` as one of keys, (B, N); None for one that differs by query.
+
+    A mask that was expanded over heads or queries is one of keys.
+    """
+    if mask.ndim != 4 or any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or mask.shape[3] != keys:
+        return None
+    return key_padding_mask(mask[:, :1, :1].expand(batch, -1, -1, -1), batch, keys)
 
 
 def _is_recomputed() -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ..attention import sparse_attention
 from ..attention.layout import Extra, check_grid
@@ -113,6 +114,7 @@ class EngineAttention:
         grid: Sequence[int] | None,
         *,
         extra: Extra = (0, 0),
+        key_mask: torch.Tensor | None = None,
         layer: int | None = None,
         step: Step | None = None,
         obstacle: str = "",
@@ -125,11 +127,13 @@ class EngineAttention:
         Queries of the grid attend sparsely, and to all extra tokens; extra tokens attend to everything.
 
         Args:
-            query: (B, N, H, D) floating point after RoPE, the grid's tokens in raster order.
-            key: like ``query``.
-            value: like ``query``.
+            query: (B, N, H, D) floating point after RoPE, the grid's tokens in raster order; of the grid's tokens alone
+                where the extra ones have keys and no queries, as in a cache.
+            key: (B, N, H, D) of all tokens.
+            value: like ``key``.
             grid: token grid, 1 to 3 axes; None if the engine does not give it.
             extra: tokens before and after those of the grid, such as text.
+            key_mask: (B, N), which tokens take part, as :func:`mhla_diffusers.attention.sparse_attention` takes it.
             layer: number of the layer, from 0; None if it is unknown.
             step: the denoising step; None if it is unknown, which counts as none of the first.
             obstacle: why this attention cannot be sparse, such as a mask; empty for nothing.
@@ -142,7 +146,7 @@ class EngineAttention:
                 at a dense step is added at the steps that follow (:mod:`mhla_diffusers.patching.carry`).
 
         Returns:
-            (B, N, H, D) in the type of ``query``; None for dense attention, which is counted and logged.
+            Like ``query``; None for dense attention, which is counted and logged.
 
         Raises:
             ValueError: the grid is not 1 to 3 positive integers.
@@ -159,12 +163,12 @@ class EngineAttention:
             shows = reason == _DENSE_STEP and step is not None and self.settings.config.shows(step)
             if shows and carried and not (obstacle or _obstacle(query, key, value, grid, extra)):
                 assert dense is not None
-                output, sparse = dense(), self._attend_sparsely(query, key, value, grid, extra)
+                output, sparse = dense(), self._attend_sparsely(query, key, value, grid, extra, key_mask)
                 of_parts = (x.flatten(2).chunk(len(carried)) for x in (output, sparse))
                 for one, *both in zip(carried, *of_parts, strict=True):
                     one.show(*both, layer or 0, 0)
         else:
-            output = self._attend_sparsely(query, key, value, grid, extra)
+            output = self._attend_sparsely(query, key, value, grid, extra, key_mask)
             flat = output.flatten(2)
             for one, part in zip(carried, flat.chunk(len(carried) or 1), strict=False):
                 one.add(part, layer or 0, 0)
@@ -190,10 +194,14 @@ class EngineAttention:
         value: torch.Tensor,
         grid: Sequence[int] | None,
         extra: Extra,
+        key_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         assert grid is not None
-        config = self.settings.config
-        return sparse_attention(
+        config, tokens = self.settings.config, query.shape[1]
+        is_grid_alone = tokens != key.shape[1]
+        if is_grid_alone:  # the others attend to everything, as the operator has it, and nobody looks at the result
+            query = functional.pad(query, (0, 0, 0, 0, *extra))
+        output = sparse_attention(
             query,
             key,
             value,
@@ -203,8 +211,10 @@ class EngineAttention:
             key_block_size=config.key_block_size,
             order=config.order,
             far=config.far,
+            key_mask=key_mask,
             extra=extra,
         )
+        return output[:, extra[0] : extra[0] + tokens] if is_grid_alone else output
 
     def _enter(self, step: Step) -> None:
         """Begin a step; the model has as many attentions in each, and what an old dense step alone showed is over."""
@@ -288,11 +298,14 @@ def _obstacle(
     """Return why tensors cannot be attended to by blocks of a grid; empty if they can."""
     if grid is None:
         return "the token grid is unknown"
-    if not query.shape == key.shape == value.shape:
+    tokens = math.prod(grid)
+    is_grid_alone = query.shape[1] == tokens and key.shape[1] == tokens + sum(extra)
+    like_key = torch.Size((len(query), key.shape[1] if is_grid_alone else query.shape[1], *query.shape[2:]))
+    if not like_key == key.shape == value.shape:
         return f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in shape from query"
     if not query.dtype == key.dtype == value.dtype:
         return f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
-    if math.prod(grid) + sum(extra) != query.shape[1]:
+    if tokens + sum(extra) != key.shape[1]:
         size = "x".join(map(str, grid))
         return f"{query.shape[1]:,} tokens are not those of the grid {size} and {sum(extra)} others"
     return ""

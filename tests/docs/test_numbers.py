@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import families
-from mhla_diffusers.families.refused import REFUSED
+from mhla_diffusers.families.refused import BY_GRID, REFUSED
 from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.latents.sources import read_sources
 
@@ -217,7 +217,9 @@ def test_every_transformer_of_diffusers_and_every_reason_of_a_refusal_is_on_the_
     assert not [name for family in own for name in family.transformers if f"`{name}`" not in page]
     rows = rows_of(page.partition("## Refused")[2].partition("## Where it pays")[0])[2:]
     assert [(name.strip("`"), why) for name, why in rows] == list(REFUSED.items())
-    assert not {name for family in own for name in family.transformers} & REFUSED.keys()
+    rows = rows_of(page.partition("## By their grid")[2].partition("## Refused")[0])[2:]
+    assert [(name.strip("`"), arguments.strip("`")) for name, arguments in rows] == list(BY_GRID.items())
+    assert not {name for family in own for name in family.transformers} & (REFUSED.keys() | BY_GRID.keys())
 
 
 def test_the_spread_over_clips_is_that_of_the_study():

@@ -9,12 +9,15 @@ from functools import partial
 import diffusers
 import pytest
 import torch
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import sparse_attention
+from mhla_diffusers.families.refused import BY_GRID
+from mhla_diffusers.patching.attend import EngineAttention, EngineSettings
 
 from ..models import assert_changed, seeded
 from ..refusals import refused
@@ -223,29 +226,101 @@ def test_grid_and_extra_as_functions_of_the_arguments():
         assert torch.equal(run(model, arguments), run(expected, arguments))
 
 
+def qwenimage21(cached=False):
+    model = seeded(
+        diffusers.QwenImage21Transformer2DModel,
+        in_channels=16,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        context_in_dim=8,
+        axes_dims_rope=(4, 6, 6),
+    )
+    torch.manual_seed(1)
+    arguments = {
+        "hidden_states": torch.randn(2, 192, 16),
+        "encoder_hidden_states": torch.randn(2, TEXT, 8),
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, 16, 12)]] * 2,
+        "img_mask": torch.tensor([[False] * TEXT + [True] * 48] * 2),
+    }
+    if cached:  # as all steps but the first: the prompt's keys are there, and no queries
+        cache = QwenImage21KVCache(2)
+        with torch.no_grad():
+            model(**arguments, kv_cache=cache, kv_cache_mode="extract")
+        arguments |= {"kv_cache": cache, "kv_cache_mode": "cached"}
+    return model, arguments
+
+
+def cosmos3():
+    model = seeded(
+        diffusers.Cosmos3OmniTransformer,
+        head_dim=16,
+        hidden_size=32,
+        intermediate_size=32,
+        latent_channel=4,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        num_key_value_heads=1,
+        patch_latent_dim=16,
+        vocab_size=32,
+        rope_axes_dim=(4, 2, 2),
+    )
+    torch.manual_seed(1)
+    video = torch.arange(TEXT, TOKENS)
+    places = torch.cartesian_prod(*map(torch.arange, GRID)).T + TEXT
+    arguments = {
+        "input_ids": torch.arange(TEXT),
+        "text_indexes": torch.arange(TEXT),
+        "position_ids": torch.cat([torch.arange(TEXT).expand(3, -1), places], 1),
+        "und_len": TEXT,
+        "sequence_length": TOKENS,
+        "vision_tokens": [torch.randn(1, 4, 4, 12, 16)],
+        "vision_token_shapes": [GRID],
+        "vision_sequence_indexes": video,
+        "vision_mse_loss_indexes": video,
+        "vision_timesteps": torch.full((192,), 500.0),
+        "vision_noisy_frame_indexes": [torch.arange(4)],
+    }
+    return model, arguments
+
+
 # of text HiDream's attentions see T5's 5 tokens and twice Llama's 6, and of an image that is not square padding, to 256
 @pytest.mark.parametrize(
     ("make", "grid", "extra"),
     [
         (cosmos, (4, 6, 8), (0, 0)),
         (ovis, (8, 12), (TEXT, 0)),
-        (partial(hidream, 32, 32), (16, 16), (0, 17)),
         (partial(hidream, 16, 24), (8, 12), (0, 256 - 96 + 17)),
+        (partial(hidream, 32, 32), *(None,) * 2),
+        (partial(hidream, 16, 24), *(None,) * 2),
+        (qwenimage21, *(None,) * 2),
+        (partial(qwenimage21, cached=True), *(None,) * 2),
+        (cosmos3, *(None,) * 2),
     ],
-    ids=["cosmos", "ovis", "hidream", "hidream, not square"],
+    ids=["cosmos", "ovis", "hidream", "hidream, square", "hidream, not square", "qwenimage21", "cached", "cosmos3"],
 )
 def test_classes_of_diffusers_without_a_family(make, grid, extra):
+    """Of some the package knows grid and text, and says so where they are not given."""
     model, arguments = make()
 
     def predict():
         with torch.no_grad():
-            return model(**arguments, return_dict=False)[0]
+            found = model(**arguments, return_dict=False)[0]
+            return found[0] if isinstance(found, list) else found
 
+    places = {"grid": grid, "extra": extra}
+    if grid is None:
+        known = BY_GRID[type(model).__name__]
+        with refused(known):
+            mhla.apply_mhla(model)
+        places = eval(f"dict({known})")
     expected = predict()
-    mhla.apply_mhla(model, grid=grid, extra=extra, density=1.0)
+    mhla.apply_mhla(model, **places, density=1.0)
     torch.testing.assert_close(predict(), expected, atol=1e-4, rtol=1e-4)
     mhla.remove_mhla(model)
-    mhla.apply_mhla(model, grid=grid, extra=extra, density=0.2)
+    mhla.apply_mhla(model, **places, density=0.2)
     assert_changed(predict(), expected)
     assert "sparse in 2 of" in str(mhla.describe(model))
     with mhla.mhla_disabled(model):
@@ -383,6 +458,27 @@ def test_the_count_of_a_call_ends_behind_its_last_attention():
     for _ in range(2):
         pipe(inputs(), 4)
         assert "sparse in 9 of 24 attentions" in str(mhla.describe(pipe))
+
+
+@pytest.mark.parametrize(
+    "shaped",
+    [lambda mask: mask, lambda mask: mask.expand(-1, HEADS, TOKENS, -1), lambda mask: torch.where(mask, 0.0, -9.0)],
+    ids=["keys", "expanded", "bias"],
+)
+def test_masks_of_keys_are_taken(shaped):
+    mask = shaped(torch.arange(TOKENS).expand(2, 1, 1, -1) < torch.tensor([TOKENS, TOKENS - 2]).view(2, 1, 1, 1))
+    expected = run(plain(), (*inputs(), mask))
+    model = mhla.apply_mhla(plain(), grid=GRID, extra=(0, None), density=1.0)
+    torch.testing.assert_close(run(model, (*inputs(), mask)), expected, atol=1e-4, rtol=1e-4)
+    assert "sparse in 3 of 6" in str(mhla.describe(model))
+    assert_changed(run(mhla.change_mhla(model, density=0.2), (*inputs(), mask)), expected)
+
+
+def test_keys_without_queries_change_nothing_for_the_grid():
+    query, key, value = (torch.randn(2, TOKENS, HEADS, HEAD_DIM) for _ in range(3))
+    attention = EngineAttention(EngineSettings(min_tokens=0), logging.getLogger(__name__))
+    found = attention.attend(query[:, TEXT:], key, value, GRID, extra=(TEXT, 0))
+    torch.testing.assert_close(found, attention.attend(query, key, value, GRID, extra=(TEXT, 0))[:, TEXT:])
 
 
 def test_queries_without_an_axis_of_heads_are_told(caplog):
