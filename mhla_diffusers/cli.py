@@ -5,7 +5,7 @@ Commands import their dependencies when called, so that ``--help`` does not wait
 
 import logging
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 from .generation.commands import GenerateCommand, generate_command
+from .generation.names import DENSITY, REFRESH, parse_patch_settings
 from .reporting import set_quiet
 from .training.commands import (
     data_command,
@@ -74,20 +75,24 @@ def info(
     ] = None,
     size: Annotated[str | None, typer.Option(help="Of the model: 720x1280, or 512; default: its first size.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    density: Annotated[float | None, typer.Option(help="Of sparse attention, default 0.025; or give --patch.")] = None,
+    density: Annotated[float | None, typer.Option(help=DENSITY)] = None,
+    refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps of a call; default: 50.")] = None,
 ) -> None:
     """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
     from .benchmark.info import configs_of, print_any_patch, print_info, print_model, report
 
     own = patch == "default"  # of the model's family
-    given = {"patch": patch if own else None, "size": size, "frames": frames, "density": density}
+    counted: dict[str, Any] = {"size": size, "frames": frames, "density": density, "refresh": refresh, "steps": steps}
+    given = {"patch": patch if own else None, **counted}
     if model is None and any(value is not None for value in given.values()):
         names = ", ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
         raise ValueError(f"{names} belongs to a model: give --model as well, such as wan2.1-1.3b.")
     if model is not None and as_report:
         raise ValueError("--report and --model ask for different things; give one of them.")
     if model is not None:
-        print_model(model, size, frames, None if own or patch is None else configs_of(patch)[0], density)
+        chosen = None if own or patch is None else configs_of(patch)[0]
+        print_model(model, size, frames, chosen, parse_patch_settings(density, None, refresh), steps or 50)
     elif as_report:
         typer.echo(report(patch))
     elif patch is None:

@@ -71,8 +71,9 @@ _STEPS = allow(
     test=lambda steps: steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1,
 )
 _REFRESH = allow(
-    words="a number of denoising steps such as 10, a fraction of them such as 0.2, 'auto', or None for never",
-    test=lambda steps: steps == "auto" or (steps > 0 and (isinstance(steps, int) or steps <= 1)),
+    words="a number of denoising steps from 2 on, a fraction of them such as 0.2 (in a command also 20%), 'auto', or "
+    "None (in a command none) for never",
+    test=lambda steps: steps == "auto" or (steps > 1 if isinstance(steps, int) else 0 < steps <= 1),
 )
 
 
@@ -93,7 +94,7 @@ class PatchConfig(Settings):
     softmax_last: int | float = field(default=0, metadata=_STEPS)
     """Last denoising steps in which it is, as ``softmax_steps``."""
     refresh: int | float | Literal["auto"] | None = field(default=None, metadata=_REFRESH)
-    """After how many denoising steps the original attention runs again, from the first steps on: a number, or as a
+    """After how many denoising steps the original attention runs again, from the first steps on: 2 or more, or as a
     float a fraction of all steps. None for never; "auto" for a fifth of the steps where there are at least 20.
     """
     carry: bool = True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..generation.names import REFRESH, SOFTMAX_STEPS, parse_dense_steps
+from ..generation.names import DENSITY, REFRESH, SOFTMAX_STEPS, parse_patch_settings
 
 if TYPE_CHECKING:
     import torch
@@ -121,13 +121,14 @@ def bench_pipeline(
     patch: Annotated[
         list[str] | None,
         typer.Option(
-            help="As rows name them, a preset, a YAML file, or a saved patch; several. All kinds if left out."
+            help="As rows name them, default, a preset, a YAML file, or a saved patch; several. All kinds if left out."
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
+    density: Annotated[float | None, typer.Option(help=DENSITY)] = None,
     softmax_steps: Annotated[str | None, typer.Option(help=SOFTMAX_STEPS)] = None,
     refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Calls of each, after one to warm up.")] = 3,
@@ -152,8 +153,8 @@ def bench_pipeline(
     settings = {name: value for name, value in given.items() if value is not None}
     choice = choose_pipeline(model, device=str(place), dtype=str(precision).removeprefix("torch."), settings=settings)
     results = Results("pipeline", place, precision, output)
-    dense_steps = parse_dense_steps(softmax_steps, refresh)
-    benchmark_pipeline(choice, patch or (), results, dense_steps=dense_steps, repetitions=repetitions)
+    changes = parse_patch_settings(density, softmax_steps, refresh)
+    benchmark_pipeline(choice, patch or (), results, changes=changes, repetitions=repetitions)
     results.finish()
 
 

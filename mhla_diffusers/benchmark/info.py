@@ -3,8 +3,9 @@
 import importlib.metadata
 import math
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -17,6 +18,7 @@ from ..config import (
     Patch,
     PatchConfig,
     SparseConfig,
+    Step,
     adapted_patch_folder,
     adapted_patch_names,
     load_patch,
@@ -26,6 +28,7 @@ from ..config import (
 from ..families import families
 from ..patching.loading import check_file, read_record
 from ..reporting import scaled, text_table, times, wrap
+from ..tiny import TINY
 from .cases import choose_cases
 from .cases import models as known_models
 from .counts import ATTENTION, PARTS, count_forward
@@ -129,7 +132,12 @@ def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
 
 
 def print_model(
-    name: str, size: str | None, frames: int | None, patch: tuple[str, PatchConfig] | None, density: float | None
+    name: str,
+    size: str | None,
+    frames: int | None,
+    patch: tuple[str, PatchConfig] | None,
+    changes: Mapping[str, Any],
+    steps: int,
 ) -> None:
     """Print the FLOPs of one forward of a model by part, unpatched and patched, and the most that the patch can bring.
 
@@ -140,29 +148,32 @@ def print_model(
         size: such as "720x1280"; the model's first one for None.
         frames: of a video; the model's for None.
         patch: name of its family and its settings; that of ``apply_mhla(pipe)`` for None.
-        density: of the latter; the family's for None.
+        changes: settings that change those of the patch, such as density and refresh.
+        steps: denoising steps of a call, of which some are dense.
 
     Raises:
-        ValueError: an unknown model, or a size, a patch or a density that it does not take.
+        ValueError: an unknown model, or a size, a patch or settings that it does not take.
     """
     case, *_ = choose_cases([name], size and [size], None if frames is None else [frames])
     family = case.family
     of_family, config = patch or (family.name, family.default_config)
     if of_family != family.name:
         raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
-    if density is not None:
-        if patch is not None:
-            raise ValueError(f"--density {density} and --patch both give a density; give one of them.")
-        if not isinstance(config, SparseConfig):
-            raise ValueError(f"--density {density} is of sparse attention, and {name} gets {config.attention}.")
-        config = config.replace(density=density)
+    config = config.replace(**changes)
     plain, patched = count_forward(case), count_forward(case, config)
     whole, left = sum(plain.values()), sum(patched.values())
     tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
     cost, cost_after = (scaled(one, 1000, "FLOP") for one in (whole, left))
     _say(f"{name} at {case.size}: {tokens}; its own attention is {family.attention.computes}")
+    if case.model.is_tiny and name.removeprefix("tiny-") in TINY:
+        _say(f"a configuration for trying commands out; {name} of mhla generate is another one, with other strides")
     _say(f"patched: {summary_of(config)}; {_needs(config)}")
-    _say(f"one forward: {cost} → {cost_after}, counted: a factor of at most {whole / left:.2f}\n")
+    _say(f"one forward: {cost} → {cost_after}, counted: a factor of at most {whole / left:.2f}")
+    if config.has_dense_steps:
+        dense = sum(config.is_dense(Step(index, steps)) for index in range(steps))
+        most_of_call = steps * whole / (dense * whole + (steps - dense) * left)
+        _say(f"with {dense} dense steps of {steps}: at most {most_of_call:.2f}")
+    typer.echo()
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
     _print_table("FLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)

@@ -313,7 +313,7 @@ def tables_of(rows: Sequence[Row]) -> list[tuple[str, tuple[list[str], list[list
 def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of the rows of one case and stage, with the columns that are not empty.
 
-    "times baseline" says how many times faster a row is than the fastest baseline among them.
+    "speedup" says how many times faster a row is than the fastest baseline among them; below 1 it is slower.
     """
 
     def text(number: float | None, form: str, factor: float = 1) -> str:
@@ -335,7 +335,7 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 "peak GiB": text(row.peak_bytes, "{:.2f}", 2**-30),
                 "TFLOP/s": text(row.flops / row.median if row.flops and row.median else None, "{:.3g}", 1e-12),
                 "MB sent": text(row.sent_bytes, "{:,.1f}", 1e-6),
-                "times baseline": text(baseline / row.seconds if baseline and row.seconds else None, "{:.2f}"),
+                "speedup": text(baseline / row.seconds if baseline and row.seconds else None, "{:.2f}"),
                 "PSNR, dB": text(row.psnr, "{:.1f}"),
                 "SSIM": text(row.ssim, "{:.3f}"),
                 "remark": row.reason,

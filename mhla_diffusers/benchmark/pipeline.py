@@ -17,7 +17,7 @@ import torch
 from ..config import adapted_patch_folder, load_patch
 from ..families import Family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
-from ..generation.pipelines import few_step_arguments
+from ..generation.pipelines import DEFAULT, few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
 from ..reporting import progress
@@ -60,7 +60,8 @@ def patcher(name: str, family: Family) -> Callable[[Any], object]:
     """Return what puts a patch on a pipeline.
 
     Args:
-        name: one of ``PATCHES``, a preset, a YAML file, or the name, folder or Hub id of a saved patch.
+        name: one of ``PATCHES``, "default" for the family's own, a preset, a YAML file, or the name, folder or Hub id
+            of a saved patch.
         family: of the pipeline.
 
     Raises:
@@ -73,6 +74,8 @@ def patcher(name: str, family: Family) -> Callable[[Any], object]:
                 f"patch={name!r} is for softmax attention; that of {family.name} is {family.attention.computes}."
             )
         return partial(apply_mhla, **patch_settings(name, family.mhla_blocks))
+    if name == DEFAULT:
+        return apply_mhla
     saved, is_file = adapted_patch_folder(name) or name, Path(name).suffix in (".yaml", ".yml")
     if Path(name).is_dir() and not Path(name, CONFIG_NAME).is_file():
         raise ValueError(f"patch={name!r} holds no saved patch: {CONFIG_NAME} is missing; save one with save_mhla.")
@@ -86,15 +89,15 @@ def patcher(name: str, family: Family) -> Callable[[Any], object]:
 
 
 @contextmanager
-def patched(pipe: Any, patch: Callable[[Any], object] | None, dense_steps: Mapping[str, Any]) -> Iterator[None]:
+def patched(pipe: Any, patch: Callable[[Any], object] | None, changes: Mapping[str, Any]) -> Iterator[None]:
     """Context in which the pipeline has a patch; afterwards it is as it was."""
     if patch is None:
         yield
         return
     patch(pipe)
     try:
-        if dense_steps:
-            change_mhla(pipe, **dense_steps)
+        if changes:
+            change_mhla(pipe, **changes)
         yield
     finally:
         remove_mhla(pipe)
@@ -105,7 +108,7 @@ def benchmark_pipeline(
     patches: Sequence[str],
     results: Results,
     *,
-    dense_steps: Mapping[str, Any] = MappingProxyType({}),
+    changes: Mapping[str, Any] = MappingProxyType({}),
     repetitions: int = 3,
 ) -> None:
     """Check MHLA, then call the pipeline unpatched and with every patch in turns, after one call each to warm up.
@@ -117,7 +120,7 @@ def benchmark_pipeline(
         choice: the pipeline and the settings of its call.
         patches: names that :func:`patcher` takes; all kinds that the family takes if empty.
         results: gets a row per patch for the whole call and for each of its parts.
-        dense_steps: settings of all patches that choose steps of the model's own attention, such as ``refresh``.
+        changes: settings that change those of all patches, such as ``density`` and ``refresh``.
         repetitions: calls of each.
 
     Raises:
@@ -128,7 +131,7 @@ def benchmark_pipeline(
     """
     image_metrics()  # raises before anything is timed
     family, device = choice.of_family, results.device
-    family.default_config.replace(**dense_steps)  # raises what is not allowed
+    family.default_config.replace(**changes)  # raises what is not allowed
     names = patches or (PATCHES if family.attention.computes == SOFTMAX else LINEAR_KINDS)
     patching = {UNPATCHED: None, **{name: patcher(name, family) for name in names}}
     pipe = choice.load()
@@ -145,14 +148,14 @@ def benchmark_pipeline(
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)], **few_step_arguments(pipe, family))
         return sample
 
-    settings = {**choice.settings, **dense_steps}
+    settings = {**choice.settings, **changes}
     case = ", ".join([choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items())])
     rows = {name: Row(name, case, WHOLE, baseline=name == UNPATCHED) for name in patching}
     peaks: dict[str, int | None] = {}
     reference: torch.Tensor | None = None
     for name, patch in progress(patching.items(), desc="warming up", leave=False):
         try:
-            with patched(pipe, patch, dense_steps):
+            with patched(pipe, patch, changes):
                 frames = frames_of(run())
                 peaks[name] = peak_bytes(run, device)
             reference = frames if name == UNPATCHED else reference
@@ -162,7 +165,7 @@ def benchmark_pipeline(
         raise ValueError(f"{choice.model or choice.family} fails with every patch: {rows[UNPATCHED].reason}.")
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
     for name in progress([*peaks] * repetitions, desc="timing", leave=False):
-        with patched(pipe, patching[name], dense_steps):
+        with patched(pipe, patching[name], changes):
             times, sample = timed_call(pipe, run, device)
         seconds[name].append(times)
         if reference is not None:

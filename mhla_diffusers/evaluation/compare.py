@@ -260,6 +260,7 @@ def _add_similarities(variants: Sequence[Variant], similarities: Mapping[str, Si
     """Add similarities of every variant but the first; return remarks."""
     base, *others = variants
     values = {(variant.name, name): torch.empty(0, dtype=torch.float64) for variant in others for name in similarities}
+    worst: dict[str, tuple[float, str]] = {}
     for done, sample in enumerate(base.samples, start=1):
         reference = _frames(base.folder / sample.file)
         for variant in others:
@@ -272,8 +273,11 @@ def _add_similarities(variants: Sequence[Variant], similarities: Mapping[str, Si
                 )
             for name, similarity in similarities.items():
                 pairs = zip(frames.split(_FRAMES), reference.split(_FRAMES), strict=True)
-                mean = torch.cat([similarity(*pair).double() for pair in pairs]).mean()
-                values[variant.name, name] = torch.cat([values[variant.name, name], mean[None]])
+                found = torch.cat([similarity(*pair).double() for pair in pairs])
+                values[variant.name, name] = torch.cat([values[variant.name, name], found.mean()[None]])
+                if name == "psnr":
+                    low = float(found.min()), f"frame {int(found.argmin())} of {sample.file}"
+                    worst[variant.name] = min(worst.get(variant.name, low), low)
         show_progress(done, len(base.samples))
     remarks = {}
     for variant in others:
@@ -288,7 +292,8 @@ def _add_similarities(variants: Sequence[Variant], similarities: Mapping[str, Si
                 remarks[name] = (
                     f"{name} is of {len(found)} of {len(base.samples)} samples: the others are too small for it."
                 )
-    return list(remarks.values())
+    lowest = [f"The lowest PSNR in {name} is {value:.1f} dB, of {place}." for name, (value, place) in worst.items()]
+    return [*remarks.values(), *lowest]
 
 
 def _frames(file: Path) -> torch.Tensor:

@@ -70,14 +70,16 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+DENSITY = "Of sparse attention, 0.025 by default."
 SOFTMAX_STEPS = "First steps of the model's own attention: 2, or 10% of them."
 REFRESH = "Steps after which it runs again, which carries on what the patch loses: 10, 20%, auto or none."
 
 
-def parse_dense_steps(softmax_steps: str | None, refresh: str | None) -> dict[str, Any]:
+def parse_patch_settings(density: float | None, softmax_steps: str | None, refresh: str | None) -> dict[str, Any]:
     """Parse these settings of a patch as a command gives them; those that it does not give are left out."""
-    given = {"softmax_steps": softmax_steps, "refresh": refresh}
-    return {name: _parse_steps(text) for name, text in given.items() if text is not None}
+    steps = {"softmax_steps": softmax_steps, "refresh": refresh}
+    given = {name: _parse_steps(text) for name, text in steps.items() if text is not None}
+    return given if density is None else {"density": density, **given}
 
 
 def _parse_steps(text: str) -> int | float | str | None:
@@ -87,7 +89,7 @@ def _parse_steps(text: str) -> int | float | str | None:
     try:
         if text.endswith("%"):
             return float(text.removesuffix("%")) / 100
-        return int(text) if text.isdigit() else float(text)
+        return int(text) if text.removeprefix("-").isdigit() else float(text)
     except ValueError:
         return text
 
@@ -121,7 +123,7 @@ def pipeline_options(
         str | None,
         typer.Option(help="default: sparse attention, needs no training; or a preset or YAML file, untrained."),
     ] = None,
-    density: Annotated[float | None, typer.Option(help="Of sparse attention, 0.025 by default.")] = None,
+    density: Annotated[float | None, typer.Option(help=DENSITY)] = None,
     softmax_steps: Annotated[str | None, typer.Option(help=SOFTMAX_STEPS)] = None,
     refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
     weights: Annotated[
@@ -143,8 +145,7 @@ def pipeline_options(
     if dtype is None:
         dtype = "float32" if choose_device(device).type == "cpu" else "bfloat16"
     named = {"model": model, "patch": patch, "weights": weights, "device": device, "dtype": dtype}
-    changes: dict[str, Any] = {"density": density} if density is not None else {}
-    changes |= parse_dense_steps(softmax_steps, refresh)
+    changes = parse_patch_settings(density, softmax_steps, refresh)
     return {**named, "patch_settings": changes, "settings": parse_settings(settings or ())}
 
 

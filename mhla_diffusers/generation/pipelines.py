@@ -1,6 +1,7 @@
 """Choosing, loading and patching a pipeline; reading facts about a pipeline without loading it."""
 
 import hashlib
+import inspect
 import json
 import shlex
 import socket
@@ -18,8 +19,9 @@ from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..families import Clip, Family, families, find_family, get_family, supported_instead, trained_family
 from ..files import content_of, read_json
-from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
+from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla, read_record
 from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
+from ..reporting import times
 from ..settings import check_choice, check_value, nearest
 from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES, FRAMES_PER_SECOND, PICTURE_SIZE
@@ -111,26 +113,54 @@ class PipelineChoice:
         Content is None where it is not known: that of a Hub id.
         """
         names = ("family", "model", "patch", "patch_settings", "weights", "dtype", "settings")
-        weights = self.weights and (adapted_patch_folder(self.weights) or Path(self.weights))
+        weights = self._weights_folder
         return {
             **{name: getattr(self, name) for name in names},
+            "call": self.known_arguments,
             "model_content": None if self.model is None else content_of(Path(self.model)),
             "patch_content": None if self.named_patch is None else load_patch(self.named_patch).config.to_dict(),
-            "weights_content": None if not weights else content_of(Path(weights)),
+            "weights_content": None if weights is None else content_of(weights),
         }
 
     @property
+    def _weights_folder(self) -> Path | None:
+        return None if not self.weights else adapted_patch_folder(self.weights) or Path(self.weights)
+
+    @property
+    def known_arguments(self) -> dict[str, Any]:
+        """Steps, size, frames and guidance of the call, as far as they are known before it, defaults included."""
+        guidance = self.of_family.training.guidance_arguments(1.0)
+        found = {name: x.default for name, x in inspect.signature(self.pipeline_class().__call__).parameters.items()}
+        if self.model is None:
+            found |= call_settings(self.family) | ({"num_frames": FRAMES} if "num_frames" in found else {})
+        if (folder := self._weights_folder) is not None:
+            if not (folder / CONFIG_NAME).is_file():  # perhaps distilled to few steps
+                found |= dict.fromkeys(("num_inference_steps", *guidance))
+            elif few_steps := read_record(folder).few_steps:
+                found |= {"num_inference_steps": len(few_steps.times), **guidance}
+        found |= self.settings
+        names = ("num_inference_steps", "height", "width", "num_frames", "video_length", *guidance)
+        return {name: found[name] for name in names if isinstance(found.get(name), int | float)}
+
+    @property
     def summary(self) -> str:
-        """Model, device, type and patch in one line."""
-        place = f"{self.model or f'tiny-{self.family}'} on {choose_device(self.device)} in {self.dtype}"
+        """Model, device, type, what is known of the call, and patch in one line."""
         if self.weights is not None:
-            return f"{place}, adapted patch {self.weights}"
-        if self.patch is None and not self.patch_settings:
-            return f"{place}, unpatched"
-        config = self._patch_config
-        if isinstance(config, SparseConfig):
-            return f"{place}, sparse attention, density {config.density:.1%}"
-        return f"{place}, {config.attention}, to be adapted"
+            runs = f"adapted patch {self.weights}"
+        elif self.patch is None and not self.patch_settings:
+            runs = "unpatched"
+        elif isinstance(config := self._patch_config, SparseConfig):
+            runs = f"sparse attention, density {config.density:.1%}"
+        else:
+            runs = f"{config.attention}, to be adapted"
+        call = self.known_arguments  # last, since it may ask the Hub
+        parts = [f"{self.model or f'tiny-{self.family}'} on {choose_device(self.device)} in {self.dtype}"]
+        if steps := call.pop("num_inference_steps", None):
+            parts.append(f"{steps} step{'s' * (steps > 1)}")
+        if size := [call[name] for name in ("height", "width", "num_frames", "video_length") if name in call]:
+            parts.append(times(size) + " frames" * ("height" not in call))
+        parts += [f"guidance {scale:g}" for name, scale in call.items() if name.endswith("_scale")]
+        return ", ".join([*parts, runs])
 
     @property
     def _patch_config(self) -> PatchConfig:

@@ -55,12 +55,12 @@ def advise(config: PatchConfig, grid: tuple[int, ...], heads: int, head_dim: int
         changes = [{"blocks": fit_blocks(config.blocks_on(grid), grid)}]
     if changes and cost() >= 1:
         best = min(changes, key=lambda change: cost(**change))
+        best = {name: value for name, value in best.items() if value != getattr(config, name)}
         words = ", ".join(f"{name}={value!r}" for name, value in best.items())
-        advice = f"with {words} it would be {cost(**best):.0%}"
-        if cost(**best) >= 1:
-            advice = "leave the model as it is at this size"
+        price = ", less close to softmax attention" if {"density", "far"} & best.keys() else ""
+        advice = f" Cheaper settings: {words} computes {cost(**best):.0%}{price}." if cost(**best) < 1 else ""
         found["cost"] = (
-            f"On a grid of {tokens} tokens this patch computes {cost():.0%} of what softmax attention does, so it "
-            f"gains nothing here; {advice}. Softmax attention costs more at larger sizes."
+            f"On a grid of {tokens} tokens this patch computes {cost():.0%} of what softmax attention does: it gains "
+            f"nothing, so leave the model unpatched at this size.{advice} Larger sizes are where a patch pays."
         )
     return found

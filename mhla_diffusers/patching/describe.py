@@ -10,7 +10,7 @@ from torch import nn
 
 from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and_largest
-from ..config import FEWEST_REFRESHED, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
+from ..config import FEWEST_REFRESHED, USUAL_REFRESH, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
 from ..settings import check_value
@@ -178,14 +178,15 @@ def _dense_steps(config: PatchConfig | None) -> str:
 
     parts = [f"the first {words(config.softmax_steps)}"] if config.softmax_steps else []
     parts += [f"the last {words(config.softmax_last)}"] if config.softmax_last else []
-    if config.refresh == "auto":
-        parts.append(f"every fifth of the steps, from {FEWEST_REFRESHED} steps on")
-    elif config.refresh:
-        parts.append(f"again after every {words(config.refresh)}")
+    if isinstance(config.refresh, int):
+        parts.append(f"one step of every {config.refresh}")
+    elif refresh := USUAL_REFRESH if config.refresh == "auto" else config.refresh:
+        where = f", where there are {FEWEST_REFRESHED} or more" if config.refresh == "auto" else ""
+        parts.append(f"{math.ceil(1 / refresh - 1e-9)} steps, evenly spread{where}")
     carries = "added at the steps that follow" if config.carry else "not carried"
     where = " in the machine's memory" if config.carry and config.carry_device == "cpu" else ""
     kept = f" ({config.carry_dtype}{where})" if config.carry else ""
-    return f"as before the patch in {', '.join(parts)}; what the patch loses there is {carries}{kept}"
+    return f"as before the patch in {' and in '.join(parts)}; what the patch loses there is {carries}{kept}"
 
 
 def describe(

@@ -92,6 +92,12 @@ def test_info_on_a_model():
     assert f"Self-attention is {row[4]}" in shown and max(map(len, shown.splitlines())) <= 80
     assert info("--model", "dit-xl-2", "--density", "0.3") != info("--model", "dit-xl-2")
     assert info("--model", "dit-xl-2", "--patch", "default") == info("--model", "dit-xl-2")
+    forward = float(row[-1].removesuffix(" x"))
+    most = float(summary.partition("with 5 dense steps of 50: at most ")[2])
+    assert most == pytest.approx(50 / (5 + 45 / forward), abs=0.02)
+    assert "with 5 dense steps of 18:" in info("--model", "dit-xl-2", "--refresh", "4", "--steps", "18")
+    assert "dense steps" not in info("--model", "dit-xl-2", "--refresh", "none")
+    assert "of mhla generate" in info("--model", "tiny-wan") and "of mhla generate" not in shown
     hybrid = info("--model", "wan2.1-1.3b", "--patch", "wan2.1-t2v-1.3b-hybrid")
     assert "in layers 2/3" in hybrid and "has to be adapted first" in hybrid and "sparse" not in hybrid
 
@@ -102,8 +108,9 @@ def test_info_on_a_model():
         (("--model", "wan2.1-t2v-1.3b"), "'wan2.1-t2v-1.3b'"),
         (("--model", "wan2.1-1.3b", "--frames", "4097"), "wan2.1-1.3b...x4097"),
         (("--model", "dit-xl-2", "--patch", "sana-0.6b"), "'sana'...'dit'"),
-        (("--model", "sana-0.6b", "--density", "0.1"), "--density 0.1...MHLA"),
-        (("--model", "dit-xl-2", "--patch", "dit-xl-2-256-sparse", "--density", "0.1"), "--density 0.1"),
+        (("--model", "sana-0.6b", "--density", "0.1"), "density...MHLA"),
+        (("--model", "dit-xl-2", "--refresh", "1"), "refresh=1"),
+        (("--refresh", "5"), "--refresh 5"),
         (("--density", "0.1"), "--density 0.1"),
         (("--patch", "default"), "--patch default...--model"),
         (("--model", "dit-xl-2", "--report"), "--report...--model"),

@@ -84,7 +84,7 @@ def test_ratios_are_to_the_fastest_baseline_of_case_and_stage():
     rows += [Row("gone", "a", "forward", baseline=True, status="absent", reason="none"), row("cut", 1, whole_seconds=8)]
     forward, backward = tables_of(rows)
     for (_, (header, lines), _), ratios in ((forward, ["1.00", "4.00", "0.50", "0.25"]), (backward, [""])):
-        assert [dict(zip(header, line, strict=True)).get("times baseline", "") for line in lines] == ratios
+        assert [dict(zip(header, line, strict=True)).get("speedup", "") for line in lines] == ratios
         assert "PSNR, dB" not in header, "a column without numbers"
     assert (forward[2], backward[2]) == (["absent: none: gone"], []), "below the table"
 

@@ -60,7 +60,7 @@ def test_a_patch_is_put_on_and_leaves_no_trace():
     """Also one that samples in few steps with a scheduler of its own."""
     pipe, choice = load_tiny("wan"), choose_pipeline("tiny-wan")
     scheduler, weights = pipe.scheduler, [weight.clone() for weight in pipe.transformer.parameters()]
-    for name in ("MHLA", "tiny-wan-sparse", "tiny-wan-4-steps", "wan2.1-t2v-1.3b"):
+    for name in ("MHLA", "default", "tiny-wan-sparse", "tiny-wan-4-steps", "wan2.1-t2v-1.3b"):
         with patched(pipe, patcher(name, choice.of_family), {}):
             assert is_patched(pipe)
         assert not is_patched(pipe) and pipe.scheduler is scheduler
@@ -74,6 +74,14 @@ def test_a_patch_of_few_steps_takes_its_own_number(tmp_path):
     folder = mhla.save_mhla(pipe, tmp_path / "patch")
     options = ("--model", "tiny-wan", "--steps", 3, "--repetitions", 1, "--patch", folder)
     assert set(medians(measure(tmp_path, "pipeline", *options), WHOLE)) == {UNPATCHED, str(folder)}
+
+
+def test_the_default_and_another_density(tmp_path):
+    options = ("--model", "tiny-wan", "--steps", 1, "--frames", 2, "--repetitions", 1, "--patch", "default")
+    default, listed = (measure(tmp_path / name, "pipeline", *options, "--density", name) for name in ("0.025", "1"))
+    assert {row.case for row in listed} == {"tiny-wan, num_inference_steps=1, num_frames=2, density=1.0"}
+    found = [next(row.psnr for row in rows if row.variant == "default" and row.psnr) for rows in (default, listed)]
+    assert found[0] < 60 < found[1]  # at density 1 all is softmax attention, summed in another order
 
 
 def test_a_frame_by_hand():
@@ -97,6 +105,7 @@ def test_a_frame_by_hand():
         (["--size", 64], ValueError, "'height'"),
         (["--model", "."], OSError, "model_index.json"),
         (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),
+        (["--model", "tiny-sana", "--density", 0.1], ValueError, "density...MHLA"),
         (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-sparze'...tiny-dit-sparse"),
         (["--patch", "."], ValueError, "'.'"),
         (["--model", "tiny-sana", "--patch", SPARSE], ValueError, "sana"),

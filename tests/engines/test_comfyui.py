@@ -392,7 +392,7 @@ def test_the_window_is_that_of_the_model_that_is_sampled():
 
 
 def test_a_sampling_in_which_nothing_is_sparse_is_warned_of(caplog):
-    patched = patch_model(ModelPatcher(), settings(refresh="1"))
+    patched = patch_model(ModelPatcher(), settings(refresh="0.1"))
     assert all(dense_calls(patched, SCHEDULE[:-1].tolist()))
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "changed nothing" in record.getMessage() and "refresh" in record.getMessage()

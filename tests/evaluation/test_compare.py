@@ -202,7 +202,9 @@ def test_videos_are_averaged_over_frames(tmp_path):
         (folder / "samples.json").write_text('[{"file": "0.mp4", "text": "a cat"}]')
         (folder / "generation.json").write_text("{}")
         sets.append(folder)
-    found = compare_sets(sets, similarities={"step": steps, "psnr": psnr})[0][1].scores
+    (_, other), (worst,) = compare_sets(sets, similarities={"step": steps, "psnr": psnr})
+    found = other.scores
+    assert "b is 6.0 dB, of frame 9 of 0.mp4" in worst
     # H.264 is not exact, but for a flat frame nearly so
     assert found["step"] == pytest.approx(0.5 * 255 / 10, abs=0.3)
     # nine frames are equal; of the others' errors a tenth would be a mean of 16 dB

@@ -131,14 +131,36 @@ def test_command_tells_what_runs_and_shows_the_steps_on_a_terminal(tmp_path, mon
         ("a", (), "unpatched"),
         ("b", ("--patch", "default", "--density", "0.05"), "sparse attention, density 5.0%"),
         ("c", ("--patch", "dit-xl-2-256"), "MHLA, to be adapted"),
-        ("d", ("--weights", "tiny-dit-sparse"), "adapted patch tiny-dit-sparse"),
+        ("d", ("--weights", "tiny-dit-sparse", "--set", "guidance_scale=2"), "adapted patch tiny-dit-sparse"),
     ):
         ended = in_process(*asked, *choice, "--device", "cpu", "--output", tmp_path / folder)
         assert ended.exit_code == 0, ended.output
-        assert f"tiny-dit on cpu in float32, {told}\n" in ended.output
+        guidance = 2 if folder == "d" else 4
+        assert f"tiny-dit on cpu in float32, 1 step, guidance {guidance}, {told}\n" in ended.output
+        recorded = json.loads((tmp_path / folder / "generation.json").read_text())["call"]
+        assert recorded == {"num_inference_steps": 1, "guidance_scale": guidance}
     monkeypatch.setattr("mhla_diffusers.generation.generate.shows_bars", lambda: True)
     in_process(*asked, "--output", tmp_path / "e")
     assert bars == [{"disable": True}] * 4 + [{"disable": False}]
+
+
+@pytest.mark.parametrize(
+    ("family", "choices", "said"),
+    [
+        ("wan", {}, "20 steps, 64x64x9, guidance 3"),
+        ("wan", {"weights": "tiny-wan-4-steps"}, "4 steps, 64x64x9, guidance 1"),
+        ("wan", {"weights": "me/on-the-hub"}, "64x64x9"),
+        ("wan", {"model": str(loading.pipeline_folder("wan"))}, "50 steps, 480x832x81, guidance 5"),
+        (
+            "wan",
+            {"settings": {"num_frames": 5, "height": 32, "num_inference_steps": 7}},
+            "7 steps, 32x64x5, guidance 3",
+        ),
+        ("sana", {}, "20 steps, 64x64, guidance 3"),
+    ],
+)
+def test_the_call_is_said_as_far_as_it_is_known(family, choices, said):
+    assert f" in float32, {said}, " in PipelineChoice(family, **choices).summary
 
 
 @pytest.mark.parametrize(("found", "chosen"), [("cpu", "float32"), ("cuda", "bfloat16")])

@@ -8,7 +8,7 @@ from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 from mhla_diffusers import SparseConfig
 from mhla_diffusers.generation.names import (
     check_settings,
-    parse_dense_steps,
+    parse_patch_settings,
     parse_settings,
     read_prompt_table,
     read_prompts,
@@ -22,9 +22,9 @@ def test_settings_are_typed():
 
 
 def test_steps_are_a_number_or_a_part():
-    texts = ("0", "3", "1", "0.2", "20%", "1.0", "100%", "auto", "none")
-    found = {text: parse_dense_steps(None, text)["refresh"] for text in texts}
-    assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0, "auto", None), strict=True))
+    texts = ("0", "3", "1", "0.2", "20%", "1.0", "100%", "auto", "none", "-3")
+    found = {text: parse_patch_settings(None, None, text)["refresh"] for text in texts}
+    assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0, "auto", None, -3), strict=True))
     assert type(found["1"]) is int and type(found["1.0"]) is type(found["100%"]) is float
 
 
@@ -41,7 +41,7 @@ def test_settings_of_the_call_pass(pipeline, settings):
 
 
 def dense_first(text):
-    return SparseConfig(**parse_dense_steps(text, None))
+    return SparseConfig(**parse_patch_settings(None, text, None))
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_what_a_dense_step_shows_is_added_at_the_steps_that_follow():
     engine = attention(density=0.1, softmax_steps=1)
 
     def attend(index, half="0", layer=0, dense=lambda: exact.clone()):
-        return engine.attend(query, key, value, GRID, layer=layer, step=Step(index, 9), half=half, dense=dense)
+        return engine.attend(query, key, value, GRID, layer=layer, step=Step(index, 9), parts=(half,), dense=dense)
 
     assert torch.equal(attend(0), exact)
     for index in (1, 4):

@@ -97,6 +97,18 @@ def test_describe_tells_the_density_that_is_reached(size, density):
     assert f"{density:.1%}" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "in 5 steps, evenly spread, where there are 20 or more;"),
+        ({"refresh": 0.1, "softmax_steps": 2}, "in the first 2 steps and in 10 steps, evenly spread;"),
+        ({"refresh": 7, "softmax_last": 0.1}, "in the last 10% of the steps and in one step of every 7;"),
+    ],
+)
+def test_dense_steps_are_said_in_words(settings, said):
+    assert f"as before the patch {said}" in str(mhla.describe(apply(**settings)))
+
+
 def apply(**settings):
     """A Wan with sparse attention."""
     return mhla.apply_mhla(wan(), **settings)
