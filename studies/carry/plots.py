@@ -50,7 +50,9 @@ def main() -> None:
             if (row["density"], row["dense steps"], row["carried"]) == ("0.025", f"refresh {every}", "yes"):
                 spot = float(row["cost"]), float(row["psnr"])
                 axis.plot(*spot, "o", ms=13, mfc="none", mec="black", zorder=3, label="the default")
-        axis.set(xlabel="keys that a query attends to / N, one pooled key for 32", title=f"tiny-{family}, {steps} steps")
+        axis.set(
+            xlabel="keys that a query attends to / N, one pooled key for 32", title=f"tiny-{family}, {steps} steps"
+        )
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("PSNR to the unpatched samples (dB)")
     axes[0][0].legend(fontsize=7)
