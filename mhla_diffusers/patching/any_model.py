@@ -147,12 +147,12 @@ def _named(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]) -> Any:
-    """Call a user's function with a forward's arguments: as they were given, or by name where it takes these."""
+    """Call a user's function with a forward's arguments: by name where it takes these, or as they were given."""
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        inspect.signature(function).bind(**named)
     except TypeError:
-        return function(**named)
-    return function(*args, **kwargs)
+        return function(*args, **kwargs)
+    return function(**named)
 
 
 class _Forwards:
