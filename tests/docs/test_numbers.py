@@ -222,12 +222,13 @@ def test_every_transformer_of_diffusers_and_every_reason_of_a_refusal_is_on_the_
     assert not {name for family in own for name in family.transformers} & (REFUSED.keys() | BY_GRID.keys())
 
 
-def test_the_spread_over_clips_is_that_of_the_study():
-    with (ROOT / "studies/carry/wan-50-clips.csv").open() as file:
+@pytest.mark.parametrize(("steps", "least"), [(50, 8), (20, 6)])
+def test_the_spread_over_clips_is_that_of_the_study(steps, least):
+    with (ROOT / f"studies/carry/wan-{steps}-clips.csv").open() as file:
         lines = list(csv.reader(file))[1:]
     clips = {tuple(line[:4]): sorted(map(float, line[4:])) for line in lines}
-    rows = table_under((ROOT / "docs/fidelity.md").read_text(encoding="utf-8"), "density | dense steps of 50")
-    assert len(rows) >= 8
+    rows = table_under((ROOT / "docs/fidelity.md").read_text(encoding="utf-8"), f"density | dense steps of {steps}")
+    assert len(rows) >= least
     for density, dense, cache, *cells in rows:
         every, _, what = dense.removeprefix("every ").partition("th, ")
         fraction = "" if density == "softmax" else f"{float(density.removesuffix(' %')) / 100:g}"
