@@ -95,7 +95,8 @@ class PatchConfig(Settings):
     """Last denoising steps in which it is, as ``softmax_steps``."""
     refresh: int | float | Literal["auto"] | None = field(default=None, metadata=_REFRESH)
     """After how many denoising steps the original attention runs again, from the first steps on: 2 or more, or as a
-    float a fraction of all steps. None for never; "auto" for a fifth of the steps where there are at least 20.
+    float a fraction of all steps, at least two. None for never; "auto" for a fifth of the steps where there are at
+    least 20.
     """
     carry: bool = True
     """Whether what the patched attentions lose at a step of the original attention is added at the steps that follow
@@ -137,7 +138,7 @@ class PatchConfig(Settings):
             refresh = USUAL_REFRESH if step.count >= FEWEST_REFRESHED else None
         if refresh is None:
             return False
-        every = refresh if isinstance(refresh, int) else max(1, round(refresh * step.count))
+        every = refresh if isinstance(refresh, int) else max(2, round(refresh * step.count))
         return (step.index - max(first, 1) + 1) % every == 0
 
     def shows(self, step: "Step") -> bool:

@@ -172,7 +172,7 @@ def print_model(
     if config.has_dense_steps:
         dense = sum(config.is_dense(Step(index, steps)) for index in range(steps))
         most_of_call = steps * whole / (dense * whole + (steps - dense) * left)
-        _say(f"with {dense} dense steps of {steps}: at most {most_of_call:.2f}")
+        _say(f"with {dense} dense step{'s' * (dense != 1)} of {steps}: at most {most_of_call:.2f}")
     typer.echo()
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))

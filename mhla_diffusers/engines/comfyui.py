@@ -280,14 +280,15 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
         patch.sigmas = float(sigma_at(patch.window[0])), float(sigma_at(patch.window[1]))
         attention = patch.attention
         try:
-            return executor(*args, **kwargs)
-        finally:
+            output = executor(*args, **kwargs)
             if attention.is_all_dense:
                 attention.logger.warning(
                     "MHLA changed nothing in this sampling: %s. refresh none has no dense steps, a wider window fewer; "
                     "a smaller min_tokens takes shorter sequences.",
                     attention.summary(),
                 )
+            return output
+        finally:
             attention.end_of_call()
             if patch.calls and not patch.reached:
                 attention.logger.warning(
@@ -418,8 +419,9 @@ def make_node() -> Any:
                         "refresh",
                         default="auto",
                         tooltip="Dense attention again after so many of this sampler's steps, from the first on: a "
-                        "number, a share such as 0.1 for ten dense steps, auto for five where there are 20 steps or "
-                        "more, or none. What sparse attention loses there is added at the steps that follow, fading.",
+                        "number, a share such as 0.1 for about ten dense steps, auto for five where there are 20 "
+                        "steps or more, or none. What sparse attention loses there is added at the steps that follow, "
+                        "fading.",
                     ),
                     io.Combo.Input(
                         "carry_device",

@@ -156,7 +156,7 @@ def get_family(transformer: Any) -> Family:
                 f"attentions ({_lacking(named, transformer)}); load it with {named.library}, or add a family with "
                 "register_family() (docs/add-a-model.md)."
             )
-        raise ValueError(f"{name} is not supported; {supported_instead(kind)}")
+        raise ValueError(f"{name} has no family; {supported_instead(kind)}")
     return family
 
 
@@ -184,7 +184,7 @@ def supported_instead(kind: str | type) -> str:
     if (reason := why_refused(kind)) is not None:
         return f"{reason}."
     if (arguments := by_grid(kind)) is not None:
-        return f"it has no family and runs sparse attention by its grid: apply_mhla(pipe, {arguments})."
+        return f"patch it by its grid: apply_mhla(pipe, {arguments})."
     import diffusers
 
     def stem(name: str) -> str:

@@ -72,7 +72,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 DENSITY = "Of sparse attention, 0.025 by default."
 SOFTMAX_STEPS = "First steps of the model's own attention: 2, or 10% of them."
-REFRESH = "Steps after which it runs again, which carries on what the patch loses: 10, 20%, auto or none."
+REFRESH = "Runs it again after so many steps, and carries what it shows: 10, 20%, auto or none."
 
 
 def parse_patch_settings(density: float | None, softmax_steps: str | None, refresh: str | None) -> dict[str, Any]:

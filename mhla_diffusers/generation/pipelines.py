@@ -153,7 +153,7 @@ class PipelineChoice:
             runs = f"sparse attention, density {config.density:.1%}"
         else:
             runs = f"{config.attention}, to be adapted"
-        call = self.known_arguments  # last, since it may ask the Hub
+        call = dict(self.known_arguments)  # last, since it may ask the Hub
         parts = [f"{self.model or f'tiny-{self.family}'} on {choose_device(self.device)} in {self.dtype}"]
         if steps := call.pop("num_inference_steps", None):
             parts.append(f"{steps} step{'s' * (steps > 1)}")
@@ -359,7 +359,7 @@ def family_of(model: str, component: str = "transformer") -> Family:
         known = f"its transformers are: {', '.join(parts)}" if parts else "and no other transformer that is supported"
         raise ValueError(f"{model} has no component {component!r}; {known}.")
     if find_family(name) is None:
-        raise ValueError(f"The {component} of {model} is {name!r}, which is not supported; {supported_instead(name)}")
+        raise ValueError(f"The {component} of {model} is {name!r}, which has no family; {supported_instead(name)}")
     return trained_family(name)
 
 

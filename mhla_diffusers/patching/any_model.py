@@ -11,6 +11,7 @@ import math
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -100,28 +101,37 @@ class AnyPatch:
         extra = _check_counts(_called(self.extra, args, kwargs, named)) if callable(self.extra) else self.extra
         attention = of_this_thread(self._attentions, lambda: EngineAttention(self.settings, logger))
         scheduler = self.scheduler
-        calls = _SparseCalls(attention, grid, extra, step_by_counting(scheduler))
-        if calls.step is not None:
+        step, number = step_by_counting(scheduler), 0
+        if step is not None:
             attention.end_with(scheduler.timesteps)  # every call of a pipeline makes new ones
             forwards = of_this_thread(self._forwards, _Forwards)
-            calls.name = forwards.name(calls.step, scheduler.timesteps, list(named.values())[1:])
-            if calls.name >= _MOST_FORWARDS and self.settings.config.is_dense(calls.step):
+            number = forwards.name(step, scheduler.timesteps, list(named.values())[1:])
+            if forwards.in_step > _MOST_FORWARDS and self.settings.config.is_dense(step):
                 attention.warn_once("all is dense while scheduler.step() is not called, which counts the steps")
+            if forwards.are_new and self.settings.config.has_dense_steps:
+                attention.warn_once(
+                    "every step gets new tensors as captions, so what dense steps show is not carried; it is for those "
+                    "that live as long as the sampling"
+                )
         elif self.settings.config.asks_for_dense_steps:
             attention.warn_once(
                 "dense steps have no effect: the scheduler counts no steps, or the pipeline is gone; "
                 "change_mhla(pipe) takes the pipeline that calls the model"
             )
+        calls = _SparseCalls(attention, grid, extra, step, number)
         try:
             with calls:
                 output = forward(*args, **kwargs)
         except BaseException:
             attention.end_of_call()  # nothing of a call that failed is carried
+            self._forwards.pop(threading.get_ident(), None)
             raise
         if not calls.sees_attention and attention.latest != _NOTHING_SEEN:
             attention.latest = _NOTHING_SEEN
             logger.warning("MHLA: %s", _NOTHING_SEEN)
-        if calls.step is None:
+        if step is None:
+            if attention.is_all_dense:
+                attention.warn_once("no attention of a forward was sparse; describe(model) says why")
             attention.end_of_call()
         return output
 
@@ -158,13 +168,16 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 class _Forwards:
     """Which of its forwards a step makes, such as with and without a caption.
 
-    A forward is known by those of its tensors that live from step to step, and, where all are made anew, by its order.
+    A forward is known by those of its tensors that live from step to step, and one that takes latents alone by its
+    order. One whose tensors are all made anew is another in every step.
     """
 
     def __init__(self) -> None:
         self._conditions: list[list[weakref.ref[torch.Tensor]]] = []
         """Of every forward: what it was given beside the latents."""
         self._in_step: set[int] = set()
+        self.are_new = False
+        """Whether the tensors of all forwards of the steps before are gone."""
         self._step = -1
         self._timesteps: Callable[[], Any] = lambda: None
 
@@ -186,21 +199,28 @@ class _Forwards:
         free = [number for number in range(len(self._conditions)) if number not in self._in_step]
         living = {n: [x for ref in self._conditions[n] if (x := ref()) is not None] for n in free}
         same = [n for n in free if living[n] and all(any(x is y for y in given) for x in living[n])]
-        number = (same + [n for n in free if not living[n]] + [len(self._conditions)])[0]
+        alone = [n for n in free if not given and not self._conditions[n]]
+        self.are_new = bool(given and free) and not any(living.values())
+        number = (same + alone + [len(self._conditions)])[0]
         self._conditions[number : number + 1] = [[weakref.ref(x) for x in given]]
         self._in_step.add(number)
         return number
+
+    @property
+    def in_step(self) -> int:
+        """Number of forwards of the present step."""
+        return len(self._in_step)
 
 
 class _SparseCalls(TorchFunctionMode):
     """Attends sparsely in the place of ``scaled_dot_product_attention``, for one forward."""
 
-    def __init__(self, attention: EngineAttention, grid: Shape, extra: Counts, step: Step | None) -> None:
+    def __init__(self, attention: EngineAttention, grid: Shape, extra: Counts, step: Step | None, number: int) -> None:
         super().__init__()
-        self.attention, self.grid, self.extra, self.step = attention, grid, extra, step
-        self.name = 0
-        """Number of the forward within its step."""
-        self._layer, self.sees_attention = 0, False
+        self.attention, self.grid, self.extra, self.step, self.number = attention, grid, extra, step, number
+        self.sees_attention = False
+        self._layers: Counter[tuple[int, int]] = Counter()
+        """Attentions so far, by queries and keys: a step with a cache may lack some that the one before had."""
         if "torch._dynamo" in sys.modules:
             # a graph of this function by itself would be taken for other functions of PyTorch, with wrong results
             torch._dynamo.eval_frame.skip_code(_SparseCalls.__torch_function__.__code__)
@@ -251,7 +271,7 @@ class _SparseCalls(TorchFunctionMode):
         def dense() -> torch.Tensor:
             return functional.scaled_dot_product_attention(query, key, value, attn_mask).transpose(1, 2)
 
-        self._layer += not is_other
+        self._layers[tokens, keys] += 1
         output = self.attention.attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -259,11 +279,11 @@ class _SparseCalls(TorchFunctionMode):
             self.grid,
             extra=extra,
             key_mask=key_mask,
-            layer=None if is_other else self._layer - 1,
+            layer=None if is_other else self._layers[tokens, keys] - 1,
             step=self.step,
             obstacle=next((name for name, is_wanted in wants.items() if is_wanted), ""),
-            other="keys of another sequence, as in cross-attention" if is_other else "",
-            parts=(self.name,),
+            other=f"{tokens:,} queries of {keys:,} keys are not over the grid, as in cross-attention" * is_other,
+            parts=((self.number, tokens, keys),),
             dense=dense,
         )
         return None if output is None else output.transpose(1, 2)
@@ -271,18 +291,23 @@ class _SparseCalls(TorchFunctionMode):
 
 def _check_counts(extra: Any) -> Counts:
     """Return the numbers of tokens beside the grid; ValueError for what is none, or two unknown ones."""
-    counts = tuple(extra) if isinstance(extra, list | tuple) else extra
-    is_open = isinstance(counts, tuple) and counts.count(None) == 1
-    check_extra(tuple(0 if n is None else n for n in counts) if is_open else counts)
-    return counts
+    counts: Any = tuple(extra) if isinstance(extra, list | tuple) else extra
+    if isinstance(counts, tuple) and len(counts) == 2 and counts.count(None) == 1:
+        check(
+            all(n is None or (isinstance(n, int) and n >= 0) for n in counts),
+            f"extra={extra!r} must be two counts of tokens before and after the grid, such as (0, 77) or (0, None) for "
+            "as many as there are.",
+        )
+        return counts[0], counts[1]
+    return check_extra(counts)
 
 
 def _counted(extra: Counts, others: int) -> Extra:
     """Return how many tokens stand before and after the grid in a sequence with so many besides."""
-    before, after = extra
-    if others <= 0:
-        return 0, 0
-    return others - (after or 0) if before is None else before, others - (before or 0) if after is None else after
+    before, after = extra if others > 0 else (0, 0)
+    if before is None:
+        return max(0, others - (after or 0)), after or 0
+    return before, max(0, others - before) if after is None else after
 
 
 def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor | None:
@@ -290,7 +315,8 @@ def _key_mask(mask: torch.Tensor, batch: int, keys: int) -> torch.Tensor | None:
 
     A mask that was expanded over heads or queries is one of keys.
     """
-    if mask.ndim != 4 or any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or mask.shape[3] != keys:
+    mask = mask[(None,) * (4 - mask.ndim)]
+    if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or mask.shape[3] != keys:
         return None
     return key_padding_mask(mask[:, :1, :1].expand(batch, -1, -1, -1), batch, keys)
 

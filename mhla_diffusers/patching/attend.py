@@ -156,12 +156,13 @@ class EngineAttention:
             self._enter(step)
         carried = self._carried(step, layer, parts) if dense is not None else []
         asked_for = other or self._asked_for(query, layer, step)
-        reason = asked_for or obstacle or _obstacle(query, key, value, grid, extra)
+        obstacle = obstacle or _obstacle(query, key, value, grid, extra)
+        reason = asked_for or obstacle
         output = None
         if reason:
             self._stay_dense(reason, query.shape, logging.INFO if asked_for else logging.WARNING)
             shows = reason == _DENSE_STEP and step is not None and self.settings.config.shows(step)
-            if shows and carried and not (obstacle or _obstacle(query, key, value, grid, extra)):
+            if shows and carried and not obstacle:
                 assert dense is not None
                 output, sparse = dense(), self._attend_sparsely(query, key, value, grid, extra, key_mask)
                 of_parts = (x.flatten(2).chunk(len(carried)) for x in (output, sparse))
@@ -169,10 +170,11 @@ class EngineAttention:
                     one.show(*both, layer or 0, 0)
         else:
             output = self._attend_sparsely(query, key, value, grid, extra, key_mask)
-            flat = output.flatten(2)
-            for one, part in zip(carried, flat.chunk(len(carried) or 1), strict=False):
-                one.add(part, layer or 0, 0)
-            output = flat.view(output.shape)
+            if carried:
+                flat = output.flatten(2)
+                for one, part in zip(carried, flat.chunk(len(carried)), strict=True):
+                    one.add(part, layer or 0, 0)
+                output = flat.view(output.shape)
             self._sparse += 1
         if step is not None:
             self._in_step += 1
@@ -238,6 +240,8 @@ class EngineAttention:
             self._calls_in_step[part, layer] += 1
             if config.shows(step):
                 self._shown.add(name)
+            elif part and name not in self._halves:  # a solver that evaluates this step once more
+                name = part, 0
             found.append(CarriedForward(self._halves.setdefault(name, Half()), step, config))
         return found
 
@@ -299,9 +303,9 @@ def _obstacle(
     if grid is None:
         return "the token grid is unknown"
     tokens = math.prod(grid)
-    is_grid_alone = query.shape[1] == tokens and key.shape[1] == tokens + sum(extra)
-    like_key = torch.Size((len(query), key.shape[1] if is_grid_alone else query.shape[1], *query.shape[2:]))
-    if not like_key == key.shape == value.shape:
+    has_keys_alone = query.shape[1] == tokens and key.shape[1] == tokens + sum(extra)
+    same = [(x.shape[0], *x.shape[2:]) if has_keys_alone else x.shape for x in (query, key)]
+    if same[0] != same[1] or key.shape != value.shape:
         return f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in shape from query"
     if not query.dtype == key.dtype == value.dtype:
         return f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"

@@ -368,6 +368,12 @@ def test_windows_of_frames_carry_their_own():
     assert max(still) < 0.2 and other == [1, 1]
 
 
+def test_a_second_evaluation_of_a_step_carries_what_the_first_does():
+    """As Heun's, after a first step that is evaluated once."""
+    patched, names = patch_model(ModelPatcher(), settings(), start_percent=0.05), {"uuids": ["a", "b"]}
+    assert max(sum(errors_of_carrying(patched, *((step, (0, 1), names) for step in (0, 1, 1, 2, 2, 3)))[1:], [])) < 0.2
+
+
 def test_what_an_old_dense_step_alone_showed_is_dropped():
     patched = patch_model(ModelPatcher(), settings(refresh="2"))
     steps = [(0, {"uuids": ["a", "b"]}), (2, {"uuids": ["a", "c"]}), (3, {"uuids": ["a", "b"]})]
@@ -392,7 +398,7 @@ def test_the_window_is_that_of_the_model_that_is_sampled():
 
 
 def test_a_sampling_in_which_nothing_is_sparse_is_warned_of(caplog):
-    patched = patch_model(ModelPatcher(), settings(refresh="0.1"))
+    patched = patch_model(ModelPatcher(), settings(), start_percent=0.95)
     assert all(dense_calls(patched, SCHEDULE[:-1].tolist()))
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "changed nothing" in record.getMessage() and "refresh" in record.getMessage()

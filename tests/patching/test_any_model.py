@@ -192,7 +192,7 @@ def test_attentions_on_the_grid_are_the_operator_and_all_others_stay(caplog):
         patch.setattr(functional, "scaled_dot_product_attention", lambda *x, **y: next(calls)(*x, **y))
         assert torch.equal(run(plain(layers=1), arguments), found)
     assert_changed(found, expected)
-    assert "sparse in 1 of 2 attentions, 1 dense: keys of another sequence" in str(mhla.describe(model))
+    assert "sparse in 1 of 2 attentions, 1 dense: 197 queries of 7 keys" in str(mhla.describe(model))
     assert sum("cross-attention" in line for line in caplog.messages if line.startswith("MHLA: dense")) == 1
 
 
@@ -386,10 +386,11 @@ def test_every_call_of_a_pipeline_begins_afresh(before):
     assert all(torch.equal(one, other) for one, other in zip(pipe(arguments, 6), expected, strict=True))
 
 
-def losses(forwards, **settings):
+def losses(forwards, living=True, **settings):
     """Error of the last forward of a sampling in which steps make different forwards, by the captions that they take.
 
-    Both captions live as long as the sampling; what is said of a forward is its step and which caption it takes.
+    Both captions live as long as the sampling, or are made anew for every forward; what is said of a forward is its
+    step and which caption it takes.
     """
     hidden_states, caption = inputs()
     captions = {"with": caption, "without": -caption}
@@ -398,7 +399,8 @@ def losses(forwards, **settings):
     pipe.scheduler = Scheduler(8)
     for step, name in forwards:
         pipe.scheduler.step_index = step
-        found = run(pipe.components["transformer"], (hidden_states + 0, captions[name]))
+        caption = captions[name] if living else captions[name].clone()
+        found = run(pipe.components["transformer"], (hidden_states + 0, caption))
     return float((found - expected).norm())
 
 
@@ -409,6 +411,55 @@ def test_a_forward_carries_what_dense_steps_showed_of_its_own_caption():
     assert carried < 0.5 * dropped
     assert losses([*both, (1, "with")]) == losses([*both[::-1], (1, "with")]) == carried
     assert losses([(0, "without"), (1, "with")]) == dropped
+
+
+def test_captions_that_are_made_anew_carry_nothing(caplog):
+    """Which of them a forward takes is not known, since a step may make more or fewer."""
+    forwards = [(0, "without"), (0, "with"), (1, "with")]
+    assert losses(forwards, living=False) == losses(forwards, carry=False)
+    assert caplog.text.count("new tensors as captions") == 1
+
+
+def test_a_forward_that_failed_may_be_repeated():
+    model, (hidden_states, caption) = plain(), inputs()
+    pipe = mhla.apply_mhla(Pipe(model), grid=GRID, extra=(0, TEXT), softmax_steps=1)
+    found = []
+    for fails in (False, True):
+        pipe.scheduler = Scheduler(8)
+        if fails:
+            with pytest.raises(RuntimeError):
+                run(model, (hidden_states[:, :, :5], caption))
+        for pipe.scheduler.step_index in (0, 1):
+            output = run(model, (hidden_states, caption))
+        found.append(output)
+    assert torch.equal(*found)
+
+
+def test_a_cache_of_keys_carries_by_layer():
+    """The first step of Qwen-Image 2.1 also attends over the prompt, which the others take from the cache."""
+    model, arguments = qwenimage21()
+    generator = torch.Generator().manual_seed(0)
+    latents = [arguments["hidden_states"] + 0.02 * torch.randn(2, 192, 16, generator=generator) for _ in range(3)]
+
+    def sample(pipe):
+        cache, outputs = QwenImage21KVCache(2), []
+        pipe.scheduler = Scheduler(8)
+        for index, latent in enumerate(latents):
+            mode = "extract" if index == 0 else "cached"
+            with torch.no_grad():
+                given = arguments | {"hidden_states": latent, "kv_cache": cache, "kv_cache_mode": mode}
+                outputs.append(model(**given, return_dict=False)[0][:, -192:])
+            pipe.scheduler.step_index = index + 1
+        return torch.stack(outputs[1:])
+
+    expected, errors = sample(Pipe(model)), []
+    for carry in (True, False):
+        pipe = Pipe(model)
+        places = eval(f"dict({BY_GRID['QwenImage21Transformer2DModel']})")
+        mhla.apply_mhla(pipe, **places, density=0.2, softmax_steps=1, carry=carry)
+        errors.append(float((sample(pipe) - expected).norm()))
+        mhla.remove_mhla(pipe)
+    assert errors[0] < 0.5 * errors[1]
 
 
 def test_a_scheduler_that_nobody_steps_is_warned_of(caplog):

@@ -77,7 +77,7 @@ def test_which_steps_are_dense(case):
     whole = {steps: steps if isinstance(steps, int) else -int(-(steps * count - 1e-9) // 1) for steps in (first, last)}
     dense = set(range(whole[first])) | set(range(count - whole[last], count))
     if refresh is not None:
-        every = refresh if isinstance(refresh, int) else max(1, round(refresh * count))
+        every = refresh if isinstance(refresh, int) else max(2, round(refresh * count))
         dense |= set(range(max(whole[first], 1) - 1, count, every))
     found = {index for index in range(count) if config.is_dense(Step(index, count))}
     assert found == dense & set(range(count))
