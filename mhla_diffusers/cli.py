@@ -15,7 +15,7 @@ from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 from .generation.commands import GenerateCommand, generate_command
-from .generation.names import DENSITY, REFRESH, parse_patch_settings
+from .generation.names import DEFAULT, DENSITY, REFRESH, parse_patch_settings
 from .reporting import set_quiet
 from .training.commands import (
     data_command,
@@ -82,7 +82,7 @@ def info(
     """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
     from .benchmark.info import configs_of, print_any_patch, print_info, print_model, report
 
-    own = patch == "default"  # of the model's family
+    own = patch == DEFAULT
     counted: dict[str, Any] = {"size": size, "frames": frames, "density": density, "refresh": refresh, "steps": steps}
     given = {"patch": patch if own else None, **counted}
     if model is None and any(value is not None for value in given.values()):

@@ -149,7 +149,7 @@ def print_model(
         frames: of a video; the model's for None.
         patch: name of its family and its settings; that of ``apply_mhla(pipe)`` for None.
         changes: settings that change those of the patch, such as density and refresh.
-        steps: denoising steps of a call, of which some are dense.
+        steps: number of denoising steps of a call, dense ones included.
 
     Raises:
         ValueError: an unknown model, or a size, a patch or settings that it does not take.

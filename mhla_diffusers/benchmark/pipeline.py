@@ -17,7 +17,8 @@ import torch
 from ..config import adapted_patch_folder, load_patch
 from ..families import Family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
-from ..generation.pipelines import DEFAULT, few_step_arguments
+from ..generation.names import DEFAULT
+from ..generation.pipelines import few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
 from ..reporting import progress

@@ -70,9 +70,11 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+DEFAULT = "default"
+"""Name of the patch that a family has of its own, as ``apply_mhla(pipe)`` takes it."""
 DENSITY = "Of sparse attention, 0.025 by default."
 SOFTMAX_STEPS = "First steps of the model's own attention: 2, or 10% of them."
-REFRESH = "Runs it again after so many steps, and carries what it shows: 10, 20%, auto or none."
+REFRESH = "Run the model's own attention again after so many steps, and carry what it shows: 10, 20%, auto or none."
 
 
 def parse_patch_settings(density: float | None, softmax_steps: str | None, refresh: str | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..reporting import times
 from ..settings import check_choice, check_value, nearest
 from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES, FRAMES_PER_SECOND, PICTURE_SIZE
-from .names import check_settings
+from .names import DEFAULT, check_settings
 
 _MODULAR_INDEX = "modular_model_index.json"
 _MODULAR = (
@@ -35,8 +35,6 @@ _MODULAR = (
 SCHEDULER_FILE = "scheduler_config.json"
 """Beside an unpatched transformer that was distilled to few steps."""
 
-DEFAULT = "default"
-"""Name of the patch that a family has of its own, as ``apply_mhla(pipe)`` takes it."""
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 
 

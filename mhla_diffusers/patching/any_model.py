@@ -40,10 +40,10 @@ _NOTHING_SEEN = (
     "TransformerEncoderLayer and kernels of other libraries do not call it"
 )
 _MOST_FORWARDS = 16
-"""Of a step; more are taken for steps that nobody counts."""
+"""More forwards than this in one dense step mean that nobody calls the scheduler's ``step()``."""
 Grid = tuple[int, ...] | Callable[..., tuple[int, ...]]
 Counts = tuple[int | None, int | None]
-"""Of tokens before and after the grid; None for as many as there are."""
+"""Numbers of tokens before and after the grid; None means as many as the sequence holds."""
 Extras = Counts | Callable[..., Counts]
 
 
@@ -106,7 +106,7 @@ class AnyPatch:
             attention.end_with(scheduler.timesteps)  # every call of a pipeline makes new ones
             forwards = of_this_thread(self._forwards, _Forwards)
             number = forwards.name(step, scheduler.timesteps, list(named.values())[1:])
-            if forwards.in_step > _MOST_FORWARDS and self.settings.config.is_dense(step):
+            if len(forwards.in_step) > _MOST_FORWARDS and self.settings.config.is_dense(step):
                 attention.warn_once("all is dense while scheduler.step() is not called, which counts the steps")
             if forwards.are_new and self.settings.config.has_dense_steps:
                 attention.warn_once(
@@ -168,16 +168,17 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 class _Forwards:
     """Which of its forwards a step makes, such as with and without a caption.
 
-    A forward is known by those of its tensors that live from step to step, and one that takes latents alone by its
-    order. One whose tensors are all made anew is another in every step.
+    A forward is recognised by the tensors that it shares with an earlier step, and by its order if it takes nothing
+    but latents. A forward that gets only new tensors is not recognised.
     """
 
     def __init__(self) -> None:
-        self._conditions: list[list[weakref.ref[torch.Tensor]]] = []
-        """Of every forward: what it was given beside the latents."""
-        self._in_step: set[int] = set()
+        self._conditions: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """The tensors that each forward got besides the latents."""
+        self.in_step: set[int] = set()
+        """Numbers of the forwards of the present step."""
         self.are_new = False
-        """Whether the tensors of all forwards of the steps before are gone."""
+        """Whether the tensors of all forwards of earlier steps are gone."""
         self._step = -1
         self._timesteps: Callable[[], Any] = lambda: None
 
@@ -186,30 +187,25 @@ class _Forwards:
 
         Args:
             step: of the forward.
-            timesteps: of the scheduler, which are new in every call of a pipeline.
-            arguments: of the forward, without the latents, which every step makes anew.
+            timesteps: the scheduler's, which are new in every call of a pipeline.
+            arguments: the forward's arguments without the latents, which are new in every step.
         """
         if self._timesteps() is not timesteps:
             self._conditions.clear()
             self._timesteps, self._step = weakref.ref(timesteps), -1
         if step.index != self._step:
-            self._in_step.clear()
+            self.in_step.clear()
             self._step = step.index
         given = [x for x in arguments if isinstance(x, torch.Tensor) and x.ndim > 1]
-        free = [number for number in range(len(self._conditions)) if number not in self._in_step]
+        free = [number for number in self._conditions if number not in self.in_step]
         living = {n: [x for ref in self._conditions[n] if (x := ref()) is not None] for n in free}
         same = [n for n in free if living[n] and all(any(x is y for y in given) for x in living[n])]
         alone = [n for n in free if not given and not self._conditions[n]]
         self.are_new = bool(given and free) and not any(living.values())
         number = (same + alone + [len(self._conditions)])[0]
-        self._conditions[number : number + 1] = [[weakref.ref(x) for x in given]]
-        self._in_step.add(number)
+        self._conditions[number] = [weakref.ref(x) for x in given]
+        self.in_step.add(number)
         return number
-
-    @property
-    def in_step(self) -> int:
-        """Number of forwards of the present step."""
-        return len(self._in_step)
 
 
 class _SparseCalls(TorchFunctionMode):

@@ -137,8 +137,8 @@ class EngineAttention:
             layer: number of the layer, from 0; None if it is unknown.
             step: the denoising step; None if it is unknown, which counts as none of the first.
             obstacle: why this attention cannot be sparse, such as a mask; empty for nothing.
-            other: what it is in place of self-attention over the grid, such as cross-attention, which stays dense and
-                is no reason to warn.
+            other: what this attention is if it is not self-attention over the grid, such as cross-attention. It stays
+                dense, which is logged as information and not as a warning.
             parts: names of the equal parts of the batch, such as the halves of the guidance. A part carries what
                 dense steps showed of that part, in whichever batch; parts of one name are known by their order within
                 a step.
@@ -154,6 +154,8 @@ class EngineAttention:
         grid = None if grid is None else check_grid(grid)
         if step is not None and step.index != self._step:
             self._enter(step)
+        if layer is not None:
+            self._layers.add(layer)
         carried = self._carried(step, layer, parts) if dense is not None else []
         asked_for = other or self._asked_for(query, layer, step)
         obstacle = obstacle or _obstacle(query, key, value, grid, extra)
@@ -231,8 +233,6 @@ class EngineAttention:
     def _carried(self, step: Step | None, layer: int | None, parts: Sequence[Hashable]) -> list[CarriedForward]:
         """Return what a layer carries in a step, for every part of the batch; empty if nothing."""
         config, found = self.settings.config, []
-        if layer is not None:
-            self._layers.add(layer)
         if step is None or layer is None or not (config.carry and config.has_dense_steps):
             return []
         for part in parts:
@@ -304,8 +304,8 @@ def _obstacle(
         return "the token grid is unknown"
     tokens = math.prod(grid)
     has_keys_alone = query.shape[1] == tokens and key.shape[1] == tokens + sum(extra)
-    same = [(x.shape[0], *x.shape[2:]) if has_keys_alone else x.shape for x in (query, key)]
-    if same[0] != same[1] or key.shape != value.shape:
+    like_query = (len(query), key.shape[1], *query.shape[2:]) if has_keys_alone else query.shape
+    if key.shape != like_query or value.shape != key.shape:
         return f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in shape from query"
     if not query.dtype == key.dtype == value.dtype:
         return f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"

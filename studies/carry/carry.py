@@ -95,6 +95,12 @@ def rows_of(steps: int) -> list[Row]:
     return [*rows, Row(0.05, cheap | {"carry_dtype": "bfloat16"}), Row(0.15, cheap | dropped)]
 
 
+def coarse_rows(steps: int) -> list[Row]:
+    """Rows whose blocks of keys hold as many tokens as --key-block-size says."""
+    refreshed = {"refresh": steps // 5}
+    return [Row(0.025), Row(0.15), Row(0.025, refreshed), Row(0.05, refreshed)]
+
+
 def mag_cache(threshold: float, family: str, steps: int, yardstick: Yardstick) -> MagCacheConfig:
     """MagCache with the ratios that its calibration prints for this model and number of steps."""
     calibrated, printed = load_tiny(family), io.StringIO()
@@ -118,8 +124,8 @@ def step_cache(name: str, family: str, steps: int, yardstick: Yardstick) -> Any:
 class Costs:
     """Counts what the self-attentions of a transformer compute while it samples."""
 
-    def __init__(self, transformer: Any, density: float | None) -> None:
-        self.transformer, self.density, self.ran = transformer, density, 0.0
+    def __init__(self, transformer: Any, density: float | None, pooled: float) -> None:
+        self.transformer, self.density, self.pooled, self.ran = transformer, density, pooled, 0.0
         self.calls, self.forwards = 0.0, 0
         self.blocks = get_family(transformer).attention.self_attentions(transformer)
         transformer.register_forward_pre_hook(self._count_forward)
@@ -131,7 +137,7 @@ class Costs:
 
     def _count(self, attn: Any, *_: Any) -> None:
         context, is_sparse = current(), isinstance(attn.processor, MHLAProcessor)
-        sparse, shows = (self.density or 0) + POOLED, is_sparse and context.shows
+        sparse, shows = (self.density or 0) + self.pooled, is_sparse and context.shows
         self.calls += 1 / 2 if shows else 1  # projected twice: for the model's own attention, and for the patch's
         self.ran += (1 + sparse) / 2 if shows else sparse if is_sparse and not context.disabled else 1
 
@@ -146,12 +152,14 @@ class Costs:
         return self.calls / (self.forwards * len(self.blocks))
 
 
-def pipeline(family: str, steps: int, row: Row, yardstick: Yardstick) -> tuple[Any, Costs]:
+def pipeline(family: str, steps: int, row: Row, yardstick: Yardstick, key_block_size: int | None) -> tuple[Any, Costs]:
     """A fresh pipeline of a row, and what counts what it does."""
-    pipe = load_tiny(family)
+    pipe, settings = load_tiny(family), {"refresh": None} | row.dense
+    if key_block_size is not None:
+        settings |= {"block_size": 2 * key_block_size, "key_block_size": key_block_size}
     if row.density is not None:
-        apply_mhla(pipe, density=row.density, **({"refresh": None} | row.dense))
-    costs = Costs(pipe.transformer, row.density)
+        apply_mhla(pipe, density=row.density, **settings)
+    costs = Costs(pipe.transformer, row.density, 1 / key_block_size if key_block_size else POOLED)
     if row.cache:
         pipe.transformer.enable_cache(step_cache(row.cache, family, steps, yardstick))
     return pipe, costs
@@ -171,10 +179,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, choices=(20, 30, 50), default=50)
     parser.add_argument("--scenes", type=int, default=10)
     parser.add_argument("--only", type=int, help="as many rows as this alone")
+    parser.add_argument(
+        "--key-block-size", type=int, help="tokens of a block of keys, of some rows; the cost is theirs"
+    )
     arguments = parser.parse_args()
     tiny, steps = TINY[arguments.family], arguments.steps
     yardstick = Yardstick(tiny, tiny.random_scenes(arguments.scenes, seed=1), seed=1)
-    files = [HERE / f"{arguments.family}-{steps}{ending}.csv" for ending in ("", "-clips")]
+    keys = arguments.key_block_size
+    name = f"{arguments.family}-{steps}{f'-keys-{keys}' if keys else ''}"
+    files = [HERE / f"{name}{ending}.csv" for ending in ("", "-clips")]
     done, done_by_clip = (
         {tuple(line[:4]) for line in csv.reader(file.open())} if file.is_file() else set() for file in files
     )
@@ -185,12 +198,12 @@ def main() -> None:
             table.writerow(HEADER)
         if not done_by_clip:
             clips.writerow([*HEADER[:4], *(f"psnr {scene}" for scene in range(arguments.scenes))])
-        for row in [Row(), *rows_of(steps)][: arguments.only]:
+        for row in [Row(), *(coarse_rows(steps) if keys else rows_of(steps))][: arguments.only]:
             if row.cache and arguments.family == "dit":  # to which diffusers gives no step caches
                 continue
             if unpatched is not None and row.name in done & done_by_clip:
                 continue
-            pipe, costs = pipeline(arguments.family, steps, row, yardstick)
+            pipe, costs = pipeline(arguments.family, steps, row, yardstick, keys)
             start = time.perf_counter()
             pictures = yardstick.generate(pipe, num_inference_steps=steps)
             seconds = time.perf_counter() - start

@@ -302,7 +302,7 @@ def cosmos3():
     ids=["cosmos", "ovis", "hidream", "hidream, square", "hidream, not square", "qwenimage21", "cached", "cosmos3"],
 )
 def test_classes_of_diffusers_without_a_family(make, grid, extra):
-    """Of some the package knows grid and text, and says so where they are not given."""
+    """For some classes the package knows the arguments; its error names them where they are missing."""
     model, arguments = make()
 
     def predict():
@@ -389,8 +389,9 @@ def test_every_call_of_a_pipeline_begins_afresh(before):
 def losses(forwards, living=True, **settings):
     """Error of the last forward of a sampling in which steps make different forwards, by the captions that they take.
 
-    Both captions live as long as the sampling, or are made anew for every forward; what is said of a forward is its
-    step and which caption it takes.
+    Args:
+        forwards: the step of each forward, and the name of the caption that it takes.
+        living: whether all forwards get the same tensors as captions, or new ones.
     """
     hidden_states, caption = inputs()
     captions = {"with": caption, "without": -caption}
@@ -480,7 +481,7 @@ def test_a_copied_pipeline_is_taken_by_change_mhla(caplog):
 
 
 class Loop:
-    """A loop of one's own, which is no pipeline."""
+    """A sampling loop that is not a diffusers pipeline."""
 
     def __init__(self):
         self.transformer, self.scheduler = plain(), Scheduler(4)
