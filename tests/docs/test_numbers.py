@@ -238,6 +238,24 @@ def test_the_spread_over_clips_is_that_of_the_study(steps, least):
         assert [float(cell) for cell in cells] == pytest.approx(expected, abs=0.051), (density, dense)
 
 
+def test_coarser_blocks_are_those_of_the_study():
+    def measured(name):
+        with (ROOT / f"studies/carry/{name}.csv").open() as file:
+            return {
+                (row["density"], row["dense steps"], row["carried"]): row
+                for row in csv.DictReader(file)
+                if not row["cache"]
+            }
+
+    fine, coarse = measured("wan-50"), measured("wan-50-keys-16")
+    said = re.findall(r"(\d\d\.\d)\s+to\s+(\d\d\.\d)", (ROOT / "docs/fidelity.md").read_text(encoding="utf-8"))
+    rows = [("0.025", "", ""), ("0.15", "", ""), ("0.025", "refresh 10", "yes"), ("0.05", "refresh 10", "yes")]
+    expected = [tuple(f"{float(table[row]['psnr']):.1f}" for table in (fine, coarse)) for row in rows]
+    assert not set(expected) - set(said)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "{} to {} dB".format(*expected[2]) in readme
+
+
 def test_families_of_diffusers_are_counted():
     said = re.search(r"self-attention of \[(\d+) model families\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     assert int(said[1]) == sum(family.library == "diffusers" for family in families())
