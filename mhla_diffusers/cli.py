@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from . import __version__
 from .analysis.commands import analyze, audit
@@ -16,6 +17,7 @@ from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 from .generation.commands import GenerateCommand, generate_command
 from .generation.names import DEFAULT, DENSITY, REFRESH, parse_patch_settings
+from .moved import where_it_went
 from .reporting import set_quiet
 from .training.commands import (
     data_command,
@@ -25,7 +27,20 @@ from .training.commands import (
     synthesize_command,
 )
 
+
+class _Commands(TyperGroup):
+    """Commands, of which a removed one says where it went."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command as typer does."""
+        name = " ".join(args[: 2 if args[0] in ("bench", "eval") else 1])
+        if gone := where_it_went(name):
+            raise ValueError(f"There is no `mhla {name}` any more.{gone}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Cheap attention at long sequences for diffusers pipelines.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},  # its commands inherit them

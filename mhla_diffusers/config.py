@@ -21,6 +21,7 @@ from .attention.mixing import MixingInit
 from .attention.order import blocks_per_state
 from .attention.state import Beyond
 from .files import read_text
+from .moved import where_it_went
 from .settings import Settings, allow, check, check_names, nearest, read_yaml
 
 CarryType = Literal["int8", "bfloat16"]
@@ -588,6 +589,8 @@ def load_patch(name_or_path: str | Path) -> Patch:
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in patch_names():
+            if gone := where_it_went(name_or_path):
+                raise ValueError(f"There is no patch {str(name_or_path)!r} any more.{gone}")
             known = ["default", *patch_names(), *adapted_patch_names()]  # which commands take, for apply_mhla(pipe)
             near = "" if path.parts[1:] else nearest(name_or_path, known, count=3, cutoff=0.4)
             hint = f"; {near}" if near else ", and no such folder." if path.parts[1:] else "."

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..attention.rope import Rotary
+from ..moved import where_it_went
 from .adapters import AttentionAdapter, AttentionInputs, JointAdapter
 from .allegro import ALLEGRO
 from .anyflow import ANYFLOW
@@ -150,6 +151,8 @@ def get_family(transformer: Any) -> Family:
     if family is None:
         kind = transformer if isinstance(transformer, str) else _class_of(transformer)
         name = repr(kind) if isinstance(kind, str) else kind.__name__
+        if gone := where_it_went(kind if isinstance(kind, str) else kind.__name__):
+            raise ValueError(f"{name} is not a family of the package any more.{gone}")
         for named, _ in [] if isinstance(kind, str) else _families_by_name(transformer):
             raise ValueError(
                 f"This {name} is of {kind.__module__}, has the name of a class of {named.library} and not its "
