@@ -1,6 +1,6 @@
 """Where a model's self-attentions are, how they are called and what they compute."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib import import_module
@@ -9,6 +9,9 @@ from typing import Any, Literal
 from ..attention.rope import Rotary
 from ..config import PatchConfig
 from .adapters import AttentionAdapter
+
+Counts = tuple[int | None, int | None]
+"""Extra tokens before and after those of the grid; None for as many as the sequence holds."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,6 +46,16 @@ class Attention:
     """What the self-attentions compute without a patch."""
     eps: float = 0.0
     """Added to the normaliser by attention that is linear with φ = ReLU."""
+    extra: Counts | Callable[[Mapping[str, Any]], Counts] = (0, 0)
+    """Extra tokens before and after the grid's in the sequence that an attention sees, at most one of them None; or a
+    function that counts them, given the arguments of the transformer's forward by name.
+    """
+    rows_alike: bool = False
+    """Whether an attention mask with a row per query has the same row for all queries of the grid, so that the row of
+    the grid's first token is a mask of keys. A mask between tokens, for which it is False, has no sparse form.
+    """
+    pads_behind_grid: bool = False
+    """Whether the padding of shorter samples stands behind the grid: with a mask, grids begin at different tokens."""
     extra_tokens: int = 0
     """Extra tokens of the longest text that the pipeline takes by default; costs are computed for this many."""
 

@@ -26,6 +26,7 @@ AURAFLOW = Family(
         block_lists=("joint_transformer_blocks", "single_transformer_blocks"),
         adapter=JointAdapter(context_first=True),
         processor="diffusers.models.attention_processor.AuraFlowAttnProcessor2_0",
+        extra=(None, 0),
         extra_tokens=8 + _TEXT_TOKENS,
     ),
     forward=Forward(

@@ -61,7 +61,7 @@ class _Forward(FluxForward):
 CHROMA = Family(
     name="chroma",
     transformers=(_CLASS,),
-    attention=replace(FLUX.attention, adapter=ChromaAdapter(context_first=True), class_path=None),
+    attention=replace(FLUX.attention, adapter=ChromaAdapter(context_first=True), class_path=None, rows_alike=True),
     forward=_Forward(
         # T5's
         conditions=(

@@ -98,6 +98,7 @@ COGVIDEOX = Family(
     attention=Attention(
         adapter=JointAdapter(context_first=True),
         processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
+        extra=(None, 0),
         extra_tokens=226,
     ),
     forward=_Forward(

@@ -84,6 +84,8 @@ COGVIEW4 = Family(
     attention=Attention(
         adapter=CogView4Adapter(context_first=True),
         processor="diffusers.models.transformers.transformer_cogview4.CogView4AttnProcessor",
+        extra=(None, 0),
+        rows_alike=True,
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_Forward(

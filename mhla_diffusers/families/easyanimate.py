@@ -38,6 +38,7 @@ EASYANIMATE = Family(
         feed_forwards=("ff", "txt_ff"),
         adapter=EasyAnimateAdapter(context_first=True),
         processor="diffusers.models.transformers.transformer_easyanimate.EasyAnimateAttnProcessor2_0",
+        extra=(None, 0),
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=Forward(

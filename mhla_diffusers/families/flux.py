@@ -59,6 +59,7 @@ FLUX = Family(
         adapter=JointAdapter(context_first=True),
         class_path="FluxAttention",
         dispatches=True,
+        extra=(None, 0),
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=FluxForward(

@@ -73,6 +73,7 @@ FLUX2 = Family(
         adapter=JointAdapter(context_first=True),
         dispatches=True,
         feed_forwards=("ff", "ff_context"),
+        extra=(None, 0),
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_Forward(

@@ -67,6 +67,7 @@ FLUX3 = Family(
         adapter=Flux3Adapter(context_first=True),
         class_path="Flux3Attention",
         dispatches=True,
+        extra=(None, 0),
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_Forward(

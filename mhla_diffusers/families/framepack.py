@@ -5,6 +5,8 @@ scales; after them those of a picture and of up to 256 of text, which RoPE does 
 tokens, a window of 33 frames at 720p, into three latent frames by 15 by 16 tokens.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from ..attention.layout import Extra, Shape
 from .adapters import Arguments, AttentionAdapter, AttentionInputs, JointAdapter
+from .attentions import Counts
 from .family import Attention, Condition, Family, Forward, Kwargs, Sample
 from .models import Clip, Model, tiny_video
 from .values import WithoutValues
@@ -22,12 +25,23 @@ _CLASS = "HunyuanVideoFramepackTransformer3DModel"
 _TEXT_TOKENS, _IMAGE_TOKENS = 256, 729
 _HISTORY = {"latents_clean": 2, "latents_history_2x": 2, "latents_history_4x": 16}
 """Latent frames of each scale, as the pipeline gives them."""
+_HISTORY_PATCHES = {"latents_clean": (1, 2, 2), "latents_history_2x": (2, 4, 4), "latents_history_4x": (4, 8, 8)}
+"""Latents per token of each scale, the last filled up."""
 _HISTORY_TOKENS = 2 * 45 * 80 + ceil(45 / 2) * 40 + 4 * ceil(45 / 4) * 20
 """Their tokens at 720p."""
 _SHOWN = {"has_image_proj": True, "has_clean_x_embedder": True}
 _TINY: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16, **_SHOWN}
 _TINY |= {"pooled_projection_dim": 12, "rope_axes_dim": (4, 4, 4), "image_proj_dim": 8}
 _REAL: dict[str, Any] = {"frames": 33, "temporal_stride": 4, "more_layers": {"num_single_layers": 40}}
+
+
+def _history(arguments: Mapping[str, Any]) -> Counts:
+    """Count the tokens of the history, which the transformer takes where their indices are given as well."""
+    count = 0
+    for name, patch in _HISTORY_PATCHES.items():
+        if (latents := arguments.get(name)) is not None and arguments.get(f"indices_{name}") is not None:
+            count += math.prod(ceil(size / length) for size, length in zip(latents.shape[2:], patch, strict=True))
+    return count, None
 
 
 class FramepackAdapter(JointAdapter):
@@ -68,6 +82,7 @@ FRAMEPACK = Family(
         adapter=FramepackAdapter(),
         processor="diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
         dispatches=True,
+        extra=_history,
         extra_tokens=_HISTORY_TOKENS + _IMAGE_TOKENS + _TEXT_TOKENS,
     ),
     forward=_Forward(

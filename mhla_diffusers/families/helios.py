@@ -77,6 +77,7 @@ HELIOS = Family(
         block_lists=("blocks",),
         adapter=HeliosAdapter(),
         dispatches=True,
+        extra=(None, 0),
         extra_tokens=_HISTORY_TOKENS,
         attentions=("attn1",),
     ),

@@ -63,6 +63,7 @@ HUNYUAN_IMAGE = Family(
         adapter=JointAdapter(),
         processor="diffusers.models.transformers.transformer_hunyuanimage.HunyuanImageAttnProcessor",
         dispatches=True,
+        extra=(0, None),
         extra_tokens=_TEXT_TOKENS + _GLYPH_TOKENS,
     ),
     forward=_Forward(

@@ -74,6 +74,7 @@ HUNYUAN_VIDEO = Family(
         adapter=JointAdapter(),
         processor="diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0",
         dispatches=True,
+        extra=(0, None),
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_Forward(

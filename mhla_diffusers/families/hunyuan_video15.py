@@ -63,6 +63,8 @@ HUNYUAN_VIDEO15 = Family(
         adapter=HunyuanVideo15Adapter(),
         processor="diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0",
         dispatches=True,
+        extra=(0, None),
+        rows_alike=True,
         extra_tokens=_TEXT_TOKENS + _GLYPH_TOKENS + _IMAGE_TOKENS,
     ),
     forward=_Forward(

@@ -113,6 +113,8 @@ IDEOGRAM4 = Family(
         feed_forwards=("feed_forward",),
         adapter=Ideogram4Adapter(context_first=True),
         dispatches=True,
+        extra=(None, 0),
+        rows_alike=True,
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_Forward(

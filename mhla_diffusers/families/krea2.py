@@ -67,7 +67,9 @@ class _Forward(Forward):
 KREA2 = Family(
     name="krea2",
     transformers=(_CLASS,),
-    attention=Attention(adapter=Krea2Adapter(context_first=True), dispatches=True, extra_tokens=_TEXT_TOKENS),
+    attention=Attention(
+        adapter=Krea2Adapter(context_first=True), dispatches=True, extra=(None, 0), extra_tokens=_TEXT_TOKENS
+    ),
     forward=_Forward(
         fixed_patch=(2, 2),
         packs_latents=True,

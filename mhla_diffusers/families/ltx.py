@@ -81,7 +81,9 @@ class _Forward(PackedVideoForward):
 LTX = Family(
     name="ltx",
     transformers=(_CLASS,),
-    attention=Attention(adapter=LTXAdapter("image_rotary_emb"), class_path="LTXAttention", dispatches=True),
+    attention=Attention(
+        adapter=LTXAdapter("image_rotary_emb"), class_path="LTXAttention", dispatches=True, extra=(None, 0)
+    ),
     forward=_Forward(axes=3, packs_latents=True, conditions=masked_text(_TEXT_TOKENS, "caption_channels", torch.bool)),
     trained=PackedVideoTraining(),
     mhla_blocks=(7, 3, 4),

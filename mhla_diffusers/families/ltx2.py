@@ -111,6 +111,7 @@ LTX2 = Family(
         processor=_PROCESSOR,
         cross_processor=_PROCESSOR,
         dispatches=True,
+        extra=(0, None),
     ),
     forward=_Forward(
         axes=3,

@@ -98,6 +98,8 @@ LUMINA2 = Family(
         feed_forwards=("feed_forward",),
         adapter=Lumina2Adapter(context_first=True),
         processor="diffusers.models.transformers.transformer_lumina2.Lumina2AttnProcessor2_0",
+        extra=(None, 0),
+        pads_behind_grid=True,
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=Forward(

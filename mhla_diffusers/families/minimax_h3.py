@@ -79,6 +79,7 @@ MINIMAX_H3 = Family(
     attention=Attention(
         adapter=MiniMaxH3Adapter(context_first=True, rotary_argument="rotary_emb"),
         dispatches=True,
+        extra=(None, 0),
         extra_tokens=_TEXT_TOKENS + _SOUND_TOKENS,
     ),
     forward=_Forward(

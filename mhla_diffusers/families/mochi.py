@@ -62,6 +62,7 @@ MOCHI = Family(
         adapter=MochiAdapter(),
         class_path="MochiAttention",
         processor="diffusers.models.attention_processor.MochiAttnProcessor2_0",
+        extra=(0, None),
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_Forward(

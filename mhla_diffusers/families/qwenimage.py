@@ -81,6 +81,7 @@ QWENIMAGE = Family(
         adapter=QwenImageAdapter(context_first=True),
         processor="diffusers.models.transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0",
         dispatches=True,
+        extra=(None, 0),
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_Forward(

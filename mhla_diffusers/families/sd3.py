@@ -37,6 +37,7 @@ SD3 = Family(
         attentions=("attn", "attn2"),
         adapter=JointAdapter(),
         processor="diffusers.models.attention_processor.JointAttnProcessor2_0",
+        extra=(0, None),
         extra_tokens=_CLIP_TOKENS + _T5_TOKENS,
     ),
     forward=Forward(

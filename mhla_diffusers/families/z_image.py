@@ -72,6 +72,7 @@ Z_IMAGE = Family(
         adapter=JointAdapter(rotary_argument="freqs_cis"),
         processor="diffusers.models.transformers.transformer_z_image.ZSingleStreamAttnProcessor",
         dispatches=True,
+        extra=(0, None),
         extra_tokens=_TEXT_TOKENS,
     ),
     forward=_Forward(
