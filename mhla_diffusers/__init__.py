@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CausalConfig",
-    "FewStepScheduler",
     "MHLACache",
     "MHLAConfig",
     "MHLAProcessor",
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
         suggest_blocks,
     )
     from .patching.cache import MHLACache
-    from .patching.few_step_scheduler import FewStepScheduler
 else:
     # so that neither this import nor mhla --help waits for torch
     __getattr__, __dir__ = lazy_names(
@@ -63,6 +61,5 @@ else:
             ".patching",
             ".patching.cache",
             ".analysis.audit",
-            ".patching.few_step_scheduler",
         ),
     )

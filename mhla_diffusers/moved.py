@@ -1,6 +1,8 @@
 """Where commands, presets and families that left the package went; an error quotes the line."""
 
-MOVED: dict[str, str] = {}
+MOVED: dict[str, str] = {
+    "tiny-wan-4-steps": "Distillation to four steps is a study, studies/few_steps/, and ships no patch.",
+}
 """Name of a command (as typed, without ``mhla``), preset or family → where it is now, as a sentence."""
 
 

@@ -41,7 +41,7 @@ arguments = parser.parse_args()
 device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 pipe: Any = DiffusionPipeline.from_pretrained(arguments.model, dtype=dtype).to(device)
 pipe.set_progress_bar_config(disable=True)
-plain, scheduler = pipe.transformer.to("cpu"), pipe.scheduler
+plain = pipe.transformer.to("cpu")
 
 
 def enable_cache(text: str) -> None:
@@ -84,22 +84,22 @@ additions: dict[str, Callable[[], None]] = {
     **{f" + {steps} steps": lambda: None for steps in arguments.steps[1:]},
 }
 # a copy of the transformer for each, which waits on the CPU until its turn
-variants: dict[str, tuple[Any, Any, int]] = {}
+variants: dict[str, tuple[Any, int]] = {}
 for patch in ("unpatched", arguments.weights or arguments.patch):
     for name, add in additions.items():
-        pipe.transformer, pipe.scheduler = copy.deepcopy(plain).to(device), scheduler
+        pipe.transformer = copy.deepcopy(plain).to(device)
         if patch != "unpatched":
             put_on_patch()
         add()
         steps = int(name.split()[1]) if name.endswith(" steps") else arguments.steps[0]
-        variants[patch + name] = pipe.transformer.to("cpu"), pipe.scheduler, steps
+        variants[patch + name] = pipe.transformer.to("cpu"), steps
 
 seconds: dict[str, list[float]] = {name: [] for name in variants}
 computed: dict[str, int] = {}
 frames: dict[str, torch.Tensor] = {}
 for turn in range(1 + arguments.repetitions):  # the first warms up, and counts
-    for name, (transformer, its_scheduler, steps) in variants.items():
-        pipe.transformer, pipe.scheduler = transformer.to(device), its_scheduler
+    for name, (transformer, steps) in variants.items():
+        pipe.transformer = transformer.to(device)
         last = [module for module in transformer.blocks[-1].modules() if isinstance(module, nn.Linear)][-1]
 
         calls: list[int] = []

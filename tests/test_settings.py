@@ -9,10 +9,9 @@ from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig
 from mhla_diffusers.demo.run import DemoConfig
 from mhla_diffusers.families import Clip
 from mhla_diffusers.patching.attend import EngineSettings
-from mhla_diffusers.patching.few_steps import FewSteps
 from mhla_diffusers.settings import Settings, allow, check_choice, check_value, read_yaml
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
-from mhla_diffusers.training.config import ContextParallel, FewStepsConfig
+from mhla_diffusers.training.config import ContextParallel
 
 from .scripts import script
 
@@ -24,8 +23,6 @@ CLASSES = [
     (MHLAConfig, {"blocks": (2, 2)}),
     (CausalConfig, {"blocks": (2, 2), "block_length": 2}),
     (ObjectiveWeights, {"diffusion": 1.0}),
-    (FewSteps, {"times": (1.0,)}),
-    (FewStepsConfig, {"times": (1.0,)}),
     (StageConfig, STAGE),
     (ValidationConfig, {}),
     (ContextParallel, {}),

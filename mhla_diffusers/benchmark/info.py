@@ -70,9 +70,8 @@ def print_info() -> None:
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
-        steps = str(len(record.few_steps.times)) if record.few_steps else "any"
-        adapted.append((name, record.base_model, next(iter(record.transformers.values())).family, steps))
-    _print_table("\nAdapted patches, for load_mhla", ["name", "for", "family", "steps"], adapted)
+        adapted.append((name, record.base_model, next(iter(record.transformers.values())).family))
+    _print_table("\nAdapted patches, for load_mhla", ["name", "for", "family"], adapted)
 
 
 def report(patch: str | None) -> str:

@@ -18,7 +18,6 @@ from ..config import adapted_patch_folder, load_patch
 from ..families import Family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.names import DEFAULT
-from ..generation.pipelines import few_step_arguments
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
 from ..reporting import progress
@@ -145,8 +144,7 @@ def benchmark_pipeline(
 
     def run() -> Any:
         prompt = "3" if family.training.prompts_are_classes else "a seven"
-        # a patch that was distilled takes its own number of steps
-        (sample,) = choice.call(pipe, [prompt], [generator_for(0)], **few_step_arguments(pipe, family))
+        (sample,) = choice.call(pipe, [prompt], [generator_for(0)])
         return sample
 
     settings = {**choice.settings, **changes}

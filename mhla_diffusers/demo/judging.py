@@ -10,7 +10,6 @@ from torch import nn
 from ..evaluation.extractors import ImageFeatures
 from ..evaluation.metrics import frechet_distance
 from ..families import trained_family
-from ..generation.pipelines import few_step_arguments
 from ..tiny import TINY, TinyPipeline
 from ..tiny.digits import PICTURE_SIZE, Scene, compose, crop, load_digits
 from ..tiny.loading import ASSET_FOLDER, check_asset
@@ -75,7 +74,7 @@ def generate_scenes(
         For each scene (1, 64, 64), or (9, 64, 64) of a clip, in [0, 1].
     """
     family = trained_family(pipe.transformer)
-    arguments = {**tiny.call_settings, **settings, **few_step_arguments(pipe, family)}
+    arguments = {**tiny.call_settings, **settings}
     pictures: list[torch.Tensor] = []
     for start in range(0, len(scenes), _BATCH):
         prompts = [tiny.prompt(scene) for scene in scenes[start : start + _BATCH]]

@@ -18,7 +18,7 @@ from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import draw_mixing_matrices
 from ..attention import initial_mixing
 from ..benchmark import measure
-from ..config import CausalConfig, MHLAConfig, adapted_patch_names
+from ..config import CausalConfig, MHLAConfig
 from ..devices import free_threads, threads
 from ..families import arguments_of, predict
 from ..files import check_writable, write_json, write_text
@@ -37,7 +37,7 @@ LONGER = 4
 """Length of a streamed clip, in those that were trained on."""
 STREAM_HEADER = ("attention", "frames", "digits right", "first quarter", "second", "third", "fourth")
 _FEW = 3
-"""Scenes that are generated as a longer clip, or shown of the clips in four steps."""
+"""Scenes that are generated as a longer clip."""
 _LIVE = ("linear", "mhla")
 """Which variants are adapted live, by ``Variant.short``; SANA has the second alone."""
 _TRANSFER = 0.4
@@ -114,8 +114,6 @@ def run_demo(config: DemoConfig) -> list[Row]:
                 demo.show_speed()
             if demo.tiny.is_video:
                 demo.show_longer_clip()
-            if f"tiny-{config.family}-4-steps" in adapted_patch_names():
-                demo.show_few_steps()
             if config.updates:
                 demo.adapt_live(goal=rows[0].held_out_loss)
             demo.show_mixing()
@@ -216,18 +214,6 @@ class Demo:
             "frames before it, which takes the same memory however many there are."
         )
         self.sections["A longer clip"] = f"<p>{remark}</p>{html_table(STREAM_HEADER, rows)}{clips}"
-
-    def show_few_steps(self) -> None:
-        """Generate the scenes with the patch that was distilled to four steps: ``few-steps.gif``."""
-        name = f"tiny-{self.tiny.family}-4-steps"
-        pipe = load_mhla(load_tiny(self.tiny.family, self.config.device), name)
-        pictures = self.yardstick.generate(pipe)
-        remark = (
-            f"{name} {pipe.scheduler.few_steps}; {self.yardstick.accuracy(pictures):.0%} of its digits are recognised. "
-            "The attentions above run twice in each of their steps, for guidance."
-        )
-        shown = draw_samples({name: pictures[:_FEW]}, self.yardstick.scenes, self.output / "few-steps")
-        self.sections["In four steps"] = f"<p>{remark}</p>{html_media(shown, name)}"
 
     def adapt_live(self, goal: float) -> None:
         """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as they go on."""

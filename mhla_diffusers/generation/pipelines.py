@@ -19,8 +19,7 @@ from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..families import Clip, Family, families, find_family, get_family, supported_instead, trained_family
 from ..files import content_of, read_json
-from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla, read_record
-from ..patching.few_step_scheduler import FewStepScheduler, few_steps_of
+from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..reporting import times
 from ..settings import check_choice, check_value, nearest
 from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
@@ -32,9 +31,6 @@ _MODULAR = (
     "It is a modular pipeline, which the mhla command does not call: load it with diffusers' "
     "ModularPipeline.from_pretrained and patch it with apply_mhla(pipe, ...)."
 )
-SCHEDULER_FILE = "scheduler_config.json"
-"""Beside an unpatched transformer that was distilled to few steps."""
-
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 
 
@@ -131,11 +127,6 @@ class PipelineChoice:
         found = {name: x.default for name, x in inspect.signature(self.pipeline_class().__call__).parameters.items()}
         if self.model is None:
             found |= call_settings(self.family) | ({"num_frames": FRAMES} if "num_frames" in found else {})
-        if (folder := self._weights_folder) is not None:
-            if not (folder / CONFIG_NAME).is_file():  # perhaps distilled to few steps
-                found |= dict.fromkeys(("num_inference_steps", *guidance))
-            elif few_steps := read_record(folder).few_steps:
-                found |= {"num_inference_steps": len(few_steps.times), **guidance}
         found |= self.settings
         names = ("num_inference_steps", "height", "width", "num_frames", "video_length", *guidance)
         return {name: found[name] for name in names if isinstance(found.get(name), int | float)}
@@ -190,8 +181,7 @@ class PipelineChoice:
         """Load the pipeline onto its device, check the prompts, and patch it if asked for.
 
         Raises:
-            ValueError: a model of another family, a patch or weights that do not fit, an invalid prompt, or settings
-                that contradict what the weights were distilled to.
+            ValueError: a model of another family, a patch or weights that do not fit, or an invalid prompt.
         """
         pipe = load_pipeline(self.model, self.family, self.device, FLOAT_TYPES[self.dtype])
         found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
@@ -205,18 +195,15 @@ class PipelineChoice:
                 change_mhla(pipe, **self.patch_settings)
         elif self.patch is not None or self.patch_settings:
             apply_mhla(pipe, self.named_patch, **self.patch_settings)
-        if (few_steps := few_steps_of(pipe)) is not None:
-            few_steps.check_call(self.settings)
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
         """Call the pipeline as :meth:`Training.call`: a tiny one with the settings that it was trained for.
 
-        It makes as many frames as ``num_frames`` says. A model that was distilled to few steps is called with their
-        number and without guidance.
+        It makes as many frames as ``num_frames`` says.
         """
         defaults = call_settings(self.family) if self.model is None else {}
-        settings = {**defaults, **few_step_arguments(pipe, self.of_family), **self.settings, **arguments}
+        settings = {**defaults, **self.settings, **arguments}
         if (frames := self.settings.get("num_frames")) is not None:
             settings["num_frames"] = self.of_family.training.asked_frames(pipe, frames)
         try:
@@ -225,14 +212,6 @@ class PipelineChoice:
             if not self.settings:
                 raise
             raise ValueError(f"{type(pipe).__name__} fails with the settings {self.settings}: {error}") from error
-
-
-def few_step_arguments(pipe: Any, family: Family) -> dict[str, Any]:
-    """Return the number of steps that a pipeline was distilled to and no guidance; {} for a pipeline of any number."""
-    few_steps = few_steps_of(pipe)
-    if few_steps is None:
-        return {}
-    return {"num_inference_steps": len(few_steps.times), **family.training.guidance_arguments(1.0)}
 
 
 def load_pipeline(
@@ -289,8 +268,6 @@ def load_result(pipe: Any, result: str | Path) -> None:
             raise ValueError(f"{folder} holds a {made_for}, but the pipeline has a {type(pipe.transformer).__name__}.")
         trained = type(pipe.transformer).from_pretrained(folder, dtype=pipe.transformer.dtype)
         pipe.transformer = trained.to(pipe.transformer.device)
-        if (folder / SCHEDULER_FILE).is_file():
-            pipe.scheduler = FewStepScheduler.from_pretrained(folder)
         return
     load_mhla(pipe, folder)
 

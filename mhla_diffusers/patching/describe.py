@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -20,9 +20,6 @@ from .finding import find_patched, find_transformers
 from .handle import Patched
 from .layer import layer_of
 from .processor import MHLAProcessor, runs_mhla
-
-if TYPE_CHECKING:
-    from .few_steps import FewSteps
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +100,6 @@ class LayerDescription:
 class Description(list[LayerDescription]):
     """The layers of a model; printed, it begins with the attention that runs and has a table."""
 
-    few_steps: "FewSteps | None" = None
-    """How the model samples, if its patch was distilled to a few steps."""
     inactive_lora: str | None = None
     """Why the patch's LoRA does not run now; None if it does, or there is none."""
     any_model: str | None = None
@@ -143,8 +138,6 @@ class Description(list[LayerDescription]):
                 f"what these show takes {scaled(carried, 1024, 'B')} per sample, {scaled(2 * carried, 1024, 'B')} with "
                 "both halves of the guidance"
             )
-        if self.few_steps is not None:
-            lines.append(str(self.few_steps))
         if self.inactive_lora is not None:
             lines.append(self.inactive_lora)
         grids, sizes = {layer.grid for layer in self}, [layer.sizes for layer in self if layer.sizes is not None]
@@ -231,7 +224,6 @@ def describe(
     for component, transformer in transformers.items():
         prefix = f"{component}." if len(transformers) > 1 else ""
         patched = handles[component] if component in handles else Patched(transformer, None)
-        layers.few_steps = layers.few_steps or patched.few_steps
         layers.inactive_lora = layers.inactive_lora or patched.inactive_lora()
         for name, attn in patched.attentions.items():
             layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))

@@ -195,8 +195,6 @@ class Forwards:
         if grid != patched.latest_grid and not (patched.transformer.training or current().in_every_step):
             for topic, words in advice_on(patched, grid).items():
                 self._warn_once(topic, "%s", words)
-        if patched.few_steps is not None:
-            patched.few_steps.warn_of_call(patched.transformer, patched.loop.pipe)
         if patched.lora is not None and "lora" not in self._warned and not patched.is_off:
             why = patched.inactive_lora()
             if why is not None:

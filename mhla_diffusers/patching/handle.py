@@ -2,7 +2,7 @@
 
 import logging
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from .processor import (
 )
 from .steps import DenoisingLoop
 from .weights import has_lora, runs_lora
-
-if TYPE_CHECKING:
-    from .few_steps import FewSteps
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +59,6 @@ class Patched:
         """Weights of the model that the patch replaced, as they were; None if they were not kept."""
         self.lora: str | None = None
         """Name of the LoRA that belongs to the patch; None without one."""
-        self.few_steps: FewSteps | None = None
-        """How it samples, if it was distilled to a few steps."""
-        self.replaced_scheduler: Any = None
-        """The pipeline's own scheduler, while it has that of few steps."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what dense steps have shown the original of a copied or pickled transformer."""

@@ -98,17 +98,12 @@ def remove(patched: Patched, model: Any = None) -> None:
             "the model; load the model again with from_pretrained() then.",
             patched.lora,
         )
-    if patched.few_steps is not None:
-        from .few_step_scheduler import restore_scheduler
-
-        for pipe in (patched.loop.pipe, model):  # a copied pipeline is known only as the one that is given
-            restore_scheduler(pipe, patched.few_steps, patched.replaced_scheduler)
     if patched.replaced_weights:
         places = base_weights(patched.transformer)
         for name, tensor in patched.replaced_weights.items():
             for place in places[name]:
                 place.copy_(tensor)
-    patched.lora = patched.few_steps = patched.replaced_scheduler = None
+    patched.lora = None
     patched.replaced_weights = {}
     for attn in attentions_of(patched.transformer).values():
         if isinstance(attn.processor, MHLAProcessor) or hasattr(attn, "mhla"):

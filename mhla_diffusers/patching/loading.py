@@ -55,9 +55,7 @@ def load_mhla(
     If anything is refused the model is unchanged. Other settings are for :func:`change_mhla`, after loading. A model
     that was loaded from elsewhere than the patch's base model gets a warning, since other weights of the same shapes
     are not noticed. A patch saved with ``weights="changed"`` or ``"all"`` also replaces weights of the model itself,
-    which :func:`remove_mhla` brings back. A LoRA that belongs to the patch is loaded as the adapter ``mhla``. For a
-    patch that was distilled to a few steps a pipeline gets a :class:`mhla_diffusers.FewStepScheduler`, until
-    :func:`remove_mhla` brings its own back.
+    which :func:`remove_mhla` brings back. A LoRA that belongs to the patch is loaded as the adapter ``mhla``.
 
     Args:
         model: unpatched pipeline or transformer of the kind that the patch was made for.
@@ -122,11 +120,6 @@ def load_mhla(
             if own_lora:
                 load_lora(patched.transformer, own_lora)
                 patched.lora = LORA
-            if record.few_steps is not None:
-                from .few_step_scheduler import sample_in
-
-                patched.few_steps = record.few_steps
-                patched.replaced_scheduler = sample_in(model, record.few_steps)
     except BaseException:  # no memory, or interrupted
         if is_patched(model) and all(patched.replaced_weights is not None for patched, *_ in plans):
             remove_mhla(model)

@@ -22,7 +22,6 @@ from torch import nn
 from ..files import file_hash, write_json, write_tensors
 from ..settings import Settings, allow, check_choice
 from .describe import describe
-from .few_steps import FewSteps
 from .finding import find_transformers, mhla_layers, require_layers, require_patched
 from .handle import Patched
 from .weights import base_weights, check_plain, has_lora, lora_weights, refuse_weights_on_disk
@@ -36,8 +35,6 @@ FORMAT_VERSION = 4
 _PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
 """Parts of the names that PEFT gives to weights."""
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_OPTIONAL = ("few_steps", "lora")
-"""Fields of :class:`PatchRecord` that are left out where they are empty."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +75,17 @@ class PatchRecord(Settings):
     transformers: dict[str, TransformerRecord] = field(metadata=allow(is_filled=True))
     unpatched: list[str] = field(default_factory=list)
     """Transformers of the pipeline that the patch leaves alone."""
-    few_steps: FewSteps | None = None
-    """How a patch samples that was distilled."""
     lora: LoraFile | None = None
     """LoRA that belongs to the patch."""
 
     def settings(self) -> dict[str, Any]:
         """Return what belongs to the tensors, as the safetensors file carries it."""
         content = self.to_dict()
-        return {name: content[name] for name in ("weights", "transformers", "unpatched", *_OPTIONAL) if name in content}
+        return {name: content[name] for name in ("weights", "transformers", "unpatched", "lora") if name in content}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of the JSON."""
-        return {name: value for name, value in super().to_dict().items() if value or name not in _OPTIONAL}
+        """Return the content of the JSON, without ``lora`` where there is none."""
+        return {name: value for name, value in super().to_dict().items() if value or name != "lora"}
 
 
 def save_mhla(
@@ -147,7 +142,7 @@ def _collect(
     base_model = base_model or loaded_from(model, next(iter(handles.values())).transformer)
     tensors: dict[str, torch.Tensor] = {}
     lora: dict[str, torch.Tensor] = {}
-    records, few_steps = {}, None
+    records = {}
     for name, patched in handles.items():
         if weights == "mhla":
             _warn_of_what_is_not_saved(name, patched)
@@ -156,7 +151,6 @@ def _collect(
         if patched.lora is not None:
             for key, tensor in lora_weights(patched.transformer, patched.lora).items():
                 lora[f"{name}.{key}"] = _as_saved(f"{name}.{key}", tensor, dtype)
-        few_steps = few_steps or patched.few_steps
         layer = next(iter(patched.layers.values()))
         records[name] = TransformerRecord(
             patched.family.name,
@@ -178,7 +172,6 @@ def _collect(
         sha256="",
         transformers=records,
         unpatched=sorted(set(find_transformers(model)) - set(handles)),
-        few_steps=few_steps,
     )
     return record, tensors, lora
 
@@ -378,7 +371,7 @@ from mhla_diffusers import load_mhla
 pipe = DiffusionPipeline.from_pretrained("{base_source}", dtype=torch.bfloat16)
 load_mhla(pipe, "{repo_id}")
 ```
-{sampling}
+
 `remove_mhla(pipe)` takes it away again.
 
 ## What it holds
@@ -403,11 +396,6 @@ _HOLDS = {
 }
 
 _HOLDS_LORA = " A LoRA on the base model's linear layers, which `load_mhla` loads as the adapter `mhla`."
-
-_SAMPLING = """
-The model {few}, with fresh noise after every step but the last. `load_mhla` gives the pipeline the scheduler for it, so
-call it with `num_inference_steps={count}, guidance_scale=1.0`.
-"""
 
 
 def push_mhla(
@@ -470,9 +458,6 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
         base_model=base if on_hub else None, library_name="diffusers", tags=["mhla", "linear-attention"]
     )
     settings = {name: part.patch for name, part in record.transformers.items()}
-    sampling = ""
-    if record.few_steps is not None:
-        sampling = _SAMPLING.format(few=record.few_steps, count=len(record.few_steps.times))
     body = _CARD.format(
         title=repo_id.split("/")[-1],
         repo_id=repo_id,
@@ -481,7 +466,6 @@ def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
         else f"the model {base or 'that it was made for'}",
         base_source=base if on_hub else f"path/to/{base or 'the-model'}",
         holds=_HOLDS[record.weights] + _HOLDS_LORA * bool(record.lora),
-        sampling=sampling,
         table=describe(model),
         settings=json.dumps(settings, indent=2),
     )

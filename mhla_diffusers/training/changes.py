@@ -20,7 +20,7 @@ MAY_CHANGE = (
 """Settings of the run."""
 MAY_CHANGE_IN_STAGE = (
     *("steps", "learning_rate", "mixing_learning_rate", "scheduler", "warmup_steps", "guidance"),
-    *("objectives.diffusion", "objectives.distillation", "objectives.transfer", "few_steps.critic_learning_rate"),
+    *("objectives.diffusion", "objectives.distillation", "objectives.transfer"),
 )
 """Settings of the stage that a checkpoint is of, finished or not. Later stages may be added, changed and removed."""
 _WHY_NOT = {

@@ -9,8 +9,7 @@ import torch
 
 from ..config import LinearConfig, SparseConfig
 from ..devices import launched_processes
-from ..families import FlowMatching, classes_that_are_split, get_family, trained_family
-from ..families.processes import KNOWN_FRAMES
+from ..families import classes_that_are_split, get_family, trained_family
 from ..patching import MHLALayer, find_patched, mhla_layers
 from ..patching.advice import advice_on
 from ..settings import check
@@ -76,7 +75,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
     )
     if any(patched.lora is not None for patched in find_patched(transformer).values()):
         _check_lora(transformer, config)
-    together = frames_together(transformer)  # raises where it cannot be trained
+    frames_together(transformer)  # raises where it cannot be trained
     channels, axes = family.forward.channels(transformer.config), 4 if family.forward.makes_videos else 3
     grids = []
     for shape in sorted(set(data.shapes)):
@@ -107,23 +106,6 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             stage.trainable != "mhla" or any(isinstance(layer, MHLALayer) for layer in layers.values()),
             f"stages.{index}.trainable='mhla' trains the patch's own parameters, and this patch has none, as sparse "
             "attention; choose 'attention', 'lora' or 'all'.",
-        )
-    if config.few_steps is not None:
-        process = family.training.process(transformer, config.flow_shift)
-        check(
-            type(process) is FlowMatching,
-            f"few_steps needs flow matching whose time is σ, and this model was trained with {type(process).__name__}; "
-            "train it with objectives instead.",
-        )
-        check(
-            KNOWN_FRAMES not in data[0],
-            "few_steps does not train models whose first latent frames are given, as by a picture; use text-to-video "
-            "data.",
-        )
-        check(
-            together is None,
-            "few_steps cannot be trained with causal='block', whose frames have times of their own; use a patch "
-            "without causal.",
         )
     _check_data(data, config)
     _check_split(transformer, data, config)
@@ -166,8 +148,6 @@ def _check_data(data: TrainingData, config: TrainingConfig) -> None:
     without = {"prompt_dropout": (config.prompt_dropout, 0.0)}
     for index, stage in enumerate(config.stages):
         without[f"stages.{index}.guidance"] = stage.guidance, 1.0
-        if stage.few_steps is not None:
-            without[f"stages.{index}.few_steps.guidance"] = stage.few_steps.guidance, 1.0
     for name, (value, off) in without.items():
         check(
             value == off or data.empty is not None,

@@ -151,7 +151,9 @@ def encode_command(
     check_classes(model, family_of(model).name, captions)
     with folder_for_results(output, lock=False):
         clips = _clips(source, model, frames, fps, sizes, upscale)
-        index = encode_folder(_load(model, device, precision, False), model, source, output, clips, workers)
+        index = encode_folder(
+            _load(model, device, precision, uses_transformer=False), model, source, output, clips, workers
+        )
     typer.echo(str(summarize_cache(index, DataModel(model))))
 
 
@@ -161,7 +163,7 @@ def synthesize_command(
     output: _Output,
     frames: Annotated[int | None, typer.Option(help="Per video; default: the model's, 81 for Wan.")] = None,
     sizes: Annotated[list[str] | None, typer.Option("--size", help="HEIGHTxWIDTH.")] = None,
-    steps: Annotated[int, typer.Option(help="Of the sampler; 0 encodes the prompts alone, for few_steps.")] = 50,
+    steps: Annotated[int, typer.Option(help="Of the sampler.")] = 50,
     guidance: Annotated[float, typer.Option(help="Scale of classifier-free guidance.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
     device: _Device = "auto",
@@ -179,7 +181,7 @@ def synthesize_command(
     check_classes(model, family_of(model).name, lines)
     with folder_for_results(output, lock=False):
         clips = _clips(None, model, frames if frames is None else [frames], None, sizes)
-        pipe = _load(model, device, precision, steps != 0)
+        pipe = _load(model, device, precision, uses_transformer=True)
         index = synthesize(pipe, model, lines, output, clips, steps=steps, guidance=guidance, seed=seed)
     typer.echo(f"{output} holds {len(index.samples)} samples.")
 

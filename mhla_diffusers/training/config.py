@@ -9,7 +9,6 @@ from typing import Any, Literal
 from ..config import PatchConfig
 from ..devices import precision_name
 from ..files import read_text
-from ..patching.few_steps import GUIDANCE, TIMES, FewSteps
 from ..settings import Settings, allow, check, read_yaml
 from .latents.clips import Clips
 
@@ -30,6 +29,7 @@ BaseType = Literal["int8", "float8"]
 
 
 _POSITIVE, _ZERO_OR_MORE, _FILLED = allow(above=0), allow(at_least=0), allow(is_filled=True)
+_GUIDANCE = allow(at_least=1, words="a number: 1.0, which is none, or more")
 _PATCH = allow(words="a name, a path, or settings such as blocks", is_filled=True)
 
 
@@ -64,112 +64,53 @@ class ObjectiveWeights(Settings):
 
 
 @dataclass(frozen=True)
-class FewStepsConfig(Settings):
-    """Distribution matching: the model learns to sample in a few steps what its teacher samples in many.
-
-    The teacher is the unpatched model. The critic, the unpatched model with a LoRA or a copy of it, learns the
-    distribution of the student's samples; the student follows the difference of the two.
-    """
-
-    times: tuple[float, ...] = field(metadata=TIMES)
-    """σ of the student's steps: from 1.0 downwards, 1 to 8 of them."""
-    guidance: float = field(default=3.0, metadata=GUIDANCE)
-    """Scale of the teacher's classifier-free guidance, which is distilled in; 1.0 for none. Self-Forcing has 3.0 for
-    Wan (configs/self_forcing_dmd.yaml), less than one samples with."""
-    critic_updates: int = field(default=5, metadata=_POSITIVE)
-    """Updates of the critic per update of the student."""
-    critic_warmup: int = field(default=50, metadata=_ZERO_OR_MORE)
-    """Updates in which the critic alone is trained, at the beginning."""
-    critic_learning_rate: float | None = field(default=None, metadata=_POSITIVE)
-    """Constant learning rate of the critic; None for the stage's ``learning_rate``."""
-    critic_rank: int | None = field(default=None, metadata=_POSITIVE)
-    """Rank of the critic's LoRA; None for the student's ``lora_rank``. Not allowed with ``trainable: all``."""
-
-    @property
-    def sampling(self) -> FewSteps:
-        """How the result samples."""
-        return FewSteps(self.times, self.guidance)
-
-
-@dataclass(frozen=True)
 class StageConfig(Settings):
-    """One stage of training: either the sum of some losses, or few steps."""
+    """One stage of training: the sum of some losses."""
 
     steps: int = field(metadata=_POSITIVE)
-    """Updates; in few steps each is one of the critic, and some are one of the student too."""
+    """Updates."""
     learning_rate: float = field(metadata=_POSITIVE)
     trainable: Trainable
-    objectives: ObjectiveWeights | None = None
+    objectives: ObjectiveWeights
     mixing_learning_rate: float | None = field(default=None, metadata=_POSITIVE)
     """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
     lora_rank: int | None = field(default=None, metadata=_POSITIVE)
     """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
     lora_layers: LoraLayers = "attention"
-    """Where LoRA is; few steps want it in all blocks."""
-    few_steps: FewStepsConfig | None = None
+    """Where LoRA is."""
     scheduler: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = field(default=0, metadata=_ZERO_OR_MORE)
-    guidance: float = field(default=1.0, metadata=GUIDANCE)
+    guidance: float = field(default=1.0, metadata=_GUIDANCE)
     """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps, warmup, rank, few_steps = self.steps, self.warmup_steps, self.lora_rank, self.few_steps
+        steps, warmup, rank = self.steps, self.warmup_steps, self.lora_rank
         check(warmup <= steps, f"warmup_steps={warmup} must be at most the stage's steps={steps}.")
         check(
-            (self.objectives is None) != (few_steps is None),
-            "a stage needs either objectives, the weights of its losses, or few_steps.",
-        )
-        distils = self.objectives is not None and self.objectives.distillation > 0
-        check(
-            self.guidance == 1 or distils,
-            f"guidance={self.guidance} must be 1.0 without a positive weight of objectives.distillation; few steps "
-            "have few_steps.guidance.",
+            self.guidance == 1 or self.objectives.distillation > 0,
+            f"guidance={self.guidance} must be 1.0 without a positive weight of objectives.distillation.",
         )
         check(
             (self.trainable == "lora") == (rank is not None) and (rank is not None or self.lora_layers == "attention"),
             f"trainable=lora needs lora_rank, and lora_rank and lora_layers need trainable=lora; got trainable="
             f"{self.trainable!r}, lora_rank={rank}, lora_layers={self.lora_layers!r}.",
         )
-        if few_steps is None:
-            return
-        check(
-            self.trainable in ("lora", "all"),
-            f"trainable={self.trainable!r} is not for few_steps; use lora, whose critic is a second LoRA, or all, "
-            "whose critic is a copy of the model.",
-        )
-        check(
-            self.trainable == "lora" or few_steps.critic_rank is None,
-            f"few_steps.critic_rank={few_steps.critic_rank} is for trainable=lora; with trainable=all the critic is a "
-            "copy of the model.",
-        )
-        first = few_steps.critic_warmup + few_steps.critic_updates
-        check(
-            steps >= first,
-            f"steps={steps} end before the student's first update: critic_warmup={few_steps.critic_warmup} and "
-            f"critic_updates={few_steps.critic_updates} come first; use at least {first}.",
-        )
 
     def describe(self) -> str:
         """Say what the stage trains, and what its loss is, which cannot be compared with that of other objectives."""
-        if self.objectives is None:
-            loss = "distribution matching in few steps"
-        else:
-            weights = vars(self.objectives).items()
-            loss = " + ".join(f"{weight:g} {name}" for name, weight in weights if weight)
+        loss = " + ".join(f"{weight:g} {name}" for name, weight in vars(self.objectives).items() if weight)
         return f"trains {self.trainable}, loss = {loss}"
 
     @property
     def needs_teacher(self) -> bool:
         """Whether the unpatched model's outputs are needed."""
-        weights = self.objectives
-        return weights is None or weights.distillation > 0 or weights.transfer > 0
+        return self.objectives.distillation > 0 or self.objectives.transfer > 0
 
     @property
     def needs_prediction(self) -> bool:
         """Whether the patched model itself runs forward and backward."""
-        weights = self.objectives
-        return weights is None or weights.diffusion > 0 or weights.distillation > 0
+        return self.objectives.diffusion > 0 or self.objectives.distillation > 0
 
 
 @dataclass(frozen=True)
@@ -289,9 +230,7 @@ class TrainingConfig(Settings):
             )
             weights = stage.objectives
             # an unpatched model can learn its own guidance
-            compares = weights is not None and (
-                weights.transfer > 0 or (weights.distillation > 0 and stage.guidance == 1)
-            )
+            compares = weights.transfer > 0 or (weights.distillation > 0 and stage.guidance == 1)
             check(
                 self.patch is not None or not compares,
                 "distillation and transfer compare with the unpatched model and need a patch; "
@@ -306,12 +245,6 @@ class TrainingConfig(Settings):
                 "stages",
                 index,
             )
-            check(
-                stage.few_steps is None or index == len(self.stages) - 1,
-                "few_steps must be the last stage, because the model then samples in its times alone.",
-                "stages",
-                index,
-            )
         check(
             self.base_dtype is None or all(stage.trainable in ("mhla", "lora") for stage in self.stages),
             f"base_dtype={self.base_dtype!r} is for weights that no stage trains; use trainable: lora or mhla.",
@@ -321,7 +254,7 @@ class TrainingConfig(Settings):
             f"base_dtype={self.base_dtype!r} needs gradient_checkpointing: true; otherwise the backward pass keeps "
             "every weight as it was converted to compute, and nothing is saved.",
         )
-        averages = {"ema_decay": self.ema_decay is not None, "few_steps": self.few_steps is not None}
+        averages = {"ema_decay": self.ema_decay is not None}
         averages |= {"scheduler: cosine": any(stage.scheduler == "cosine" for stage in self.stages)}
         for name, is_set in averages.items():
             check(
@@ -329,15 +262,6 @@ class TrainingConfig(Settings):
                 f"optimizer=schedulefree averages the weights at a constant rate and does not go with {name}; remove "
                 "one of the two.",
             )
-        check(
-            self.few_steps is None or self.context_parallel.processes == 1,
-            "context_parallel cannot be set with few_steps; train on one device, or on several with ddp.yaml.",
-        )
-
-    @property
-    def few_steps(self) -> FewStepsConfig | None:
-        """Few steps of the last stage; None without."""
-        return self.stages[-1].few_steps
 
     @property
     def total_steps(self) -> int:

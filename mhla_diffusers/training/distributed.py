@@ -45,11 +45,6 @@ def uses_fsdp2(config: TrainingConfig) -> bool:
                 "finetune/accelerate/fsdp2.yaml. Gradient checkpointing is a setting of the training configuration."
             )
     check_sharded(config)
-    if config.few_steps is not None:
-        raise ValueError(
-            "few_steps does not train sharded weights (FSDP2), since student, teacher and critic share them; use one "
-            "device, or finetune/accelerate/ddp.yaml."
-        )
     return True
 
 

@@ -2,10 +2,9 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from ..families import NoisedBatch, Sample, get_family, trained_family
 from ..reporting import scaled
 from .config import ContextParallel, OptimizerName, StageConfig, TrainingConfig
 from .distributed import check_groups, check_sharded, gathered_parts, split_tokens
-from .few_steps import DistributionMatching
 from .objectives import stage_losses
-from .roles import Losses, Roles, linears_of_blocks, prepare_for_training, trainable_names
+from .roles import Roles, linears_of_blocks, prepare_for_training, trainable_names
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,6 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
             sample, trained_family(transformer).training.process(transformer, config.flow_shift), config, dtype
         )
         roles = Roles.of(transformer, config, changed, {name: x[0] for name, x in batch.conditioning.items()})
-        for parameter in roles.critic.parameters.values() if roles.critic is not None else ():
-            parameter.data = parameter.data.to(dtype)
         stages = tuple(_estimate_stage(roles, batch, config, stage, processes) for stage in config.stages)
     latents = torch.empty(1, *sample["latents"].shape, device="meta")
     return Estimate(
@@ -153,40 +149,35 @@ def _estimate_stage(
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(name in names)
     updated = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-    critic = [] if roles.critic is None else [*roles.critic.parameters.values()]
-    if stage.few_steps is not None:
-        for parameter in critic:
-            parameter.requires_grad_(True)
-    trained, of_critic = (sum(x.numel() for x in part) for part in (updated, critic))
-    updated += critic if stage.few_steps is not None else []
-    in_critic = {id(parameter) for parameter in critic}
-    frozen = sum(x.numel() for x in transformer.parameters() if id(x) not in in_critic) - trained
+    trained = sum(x.numel() for x in updated)
+    frozen = sum(x.numel() for x in transformer.parameters()) - trained
     frozen_bytes = 2 if config.precision == "bf16" else 4
     shares, gathered = (1, 0) if processes is None else (processes, _gathered_bytes(transformer, frozen_bytes))
-    parts = _parts_of_update(roles, stage, batch)
+
+    def run() -> None:
+        for loss, _ in stage_losses(roles, stage, transformer, batch):
+            loss.backward()
+
     # gradients are counted separately
     hooks = [x.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None)) for x in updated]
-    flops = 0.0
-    for share, run in parts:
-        with FlopCounterMode(display=False) as counter, family.forward.without_values():
-            run()
-        flops += share * counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter, family.forward.without_values():
+        run()
     # separately, because PyTorch's counter keeps checkpointed activations alive
     with _PeakMemory() as memory, family.forward.without_values():
-        parts[0][1]()
+        run()
     for hook in hooks:
         hook.remove()
-    state, taking_gradients = sum(_state_bytes(config.optimizer, x) for x in updated), sum(x.numel() for x in updated)
+    state = sum(_state_bytes(config.optimizer, x) for x in updated)
     saved = _bytes_of_quantization(transformer, frozen_bytes) if config.base_dtype is not None else 0
     averaged = trained if config.ema_decay is not None else 0
     originals = 0 if roles.teacher is None else roles.teacher.extra_parameters
     return StageEstimate(
-        trainable=stage.trainable if stage.few_steps is None else f"{stage.trainable} and a critic, in few steps",
-        trainable_parameters=taking_gradients,
-        weight_bytes=(frozen_bytes * frozen + 4 * (trained + of_critic)) // shares + gathered - saved,
-        training_bytes=(4 * taking_gradients + state + 4 * (averaged + originals)) // shares,
+        trainable=stage.trainable,
+        trainable_parameters=trained,
+        weight_bytes=(frozen_bytes * frozen + 4 * trained) // shares + gathered - saved,
+        training_bytes=(4 * trained + state + 4 * (averaged + originals)) // shares,
         activation_bytes=memory.peak,
-        flops=int(flops * config.gradient_accumulation),
+        flops=counter.get_total_flops() * config.gradient_accumulation,
     )
 
 
@@ -216,31 +207,11 @@ def _bytes_of_quantization(transformer: nn.Module, frozen_bytes: int) -> int:
 def _batch(sample: Sample, process: Any, config: TrainingConfig, dtype: torch.dtype) -> NoisedBatch:
     """Make a batch of such samples without values; floating-point inputs have the type of the weights."""
     types = {name: dtype if x.is_floating_point() else x.dtype for name, x in sample.items()}
-    types["latents"], size = dtype, config.batch_size  # of prompts alone they are zeros of one byte
+    size = config.batch_size
     tensors = {name: torch.empty((size, *x.shape), dtype=types[name], device="meta") for name, x in sample.items()}
     latents = tensors.pop("latents")
     batch: NoisedBatch = process.make_batch(latents, latents, torch.empty(size, device="meta"), tensors)
     return replace(batch, hidden_states=batch.hidden_states.to(dtype))
-
-
-def _parts_of_update(roles: Roles, stage: StageConfig, batch: NoisedBatch) -> list[tuple[float, Callable[[], object]]]:
-    """List what runs for one batch of an update, and how often on average; the first needs the most memory."""
-
-    def run(losses: Callable[[], Losses]) -> None:
-        for loss, _ in losses():
-            loss.backward()
-
-    if stage.few_steps is None:
-        return [(1.0, partial(run, partial(stage_losses, roles, stage, roles.student, batch)))]
-    matching = DistributionMatching(roles, stage.few_steps, seed=0)
-    noise, times = batch.latents[:, : roles.process.channels], batch.time.new_empty(2, len(batch.time))
-    first = [noise, noise, noise]  # the student's first step, before which no other runs, and both noises
-    share, steps_before = 1 / stage.few_steps.critic_updates, (len(stage.few_steps.times) - 1) / 2
-    return [
-        (share, partial(run, partial(matching.losses_at, batch, first, times.to(noise.dtype), True))),
-        (1 - share, partial(run, partial(matching.losses_at, batch, first, times.to(noise.dtype), False))),
-        (steps_before, partial(matching.samples, batch, [noise])),
-    ]
 
 
 def _gathered_bytes(transformer: Any, frozen_bytes: int) -> int:

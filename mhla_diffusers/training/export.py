@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ..patching import Weights, find_patched, save_mhla
-from ..patching.few_step_scheduler import FewStepScheduler
 from ..settings import check
 from .config import TrainingConfig
 from .roles import STUDENT, lora_of, prepare_for_training
@@ -58,14 +57,12 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
     """Write the trained weights for use, into a folder that is complete or absent.
 
     A patched transformer is saved for :func:`mhla_diffusers.load_mhla`: MHLA's own weights and, where a stage
-    trained them, the model's, or its LoRA, and how it samples after few steps. An unpatched transformer is saved
-    whole, for ``from_pretrained``, after few steps with the configuration of its scheduler.
+    trained them, the model's, or its LoRA. An unpatched transformer is saved whole, for ``from_pretrained``.
 
     Raises:
         ValueError: a patch in diffusers' own form.
         CheckpointError: it cannot be written.
     """
-    few_steps = None if config.few_steps is None else config.few_steps.sampling
     weights: Weights = "changed" if config.model is not None else "all"
     if all(stage.trainable in ("mhla", "lora") for stage in config.stages):
         weights = "mhla"
@@ -73,8 +70,6 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
     def write(aside: Path) -> None:
         if config.patch is None:
             transformer.save_pretrained(aside)
-            if few_steps is not None:
-                FewStepScheduler(list(few_steps.times), few_steps.guidance).save_pretrained(aside)
             return
         (patched,) = find_patched(transformer).values()
         if not patched.is_installed:
@@ -83,11 +78,10 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
                 "LoRA; patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
             )
         has_lora = any(lora_of(name) == STUDENT for name, _ in transformer.named_parameters())
-        before = patched.few_steps, patched.lora
-        patched.few_steps, patched.lora = few_steps, STUDENT if has_lora else None
+        before, patched.lora = patched.lora, STUDENT if has_lora else None
         try:
             save_mhla(transformer, aside, weights=weights, base_model=config.model)
         finally:  # training may go on
-            patched.few_steps, patched.lora = before
+            patched.lora = before
 
     write_whole(folder, write)

@@ -178,11 +178,6 @@ class NamedRun:
                 buckets = Counter(sample.bucket for sample in cache.samples)
                 frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))
                 self.clip = Clip(frames, cache.settings.get("fps", usual.fps), ((height, width),))
-            check(
-                cache.settings.get("steps") != 0 or all(stage.few_steps for stage in config.stages),
-                f"{self.data} holds prompts without latents (mhla synthesize --steps 0), which only few_steps is "
-                "trained on; make latents for the other stages, with --steps 50.",
-            )
 
     def transformer(self, with_weights: bool) -> Any:
         """Make the transformer, patched, on the CPU, or without weights on the meta device."""
@@ -244,13 +239,11 @@ class NamedRun:
 
     def sampler(self) -> PromptSampler:
         """Make what generates at every validation."""
-        validation, few_steps = self.config.validation, self.config.few_steps
+        validation = self.config.validation
         device, component = str(_process_state().device), self.config.component
         # the one in training takes the place of its transformer
         pipe = load_pipeline(self.model, self.family.name, device, self._dtype, [component])
-        sampling = None if few_steps is None else few_steps.sampling
-        steps = validation.inference_steps
-        return PromptSampler(pipe, validation.prompts, self.clip, steps, component, sampling)
+        return PromptSampler(pipe, validation.prompts, self.clip, validation.inference_steps, component)
 
 
 def _begin_with(folder: Path, model: Any) -> Any:
@@ -259,7 +252,6 @@ def _begin_with(folder: Path, model: Any) -> Any:
     What it was trained to stays in its own type, float32, also in a model in bfloat16, to which ``load_mhla`` rounds.
     """
     (patched,) = find_patched(load_mhla(model, folder)).values()
-    patched.few_steps = None  # the run decides how its result samples
     record = read_record(folder)
     (component,) = record.transformers
     saved = load_file(folder / record.file) | (load_file(folder / record.lora.file) if record.lora else {})

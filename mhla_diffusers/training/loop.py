@@ -121,7 +121,7 @@ def train_checked(
                 saved = {}
                 if run.step == 0:
                     run.validate(stage)
-                batches = run.batches.from_step(run.step, drops_prompts=settings.few_steps is None)
+                batches = run.batches.from_step(run.step)
                 while run.step < end:
                     must_stop = run.update(stage, batches, bool(signals) or time.monotonic() >= ends_at, bar)
                     if run.step % config.validation.every == 0 or run.step == config.total_steps:
@@ -282,13 +282,12 @@ class Run:
             stop: whether this process wants to stop; the return value says whether any does.
             bar: shows the progress.
         """
-        accelerator, config, group, groups = self.accelerator, self.config, self.batches.rank, self.batches.processes
+        accelerator, config, groups = self.accelerator, self.config, self.batches.processes
         started, tokens, rate = time.perf_counter(), 0, float(stage.schedule.get_last_lr()[0])
-        trains_student = stage.trains_student(self.step)
 
         # forward, loss, backward
         totals: dict[str, torch.Tensor] = {}
-        for forward in range(config.gradient_accumulation):
+        for _ in range(config.gradient_accumulation):
             batch = next(batches)
             tokens += len(batch.latents) * math.prod(
                 trained_family(self.transformer).forward.token_grid(self.transformer, batch.hidden_states)
@@ -296,34 +295,28 @@ class Run:
             with accelerator.accumulate(stage.model):
                 if self.is_sharded:
                     stage.model.set_requires_gradient_sync(accelerator.sync_gradients)
-                first_sample = (forward * groups + group) * config.batch_size
-                for loss, parts in stage.losses(batch, self.step, first_sample):
+                for loss, parts in stage.losses(batch):
                     accelerator.backward(loss)
                     for name, part in parts.items():
                         totals[name] = totals.get(name, 0.0) + part.detach() / config.gradient_accumulation
         stops = torch.tensor(float(stop), device=accelerator.device)
         *means, stop_votes = accelerator.reduce(torch.stack([*totals.values(), stops]), reduction="mean").tolist()
         values = dict(zip(totals, means, strict=True))
-        if not self.is_sharded and (stage.critic or not stage.settings.needs_prediction):
-            # attention transfer runs single layers, and few steps several models in one, which
-            # DistributedDataParallel does not see
-            for parameter in (*stage.trained.values(), *stage.critic.values()):
+        if not self.is_sharded and not stage.settings.needs_prediction:
+            # attention transfer runs single layers, which DistributedDataParallel does not see
+            for parameter in stage.trained.values():
                 if parameter.grad is not None:
                     parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")
 
         # clip, step
-        most = config.max_gradient_norm
-        norms = [accelerator.clip_grad_norm_(part.values(), most) for part in (stage.trained, stage.critic) if part]
-        gradient_norm, *critic_norm = (float(x.full_tensor() if isinstance(x, DTensor) else x) for x in norms)
-        skipped = not all(math.isfinite(number) for number in (values["loss"], gradient_norm, *critic_norm))
-        stage.step(trains_student, is_finite=not skipped)
+        norm = accelerator.clip_grad_norm_(stage.trained.values(), config.max_gradient_norm)
+        gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        skipped = not (math.isfinite(values["loss"]) and math.isfinite(gradient_norm))
+        stage.step(is_finite=not skipped)
 
         # record
         self.step, self.skipped = self.step + 1, self.skipped + 1 if skipped else 0
-        if critic_norm:
-            values["critic_gradient_norm"] = critic_norm[0]
-        if trains_student:
-            values |= {"gradient_norm": gradient_norm, "learning_rate": rate}
+        values |= {"gradient_norm": gradient_norm, "learning_rate": rate}
         speed = tokens * groups / (time.perf_counter() - started)
         if skipped:
             numbers = (self.step, values["loss"], gradient_norm)
@@ -344,9 +337,9 @@ class Run:
         is_first, unpatched = self.accelerator.is_main_process, self.unpatched_loss
         with stage.averaged_weights(), self.accelerator.autocast():
             if self.config.validation.samples:
-                self.validation_loss = loss = self._held_out_mean(stage.held_out_loss(self.batches))
+                self.validation_loss = loss = self._held_out_mean(validation_loss(stage.model, self.batches))
                 losses = {"validation_loss": loss}
-                if unpatched is not None and stage.matching is None:  # few steps have a validation loss of their own
+                if unpatched is not None:
                     losses["unpatched_validation_loss"] = unpatched
                 if is_first:
                     self.folder.add_metrics({"step": self.step, **losses})

@@ -22,11 +22,11 @@ def stage_losses(roles: Roles, stage: StageConfig, model: torch.nn.Module, batch
 
     Args:
         roles: with a teacher if an objective needs one.
-        stage: with ``objectives``.
+        stage: its objectives.
         model: the student, possibly wrapped for training.
         batch: the input.
     """
-    weights: Any = stage.objectives
+    weights = stage.objectives
     target = None
     if roles.teacher is not None and stage.needs_teacher:
         attentions = patched_attentions(roles.student) if weights.transfer else {}

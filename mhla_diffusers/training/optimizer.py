@@ -93,16 +93,10 @@ def make_optimizer(
 
 
 def make_schedule(optimizer: Optimizer, stage: StageConfig, first_step: int) -> LambdaLR:
-    """Make the stage's schedule: warm-up, then constant or cosine, after the ``first_step`` updates already done.
+    """Make the stage's schedule: warm-up, then constant or cosine, after the ``first_step`` updates already done."""
+    warmup, steps = stage.warmup_steps, stage.steps
 
-    In few steps it begins after the updates in which only the critic is trained, which would otherwise use up a warm-up
-    before the first update of the student.
-    """
-    before = 0 if stage.few_steps is None else stage.few_steps.critic_warmup
-    warmup, steps = stage.warmup_steps, stage.steps - before
-
-    def factor(update: int) -> float:
-        step = max(update - before, 0)
+    def factor(step: int) -> float:
         if step < warmup:
             return step / warmup
         if stage.scheduler == "constant":

@@ -1,11 +1,9 @@
 """The roles of one transformer in training.
 
 The student is what a stage trains. The teacher is the same module with its original weights, without patch and LoRA,
-also where the run begins with a patch that brought weights. The critic of few steps is the teacher with a LoRA of its
-own, or a copy of it.
+also where the run begins with a patch that brought weights.
 """
 
-import copy
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from ..config import LinearConfig
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
 from ..lazy import installing
-from ..patching import find_patched, is_patched, mhla_disabled, mhla_layers, remove_mhla
+from ..patching import find_patched, is_patched, mhla_disabled, mhla_layers
 from ..patching.weights import LORA
-from .config import BaseType, LoraLayers, StageConfig, Trainable, TrainingConfig
+from .config import BaseType, LoraLayers, Trainable, TrainingConfig
 from .distributed import placed_like
 from .latents.data import drop_prompts
 
-STUDENT, CRITIC = LORA, "critic"
-"""Names of the two LoRAs, as PEFT has them in the names of their weights; that of a loaded patch is the student's."""
+STUDENT = LORA
+"""Name of the student's LoRA, as PEFT has it in the names of its weights; that of a loaded patch is the same."""
 Losses = Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Losses of a batch, one graph at a time: the loss () to run backward before the next is asked for, and its parts for
 the metrics, each (), which add up over the batch.
@@ -74,7 +72,7 @@ def trainable_names(transformer: nn.Module, *kinds: Trainable) -> list[str]:
     names = []
     for name, _ in transformer.named_parameters():
         lora = lora_of(name)
-        is_chosen = name.startswith(chosen) if lora is None else "lora" in kinds and lora != CRITIC
+        is_chosen = name.startswith(chosen) if lora is None else "lora" in kinds
         if is_chosen and name not in fixed and not name.startswith(idle):
             names.append(name)
     return names
@@ -132,26 +130,24 @@ def quantize_base(transformer: nn.Module, kind: BaseType, device: torch.device) 
         quantize_(linear, quantization(kind), device=device)
 
 
-def add_lora(
-    transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = "attention", name: str = STUDENT
-) -> None:
-    """Add a LoRA to linear layers, never to MHLA's own, unless it is there; the student's stays the active one."""
+def add_lora(transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = "attention") -> None:
+    """Add the student's LoRA to linear layers, never to MHLA's own, unless it is there; it is the active one."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if any(lora_of(weight) == name for weight, _ in transformer.named_parameters()):
+    if any(lora_of(weight) == STUDENT for weight, _ in transformer.named_parameters()):
         return
     targets = lora_targets(transformer, layers)
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated", UserWarning)  # training never merges
         torch.manual_seed(seed)
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, name)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, STUDENT)
     for layer in transformer.modules():
         if isinstance(layer, BaseTunerLayer):
             layer._active_adapter = [STUDENT]  # PEFT activates the latest one
             for part in (layer.lora_A, layer.lora_B):
-                if name in part:  # PEFT leaves a second one on the CPU where the model is on the meta device
-                    part[name].to(layer.get_base_layer().weight.device)
+                if STUDENT in part:  # PEFT leaves a second one on the CPU where the model is on the meta device
+                    part[STUDENT].to(layer.get_base_layer().weight.device)
 
 
 def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
@@ -164,8 +160,8 @@ def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
 
 
 @contextmanager
-def _original(transformer: nn.Module, lora: str | None) -> Iterator[None]:
-    """Context in which a transformer runs without its patch, and with one LoRA alone, or none.
+def _original(transformer: nn.Module) -> Iterator[None]:
+    """Context in which a transformer runs without its patch and without LoRA.
 
     PEFT's ``set_adapter`` would also take the gradients from the other LoRA's weights.
     """
@@ -174,7 +170,7 @@ def _original(transformer: nn.Module, lora: str | None) -> Iterator[None]:
     layers = [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
     before = [layer._active_adapter for layer in layers]
     for layer in layers:
-        layer._active_adapter = [] if lora is None else [lora]
+        layer._active_adapter = []
     try:
         with mhla_disabled(transformer) if is_patched(transformer) else nullcontext():
             yield
@@ -183,7 +179,7 @@ def _original(transformer: nn.Module, lora: str | None) -> Iterator[None]:
             layer._active_adapter = active
 
 
-# Teacher and critic
+# Teacher
 
 
 class Teacher:
@@ -215,13 +211,7 @@ class Teacher:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Within the context the transformer is the teacher; nothing takes gradients."""
-        with torch.no_grad(), self.original():
-            yield
-
-    @contextmanager
-    def original(self, lora: str | None = None) -> Iterator[None]:
-        """Within the context the transformer is the original model, with one LoRA or none."""
-        with _original(self._transformer, lora):
+        with torch.no_grad(), _original(self._transformer):
             self._swap()
             try:
                 yield
@@ -262,46 +252,6 @@ class Teacher:
                     self._originals[plain], parameter.data = parameter.data, original
 
 
-class Critic:
-    """Learns the distribution of the student's samples, and begins as the teacher.
-
-    With ``trainable: lora`` it is the teacher with a LoRA of its own on every linear layer of the blocks, which costs
-    the memory of that LoRA; with ``trainable: all`` a copy. Make it before anything is trained or loaded.
-
-    Args:
-        transformer: the student with the original weights, perhaps patched, on any device.
-        teacher: made of it.
-        stage: with ``few_steps``.
-        seed: of the LoRA's initial weights, which change no output.
-    """
-
-    def __init__(self, transformer: Any, teacher: Teacher, stage: StageConfig, seed: int) -> None:
-        few_steps: Any = stage.few_steps
-        rank: Any = few_steps.critic_rank or stage.lora_rank
-        self._is_copy = stage.trainable == "all"
-        self._model, self._teacher = copy.deepcopy(transformer) if self._is_copy else transformer, teacher
-        if self._is_copy:
-            if is_patched(self._model):
-                remove_mhla(self._model)
-            self._model.float().train()
-            trained_family(transformer).training.prepare_for_training(self._model)
-        else:
-            add_lora(transformer, rank, seed + 1, "blocks", CRITIC)
-        parameters = self._model.named_parameters()
-        self.parameters = {name: x for name, x in parameters if self._is_copy or lora_of(name) == CRITIC}
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """Context in which the critic can predict; leave it only after the backward pass.
-
-        With gradient checkpointing a backward pass runs the transformer again, as what it is at that moment.
-        """
-        return nullcontext() if self._is_copy else self._teacher.original(CRITIC)
-
-    def predict(self, batch: NoisedBatch) -> torch.Tensor:
-        """Predict within :meth:`at_work`: (B, output channels, ...)."""
-        return predict(self._model, batch)
-
-
 @dataclass(frozen=True)
 class Roles:
     """The transformer in training with what it is compared with, and how they are called."""
@@ -311,7 +261,6 @@ class Roles:
     process: DiffusionProcess
     """How the family was trained."""
     teacher: Teacher | None = None
-    critic: Critic | None = None
     empty: Sample | None = None
     """Conditioning of the empty prompt, which guidance needs."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -338,8 +287,5 @@ class Roles:
             autocast: context of forwards.
         """
         teacher = Teacher(transformer, changing) if any(stage.needs_teacher for stage in config.stages) else None
-        critic = None
-        if teacher is not None and config.few_steps is not None:
-            critic = Critic(transformer, teacher, config.stages[-1], config.seed)
         process = trained_family(transformer).training.process(transformer, config.flow_shift)
-        return cls(transformer, process, teacher, critic, empty, autocast, config.context_parallel.processes)
+        return cls(transformer, process, teacher, empty, autocast, config.context_parallel.processes)

@@ -5,9 +5,8 @@
     output/
       metrics.jsonl                     one line per update and per validation
       changes.jsonl                     one line per resumption with other settings: the step, and name → [before, now]
-      checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, those of the critic
-                                        of few steps, and state.json, which holds the SHA-256 of each of them and
-                                        of itself
+      checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, and
+                                        state.json, which holds the SHA-256 of each of them and of itself
       samples/step-00000500/            what a validation generated
       exports/step-00000500/            what the result would be if the run had ended there
       result/                           what load_mhla (or from_pretrained) loads after the last stage

@@ -12,8 +12,6 @@ from ..families import Clip, predict, trained_family, unwrapped
 from ..generation.pixels import opened_video
 from ..generation.record import write_sample
 from ..patching import call_context
-from ..patching.few_step_scheduler import sample_in
-from ..patching.few_steps import FewSteps
 from .latents.data import NoisedBatches
 from .latents.times import even_quantiles, frames_together
 
@@ -47,31 +45,18 @@ class PromptSampler:
         clip: frames, frames per second and size.
         steps: of the sampler.
         component: which transformer of the pipeline is trained.
-        few_steps: how a model samples that is distilled to a few steps, in place of ``steps``.
 
     Raises:
         ValueError: a prompt that the model does not take.
     """
 
     def __init__(
-        self,
-        pipe: Any,
-        prompts: Sequence[str],
-        clip: Clip,
-        steps: int,
-        component: str = "transformer",
-        few_steps: FewSteps | None = None,
+        self, pipe: Any, prompts: Sequence[str], clip: Clip, steps: int, component: str = "transformer"
     ) -> None:
         self._pipe, self._prompts, self._component = pipe, prompts, component
         self._family = trained_family(getattr(pipe, component))
         self._frames_per_second = round(clip.fps)
         self._settings = {**self._family.training.clip_arguments(pipe, clip), "num_inference_steps": steps}
-        if few_steps is not None:
-            sample_in(pipe, few_steps)
-            self._settings |= {
-                "num_inference_steps": len(few_steps.times),
-                **self._family.training.guidance_arguments(1.0),
-            }
         pipe.set_progress_bar_config(disable=True)
         for prompt in prompts:
             self._family.training.check_prompt(pipe, prompt)  # before the training, not at its first samples

@@ -1,73 +1,51 @@
-"""Four steps on the tiny Wan pipeline, beside its usual twenty.
+"""Distil the tiny Wan from twenty guided denoising steps to four unguided ones, with and without a sparse patch.
 
 python studies/few_steps/few_steps.py --output outputs/few-steps
-Every student is distilled from the same pipeline on the same prompts, once per seed, and all generate the same clips
-from the same noise. One row is written as it is finished, and a command that was interrupted goes on where it was. The
-digits that a small classifier recognises are counted, and their Fréchet distance to real ones is taken. Training is
-timed in CPU time of one thread. --time, on an idle machine, then measures the clips of all of them in turns.
+
+A student first learns its teacher's guidance, so that it samples without. Then it learns to sample in four steps by
+distribution matching (DMD2, https://arxiv.org/abs/2405.14867, in the form for flow matching). Its samples are noised to
+a random time, where two models denoise them: the guided teacher, and a critic, which learns the distribution of the
+student's own samples. The difference of the two is the student's gradient. All of it is a loop upon apply_mhla and
+models of diffusers. A small classifier counts the digits that it recognises in the clips; their Fréchet distance is to
+real ones. Everything runs on one thread, and times are CPU time.
 """
 
 import argparse
+import copy
 import csv
-import json
-import shutil
+import math
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
 
-from mhla_diffusers.config import SparseConfig, patch_folder
-from mhla_diffusers.demo.adaptation import ADAPTED_RECORD, digit_latents, train_or_go_on
-from mhla_diffusers.demo.judging import Yardstick, generate_scenes
-from mhla_diffusers.devices import threads
-from mhla_diffusers.evaluation.metrics import frechet_distance
-from mhla_diffusers.files import write_json, write_text
-from mhla_diffusers.generation import load_result
-from mhla_diffusers.patching import apply_mhla, load_mhla, save_mhla
-from mhla_diffusers.patching.few_step_scheduler import few_steps_of
-from mhla_diffusers.reporting import text_table
+from mhla_diffusers import SparseConfig, apply_mhla
+from mhla_diffusers.demo.adaptation import digit_latents
+from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.tiny import TINY, load_tiny
-from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
-from mhla_diffusers.training.config import FewStepsConfig
 
 TINY_WAN = TINY["wan"]
-SPARSE = SparseConfig(density=0.05, block_size=TINY_WAN.block_size, refresh=None)
+PATCHES = {"softmax": None, "sparse": SparseConfig(density=0.05, block_size=TINY_WAN.block_size, refresh=None)}
+"""Student → its patch; None for the model's own attention."""
 TIMES = (1.0, 0.9, 0.75, 0.5)
 """σ of four even steps, shifted by 3 as the pipeline's scheduler shifts them."""
-GUIDANCE: float = TINY_WAN.call_settings["guidance_scale"]
-MATCHED_GUIDANCE = 2.0
-"""Guidance of the teacher in distribution matching: less than it samples with, see ``few-steps-tried.csv``."""
-CLIPS, PROMPTS, BOOTSTRAPS = 100, 512, 200
-TIMED_CLIPS, ROUNDS = 10, 5
-"""Generated together; how often."""
-GUIDED, WARMUP, UPDATES = 250, 40, 60
-"""Updates of distillation of the teacher's guidance, after which the student samples without; of the critic alone; of
-student and critic.
+SHIFT = 3.0
+GUIDANCE, MATCHED_GUIDANCE = 3.0, 2.0
+"""Scale that the teacher samples with and the student learns first; scale in distribution matching, where a teacher
+guided as for sampling loses variety.
 """
-
-
-@dataclass(frozen=True)
-class Student:
-    """One way to distil."""
-
-    name: str
-    patch: SparseConfig | None
-    trainable: str = "all"
-    factor: float = 1.0
-    """On all learning rates; LoRA takes higher ones."""
-    guided: int = GUIDED
-    updates: int = UPDATES
-
-
-STUDENTS = {
-    "sparse": Student("sparse at 5 %, copies", SPARSE),
-    "softmax": Student("softmax, copies", None),
-    "sparse-lora": Student("sparse at 5 %, two LoRAs", SPARSE, "lora", 2.0, guided=350, updates=100),
-}
+PROMPTS, BATCH = 512, 4
+GUIDANCE_RATE, STUDENT_RATE, CRITIC_RATE = 5e-4, 6e-5, 3e-4
+LEAST, MOST = 0.02, 0.98
+"""σ that samples are noised to; near 0 and 1 the difference between teacher and critic is uninformative."""
 
 
 @dataclass(frozen=True)
@@ -76,204 +54,217 @@ class Row:
 
     name: str
     seed: int | None
+    """Of the distillation; None for the teacher, which is not distilled."""
     steps: int
     guidance: float
     digits: float
-    """Part that is recognised."""
+    """Fraction that is recognised."""
     distance: float
-    distance_spread: float
-    """Standard deviation over clips that are drawn again."""
-    seconds_per_clip: float | None = None
-    """Wall clock, on one thread; None before it is measured."""
-    minutes: float | None = None
-    """CPU minutes of training."""
+    """Fréchet distance to real digits, in the classifier's features."""
+    seconds_per_clip: float
+    """CPU time."""
+    minutes: float | None
+    """CPU time of the distillation."""
 
 
-def train_student(student: Student, seed: int, run: Path) -> float | None:
-    """Distil, or go on with it. Returns minutes of CPU time; None where an earlier call did a part."""
-    is_new = not (run / "checkpoints").is_dir()
-    pipe = load_tiny("wan")
-    data = digit_latents(pipe, TINY_WAN, PROMPTS, 1, seed)
-    if student.patch is not None:
-        apply_mhla(pipe, student.patch)
-    lora: dict[str, Any] = {"lora_rank": 32, "lora_layers": "blocks"} if student.trainable == "lora" else {}
-    few_steps = FewStepsConfig(
-        TIMES,
-        guidance=MATCHED_GUIDANCE,
-        critic_updates=1,
-        critic_warmup=WARMUP,
-        critic_learning_rate=3e-4 * student.factor,
-    )
-    shared: dict[str, Any] = {"trainable": student.trainable, **lora}
-    distil = StageConfig(
-        student.guided,
-        5e-4 * student.factor,
-        objectives=ObjectiveWeights(distillation=1.0),
-        guidance=GUIDANCE,
-        scheduler="cosine",
-        **shared,
-    )
-    few = StageConfig(WARMUP + student.updates, 6e-5 * student.factor, few_steps=few_steps, **shared)
-    config = TrainingConfig(
-        str(run), (distil, few), patch=student.patch, seed=seed, batch_size=4, ema_decay=0.9, checkpoint_every=20
-    )
-    started = time.process_time()
-    train_or_go_on(pipe.transformer, data, config)
-    return (time.process_time() - started) / 60 if is_new else None
+class FourSteps(FlowMatchEulerDiscreteScheduler):
+    """Flow matching at TIMES, with fresh noise after every step but the last."""
+
+    def set_timesteps(self, num_inference_steps: int | None = None, device: Any = None, **_: Any) -> None:
+        """Set TIMES, whatever number of steps the pipeline asks for."""
+        super().set_timesteps(sigmas=list(TIMES), device=device)
 
 
-def judge(name: str, pipe: Any, yardstick: Yardstick, seed: int | None = None, **settings: Any) -> Row:
+# ---- one model, at one time ------------------------------------------------------------------------------------------
+
+
+def along(values: Tensor, like: Tensor) -> Tensor:
+    """Return values of samples (B,) as (B, 1, ...)."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def noised(latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+    """Return (1 − σ) latents + σ noise; ``sigma`` is (B,)."""
+    return torch.lerp(latents, noise, along(sigma, latents))
+
+
+def velocity(model: nn.Module, latents: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+    """Return what the model predicts: noise − latents, like ``latents`` (B, C, F, H, W)."""
+    output: Tensor = model(latents, timestep=1000 * sigma, encoder_hidden_states=text, return_dict=False)[0]
+    return output
+
+
+def guided(model: nn.Module, latents: Tensor, sigma: Tensor, text: Tensor, empty: Tensor, scale: float) -> Tensor:
+    """Return the velocity with classifier-free guidance."""
+    return torch.lerp(velocity(model, latents, sigma, empty), velocity(model, latents, sigma, text), scale)
+
+
+def denoised(latents: Tensor, sigma: Tensor, predicted: Tensor) -> Tensor:
+    """Return the clean latents by a velocity: x_σ − σ v."""
+    return latents - along(sigma, latents) * predicted
+
+
+def shifted(sigma: Tensor) -> Tensor:
+    """Return σ after the shift that the model was trained with."""
+    return SHIFT * sigma / (1 + (SHIFT - 1) * sigma)
+
+
+# ---- distillation ----------------------------------------------------------------------------------------------------
+
+
+def batches(data: Any, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield latents, text and the empty prompt's text of random samples, without end."""
+    name = "encoder_hidden_states"
+    while True:
+        samples = [data[int(place)] for place in torch.randint(len(data), (BATCH,), generator=generator)]
+        latents, text = (torch.stack([sample[key] for sample in samples]) for key in ("latents", name))
+        yield latents, text, data.empty[name].expand_as(text)
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Do one update, with the gradient's norm clipped to 1."""
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_([x for group in optimizer.param_groups for x in group["params"]], 1.0)
+    optimizer.step()
+
+
+def distil_guidance(student: nn.Module, teacher: nn.Module, data: Any, updates: int, seed: int) -> None:
+    """Train the student to predict without guidance what the teacher predicts with it."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(student.parameters(), GUIDANCE_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 + 0.5 * math.cos(math.pi * n / updates))
+    for _, (latents, text, empty) in zip(range(updates), batches(data, generator), strict=False):
+        sigma = shifted(torch.randn(BATCH, generator=generator).sigmoid())
+        given = noised(latents, torch.randn(latents.shape, generator=generator), sigma)
+        with torch.no_grad():
+            target = guided(teacher, given, sigma, text, empty, GUIDANCE)
+        update(optimizer, nn.functional.mse_loss(velocity(student, given, sigma, text), target))
+        schedule.step()
+
+
+def match_distribution(student: nn.Module, teacher: nn.Module, data: Any, warmup: int, updates: int, seed: int) -> None:
+    """Train the student to sample in four steps what the guided teacher samples; it ends with averaged weights.
+
+    Teacher and critic are equal at the beginning, where their difference is zero; so first the critic learns alone.
+    """
+    generator, critic = torch.Generator().manual_seed(seed + 1), copy.deepcopy(teacher).requires_grad_(True)
+    of_student = torch.optim.AdamW(student.parameters(), STUDENT_RATE, weight_decay=0.0)
+    of_critic = torch.optim.AdamW(critic.parameters(), CRITIC_RATE, weight_decay=0.0)
+    average = EMAModel(student.parameters(), decay=0.9)
+    for number, (latents, text, empty) in zip(range(warmup + updates), batches(data, generator), strict=False):
+        trains_student = number >= warmup
+        last = int(torch.randint(len(TIMES), (), generator=generator))
+        noise = torch.randn((last + 3, *latents.shape), generator=generator)
+        at_student, at_critic = shifted(torch.rand((2, BATCH), generator=generator)).clamp(LEAST, MOST)
+
+        # the student samples up to one of its steps; the gradient goes through that one
+        samples = noise[0]
+        for step in range(last + 1):
+            sigma = torch.full((BATCH,), TIMES[step])
+            given = noised(samples, noise[step], sigma)
+            with torch.set_grad_enabled(trains_student and step == last):
+                samples = denoised(given, sigma, velocity(student, given, sigma, text))
+
+        if trains_student:
+            with torch.no_grad():
+                given = noised(samples, noise[-2], at_student)
+                real = guided(teacher, given, at_student, text, empty, MATCHED_GUIDANCE)
+                real = denoised(given, at_student, real)
+                fake = denoised(given, at_student, velocity(critic, given, at_student, text))
+                size = (samples - real).abs().flatten(1).mean(dim=1).clamp_min(1e-8)
+                target = samples - (fake - real) / along(size, samples)
+            update(of_student, 0.5 * nn.functional.mse_loss(samples, target))
+            average.step(student.parameters())
+
+        samples = samples.detach()
+        given = noised(samples, noise[-1], at_critic)
+        update(of_critic, nn.functional.mse_loss(velocity(critic, given, at_critic, text), noise[-1] - samples))
+    average.copy_to(student.parameters())
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+def judge(
+    name: str,
+    pipe: Any,
+    yardstick: Yardstick,
+    steps: int,
+    guidance: float,
+    seed: int | None = None,
+    minutes: float | None = None,
+) -> Row:
     """Generate all clips and judge them."""
-    if few_steps_of(pipe) is not None:
-        settings = {"num_inference_steps": len(TIMES), "guidance_scale": 1.0}
-    call = {**TINY_WAN.call_settings, **settings}
-    pictures = yardstick.generate(pipe, **settings)
-    features, real = yardstick.features(pictures), torch.cat(yardstick.features(yardstick.real))
-    generator, distances = torch.Generator().manual_seed(0), []
-    for _ in range(BOOTSTRAPS):
-        drawn = torch.randint(len(features), (len(features),), generator=generator).tolist()
-        distances.append(frechet_distance(real, torch.cat([features[place] for place in drawn])))
-    return Row(
-        name,
-        seed,
-        call["num_inference_steps"],
-        call["guidance_scale"],
-        fmean(float(one.double().mean()) for one in yardstick.recognised(pictures)),
-        yardstick.distance(pictures),
-        stdev(distances),
-    )
+    torch.manual_seed(0)  # of the noise between the student's steps
+    started = time.process_time()
+    clips = yardstick.generate(pipe, num_inference_steps=steps, guidance_scale=guidance)
+    seconds = (time.process_time() - started) / len(clips)
+    digits, distance = yardstick.accuracy(clips), yardstick.distance(clips)
+    return Row(name, seed, steps, guidance, digits, distance, seconds, minutes)
 
 
-def trained_pipeline(run: Path) -> Any:
-    """The tiny pipeline with a finished student."""
-    pipe = load_tiny("wan")
-    load_result(pipe, run / "result")
-    pipe.transformer.eval()
-    return pipe
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows in Markdown, those of several seeds as mean ± standard deviation."""
+    header = "pipeline", "steps", "guidance", "seeds", "digits recognised, % ↑", "Fréchet distance ↓"
+    lines: list[Sequence[str]] = [(*header, "CPU s per clip", "CPU minutes to distil"), ["---"] * 8]
 
+    def spread(values: Sequence[float], digits: int) -> str:
+        mean = f"{fmean(values):.{digits}f}"
+        return mean if len(values) == 1 else f"{mean} ± {stdev(values):.{digits}f}"
 
-def measure_times(output: Path, yardstick: Yardstick) -> None:
-    """Generate some clips with all pipelines in turns, and add the median of the wall clock to their rows."""
-    rows = read_rows(output)
-    pipes = {key: load_tiny("wan") if row.seed is None else trained_pipeline(output / key) for key, row in rows.items()}
-    seconds: dict[str, list[float]] = {key: [] for key in rows}
-    for _ in range(ROUNDS + 1):  # the first is a warm-up
-        for key, row in rows.items():
-            settings = {"num_inference_steps": row.steps, "guidance_scale": row.guidance}
-            started = time.perf_counter()
-            generate_scenes(pipes[key], TINY_WAN, yardstick.scenes[:TIMED_CLIPS], yardstick.seed, **settings)
-            seconds[key].append((time.perf_counter() - started) / TIMED_CLIPS)
-    for key, row in rows.items():
-        write_json(asdict(replace(row, seconds_per_clip=median(seconds[key][1:]))), output / "rows" / f"{key}.json")
-
-
-def read_rows(output: Path) -> dict[str, Row]:
-    """Those that are finished, by the folder of the run; teachers and then students in the order of ``STUDENTS``."""
-    rows = {file.stem: Row(**json.loads(file.read_text())) for file in sorted((output / "rows").glob("*.json"))}
-    names = [student.name for student in STUDENTS.values()]
-
-    def place(row: Row) -> tuple[int, int, int]:
-        return (names.index(row.name) if row.name in names else -1, -row.steps, row.seed or 0)
-
-    return dict(sorted(rows.items(), key=lambda item: place(item[1])))
-
-
-def write_tables(rows: list[Row], output: Path) -> None:
-    """``few-steps.csv``, a line per row, and ``few-steps.md``, the mean over seeds."""
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / "few-steps.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])))
-        writer.writeheader()
-        writer.writerows(
-            {name: round(x, 4) if isinstance(x, float) else x for name, x in asdict(row).items()} for row in rows
-        )
-    lines = []
     for name in dict.fromkeys(row.name for row in rows):
         own = [row for row in rows if row.name == name]
         minutes = [row.minutes for row in own if row.minutes is not None]
-        seconds = [row.seconds_per_clip for row in own if row.seconds_per_clip is not None]
-        lines.append(
-            [
-                name,
-                str(own[0].steps),
-                f"{own[0].guidance:g}",
-                str(len(own)) if own[0].seed is not None else "–",
-                _spread([100 * row.digits for row in own], 1),
-                _spread([row.distance for row in own], 1),
-                f"{fmean(seconds):.2f}" if seconds else "–",
-                f"{fmean(minutes):.1f}" if minutes else "–",
-            ]
-        )
-    header = ["pipeline", "steps", "guidance", "seeds", "digits recognised, % ↑", "Fréchet distance ↓"]
-    header += ["s per clip", "minutes to distil"]
-    table = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *lines)]
-    write_text("\n".join(table) + "\n", output / "few-steps.md")
-    sys.stdout.write(f"{text_table(header, lines)}\n")
+        cells = name, str(own[0].steps), f"{own[0].guidance:g}", str(len(minutes)) if minutes else "–"
+        quality = spread([100 * row.digits for row in own], 1), spread([row.distance for row in own], 1)
+        cost = f"{fmean(row.seconds_per_clip for row in own):.2f}", f"{fmean(minutes):.1f}" if minutes else "–"
+        lines.append((*cells, *quality, *cost))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def install(student: str, seed: int, output: Path) -> None:
-    """Make a finished student the one that the package ships, in half precision, with the record of how it was made."""
-    trained, base, saved = trained_pipeline(output / f"{student}-{seed}"), load_tiny("wan"), load_tiny("wan")
-    folder = patch_folder() / f"tiny-wan-{len(TIMES)}-steps"
-    shutil.rmtree(folder, ignore_errors=True)
-    save_mhla(trained, folder, weights="changed", base=base, base_model="tiny-wan", dtype=torch.float16)
-    load_mhla(saved, folder)
-    row = judge(STUDENTS[student].name, saved, Yardstick(TINY_WAN, TINY_WAN.random_scenes(CLIPS, 0), 0), seed)
-    record = {
-        "command": f"python studies/few_steps/few_steps.py --only {student} --seeds {seed} --install",
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "updates of guided distillation": STUDENTS[student].guided,
-        "updates of the critic alone": WARMUP,
-        "updates of student and critic": STUDENTS[student].updates,
-        "digits recognised, in half precision, as it ships": row.digits,
-        "Fréchet distance, in half precision, as it ships": row.distance,
-    }
-    write_json(record, folder / ADAPTED_RECORD)
-
-
-def _spread(values: list[float], digits: int) -> str:
-    mean = f"{fmean(values):.{digits}f}"
-    return f"{mean} ± {stdev(values):.{digits}f}" if len(values) > 1 else mean
-
-
-def main() -> None:
-    """Command line of this script."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Command line of this script: distil, judge and write few-steps.csv and few-steps.md, row after row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/few-steps"))
+    parser.add_argument("--students", nargs="+", choices=list(PATCHES), default=list(PATCHES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--only", nargs="+", choices=["teacher", *STUDENTS], default=["teacher", *STUDENTS])
-    parser.add_argument("--time", action="store_true", help="measure the clips of all finished rows in turns")
-    parser.add_argument("--install", action="store_true", help="make the first of them that which the package ships")
-    arguments = parser.parse_args()
-    output: Path = arguments.output
-    with threads(1):
-        yardstick = Yardstick(TINY_WAN, TINY_WAN.random_scenes(CLIPS, 0), 0)
+    parser.add_argument("--clips", type=int, default=100, help="that every pipeline generates")
+    parser.add_argument("--steps", type=int, default=20, help="of the teacher")
+    parser.add_argument("--guided", type=int, default=250, help="updates of the distillation of guidance")
+    parser.add_argument("--warmup", type=int, default=40, help="updates of the critic alone")
+    parser.add_argument("--updates", type=int, default=60, help="updates of student and critic")
+    asked = parser.parse_args(words)
+    asked.output.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    yardstick = Yardstick(TINY_WAN, TINY_WAN.random_scenes(asked.clips, 0), 0)
+    rows: list[Row] = []
 
-        def record(key: str, row: Row) -> None:
-            write_json(asdict(row), output / "rows" / f"{key}.json")
+    def add(row: Row) -> None:
+        rows.append(row)
+        with (asked.output / "few-steps.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer.writeheader()
+            rounded = ({k: round(x, 4) if isinstance(x, float) else x for k, x in asdict(one).items()} for one in rows)
+            writer.writerows(rounded)
+        (asked.output / "few-steps.md").write_text(table(rows), encoding="utf-8")
 
-        if "teacher" in arguments.only:
-            for name, steps in {
-                "teacher": TINY_WAN.call_settings["num_inference_steps"],
-                "teacher, few steps": len(TIMES),
-            }.items():
-                key = f"teacher-{steps:02d}"
-                if not (output / "rows" / f"{key}.json").is_file():
-                    record(key, judge(name, load_tiny("wan"), yardstick, num_inference_steps=steps))
-        for seed in arguments.seeds:
-            for short, student in STUDENTS.items():
-                run = output / f"{short}-{seed}"
-                if short not in arguments.only or (output / "rows" / f"{run.name}.json").is_file():
-                    continue
-                minutes = None if (run / "result").is_dir() else train_student(student, seed, run)
-                row = judge(student.name, trained_pipeline(run), yardstick, seed)
-                record(run.name, replace(row, minutes=minutes))
-        if arguments.time:
-            measure_times(output, yardstick)
-        if arguments.install:
-            install(next(short for short in arguments.only if short in STUDENTS), arguments.seeds[0], output)
-    write_tables(list(read_rows(output).values()), output)
+    teacher = load_tiny("wan").transformer.requires_grad_(False)
+    add(judge("teacher", load_tiny("wan"), yardstick, asked.steps, GUIDANCE))
+    add(judge("teacher in four steps", load_tiny("wan"), yardstick, len(TIMES), GUIDANCE))
+    for name in asked.students:
+        for seed in asked.seeds:
+            pipe = load_tiny("wan")
+            data = digit_latents(pipe, TINY_WAN, PROMPTS, 1, seed)
+            if (patch := PATCHES[name]) is not None:
+                apply_mhla(pipe, patch)
+            started = time.process_time()
+            distil_guidance(pipe.transformer, teacher, data, asked.guided, seed)
+            match_distribution(pipe.transformer, teacher, data, asked.warmup, asked.updates, seed)
+            minutes = (time.process_time() - started) / 60
+            pipe.scheduler = FourSteps(shift=1.0, stochastic_sampling=True)
+            add(judge(f"{name}, distilled", pipe, yardstick, len(TIMES), 1.0, seed, minutes))
+    sys.stdout.write(table(rows))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import mhla_diffusers as mhla
 from mhla_diffusers import is_patched
 from mhla_diffusers.benchmark.forward import LINEAR_KINDS
 from mhla_diffusers.benchmark.operator import SPARSE
@@ -17,9 +16,6 @@ from mhla_diffusers.benchmark.pipeline import (
     patcher,
     similarities,
 )
-from mhla_diffusers.patching import require_patched
-from mhla_diffusers.patching.few_step_scheduler import sample_in
-from mhla_diffusers.patching.few_steps import FewSteps
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
 from ..refusals import refused
@@ -57,23 +53,13 @@ def test_a_call_and_its_parts(tmp_path, family, model, more):
 
 
 def test_a_patch_is_put_on_and_leaves_no_trace():
-    """Also one that samples in few steps with a scheduler of its own."""
     pipe, choice = load_tiny("wan"), choose_pipeline("tiny-wan")
-    scheduler, weights = pipe.scheduler, [weight.clone() for weight in pipe.transformer.parameters()]
-    for name in ("MHLA", "default", "tiny-wan-sparse", "tiny-wan-4-steps", "wan2.1-t2v-1.3b"):
+    weights = [weight.clone() for weight in pipe.transformer.parameters()]
+    for name in ("MHLA", "default", "tiny-wan-sparse", "wan2.1-t2v-1.3b"):
         with patched(pipe, patcher(name, choice.of_family), {}):
             assert is_patched(pipe)
-        assert not is_patched(pipe) and pipe.scheduler is scheduler
+        assert not is_patched(pipe)
         assert all(map(torch.equal, pipe.transformer.parameters(), weights))
-
-
-def test_a_patch_of_few_steps_takes_its_own_number(tmp_path):
-    pipe = mhla.apply_mhla(load_tiny("wan"), blocks=(3, 4, 4))
-    few_steps, patch = FewSteps((1.0, 0.5)), require_patched(pipe)["transformer"]
-    patch.few_steps, patch.replaced_scheduler = few_steps, sample_in(pipe, few_steps)
-    folder = mhla.save_mhla(pipe, tmp_path / "patch")
-    options = ("--model", "tiny-wan", "--steps", 3, "--repetitions", 1, "--patch", folder)
-    assert set(medians(measure(tmp_path, "pipeline", *options), WHOLE)) == {UNPATCHED, str(folder)}
 
 
 def test_the_default_and_another_density(tmp_path):

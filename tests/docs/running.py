@@ -71,7 +71,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--set (height=480|width=832|num_frames=81|num_inference_steps=2)", ""),
     (rf"^mhla generate wan .*--model {TINY_WAN}.*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
     (
-        r"^mhla (generate|analyze|audit) (wan|sana|dit) (?!.*(?:-4-steps|num_inference_steps)).*",
+        r"^mhla (generate|analyze|audit) (wan|sana|dit) (?!.*num_inference_steps).*",
         r"\g<0> --set num_inference_steps=1",
     ),
     (r"^mhla generate wan (?!.*--(model|weights)).*", r"\g<0> --set num_frames=2"),

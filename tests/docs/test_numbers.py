@@ -120,11 +120,6 @@ def test_flops_of_sparse_attention_and_mhla():
         assert tokens.replace(" ", "") in ("32760", "75600")
 
 
-def test_few_steps():
-    page = (ROOT / "docs/few-steps.md").read_text(encoding="utf-8")
-    assert (ROOT / "studies/few_steps/few-steps.md").read_text(encoding="utf-8") in page
-
-
 def test_configurations_on_pages_are_accepted(tmp_path):
     texts = [snippet.text for page in PAGES for snippet in snippets(page) if snippet.language == "yaml"]
     assert texts

@@ -148,8 +148,7 @@ def test_command_tells_what_runs_and_shows_the_steps_on_a_terminal(tmp_path, mon
     ("family", "choices", "said"),
     [
         ("wan", {}, "20 steps, 64x64x9, guidance 3"),
-        ("wan", {"weights": "tiny-wan-4-steps"}, "4 steps, 64x64x9, guidance 1"),
-        ("wan", {"weights": "me/on-the-hub"}, "64x64x9"),
+        ("wan", {"weights": "me/on-the-hub"}, "20 steps, 64x64x9, guidance 3"),
         ("wan", {"model": str(loading.pipeline_folder("wan"))}, "50 steps, 480x832x81, guidance 5"),
         (
             "wan",

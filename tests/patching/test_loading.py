@@ -123,7 +123,6 @@ DAMAGE = {
     "no blocks": (record_without("transformers", "transformer", "patch", "blocks"), "blocks"),
     "LoRA without a hash": (record(lora={"file": "lora-x.safetensors"}), "lora...sha256"),
     "LoRA gone": (record(lora={"file": "lora-x.safetensors", "sha256": "0"}), "lora"),
-    "few steps that rise": (record(few_steps={"times": [1.0, 2.0]}), "few_steps"),
     "file elsewhere": (record(file="../mhla-x.safetensors"), "'../mhla-x.safetensors'"),
     "file of another kind": (record(file="weights.bin"), "'weights.bin'"),
     "empty record": (text(""), CONFIG_NAME),

@@ -111,30 +111,3 @@ def test_gap_is_that_between_linear_attention_and_the_control(tmp_path, monkeypa
     run_script(script, monkeypatch, "wan", tmp_path / "seed-0", tmp_path / "seed-1", "--output", tmp_path)
     mhla = (tmp_path / "gap.md").read_text().splitlines()[-1]
     assert mhla.startswith("| MHLA | 2.5000 ± 0.7071 |") and "62.5 ± 17.7 %" in mhla
-
-
-@pytest.mark.slow
-def test_students_of_few_steps_are_distilled_once_and_judged(tmp_path, monkeypatch):
-    script = load_script("studies/few_steps/few_steps.py", monkeypatch)
-    small = {"CLIPS": 2, "PROMPTS": 4, "BOOTSTRAPS": 3, "WARMUP": 1, "TIMED_CLIPS": 1, "ROUNDS": 1}
-    for name, value in small.items():
-        monkeypatch.setattr(script, name, value)
-    student = script.Student("sparse at 5 %, copies", script.SPARSE, guided=1, updates=2)
-    monkeypatch.setattr(script, "STUDENTS", {"sparse": student})
-    monkeypatch.setitem(script.TINY_WAN.call_settings, "num_inference_steps", 5)
-    asked = ("--output", tmp_path, "--seeds", 1, "--only", "teacher", "sparse")
-    run_script(script, monkeypatch, *asked)
-    kept = files_in(tmp_path, "rows/*.json")
-    assert [file.stem for file in sorted(kept)] == ["sparse-1", "teacher-04", "teacher-05"]
-    monkeypatch.setattr(script, "train_student", None)
-    run_script(script, monkeypatch, *asked)
-    assert files_in(tmp_path, "rows/*.json") == kept
-    run_script(script, monkeypatch, *asked, "--time")
-    with (tmp_path / "few-steps.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["name"], row["steps"]) for row in rows] == [
-        ("teacher", "5"),
-        ("teacher, few steps", "4"),
-        (student.name, "4"),
-    ]
-    assert all(float(row["seconds_per_clip"]) > 0 for row in rows)

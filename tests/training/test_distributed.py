@@ -24,7 +24,7 @@ from mhla_diffusers.training import (
     train,
 )
 from mhla_diffusers.training.checks import check_fits
-from mhla_diffusers.training.config import ContextParallel, FewStepsConfig, Trainable
+from mhla_diffusers.training.config import ContextParallel
 from mhla_diffusers.training.distributed import uses_fsdp2
 
 from ..parallel.diffusers_on_cpu import diffusers_on_cpu
@@ -174,19 +174,6 @@ def test_sharded_lora_with_gradient_checkpointing_is_that_of_one_process(tmp_pat
     assert all(torch.allclose(two[name], value, atol=1e-4) for name, value in one.items())
     mixing = two["blocks.1.attn1.mhla.mixing"]
     assert 0 < mixing.min() < 1e-3 and 0.999 < mixing.max() < 1  # clipped
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainable", ["lora", "all"])
-def test_few_steps_in_two_processes_are_those_of_one(trainable: Trainable, tmp_path: Path) -> None:
-    """Student and critic, whose gradients DistributedDataParallel does not see."""
-    lora: dict[str, Any] = {"lora_rank": 2, "lora_layers": "blocks"} if trainable == "lora" else {}
-    few = FewStepsConfig((1.0, 0.8), guidance=3.0, critic_updates=2, critic_warmup=2, critic_learning_rate=3e-2)
-    stage = StageConfig(6, 1e-3, trainable, few_steps=few, **lora)
-    settings: dict[str, Any] = {"stages": (stage,), "prompt_dropout": 0.0}
-    finish(start_distributed_training(_config(tmp_path / "two", 1, **settings), processes=2))
-    _train_alone(_config(tmp_path / "one", 2, **settings))
-    _assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     samples = [Sample("0.png", "1")]
     for begin in (
         lambda: train(tiny_wan(), wan_data(), config),
-        lambda: synthesize(wan_pipeline(), "unused", ["a"], config.output, Clips(5, 8.0, ((32, 32),)), steps=0),
+        lambda: synthesize(wan_pipeline(), "unused", ["a"], config.output, Clips(5, 8.0, ((32, 32),)), steps=1),
         lambda: next(generate(SampleSet("dit", samples=samples, output=tmp_path / "run"))),
     ):
         with refused(str(tmp_path / "run"), error=OSError):
@@ -233,7 +233,7 @@ def _encode_until_a_signal(folder: Path, number: signal.Signals | None, from_fil
         if from_files:
             encode_folder(pipe, str(model), folder / "images", output, clip)
         else:
-            synthesize(pipe, str(model), ["a", "b", "c", "d"], output, clip, steps=0)
+            synthesize(pipe, str(model), ["a", "b", "c", "d"], output, clip, steps=1)
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:

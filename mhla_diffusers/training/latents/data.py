@@ -131,12 +131,11 @@ class NoisedBatches:
         self._data, self._together = data, together
         self.training_samples = len(data) - config.validation.samples
 
-    def from_step(self, step: int, drops_prompts: bool = True) -> Iterator[NoisedBatch]:
+    def from_step(self, step: int) -> Iterator[NoisedBatch]:
         """Yield the batches of all forwards from a step on, without end.
 
         Args:
             step: updates before.
-            drops_prompts: whether ``config.prompt_dropout`` counts.
 
         Raises:
             OSError: data that cannot be read.
@@ -171,7 +170,7 @@ class NoisedBatches:
                 raise batch
             this_step, accumulated = divmod(forward, config.gradient_accumulation)
             first = (accumulated * self.processes + self.rank) * size
-            yield self._noise(batch, this_step, first, config.prompt_dropout if drops_prompts else 0.0)
+            yield self._noise(batch, this_step, first, config.prompt_dropout)
 
     def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int, dropout: float) -> NoisedBatch:
         latents = batch.pop("latents").float()

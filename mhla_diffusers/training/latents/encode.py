@@ -130,7 +130,7 @@ def synthesize(
         prompts: one sample each; classes for DiT.
         output: folder of the cache.
         clips: one number of frames, and one size; None for the model's own.
-        steps: of the sampler; 0 encodes the prompts alone, which is all that few_steps needs, with latents of zeros.
+        steps: of the sampler.
         guidance: scale of classifier-free guidance.
         seed: with the sample's number, determines the noise.
 
@@ -144,7 +144,7 @@ def synthesize(
         "The pipeline is patched, but the latents must be the original model's; call remove_mhla() first.",
     )
     check_value("guidance", guidance, float, at_least=0)
-    check_value("steps", steps, int, at_least=0)
+    check_value("steps", steps, int, at_least=1)
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
     check(
         bool(prompts) and not empty,
@@ -170,14 +170,10 @@ def synthesize(
         with writer:
             shown = {"total": len(prompts), "initial": len(prompts) - len(left), "desc": "synthesize"}
             for number, prompt in progress(left, **shown):
-                if steps:
-                    generator = generator_for(seed, "synthesize", number)
-                    latents = family.training.generate_latents(pipe, prompt, clip, steps, guidance, generator)
-                    remedy = "use another precision, fewer or more steps, or another guidance"
-                    _check_finite(latents, model, prompt, remedy)
-                else:
-                    shape = family.forward.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
-                    latents = torch.zeros(shape, dtype=torch.uint8)
+                generator = generator_for(seed, "synthesize", number)
+                latents = family.training.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+                remedy = "use another precision, fewer or more steps, or another guidance"
+                _check_finite(latents, model, prompt, remedy)
                 sample = {"latents": latents, **family.training.encode_prompt(pipe, prompt)}
                 writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample), bucket=(clip.frames, *clip.sizes[0]))
     return writer.index
