@@ -228,7 +228,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/few-steps"))
     parser.add_argument("--students", nargs="+", choices=list(PATCHES), default=list(PATCHES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--clips", type=int, default=100, help="that every pipeline generates")
     parser.add_argument("--steps", type=int, default=20, help="of the teacher")
     parser.add_argument("--guided", type=int, default=250, help="updates of the distillation of guidance")
