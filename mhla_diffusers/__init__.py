@@ -15,7 +15,6 @@ __all__ = [
     "MHLAConfig",
     "MHLAProcessor",
     "SparseConfig",
-    "VideoStream",
     "apply_mhla",
     "audit",
     "change_mhla",
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from .config import CausalConfig, MHLAConfig, SparseConfig
     from .patching import (
         MHLAProcessor,
-        VideoStream,
         apply_mhla,
         change_mhla,
         describe,

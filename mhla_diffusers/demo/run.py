@@ -1,9 +1,8 @@
-"""Run the demo: generate with each attention that ships adapted, measure, time, stream, adapt two live: one page."""
+"""Run the demo: generate with each attention that ships adapted, measure, time, adapt two live: one page."""
 
 import platform
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from html import escape
@@ -18,26 +17,19 @@ from ..analysis import attention_matrices, mean_entropy, mean_rank
 from ..analysis.pictures import draw_mixing_matrices
 from ..attention import initial_mixing
 from ..benchmark import measure
-from ..config import CausalConfig, MHLAConfig
+from ..config import MHLAConfig
 from ..devices import free_threads, threads
 from ..families import arguments_of, predict
 from ..files import check_writable, write_json, write_text
-from ..generation.streaming import decode_latents, stream_latents
-from ..patching import TransformerCall, load_mhla, mhla_layers, require_layers
+from ..patching import TransformerCall, mhla_layers
 from ..reporting import html_media, html_page, html_table, require_matplotlib, show_loading, text_table
 from ..settings import Settings, allow
-from ..tiny import TinyPipeline, load_tiny, tiny_pipeline
-from ..tiny.digits import FRAMES, Scene
+from ..tiny import tiny_pipeline
 from . import speed
 from .adaptation import Adaptation, held_out_curve, load_variant, stages_of, variants
 from .judging import Yardstick
 from .page import draw_losses, draw_samples
 
-LONGER = 4
-"""Length of a streamed clip, in those that were trained on."""
-STREAM_HEADER = ("attention", "frames", "digits right", "first quarter", "second", "third", "fourth")
-_FEW = 3
-"""Scenes that are generated as a longer clip."""
 _LIVE = ("linear", "mhla")
 """Which variants are adapted live, by ``Variant.short``; SANA has the second alone."""
 _TRANSFER = 0.4
@@ -112,8 +104,6 @@ def run_demo(config: DemoConfig) -> list[Row]:
             rows = demo.compare()
             if config.speed_seconds:
                 demo.show_speed()
-            if demo.tiny.is_video:
-                demo.show_longer_clip()
             if config.updates:
                 demo.adapt_live(goal=rows[0].held_out_loss)
             demo.show_mixing()
@@ -200,21 +190,6 @@ class Demo:
         picture = html_media(self.output / "speed.png", "Milliseconds of an attention over N")
         self.sections["Is it fast?"] = speed.html_speed(here, picture)
 
-    def show_longer_clip(self) -> None:
-        """Stream clips longer than those that were trained on: ``stream.gif``."""
-        scenes = self.yardstick.scenes[:_FEW]
-        streams = stream_longer(self.tiny, scenes, self.config.seed, self.config.device)
-        self.results["streamed"] = {name: by_frame(clips, self.yardstick) for name, clips in streams.items()}
-        rows = [stream_cells(name, right) for name, right in self.results["streamed"].items()]
-        typer.echo(f"{text_table(STREAM_HEADER, rows, right=True)}\n")
-        name = rows[-1][0]
-        clips = html_media(draw_samples({name: streams[name]}, scenes, self.output / "stream"), name)
-        remark = (
-            f"A few frames after others, {LONGER} times as many as were trained on, each seeing what is kept of the "
-            "frames before it, which takes the same memory however many there are."
-        )
-        self.sections["A longer clip"] = f"<p>{remark}</p>{html_table(STREAM_HEADER, rows)}{clips}"
-
     def adapt_live(self, goal: float) -> None:
         """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as they go on."""
         live = [variant for variant in self.variants if variant.short in _LIVE]
@@ -266,59 +241,3 @@ class Demo:
         page = html_page(f"MHLA on tiny-{self.tiny.family}", f"<p>{said} ({facts}).</p>{sections}")
         write_text(page, self.output / "index.html")
         typer.echo(f"{self.output / 'index.html'} shows all of it.")
-
-
-# ---- clips longer than those that were trained on --------------------------------------------------------------------
-
-
-def stream_longer(
-    tiny: TinyPipeline, scenes: Sequence[Scene], seed: int, device: str = "cpu"
-) -> dict[str, list[torch.Tensor]]:
-    """Generate clips with softmax at the length that was trained on, its maximum, and ``LONGER`` ones causally.
-
-    Args:
-        tiny: a pipeline of clips.
-        scenes: what to generate.
-        seed: of the noise of the first scene; the next one has the next seed.
-        device: where.
-
-    Returns:
-        Attention → for every scene (F, 64, 64) in [0, 1]; the causal patch with its first frames alone, and with all.
-    """
-    usual = Yardstick(tiny, scenes, seed).generate(load_tiny(tiny.family, device, control=True))
-    pipe = load_mhla(load_tiny(tiny.family, device), f"tiny-{tiny.family}-causal")
-    long = stream_scenes(pipe, tiny, scenes, LONGER * FRAMES, seed)
-    same = [clip[:FRAMES] for clip in long]
-    return {"softmax": usual, "MHLA, causal, the same frames": same, "MHLA, causal, streamed": long}
-
-
-def stream_scenes(pipe: Any, tiny: TinyPipeline, scenes: Sequence[Scene], frames: int, seed: int) -> list[torch.Tensor]:
-    """Generate clips (frames, 64, 64) of scenes, whole frame blocks one after the other, with a causal patch."""
-    settings = tiny.call_settings
-    config = next(iter(require_layers(pipe.transformer).values())).config
-    length = config.block_length if isinstance(config, CausalConfig) else 1
-    latents = stream_latents(
-        pipe,
-        [tiny.prompt(scene) for scene in scenes],
-        frames // length,
-        height=settings["height"],
-        width=settings["width"],
-        steps=settings["num_inference_steps"],
-        guidance=settings["guidance_scale"],
-        generator=[torch.Generator().manual_seed(seed + place) for place in range(len(scenes))],
-        max_sequence_length=settings["max_sequence_length"],
-    )
-    return list(decode_latents(pipe, torch.cat(list(latents), dim=2)).mean(dim=-1).unbind())
-
-
-def by_frame(clips: Sequence[torch.Tensor], yardstick: Yardstick) -> list[float]:
-    """Return for every frame the part of the digits, over the first scenes, that is recognised."""
-    return torch.cat(yardstick.recognised(clips)).float().mean(dim=0).tolist()
-
-
-def stream_cells(name: str, right: Sequence[float]) -> list[str]:
-    """Return a row of ``STREAM_HEADER``: the digits recognised in all frames, and of a long clip in its quarters."""
-    by_frame = torch.tensor(right)
-    parts = [by_frame, *(by_frame.chunk(LONGER) if len(right) > FRAMES else [])]
-    cells = [name, str(len(right)), *(f"{part.mean():.1%}" for part in parts)]
-    return cells + [""] * (len(STREAM_HEADER) - len(cells))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention.rope import Rotary
 from .models import Clip, strides_of
 from .packing import pack
 
@@ -74,10 +73,8 @@ class Forward:
     """Guidance scale for transformers that embed it."""
     conditions: tuple[Condition, ...] = ()
     """What the transformer gets from a prompt, texts first."""
-    streamed: tuple[str, ...] = ()
-    """Classes of transformers that can generate a video one block of frames after another: every frame may have its own
-    time, and :meth:`rotary_from` returns RoPE of later frames.
-    """
+    times_per_frame: tuple[str, ...] = ()
+    """Classes of transformers in which every frame may have its own time, as causal patches are trained."""
     why_never_split: str | None = None
     """Why diffusers' ``_cp_plan`` must not split its tokens over processes; None if it may."""
     without_values: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -139,21 +136,7 @@ class Forward:
         """Return the latent frames of a video with a stride of frames; by default the first becomes one of its own."""
         return (frames - 1) // stride + 1
 
-    # RoPE, time and processes
-
-    def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
-        """Return RoPE of later frames of a video, from position ``first`` of the grid's first axis on.
-
-        ``rotary`` is what the model passes to its attentions, (cos, sin), as if the frames began a video.
-
-        Raises:
-            ValueError: the family does not implement this, or the model has no RoPE for so late a frame.
-        """
-        raise undefined(self, "RoPE of later frames", "rotary_from")
-
-    def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
-        """Return why a transformer has no RoPE for frames ``first`` to ``last - 1`` of the grid; None if it has."""
-        return None
+    # Time and processes
 
     def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
         """Return why the tokens of a call, given by its arguments, cannot be split over processes; None if they can."""
@@ -197,7 +180,7 @@ class Forward:
         Args:
             transformer: which.
             latents: (B, C, ...).
-            timestep: (B,), in the transformer's scale; for classes in :attr:`streamed` also (B, F), one per frame.
+            timestep: (B,), in the transformer's scale; for classes in :attr:`times_per_frame` also (B, F).
             conditioning: as :meth:`conditioning_shapes`, each with a batch axis.
         """
         taken = pack(latents, self.patch(transformer)) if self.packs_latents else latents

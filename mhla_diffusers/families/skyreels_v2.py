@@ -96,7 +96,7 @@ SKYREELS_V2 = Family(
     name="skyreels_v2",
     transformers=(_CLASS,),
     attention=wan_attention("transformer_skyreels_v2.SkyReelsV2Attention", SkyReelsV2Adapter()),
-    forward=_Forward(streamed=(_CLASS,)),
+    forward=_Forward(times_per_frame=(_CLASS,)),
     trained=WanTraining(),
     mhla_blocks=(8, 3, 6),
     default_clip=Clip(frames=97, fps=24.0, sizes=((544, 960),)),

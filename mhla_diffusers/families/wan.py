@@ -60,30 +60,6 @@ class WanForward(Forward):
     axes: int = 3
     conditions: tuple[Condition, ...] = (Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),)
 
-    def rotary_from(self, transformer: Any, rotary: Rotary, grid: tuple[int, ...], first: int) -> Rotary:
-        """Take the frames' channels from later rows of the model's own table; ValueError if it is too short."""
-        rope, last = transformer.rope, first + grid[0]
-        if (reason := self.why_too_late(transformer, first, last)) is not None:
-            raise ValueError(reason)
-
-        def later(table: Tensor, rows: Tensor) -> Tensor:
-            frames = rows[first:last, : rope.t_dim].to(table)
-            spread = frames[:, None, None].expand(-1, *grid[1:], -1).reshape(1, -1, 1, frames.shape[-1])
-            return torch.cat([spread, table[..., frames.shape[-1] :]], dim=-1)
-
-        return later(rotary[0], rope.freqs_cos), later(rotary[1], rope.freqs_sin)
-
-    def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
-        """Refuse a frame past the end of the model's own table."""
-        rope = transformer.rope
-        if last <= rope.max_seq_len:
-            return None
-        return (
-            f"{type(transformer).__name__} has RoPE for {rope.max_seq_len} latent frames, its rope_max_seq_len, "
-            f"but frames {first + 1} to {last} were asked for. Begin another video, or load the model with a larger "
-            "rope_max_seq_len=, which adds no weights; frames that far apart were not seen in training."
-        )
-
     def grid_of_clip(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Round frames as the pipeline does, to a multiple of its temporal stride plus one."""
         stride, _ = self.strides(pipe.vae.config)
@@ -141,7 +117,7 @@ WAN = Family(
     transformers=(_CLASS, "WanVACETransformer3DModel"),
     attention=wan_attention("transformer_wan.WanAttention"),
     # those of VACE take one time for all frames, and so do relatives
-    forward=WanForward(streamed=(_CLASS,)),
+    forward=WanForward(times_per_frame=(_CLASS,)),
     trained=WanTraining(),
     mhla_blocks=(7, 3, 5),
     default_clip=Clip(frames=81, fps=16.0, sizes=((480, 832),)),

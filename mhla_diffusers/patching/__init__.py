@@ -18,7 +18,6 @@ from .loading import load_mhla, read_record
 from .patch import apply_mhla, attn_processors, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor
 from .processor import MHLAProcessor, attention_inputs
 from .saving import CONFIG_NAME, Weights, push_mhla, save_mhla
-from .stream import VideoStream
 
 __all__ = [
     "attention_inputs",
@@ -27,7 +26,6 @@ __all__ = [
     "MHLAProcessor",
     "Patched",
     "TransformerCall",
-    "VideoStream",
     "Weights",
     "apply_mhla",
     "attn_processors",

@@ -156,7 +156,7 @@ def refuse_causal(configs: Iterable[PatchConfig], what: str) -> None:
         if isinstance(config, CausalConfig):
             raise ValueError(
                 f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} is not to "
-                "see later ones: its mixing matrices and λ are trained, as docs/stream.md shows."
+                "see later ones: its mixing matrices and λ are trained, as docs/causal.md shows."
             )
 
 

@@ -12,26 +12,11 @@ from typing import Any, NamedTuple, Optional, Protocol, TypeVar
 
 import torch
 
-from ..attention import MHLAState
 from ..attention.parallel.place import Parallel
-from ..attention.rope import Rotary
 from ..config import Step
 
 Grid = tuple[int, ...]
 T = TypeVar("T")
-
-
-class InStream(Protocol):
-    """One step of a video that is generated frame block after frame block, as its attentions see it."""
-
-    keep: bool
-    """Whether its tokens belong to the past of the next step."""
-
-    def state_of(self, attn: Any, grid: Grid) -> MHLAState:
-        """Return what the frame blocks before have left behind in an attention."""
-
-    def rotary(self, rotary: Rotary | None, grid: Grid) -> Rotary | None:
-        """Return RoPE of the step's place in the video, from what the model hands to its attentions."""
 
 
 class Carried(Protocol):
@@ -55,8 +40,6 @@ class CallContext(NamedTuple):
     """The processes between which its tokens are split."""
     disabled: bool = False
     """Whether patched attentions run what they ran before the patch."""
-    stream: InStream | None = None
-    """The step of a video that the call is; None of one that stands by itself."""
     step: Step | None = None
     """The denoising step, where the pipeline passes it to ``cache_context``."""
     step_disabled: bool = False

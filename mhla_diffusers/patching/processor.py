@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -277,16 +276,12 @@ class MHLAProcessor:
                 "mhla_diffusers.apply_mhla(pipe, ...)."
             )
         tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
-        inputs, stream = adapter.read(attn, _with_tables(adapter, attn, arguments), grid, tokens), context.stream
+        inputs = adapter.read(attn, _with_tables(adapter, attn, arguments), grid, tokens)
         if layer is None:  # a refused first forward leaves no weights behind
             attn.mhla = make_layer(attn, self.config, family)
         if skips_scores:
             return adapter.project_output(attn, inputs.value, inputs)
-        if stream is not None:
-            rotary, state = stream.rotary(inputs.rotary, grid), stream.state_of(attn, grid)
-            output = attn.mhla(replace(inputs, rotary=rotary), backend=self.backend, state=state, keep=stream.keep)
-        else:
-            output = attn.mhla(inputs, backend=self.backend, parallel=parallel)
+        output = attn.mhla(inputs, backend=self.backend, parallel=parallel)
         return adapter.project_output(attn, output, inputs)
 
     def attend(

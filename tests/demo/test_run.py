@@ -1,15 +1,13 @@
-"""The demo from start to end, and the clips that it streams."""
+"""The demo from start to end."""
 
 import json
 
 import pytest
-import torch
 
-from mhla_diffusers import load_mhla
 from mhla_diffusers.benchmark.measure import time_interleaved
 from mhla_diffusers.demo import run
-from mhla_diffusers.demo.run import STREAM_HEADER, DemoConfig, run_demo, stream_cells, stream_scenes
-from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.demo.run import DemoConfig, run_demo
+from mhla_diffusers.tiny import TINY
 
 from ..refusals import refused
 
@@ -55,19 +53,6 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
     assert "Loading" not in capfd.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("hasty")
-def test_demo_of_clips_streams_longer_ones(tmp_path, monkeypatch):
-    every = run.variants
-    monkeypatch.setattr(run, "variants", lambda tiny: every(tiny)[:2])
-    run_demo(DemoConfig(tmp_path, "wan", updates=0, speed_seconds=0, **SMALL))
-    page = (tmp_path / "index.html").read_text()
-    assert page.count("data:image/gif;base64,") == 2
-    streamed = json.loads((tmp_path / "results.json").read_text())["streamed"]
-    assert [len(right) for right in streamed.values()] == [9, 9, 36]
-    assert {path.name for path in tmp_path.glob("*.gif")} == {"samples.gif", "stream.gif"}
-
-
 @pytest.mark.usefixtures("hasty")
 def test_a_demo_that_is_stopped_leaves_no_page(tmp_path, monkeypatch):
     def stop(*_):
@@ -94,21 +79,3 @@ def test_folder_that_cannot_be_written_is_said_first(tmp_path):
 def test_bad_settings_are_refused(change, message):
     with refused(message):
         DemoConfig(**change)
-
-
-def test_a_long_clip_is_told_in_quarters():
-    short, long = stream_cells("x", [1.0] * 9), stream_cells("x", [1.0] * 9 + [0.5] * 27)
-    assert short == ["x", "9", "100.0%", "", "", "", ""]
-    assert long == ["x", "36", "62.5%", "100.0%", "50.0%", "50.0%", "50.0%"]
-    assert len(long) == len(STREAM_HEADER)
-
-
-def test_a_clip_of_the_shipped_patch_goes_on_as_its_shorter_one_began(monkeypatch):
-    tiny = TINY["wan"]
-    monkeypatch.setitem(tiny.call_settings, "num_inference_steps", 2)
-    pipe, scenes = load_mhla(load_tiny("wan"), "tiny-wan-causal"), tiny.random_scenes(2, seed=0)
-    long, short = (stream_scenes(pipe, tiny, scenes, frames, seed=0) for frames in (6, 3))
-    for one, other in zip(long, short, strict=True):
-        assert one.shape == (6, 64, 64) and one.isfinite().all()
-        # the autoencoder's sums of other lengths
-        assert torch.allclose(one[:3], other, atol=1e-4)

@@ -24,10 +24,8 @@ from mhla_diffusers.patching import (
 from mhla_diffusers.tiny import pipeline_folder
 
 from ..models import FAMILIES, inputs, patched
-from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
+from ..pipelines import PIPELINES, dit_pipeline, wan_pipeline
 from ..refusals import refused
-
-CAUSAL = {"blocks": (9, 2, 1), "causal": "block", "block_length": 1}
 
 
 def vit():
@@ -38,14 +36,6 @@ def vit():
 def vlt():
     with torch.device("meta"):
         return VLTForImageClassification(VLTConfig.vlt_t())
-
-
-def stream():
-    return mhla.VideoStream(mhla.apply_mhla(FAMILIES["wan"].build(), **CAUSAL))
-
-
-def without_frames():
-    return inputs("wan") | {"hidden_states": inputs("wan")["hidden_states"][:, :, :0]}
 
 
 def with_class_as_processor(name):
@@ -90,7 +80,6 @@ REFUSED = {
     ),
     "configuration of a processor": (lambda: mhla.MHLAProcessor(3), "got int"),
     "processors of a pipeline": (lambda: attn_processors(wan_pipeline()), "WanPipeline is a pipeline"),
-    "stream of what has MHLA built in": (lambda: mhla.VideoStream(vlt()), "MHLA built in"),
     "density of what has MHLA built in": (lambda: mhla.change_mhla(vlt(), density=0.1), "MHLA built in"),
     "tiny pipeline": (lambda: pipeline_folder("flux"), "'flux'...dit, sana, wan"),
     "class of a family": (lambda: register_family(Family), "Family'>"),
@@ -102,11 +91,6 @@ REFUSED = {
     ),
     "family of a pipeline": (lambda: get_family(wan_pipeline()), "WanPipeline is a pipeline"),
     "family of no name": (lambda: get_family("wam"), "'wam'"),
-    "stream of nothing": (lambda: mhla.VideoStream(None), "NoneType"),
-    "stream of two transformers": (
-        lambda: mhla.VideoStream(mhla.apply_mhla(wan22_pipeline(), **CAUSAL)),
-        "VideoStream(pipe.transformer)",
-    ),
     "class of a transformer": (lambda: mhla.set_attn_processor(WAN, mhla.MHLAProcessor(blocks=(2, 2, 3))), IS_CLASS),
     "other processor for a class": (lambda: mhla.set_attn_processor(WAN, WanAttnProcessor()), IS_CLASS),
     "processors of a class": (lambda: attn_processors(WAN), IS_CLASS),
@@ -115,11 +99,6 @@ REFUSED = {
     "class of a processor in SANA": (lambda: with_class_as_processor("sana"), "instance"),
     "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "patch ''"),
     "no truth to keep": (lambda: mhla.load_mhla(dit(), "x", keep_replaced="x"), "keep_replaced='x'"),
-    "no truth for a stream": (lambda: stream()(**inputs("wan"), keep="no"), "keep='no'"),
-    "misspelt argument of a stream": (lambda: stream()(**inputs("wan"), kep=False), "'kep'...'keep'"),
-    "stream of no frames": (lambda: stream()(**without_frames()), "grid is (0, "),
-    "stream without arguments": (lambda: stream()(), "hidden_states"),
-    "stream without latents": (lambda: stream()(None), "hidden_states"),
     "layers of no pipeline": (lambda: mhla.apply_mhla(vit(), layers="auto:1/2"), "'auto:1/2'...calibration=run"),
     "order of images": (
         lambda: mhla.apply_mhla(vit(), causal="block", block_length=2),
@@ -141,16 +120,6 @@ def test_sizes_may_be_numpys():
     assert mhla.suggest_blocks(pipe, np.int64(256), np.int32(256)) == mhla.suggest_blocks(pipe, 256, 256)
 
 
-def test_a_stream_takes_a_pipeline():
-    pipe = mhla.apply_mhla(wan_pipeline(), **CAUSAL)
-    arguments = inputs("wan")
-    with torch.no_grad():
-        of_pipe, of_transformer = mhla.VideoStream(pipe), mhla.VideoStream(pipe.transformer)
-        for _ in range(2):
-            assert torch.equal(of_pipe(**arguments)[0], of_transformer(**arguments)[0])
-    assert of_pipe.frames == of_transformer.frames == 2 * inputs("wan")["hidden_states"].shape[2]
-
-
 def test_samples_are_reordered_by_a_list():
     def run():
         torch.manual_seed(0)
@@ -163,10 +132,6 @@ def test_samples_are_reordered_by_a_list():
     by_list.reorder([1, 0])
     by_tensor.reorder(torch.tensor([1, 0]))
     assert torch.equal(by_list.step(*step), by_tensor.step(*step))
-    stream_of_two = stream()
-    with torch.no_grad():
-        stream_of_two(**inputs("wan"))
-    stream_of_two.reorder([1, 0])
 
 
 @pytest.mark.parametrize(("side", "says"), [(16, True), (256, False)])

@@ -170,15 +170,3 @@ def test_unknown_variants_are_named(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         run_script(script, monkeypatch, "dit", "--only", "best", "--output", tmp_path)
     assert "--only best: allowed: control, linear, mhla, hybrid, sparse" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_longer_clips_are_judged_and_drawn(tmp_path, monkeypatch, capsys):
-    script = load_script("tools/stream_tiny.py", monkeypatch)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setitem(TINY["wan"].call_settings, "num_inference_steps", 1)
-    run_script(script, monkeypatch, "--output", tmp_path, "--scenes", 1)
-    found = json.loads((tmp_path / "stream.json").read_text())["digits right, by frame"]
-    assert [len(right) for right in found.values()] == [9, 9, 36]
-    assert "MHLA, causal, streamed" in capsys.readouterr().out
-    assert (tmp_path / "stream.gif").is_file()

@@ -29,11 +29,11 @@ def frames_together(transformer: Any) -> int | None:
     if not lengths:
         return None
     family = get_family(transformer)
-    if type(transformer).__name__ not in family.forward.streamed:
+    if type(transformer).__name__ not in family.forward.times_per_frame:
         raise ValueError(
             "A patch with causal='block' is trained with a time for every frame block, and "
             f"{type(transformer).__name__} takes one for all frames; classes of its family {family.name!r} that take "
-            f"more are: {', '.join(family.forward.streamed) or 'none'}."
+            f"more are: {', '.join(family.forward.times_per_frame) or 'none'}."
         )
     attentions = family.attention.self_attentions(transformer)
     others = [name for name in attentions if f"{name}.mhla" not in layers]
