@@ -137,6 +137,18 @@ def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
     assert layer.blocks == (4, 2, 2)
 
 
+def test_a_clip_that_frame_blocks_do_not_fit_is_refused_in_words_of_frames():
+    model = mhla.apply_mhla(wan(num_layers=1), blocks=(4, 2, 3), causal="block", block_length=2)
+    allowed = "5; allowed are 2, 4, 6"
+    with torch.no_grad(), refused(allowed):
+        model(torch.zeros(1, 16, 5, 8, 12), torch.tensor([500]), torch.zeros(1, 6, 32))
+    with refused(allowed):
+        mhla.describe(model, grid=(5, 4, 6))
+    mhla.describe(model)  # the grid of the call that failed is not an error
+    with refused("width", "at most 2"):
+        mhla.describe(model, grid=(4, 4, 2))
+
+
 def test_describe_tells_what_really_runs():
     model = patched("wan", layers=[1, 2])
     assert [layer.runs_mhla for layer in mhla.describe(model)] == [False, True, True, False]
