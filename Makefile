@@ -1,6 +1,7 @@
 # make demo   set everything up, compare softmax, linear attention and MHLA on a tiny trained pipeline, and time them
 # make quick  what to run before every commit: checks and the fast tests, in under two minutes
 # make test   set everything up and run the tests
+# make studies  a small run of every study, minutes
 # make check  lint, types, structure
 # make gpu    the tests that use a GPU: run them first on a new card
 # make kernels  compile every kernel for GPUs that are not there, after a change of one; minutes
@@ -20,7 +21,7 @@ QUICK := tests/attention/test_layout.py tests/attention/test_linear.py tests/att
 # Python keeps what it compiled of the packages, which else every process of a test would compile anew, for ten seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check kernels gpu engines docs clean
+.PHONY: demo quick test studies check kernels gpu engines docs clean
 
 # the oldest version that pyproject.toml allows: make kernels compiles with it too
 OLDEST_TRITON := 3.6.0
@@ -46,6 +47,9 @@ $(VENV)/triton-oldest: $(VENV)/ready
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+studies: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest studies
 
 quick: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(QUICK)

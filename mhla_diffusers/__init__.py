@@ -12,7 +12,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CausalConfig",
     "FewStepScheduler",
-    "MHLACache",
     "MHLAConfig",
     "MHLAProcessor",
     "SparseConfig",
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
         set_attn_processor,
         suggest_blocks,
     )
-    from .patching.cache import MHLACache
     from .patching.few_step_scheduler import FewStepScheduler
 else:
     # so that neither this import nor mhla --help waits for torch
@@ -61,7 +59,6 @@ else:
         (
             ".config",
             ".patching",
-            ".patching.cache",
             ".analysis.audit",
             ".patching.few_step_scheduler",
         ),
