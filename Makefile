@@ -1,8 +1,8 @@
 # make demo   set everything up, compare softmax, linear attention and MHLA on a tiny trained pipeline, and time them
 # make quick  what to run before every commit: checks and the fast tests, in under two minutes
 # make test   set everything up and run the tests
+# make studies  a small run of every study, minutes
 # make check  lint, types, structure
-# make studies  the tests of studies/, each study on small settings; minutes
 # make gpu    the tests that use a GPU: run them first on a new card
 # make kernels  compile every kernel for GPUs that are not there, after a change of one; minutes
 # make engines  the plug-ins of ComfyUI, vLLM-Omni and others, each in an environment with its engine (gigabytes)
@@ -47,6 +47,9 @@ $(VENV)/triton-oldest: $(VENV)/ready
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+studies: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest studies
 
 quick: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(QUICK)

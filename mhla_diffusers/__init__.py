@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CausalConfig",
-    "MHLACache",
     "MHLAConfig",
     "MHLAProcessor",
     "SparseConfig",
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
         set_attn_processor,
         suggest_blocks,
     )
-    from .patching.cache import MHLACache
 else:
     # so that neither this import nor mhla --help waits for torch
     __getattr__, __dir__ = lazy_names(
@@ -57,7 +55,6 @@ else:
         (
             ".config",
             ".patching",
-            ".patching.cache",
             ".analysis.audit",
         ),
     )

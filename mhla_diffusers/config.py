@@ -147,9 +147,7 @@ class PatchConfig(Settings):
         following = [Step(index, step.count) for index in range(step.index + 1, min(step.index + 3, step.count))]
         return self.carry and self.is_dense(step) and not all(self.is_dense(one) for one in following)
 
-    def sizes_on(
-        self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
-    ) -> AttentionSizes:
+    def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
         """Return what the cost of an attention with these settings depends on.
 
         Args:
@@ -157,8 +155,6 @@ class PatchConfig(Settings):
             heads: H.
             head_dim: D.
             extra: extra tokens.
-            in_order: whether the attention before the patch sees no later token,
-                :attr:`mhla_diffusers.families.Family.causal`.
         """
         raise NotImplementedError
 
@@ -233,9 +229,7 @@ class SparseConfig(PatchConfig):
         far = "means and mixed states" if self.far == "first-order" else "means"
         return f"{self.attention}: {density:.1%} of the pairs of {blocks}; the others through their {far}"
 
-    def sizes_on(
-        self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
-    ) -> AttentionSizes:
+    def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
         """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
         rule = self.rule_on(grid)
         queries, keys = (block_count(grid, size) for size in rule.sizes)
@@ -339,9 +333,7 @@ class MHLAConfig(LinearConfig):
             return self.blocks
         return fit_blocks([min(count, size) for count, size in zip(self.blocks, grid, strict=True)], grid)
 
-    def sizes_on(
-        self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
-    ) -> AttentionSizes:
+    def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
         """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
         return AttentionSizes(math.prod(grid), heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra)
 
@@ -417,13 +409,10 @@ class CausalConfig(LinearConfig):
         """Return the grid of :meth:`grid_from` and its block counts."""
         return check_layout(self.grid_from(grid), self.blocks_on(grid), is_causal=True)
 
-    def sizes_on(
-        self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0, *, in_order: bool = False
-    ) -> AttentionSizes:
+    def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
         """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
         tokens = math.prod(grid)
-        seen = heads * (tokens * (tokens + 1) // 2) if in_order else None
-        sizes = AttentionSizes(tokens, heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra, seen_pairs=seen)
+        sizes = AttentionSizes(tokens, heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra)
         length = self.block_length * math.prod(grid[1:])
         lengths = [min(length, tokens - start) for start in range(0, tokens, length)]
         own = heads * sum(n * (n + 1) // 2 if self.causal == "token" else n * n for n in lengths)

@@ -2,6 +2,7 @@
 
 MOVED: dict[str, str] = {
     "tiny-wan-4-steps": "Distillation to four steps is a study, studies/few_steps/, and ships no patch.",
+    "llama": "Language models are a study: studies/language/mhla_llama.py patches a Llama.",
 }
 """Name of a command (as typed, without ``mhla``), preset or family → where it is now, as a sentence."""
 

@@ -31,7 +31,6 @@ CLASSES = [
     (EngineSettings, {}),
     (DemoConfig, {}),
     (script("classify").ClassifyConfig, RECIPE | {"size": 8}),
-    (script("language").LanguageConfig, RECIPE | {"length": 8, "model": {}}),
 ]
 EVERY = [(cls, needed, item) for cls, needed in CLASSES for item in fields(cls) if item.name != "config"]
 

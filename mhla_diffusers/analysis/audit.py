@@ -154,7 +154,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         The audit; print it to see where the error is.
 
     Raises:
-        ValueError: if the model is a language model or not patched, its patch is disabled, or ``run`` did not reach
+        ValueError: if the model is not patched, its patch is disabled, or ``run`` did not reach
             every layer.
     """
     check_run(run)

@@ -25,9 +25,6 @@ class AttentionSizes:
     """Blocks that take part through their pooled keys; 0 without them."""
     extra: int = 0
     """Extra tokens, n, which attend to everything and are attended to by everything with softmax."""
-    seen_pairs: int | None = None
-    """Pairs of a query and a key, of all heads, that softmax attention in its place sees, where the order of the tokens
-    keeps others from it; None for all pairs."""
     own_pairs: int = 0
     """Pairs that causal attention weighs one by one with MHLA's weights, within a block of the sequence."""
 
@@ -71,16 +68,12 @@ class AttentionSizes:
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key that softmax attention would see, over all heads."""
-        return self._all_pairs if self.seen_pairs is None else self.seen_pairs
-
-    @property
-    def _all_pairs(self) -> int:
         return self.heads * (self.tokens + self.extra) ** 2
 
     @property
     def listed_pairs(self) -> int:
         """Pairs that are attended to with softmax: in listed blocks, and all with an extra token in them."""
-        return self.block_pairs + self._all_pairs - self.heads * self.tokens**2
+        return self.block_pairs + self.pairs - self.heads * self.tokens**2
 
     @property
     def softmax_flops(self) -> int:

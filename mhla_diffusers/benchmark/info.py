@@ -246,7 +246,7 @@ def _print_costs(patch: Patch) -> None:
         blocks = config.blocks_on(grid) if isinstance(config, MHLAConfig) else (1,) * len(grid)
         if all(count <= size for count, size in zip(blocks, grid, strict=True)):
             layer = case.model.heads, case.model.head_dim, family.attention.extra_tokens
-            sizes = config.sizes_on(grid, *layer, in_order=family.causal is not None)
+            sizes = config.sizes_on(grid, *layer)
             flops = [one / 1e9 for one in (sizes.softmax_flops, sizes.flops)]
             cells = [f"{one:,.0f}" if one >= 100 else f"{one:.2f}" for one in flops]
             rows.append([case.name, f"{math.prod(grid):,}", *cells, f"{flops[0] / flops[1]:.1f}"])

@@ -12,21 +12,15 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal
 
-from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig, check_settings, kind_of
+from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, kind_of
 from .attentions import Attention
 from .forward import Condition, Forward, Kwargs, Sample, masked_text
 from .models import Clip, Model
 from .training import Training, first_picture, scaled_latents
 
 # what the file of a family takes from here
-__all__ = ["NEEDS_CAUSAL", "Attention", "Condition", "Family", "Forward", "Kwargs", "Sample", "Training"]
+__all__ = ["Attention", "Condition", "Family", "Forward", "Kwargs", "Sample", "Training"]
 __all__ += ["first_picture", "masked_text", "scaled_latents"]
-
-NEEDS_CAUSAL = (
-    "causal='token' with blocks and block_length, the tokens in a block: for 2,048 tokens blocks=(32,), "
-    "block_length=64."
-)
-"""What a patch of a causal model needs, as an error says it."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,13 +48,11 @@ class Family:
     """How its models are encoded, trained and called by a pipeline, or why they are not and what to do instead."""
     library: str = "diffusers"
     """Module that has the transformers' classes, imported when one is asked for."""
-    kind: Literal["diffusion", "vision", "language"] = "diffusion"
+    kind: Literal["diffusion", "vision"] = "diffusion"
     """A diffusion model, called by a pipeline in every denoising step, or a model of transformers."""
     mhla_blocks: tuple[int, ...] = (4, 4)
     """MHLA block counts of a patch that gives none, at the family's default size; these have 16x16 tokens at 1024 px.
     """
-    causal: CausalConfig | None = None
-    """Default patch of models in which no token sees a later one; they take causal patches alone. None for others."""
     squares_only: bool = False
     """Whether height and width must be equal."""
     default_clip: Clip = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
@@ -77,7 +69,7 @@ class Family:
 
     @property
     def axes(self) -> int:
-        """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width), 1 for text."""
+        """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
         return self.forward.axes
 
     @property
@@ -145,10 +137,6 @@ class Family:
             ValueError: unknown fields, those of two attentions or of one that the family cannot have, or values that
                 are not allowed.
         """
-        if self.causal is not None:
-            message = f"The attention of a language model is causal, so it needs {NEEDS_CAUSAL}"
-            check_settings(settings, CausalConfig, message)
-            return self.causal.replace(**settings)
         kind = kind_of(settings, SparseConfig if self.attention.computes == "softmax" else MHLAConfig, MHLAConfig)
         usual: dict[str, Any] = {}
         if issubclass(kind, LinearConfig):

@@ -20,7 +20,6 @@ from .finding import (
     mhla_disabled,
     require_layers,
     require_patched,
-    supported_transformers,
 )
 from .handle import Patched
 from .layer import MHLALayer
@@ -132,20 +131,6 @@ def not_finite(layer: str) -> str:
 # What is refused
 
 
-def refuse_language(model: Any, what: str) -> None:
-    """Raise if a model predicts from the past alone, where ``what`` compares with attention that sees everything.
-
-    Raises:
-        ValueError: naming it.
-    """
-    for transformer in supported_transformers(model).values():
-        if get_family(transformer).kind == "language":
-            raise ValueError(
-                f"{what} compares a patch with attention that sees all tokens, and {type(transformer).__name__} is a "
-                "language model; patch it and train it, as docs/language.md shows."
-            )
-
-
 def refuse_causal(configs: Iterable[PatchConfig], what: str) -> None:
     """Raise if a patch is causal, where only attention that sees everything can stand in its place.
 
@@ -178,7 +163,6 @@ def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]
     Raises:
         ValueError: the model is not patched, ``run`` did not reach it, or it returns NaN or infinity there.
     """
-    refuse_language(model, "layer_sensitivity()")
     require_layers(model)
     handles = require_patched(model)
     with mhla_disabled(model):
@@ -257,7 +241,6 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
         ValueError: if the model is not patched or has no output norm, ``run`` did not reach every layer, or one returns
             NaN or infinity there.
     """
-    refuse_language(model, "calibrate_output_norm()")
     check_run(run)
     handles = require_patched(model)
     layers: dict[str, tuple[Any, MHLALayer]] = {

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -246,7 +246,7 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
         sizes = sizes_of(attn, family, config if running else None, grid, family.attention.extra_tokens)
     if isinstance(config, CausalConfig) and config.own == "softmax":
         longest = config.blocks[0] * config.block_length, *(1 for _ in config.blocks[1:])
-        own = config.sizes_on(grid or longest, 1, 1, in_order=family.causal is not None)
+        own = config.sizes_on(grid or longest, 1, 1)
         density = own.listed_pairs / own.pairs
     elif isinstance(config, SparseConfig):
         density = config.density if grid is None else config.rule_on(grid).listed_on(grid)
@@ -267,14 +267,10 @@ def sizes_of(
     """
     heads, head_dim = family.attention.adapter_of(attn).heads(attn)
     if config is not None:
-        return config.sizes_on(grid, heads, head_dim, extra, in_order=family.causal is not None)
+        return config.sizes_on(grid, heads, head_dim, extra)
     if family.attention.computes != "softmax":
         return AttentionSizes(math.prod(grid), heads, head_dim, extra=extra)
-    sizes = AttentionSizes.of_sparse(math.prod(grid), heads, head_dim, 1, 1, 0, 1.0, extra)
-    if family.causal is None:
-        return sizes
-    seen = heads * (sizes.tokens * (sizes.tokens + 1) // 2)
-    return replace(sizes, seen_pairs=seen, block_pairs=seen)
+    return AttentionSizes.of_sparse(math.prod(grid), heads, head_dim, 1, 1, 0, 1.0, extra)
 
 
 def grids_of_size(

@@ -58,7 +58,7 @@ def _without_family(model: Any) -> str:
 def supported_transformers(model: Any) -> dict[str, nn.Module]:
     """Find what :func:`find_transformers` finds, or nothing.
 
-    A language or vision model in a pipeline encodes its prompts or pictures and is left alone.
+    A vision model in a pipeline encodes its pictures and is left alone.
     """
     is_alone = isinstance(model, nn.Module)
     return {

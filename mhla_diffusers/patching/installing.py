@@ -33,10 +33,9 @@ def install(patched: Patched, layers: Mapping[str, PatchedLayer], pipe: Any) -> 
             processor._parallel_config = attn.processor._parallel_config
         attn.set_processor(processor)
     setattr(trunk, ATTRIBUTE, patched)
-    if patched.family.kind != "language":  # to which transformers passes everything they need
-        forwards = Forwards(patched)
-        forwards.install(trunk, pipe)
-        patched.forwards = forwards
+    forwards = Forwards(patched)
+    forwards.install(trunk, pipe)
+    patched.forwards = forwards
 
 
 @torch.no_grad()

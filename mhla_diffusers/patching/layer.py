@@ -344,17 +344,15 @@ class MHLALayer(PatchedLayer):
             "output_norm": self.output_norm,
             "linear_weight": self._weight,
         }
-        query, key, value = inputs.query, inputs.key, inputs.value
-        gate = None if self.gate is None else self._gate(self.gate, inputs)
-        earlier = key.shape[1] - query.shape[1]
-        if earlier:
-            past, key = key[:, :earlier], key[:, earlier:]
-            # nobody reads what they get, so any query and gate will do
-            any_gate = None if gate is None else torch.ones_like(past)
-            state.step(past, past, value[:, :earlier], output_gate=any_gate, **weights)
-            value = value[:, earlier:]
         return state.step(
-            query, key, value, rotary=inputs.rotary, key_mask=inputs.key_mask, output_gate=gate, keep=keep, **weights
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            rotary=inputs.rotary,
+            key_mask=inputs.key_mask,
+            output_gate=None if self.gate is None else self._gate(self.gate, inputs),
+            keep=keep,
+            **weights,
         )
 
     def _formula(self) -> dict[str, Any]:

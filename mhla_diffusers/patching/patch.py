@@ -28,7 +28,7 @@ from ..config import (
 from ..families import get_family
 from ..settings import check_value
 from .any_model import Extras, Grid, any_patches, apply_to_any, change_any, remove_from_any
-from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal, refuse_language
+from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal
 from .finding import (
     find_patched,
     find_transformers,
@@ -121,7 +121,6 @@ def apply_mhla(
         configs[name] = family.complete(settings) if config is None else config.replace(**settings)
     if calibration is not None:
         check_run(calibration, "calibration")
-        refuse_language(model, "calibration")
         refuse_causal(configs.values(), "calibration")
         if not any(is_automatic(config.layers) for config in configs.values()):
             raise ValueError("calibration chooses layers, and this patch names them; set layers='auto:2/3' as well.")
@@ -149,9 +148,8 @@ def _tell_what_runs(patched: Patched) -> None:
     if isinstance(config, LinearConfig) and patched.family.attention.computes == "softmax":
         logger.warning(
             "%s: nothing of it is adapted yet, so the outputs are not usable. Train it, or load an adapted patch with "
-            "load_mhla().%s",
+            "load_mhla(). Sparse attention, apply_mhla(model), needs no training.",
             runs,
-            "" if patched.family.kind == "language" else " Sparse attention, apply_mhla(model), needs no training.",
         )
     else:
         logger.info("%s", runs)

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..attention import BACKENDS, MHLAState
+from ..attention import BACKENDS
 from ..attention.layout import check_grid
 from ..attention.rope import SteadyRotary, steady
 from ..config import LinearConfig, PatchConfig, SparseConfig
@@ -283,58 +283,6 @@ class MHLAProcessor:
             return adapter.project_output(attn, inputs.value, inputs)
         output = attn.mhla(inputs, backend=self.backend, parallel=parallel)
         return adapter.project_output(attn, output, inputs)
-
-    def attend(
-        self,
-        attn: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        hidden_states: torch.Tensor,
-        cache: Any,
-    ) -> torch.Tensor:
-        """Run one attention of a language model, which projects and applies RoPE by itself.
-
-        Args:
-            attn: an attention that transformers' attention interface leads here.
-            query: (B, n, H, D) after RoPE.
-            key: (B, N, key heads, D), of the n tokens, or of all so far where the cache gives these.
-            value: like ``key``.
-            hidden_states: (B, n, hidden size), input of the attention.
-            cache: transformers' ``past_key_values`` of the call: :class:`mhla_diffusers.MHLACache`, ``DynamicCache`` or
-                None.
-
-        Returns:
-            (B, n, H, D).
-
-        Raises:
-            ValueError: a cache of another kind, or of another model.
-        """
-        layer, count = layer_of(attn), query.shape[1]
-        if not isinstance(layer, MHLALayer):
-            raise ValueError("This attention runs MHLA and has no layer for it; call apply_mhla(model) again.")
-        # under autocast RoPE leaves queries and keys in float32, and softmax attention would bring all to one type
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        groups = query.shape[2] // key.shape[2]
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
-        state: MHLAState | None = None
-        if hasattr(cache, "state_of"):
-            state = cache.state_of(attn)
-        else:
-            from transformers import DynamicCache
-
-            if cache is not None and type(cache) is not DynamicCache:
-                raise ValueError(
-                    f"A {type(cache).__name__} does not go with MHLA; give past_key_values=MHLACache(model), or "
-                    "transformers' DynamicCache."
-                )
-            if key.shape[1] > count:
-                # nothing of the keys is summed up, so that is done again in every call: right, slower than MHLACache
-                state = layer.new_state((1,), self.backend)
-        inputs = AttentionInputs(query, key, value, hidden_states, (count,))
-        output: torch.Tensor = attn.mhla(inputs, backend=self.backend, state=state)
-        return output
 
     def _check_layer(self, layer: PatchedLayer | None) -> None:
         if layer is None and (self.config.layers != "all" or self.config.asks_for_dense_steps):

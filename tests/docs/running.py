@@ -49,7 +49,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     ("Efficient-Large-Model/Sana_600M_1024px_diffusers", TINY_SANA),
     ("facebook/DiT-XL-2-256", TINY_DIT),
     ("THUDM/CogView3-Plus-3B", "tiny-cogview3plus"),
-    ("HuggingFaceTB/SmolLM2-135M", "tiny-llama"),
     ("google/vit-base-patch16-224", "tiny-vit"),
     (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
     # calls in Python
@@ -135,13 +134,8 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla bench plot ", "its files lie in a folder named after the device; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
-    (r"^python studies/(?!language/zero_shot)|^python finetune/language\.py", "it takes minutes to hours"),
-    (
-        r"finetune/language.py train --config finetune/configs/language-0.3b",
-        "it takes GPUs; tests/language runs a tiny one",
-    ),
+    (r"^python studies/", "it takes minutes to hours"),
     (r"finetune/classify\.py", "it takes minutes, or GPUs and ImageNet; tests/classify runs tiny ones"),
-    (r"^python studies/language/zero_shot\.py", "it downloads questions; tests/language runs it where lm-eval is"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 

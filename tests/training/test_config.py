@@ -13,7 +13,6 @@ from ..refusals import refused
 from ..scripts import CONFIGS, script
 
 load_classify_config = script("classify").ClassifyConfig.from_yaml
-load_language_config = script("language").LanguageConfig.from_yaml
 
 TEXT = """
 output: outputs/run
@@ -98,15 +97,13 @@ def test_a_precision_has_several_spellings_and_one_meaning(path: Path, meant: st
     for spelling in written:
         config = TrainingConfig.from_yaml(path, [f"precision={spelling}"])
         assert config.precision == config.to_dict()["precision"] == meant
-        for load, name in ((load_language_config, "language-tiny"), (load_classify_config, "classify-digits")):
-            assert load(CONFIGS / f"{name}.yaml", [f"precision={spelling}"]).precision == meant
+        assert load_classify_config(CONFIGS / "classify-digits.yaml", [f"precision={spelling}"]).precision == meant
 
 
 @pytest.mark.parametrize(
     ("load", "name", "words"),
     [
-        (TrainingConfig.from_yaml, "language-tiny", "finetune/language.py"),
-        (load_language_config, "classify-digits", "finetune/classify.py"),
+        (TrainingConfig.from_yaml, "classify-digits", "finetune/classify.py"),
         (load_classify_config, "tiny-wan", "mhla finetune"),
     ],
 )
