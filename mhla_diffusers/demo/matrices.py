@@ -1,0 +1,97 @@
+"""N x N attention matrices of a transformer, patched or not, their rank and entropy."""
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention.rope import rotated
+from ..families import AttentionInputs, Family, get_family
+from ..patching import TransformerCall, attention_inputs
+from ..patching.processor import runs_mhla
+from ..settings import check_names
+
+RANK_TOLERANCE = 1e-4
+"""Singular values above this fraction of the largest count."""
+
+
+def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[str, torch.Tensor]:
+    """Return the matrices of :func:`each_attention_matrix` together: name → float64 (B, H, N, N)."""
+    return dict(each_attention_matrix(transformer, batch))
+
+
+@torch.no_grad()
+def each_attention_matrix(
+    transformer: nn.Module, batch: TransformerCall, names: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and float64 (B, H, N, N) of every self-attention, one layer in memory at a time; rows are queries.
+
+    A matrix times the value is the input of the output projection, before a norm, gate or convolution of the patch.
+    It covers the grid's tokens only: rows lack the weight that goes to extra tokens.
+
+    Args:
+        transformer: patched or not.
+        batch: what it runs on.
+        names: of the self-attentions; None for all.
+    """
+    family = get_family(transformer)
+    attentions: dict[str, Any] = family.attention.self_attentions(transformer)
+    chosen = list(attentions) if names is None else list(names)
+    check_names(chosen, list(attentions), "self-attention")
+    inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    with ExitStack() as hooks:
+        for name in chosen:
+
+            def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                inputs[name] = args, kwargs
+
+            hooks.enter_context(attentions[name].register_forward_pre_hook(note, with_kwargs=True))
+        batch.predict(transformer)
+    grid = batch.grid(transformer)
+    for name in chosen:
+        given = attention_inputs(attentions[name], *inputs[name], family.attention.adapter_of(attentions[name]), grid)
+        before, tokens = given.extra[0], torch.Size(grid).numel()
+        here = slice(before, before + tokens)
+        yield name, _matrix(attentions[name], given, family)[:, :, here, here]
+
+
+def _matrix(attn: Any, given: AttentionInputs, family: Family) -> torch.Tensor:
+    """Return the weights of all tokens, extra ones too: float64 (B, H, N, N)."""
+    if runs_mhla(attn):
+        weights: torch.Tensor = attn.mhla.weights(given)
+        return weights
+    if family.attention.computes == "linear":
+        query, key = given.query.double().relu(), given.key.double().relu()
+        normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)
+        query, key = (rotated(x, given.rotary) for x in (query, key))  # RoPE rotates only the numerator
+        return torch.einsum("bqhd,bkhd->bhqk", query, key) / (normaliser + family.attention.eps)
+    query, key = (rotated(x, given.rotary).double() for x in (given.query, given.key))
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    if given.key_mask is not None:
+        scores = scores + given.key_mask.double().log()[:, None, None, :]
+    return scores.softmax(dim=-1)
+
+
+def rank(matrix: torch.Tensor, tolerance: float = RANK_TOLERANCE) -> float:
+    """Count singular values above ``tolerance`` times the largest, averaged over samples and heads of (B, H, N, N)."""
+    return float(torch.linalg.matrix_rank(matrix, rtol=tolerance).double().mean())
+
+
+def entropy(matrix: torch.Tensor) -> float:
+    """Return the entropy of a query's weights |w| in nats, averaged over (B, H, N); with RoPE w can be negative."""
+    total = matrix.abs().sum(dim=-1, keepdim=True)
+    # linear attention gives every key 0 where all channels of a query are negative
+    weights = matrix.abs() / total.clamp_min(torch.finfo(total.dtype).tiny)
+    return float(torch.special.entr(weights).sum(dim=-1).mean())
+
+
+def mean_rank(matrices: dict[str, torch.Tensor]) -> float:
+    """Average :func:`rank` over layers."""
+    return sum(map(rank, matrices.values())) / len(matrices)
+
+
+def mean_entropy(matrices: dict[str, torch.Tensor]) -> float:
+    """Average :func:`entropy` over layers."""
+    return sum(map(entropy, matrices.values())) / len(matrices)
