@@ -2,6 +2,7 @@
 # make quick  what to run before every commit: checks and the fast tests, in under two minutes
 # make test   set everything up and run the tests
 # make check  lint, types, structure
+# make studies  the tests of studies/, each study on small settings; minutes
 # make gpu    the tests that use a GPU: run them first on a new card
 # make kernels  compile every kernel for GPUs that are not there, after a change of one; minutes
 # make engines  the plug-ins of ComfyUI, vLLM-Omni and others, each in an environment with its engine (gigabytes)
@@ -20,7 +21,7 @@ QUICK := tests/attention/test_layout.py tests/attention/test_linear.py tests/att
 # Python keeps what it compiled of the packages, which else every process of a test would compile anew, for ten seconds
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test check kernels gpu engines docs clean
+.PHONY: demo quick test check studies kernels gpu engines docs clean
 
 # the oldest version that pyproject.toml allows: make kernels compiles with it too
 OLDEST_TRITON := 3.6.0
@@ -56,6 +57,9 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_structure.py
+
+studies: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest studies
 
 kernels: $(VENV)/triton-oldest
 	$(BIN)/python -m tests.attention.triton.ahead_of_time write

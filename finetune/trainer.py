@@ -1,4 +1,4 @@
-"""Training with transformers' ``Trainer``, shared by ``finetune/classify.py`` and ``finetune/language.py``.
+"""Training with transformers' ``Trainer``, for ``finetune/language.py``.
 
 The output folder of a training::
 

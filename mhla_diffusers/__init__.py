@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .analysis.audit import audit
+    from .auditing import audit
     from .config import CausalConfig, MHLAConfig, SparseConfig
     from .patching import (
         MHLAProcessor,
@@ -62,7 +62,7 @@ else:
             ".config",
             ".patching",
             ".patching.cache",
-            ".analysis.audit",
+            ".auditing",
             ".patching.few_step_scheduler",
         ),
     )

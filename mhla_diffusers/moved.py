@@ -1,6 +1,21 @@
 """Where commands, presets and families that left the package went; an error quotes the line."""
 
-MOVED: dict[str, str] = {}
+_BY_GRID = (
+    "Sparse attention runs in it without a family: apply_mhla(model, grid=(16, 16), extra=(1, 0)), with a class token."
+)
+MOVED: dict[str, str] = {
+    "analyze": "Run studies/analysis/analyze.py.",
+    "deit": _BY_GRID,
+    "dig": "DiG is in the history of the repository alone; no table needs it.",
+    "dinov2": "studies/real_weights/dinov2.py registers it; sparse attention needs no family: apply_mhla(model, grid=…).",
+    "pooled-vit": "studies/classify/pooled_vit.py registers it.",
+    "siglip": _BY_GRID,
+    "vit": _BY_GRID,
+    "DeiTForImageClassification": _BY_GRID,
+    "DiGTransformer2DModel": "DiG is in the history of the repository alone; no table needs it.",
+    "ViTForImageClassification": _BY_GRID,
+    "ViTModel": _BY_GRID,
+}
 """Name of a command (as typed, without ``mhla``), preset or family → where it is now, as a sentence."""
 
 

@@ -33,7 +33,6 @@ CLASSES = [
     (Clip, {"frames": 1, "fps": 1.0, "sizes": [(8, 8)]}),
     (EngineSettings, {}),
     (DemoConfig, {}),
-    (script("classify").ClassifyConfig, RECIPE | {"size": 8}),
     (script("language").LanguageConfig, RECIPE | {"length": 8, "model": {}}),
 ]
 EVERY = [(cls, needed, item) for cls, needed in CLASSES for item in fields(cls) if item.name != "config"]

@@ -115,7 +115,9 @@ def judge(model: PooledViT, held_out: int) -> dict[str, Any]:
     ``map`` is what the token in the middle of the first picture gives to all tokens in the second layer.
     """
     pixels, labels = draw_pictures(load_digits("held-out"), held_out, "held-out")
-    right = [model(some)[0].argmax(dim=1) == sums for some, sums in zip(pixels.split(64), labels.split(64), strict=True)]
+    right = [
+        model(some)[0].argmax(dim=1) == sums for some, sums in zip(pixels.split(64), labels.split(64), strict=True)
+    ]
     matrices = attention_matrices(model, TransformerCall((pixels[:LOOKED_AT],), {}))
     middle = (SIZE // PATCH) ** 2 // 2 + SIZE // PATCH // 2
     row = matrices["layers.1.attn"][0, :, middle].mean(dim=0)

@@ -14,7 +14,6 @@ from ..language import models as language
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import PIPELINES
 from ..refusals import refused
-from ..vision import models as vision
 from .shared import ONE_PER_CLASS, assert_same_footprint, footprint
 
 
@@ -137,12 +136,7 @@ def language_case():
     return language.patched(), language.llama(), lambda model: language.logits(model, language.text())
 
 
-def vision_case():
-    model = mhla.apply_mhla(vision.vit().eval(), blocks=(2, 2))
-    return model, vision.vit().eval(), lambda model: vision.output(model, vision.pictures())
-
-
-@pytest.mark.parametrize("case", [diffusion_case, language_case, vision_case])
+@pytest.mark.parametrize("case", [diffusion_case, language_case])
 def test_another_thread_runs_mhla_while_this_one_has_it_switched_off(case):
     model, plain, run = case()
     plain.load_state_dict({name: x for name, x in model.state_dict().items() if ".mhla." not in name})

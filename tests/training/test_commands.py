@@ -33,12 +33,8 @@ from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, w
 from .processes import finish, start_process
 
 ROOT = Path(__file__).parents[2]
-# those of language models and classifiers are tested with them
-CONFIGS = [
-    file
-    for file in sorted(ROOT.glob("finetune/configs/*.yaml"))
-    if not file.stem.startswith(("language-", "classify-"))
-]
+# those of language models are tested with them
+CONFIGS = [file for file in sorted(ROOT.glob("finetune/configs/*.yaml")) if not file.stem.startswith("language-")]
 
 
 CLIP = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"

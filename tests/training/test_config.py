@@ -12,7 +12,6 @@ from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfi
 from ..refusals import refused
 from ..scripts import CONFIGS, script
 
-load_classify_config = script("classify").ClassifyConfig.from_yaml
 load_language_config = script("language").LanguageConfig.from_yaml
 
 TEXT = """
@@ -98,16 +97,14 @@ def test_a_precision_has_several_spellings_and_one_meaning(path: Path, meant: st
     for spelling in written:
         config = TrainingConfig.from_yaml(path, [f"precision={spelling}"])
         assert config.precision == config.to_dict()["precision"] == meant
-        for load, name in ((load_language_config, "language-tiny"), (load_classify_config, "classify-digits")):
-            assert load(CONFIGS / f"{name}.yaml", [f"precision={spelling}"]).precision == meant
+        assert load_language_config(CONFIGS / "language-tiny.yaml", [f"precision={spelling}"]).precision == meant
 
 
 @pytest.mark.parametrize(
     ("load", "name", "words"),
     [
         (TrainingConfig.from_yaml, "language-tiny", "finetune/language.py"),
-        (load_language_config, "classify-digits", "finetune/classify.py"),
-        (load_classify_config, "tiny-wan", "mhla finetune"),
+        (load_language_config, "tiny-wan", "mhla finetune"),
     ],
 )
 def test_a_configuration_of_another_script_is_told(load: Callable[[Path], object], name: str, words: str) -> None:
