@@ -3,6 +3,7 @@
 # make test   set everything up and run the tests
 # make studies  a small run of every study, minutes
 # make check  lint, types, structure
+# make studies  the tests of studies/, each study on small settings; minutes
 # make gpu    the tests that use a GPU: run them first on a new card
 # make kernels  compile every kernel for GPUs that are not there, after a change of one; minutes
 # make engines  the plug-ins of ComfyUI, vLLM-Omni and others, each in an environment with its engine (gigabytes)
@@ -60,9 +61,6 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_structure.py
-
-studies: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest studies
 
 kernels: $(VENV)/triton-oldest
 	$(BIN)/python -m tests.attention.triton.ahead_of_time write

@@ -101,10 +101,8 @@ def family_names() -> set[str]:
         for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
     ]
-    makers = ("Family", "_vision")  # the second takes the name first
-    made = [call for call in calls if getattr(call.func, "id", "") in makers]
+    made = [call for call in calls if getattr(call.func, "id", "") == "Family"]
     given = [one.value for call in made for one in call.keywords if one.arg == "name"]
-    given += [call.args[0] for call in made if call.args]
     names = {one.value for one in given if isinstance(one, ast.Constant)}
     if not names:
         sys.exit("families/ has no family: how they are made has changed, and .ci/check_structure.py must follow")

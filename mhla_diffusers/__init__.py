@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .analysis.audit import audit
+    from .auditing import audit
     from .config import CausalConfig, MHLAConfig, SparseConfig
     from .patching import (
         MHLAProcessor,
@@ -55,6 +55,6 @@ else:
         (
             ".config",
             ".patching",
-            ".analysis.audit",
+            ".auditing",
         ),
     )

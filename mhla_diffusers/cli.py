@@ -5,18 +5,18 @@ Commands import their dependencies when called, so that ``--help`` does not wait
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from . import __version__
-from .analysis.commands import analyze, audit
 from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 from .generation.commands import GenerateCommand, generate_command
-from .generation.names import DEFAULT, DENSITY, REFRESH, parse_patch_settings
+from .generation.names import DEFAULT, DENSITY, REFRESH, expand_options, parse_patch_settings, pipeline_options
 from .moved import where_it_went
 from .reporting import set_quiet
 from .training.commands import (
@@ -116,14 +116,46 @@ def info(
         print_any_patch(patch)
 
 
+@app.command()
+@expand_options(pipeline_options)
+def audit(
+    family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
+    prompt: Annotated[str, typer.Argument(help="What to generate; a class for dit.")],
+    options: dict[str, Any],
+    output: Annotated[Path, typer.Option(help="Folder for audit.json and audit.png.")] = Path("outputs/audit"),
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+) -> None:
+    """What a patch costs: error of every layer, head and step, and how much weight the block lists hold."""
+    if options["patch"] is None and options["weights"] is None:
+        raise ValueError(
+            "There is nothing to audit without a patch; give --patch, such as --patch default, or --weights."
+        )
+    import torch
+
+    from .auditing import audit as audit_model
+    from .auditing import write_audit
+    from .files import folder_for_results
+    from .generation.generate import MAX_SEED
+    from .generation.pipelines import PipelineChoice
+    from .settings import check_value
+
+    check_value("seed", seed, int, at_least=0, at_most=MAX_SEED)
+    choice = PipelineChoice(family, **{**options, "settings": {"num_inference_steps": 4, **options["settings"]}})
+    with folder_for_results(output):
+        choice.check()
+        pipe = choice.load([prompt])
+        found = audit_model(pipe, lambda: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)]))
+        typer.echo(str(found))
+        for file in write_audit(found, output):
+            typer.echo(f"Wrote {file}")
+
+
 app.command("generate", cls=GenerateCommand)(generate_command)
 app.command("finetune")(finetune_command)
 app.command("export")(export_command)
 app.command("data")(data_command)
 app.command("encode")(encode_command)
 app.command("synthesize")(synthesize_command)
-app.command("analyze")(analyze)
-app.command("audit")(audit)
 app.command("demo")(demo)
 app.add_typer(evaluation, name="eval")
 app.add_typer(bench, name="bench")

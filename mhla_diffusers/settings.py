@@ -27,7 +27,7 @@ Place = tuple[str | int, ...]
 Kind = TypeVar("Kind", bound="Settings")
 
 _WORDS: dict[Any, str] = {bool: "True or False", str: "text", Path: "a path", list: "a list", type(None): "None"}
-_SCRIPTS = {"stages": "mhla finetune", "size": "finetune/classify.py"}
+_SCRIPTS = {"stages": "mhla finetune"}
 """A setting that every configuration of one script has and those of the others lack."""
 
 

@@ -231,7 +231,7 @@ def test_what_is_imported(script, imported, left_out):
 
 
 def test_names_of_lazy_packages_are_there():
-    for package in ("", ".analysis", ".generation", ".training"):
+    for package in ("", ".generation", ".training"):
         module = importlib.import_module(f"mhla_diffusers{package}")
         for name in module.__all__:
             assert getattr(module, name).__name__ == name
@@ -240,7 +240,7 @@ def test_names_of_lazy_packages_are_there():
             module.__getattr__("apply_mlha")
 
 
-@pytest.mark.parametrize("package", ["", "analysis", "generation", "training"])
+@pytest.mark.parametrize("package", ["", "generation", "training"])
 def test_type_checkers_see_the_names_of_lazy_packages(package):
     """Imported for them alone; and a ``__getattr__`` that they saw would let misspelt names pass."""
     tree = ast.parse(Path(mhla_diffusers.__path__[0], package, "__init__.py").read_text())
@@ -273,8 +273,6 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     assert "kept in float32" not in said and "divisible by 1" not in said
     assert [file.suffix for file in tmp_path.glob("0*")] == [".mp4"]
 
-
-def test_help_of_a_training_script_imports_no_torch():
     run_without = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv[0], run_name='__main__')"
     script = Path(__file__).parent.parent / "finetune" / "classify.py"
     code = (

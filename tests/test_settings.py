@@ -13,8 +13,6 @@ from mhla_diffusers.settings import Settings, allow, check_choice, check_value, 
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
 from mhla_diffusers.training.config import ContextParallel
 
-from .scripts import script
-
 STAGE = {"steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": {"diffusion": 1}}
 RECIPE = {"steps": 10, "batch_size": 1, "learning_rate": 1.0, "variants": {"MHLA": "softmax"}, "model": "vit"}
 CLASSES = [
@@ -30,7 +28,6 @@ CLASSES = [
     (Clip, {"frames": 1, "fps": 1.0, "sizes": [(8, 8)]}),
     (EngineSettings, {}),
     (DemoConfig, {}),
-    (script("classify").ClassifyConfig, RECIPE | {"size": 8}),
 ]
 EVERY = [(cls, needed, item) for cls, needed in CLASSES for item in fields(cls) if item.name != "config"]
 

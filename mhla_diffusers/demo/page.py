@@ -1,4 +1,4 @@
-"""What the demo shows: samples side by side and loss curves."""
+"""What the demo shows: samples side by side, loss curves and mixing matrices."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,3 +63,18 @@ def draw_losses(curves: Mapping[str, Sequence[tuple[int, float]]], goal: float, 
     with written_aside(file) as aside:
         figure.savefig(aside, dpi=110)
     plt.close(figure)
+
+
+def draw_mixing(matrices: Mapping[str, torch.Tensor], file: Path) -> Path:
+    """Draw mixing matrices (M, M) side by side on one color scale, and return the file."""
+    plt = require_matplotlib()
+    figure, axes = plt.subplots(1, len(matrices), figsize=(3.4 * len(matrices) + 1, 3.1), layout="constrained")
+    highest = max(float(matrix.max()) for matrix in matrices.values())
+    for axis, (name, matrix) in zip(axes, matrices.items(), strict=True):
+        image = axis.imshow(matrix.detach().float().cpu(), cmap="magma", vmin=0, vmax=highest)
+        axis.set_title(name, fontsize=8)
+        axis.set(xlabel="key block", ylabel="query block")
+    figure.colorbar(image, ax=axes, shrink=0.6)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+    return file

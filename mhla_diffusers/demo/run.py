@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import typer
 
-from ..analysis import attention_matrices, mean_entropy, mean_rank
-from ..analysis.pictures import draw_mixing_matrices
 from ..attention import initial_mixing
 from ..benchmark import measure
 from ..config import MHLAConfig
@@ -28,7 +26,8 @@ from ..tiny import tiny_pipeline
 from . import speed
 from .adaptation import Adaptation, held_out_curve, load_variant, stages_of, variants
 from .judging import Yardstick
-from .page import draw_losses, draw_samples
+from .matrices import attention_matrices, mean_entropy, mean_rank
+from .page import draw_losses, draw_mixing, draw_samples
 
 _LIVE = ("linear", "mhla")
 """Which variants are adapted live, by ``Variant.short``; SANA has the second alone."""
@@ -224,7 +223,7 @@ class Demo:
             matrices = {f"{layer_name}, before": before, f"{layer_name}, after": layer.get_parameter("mixing")}
             file = self.output / f"mixing-{variant.name.replace(',', '').replace(' ', '-').replace('/', '-')}.png"
             heading = f"Mixing matrices of {variant.name}"
-            self.sections[heading] = html_media(draw_mixing_matrices(matrices, file), heading)
+            self.sections[heading] = html_media(draw_mixing(matrices, file), heading)
 
     def write(self, minutes: float) -> None:
         """Write the record and last the page, whose images are inside it, so that the file can be sent alone."""

@@ -91,8 +91,6 @@ class AttentionAdapter:
     """
     outputs: ClassVar[tuple[str, ...]] = ("to_out",)
     """Attributes that may hold the linear layer after the heads, or a list that begins with it."""
-    idle: ClassVar[tuple[str, ...]] = ()
-    """Attributes of an attention that do not run while it is patched."""
 
     def __init__(self, rotary_argument: str = "rotary_emb") -> None:
         self.rotary_argument = rotary_argument

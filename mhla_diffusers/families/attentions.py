@@ -42,7 +42,7 @@ class Attention:
     """Class of a perturbed-attention guidance processor → number of parts of the batch; it perturbs the last part."""
     dispatches: bool = False
     """Whether the attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
-    computes: Literal["softmax", "linear", "gated linear"] = "softmax"
+    computes: Literal["softmax", "linear"] = "softmax"
     """What the self-attentions compute without a patch."""
     eps: float = 0.0
     """Added to the normaliser by attention that is linear with φ = ReLU."""
@@ -58,10 +58,6 @@ class Attention:
     """Whether the padding of shorter samples stands behind the grid: with a mask, grids begin at different tokens."""
     extra_tokens: int = 0
     """Extra tokens of the longest text that the pipeline takes by default; costs are computed for this many."""
-
-    def trunk(self, transformer: Any) -> Any:
-        """Return the module that takes the pixels or latents and runs the blocks; by default the transformer."""
-        return transformer
 
     def blocks_of(self, transformer: Any) -> dict[str, Any]:
         """Name and module of every transformer block that has a self-attention, in the order of the layer indices."""

@@ -48,7 +48,7 @@ class Family:
     """How its models are encoded, trained and called by a pipeline, or why they are not and what to do instead."""
     library: str = "diffusers"
     """Module that has the transformers' classes, imported when one is asked for."""
-    kind: Literal["diffusion", "vision"] = "diffusion"
+    kind: Literal["diffusion"] = "diffusion"
     """A diffusion model, called by a pipeline in every denoising step, or a model of transformers."""
     mhla_blocks: tuple[int, ...] = (4, 4)
     """MHLA block counts of a patch that gives none, at the family's default size; these have 16x16 tokens at 1024 px.

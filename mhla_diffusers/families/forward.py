@@ -109,7 +109,7 @@ class Forward:
         return tuple(size // length for size, length in zip(latents.shape[2:], patch, strict=True))
 
     def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Kwargs:
-        """Return the kwargs of the forward of a transformer, or of its trunk, by name."""
+        """Return the kwargs of the forward of a transformer by name."""
         forward: Any = type(transformer).forward
         return {**dict(zip(_names_of_arguments(forward), args, strict=False)), **kwargs} if args else {**kwargs}
 

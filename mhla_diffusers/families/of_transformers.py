@@ -12,10 +12,10 @@ _OLDEST = (5, 23)
 
 
 class TransformersAdapter(AttentionAdapter):
-    """Attentions of transformers; SigLIP calls the last layer ``out_proj``."""
+    """Attentions of transformers."""
 
     inputs = ("q_proj", "k_proj", "v_proj")
-    outputs = ("o_proj", "out_proj")
+    outputs = ("o_proj",)
 
     def heads(self, attn: Any) -> tuple[int, int]:
         """Return the number of the queries' heads and head dim."""

@@ -7,7 +7,6 @@ from functools import cache
 from types import MethodType
 from typing import Any
 
-import torch
 from diffusers.models.attention import AttentionModuleMixin
 
 _BASE, _MIXIN = "_mhla_base", "_mhla_mixin"
@@ -100,30 +99,6 @@ class WithProcessor:
         return not isinstance(self.processor, OwnAttention) and not getattr(self.processor, "is_off", False)
 
 
-class VisionAttention(WithProcessor):
-    """Mixin that runs the processor if there is one, else the inherited forward."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the processor, or the inherited forward.
-
-        Returns:
-            (B, N, hidden size), and weights if an attention that is not replaced returns them.
-
-        Raises:
-            ValueError: attention dropout, ``output_attentions``, or what the processor refuses.
-        """
-        own: Any = self
-        if not self.has_processor:
-            inherited: Any = super()
-            return inherited.forward(hidden_states, attention_mask, **kwargs)
-        dropout = own.attention_dropout if hasattr(own, "attention_dropout") else own.dropout  # SigLIP's
-        asked = kwargs.get("output_attentions", own.config.output_attentions)
-        refuse_weights(dropout if own.training else 0.0, bool(asked))
-        return self.processor(self, hidden_states, attention_mask=attention_mask)
-
-
 def refuse_weights(dropout: float, asked: bool) -> None:
     """Raise ValueError if a call needs softmax weights, which MHLA does not compute.
 
@@ -134,8 +109,8 @@ def refuse_weights(dropout: float, asked: bool) -> None:
     if dropout:
         raise ValueError(
             f"attention_dropout={dropout} drops softmax weights, which MHLA does not compute; set it to 0 in the "
-            "configuration before the model is created (some call it attention_probs_dropout_prob), or in the layers "
-            "of an existing model, attn.attention_dropout (attn.dropout of SigLIP)."
+            "configuration before the model is created, or in the layers of an existing model, "
+            "attn.attention_dropout."
         )
     if asked:
         raise ValueError(

@@ -195,7 +195,7 @@ def describe(
     Args:
         model: a pipeline or a transformer, patched or not.
         grid: token grid to describe; None for that of the latest forward.
-        height: in pixels, for the grid of a size; of a pipeline or a vision model, before any run.
+        height: in pixels, for the grid of a size; of a pipeline, before any run.
         width: in pixels.
         num_frames: of a video; None for the family's default.
 
@@ -276,7 +276,7 @@ def sizes_of(
 def grids_of_size(
     pipe: Any, height: int | None, width: int | None, num_frames: int | None
 ) -> Mapping[str, tuple[int, ...]]:
-    """Return the token grid at a size in pixels by component name, of a pipeline or of a vision model.
+    """Return the token grid at a size in pixels by component name, of a pipeline.
 
     Raises:
         ValueError: a transformer alone, which does not know the strides of an autoencoder; half a size, or one of no
@@ -286,7 +286,7 @@ def grids_of_size(
     for side, value in (("height", height), ("width", width), ("num_frames", num_frames)):
         check_value(side, value, int | None, above=0)
     transformers = find_transformers(pipe)
-    if isinstance(pipe, nn.Module) and get_family(pipe).kind != "vision":
+    if isinstance(pipe, nn.Module):
         raise ValueError(
             "A size in pixels needs the pipeline, whose autoencoder makes the latents of it. Of a transformer alone "
             "describe() takes the token grid, grid=(frames, height, width) or (height, width)."
@@ -318,7 +318,7 @@ def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = 
     says where a size is too small for more than one block, with which MHLA is plain linear attention.
 
     Args:
-        pipe: pipeline, or vision model of transformers, patched or not; of several transformers the first counts.
+        pipe: pipeline, patched or not; of several transformers the first counts.
         height: in pixels.
         width: in pixels.
         num_frames: of a video; None for the family's default.

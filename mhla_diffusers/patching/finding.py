@@ -10,7 +10,7 @@ from torch import nn
 from ..families import find_family, get_family, unwrapped
 from .any_model import any_disabled, any_patches
 from .handle import ATTRIBUTE, Patched
-from .layer import PatchedLayer, attentions_of, layer_of
+from .layer import PatchedLayer, attentions_of
 from .processor import has_mhla_processor
 
 logger = logging.getLogger(__name__)
@@ -20,19 +20,12 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     """Find the supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
 
     Raises:
-        ValueError: if there is none, a model that has MHLA built in, or what :func:`refuse_wrapped` refuses.
+        ValueError: if there is none, or what :func:`refuse_wrapped` refuses.
     """
     refuse_wrapped(model)
     found = supported_transformers(model)
     if found:
         return found
-    layers = _built_in_layers(model)
-    if layers:
-        raise ValueError(
-            f"{type(model).__name__} has MHLA built in ({len(layers)} layers, the first is {next(iter(layers))}), so "
-            "nothing can patch it or take the patch away. Its settings are those of its configuration, such as "
-            "VLTConfig(mhla=…), and its save_pretrained() saves it."
-        )
     if any_patches(model):
         raise ValueError(_without_family(model))
     for name, module in _modules(model).items():
@@ -56,10 +49,7 @@ def _without_family(model: Any) -> str:
 
 
 def supported_transformers(model: Any) -> dict[str, nn.Module]:
-    """Find what :func:`find_transformers` finds, or nothing.
-
-    A vision model in a pipeline encodes its pictures and is left alone.
-    """
+    """Find what :func:`find_transformers` finds, or nothing."""
     is_alone = isinstance(model, nn.Module)
     return {
         name: module
@@ -105,7 +95,7 @@ def find_patched(model: Any) -> dict[str, Patched]:
     """Find the handle of every patched transformer of a pipeline by component name, of a model as ``transformer``."""
     found = {}
     for name, transformer in supported_transformers(model).items():
-        held = vars(get_family(transformer).attention.trunk(transformer)).get(ATTRIBUTE)
+        held = vars(transformer).get(ATTRIBUTE)
         if held is None:  # diffusers' own form leaves no handle
             attentions = attentions_of(transformer).values()
             processor = next((attn.processor for attn in attentions if has_mhla_processor(attn)), None)
@@ -135,27 +125,17 @@ def is_patched(model: Any) -> bool:
 
 
 def mhla_layers(model: Any) -> dict[str, PatchedLayer]:
-    """Find every layer that is in use by name, put in by a patch or built into the model, as into VLT.
+    """Find every layer of a patch that is in use, by name.
 
     The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
     """
     if any_patches(model):
         logger.warning("%s", _without_family(model))
-    if not supported_transformers(model):
-        return _built_in_layers(model)
     return {
         f"{'' if isinstance(model, nn.Module) else f'{component}.'}{name}.mhla": layer
         for component, patched in find_patched(model).items()
         for name, layer in patched.layers.items()
     }
-
-
-def _built_in_layers(model: Any) -> dict[str, PatchedLayer]:
-    """Find the layers of a model, also in PEFT's wrapper, that has MHLA without a patch and nothing of a family."""
-    if not isinstance(model, nn.Module) or any(find_family(module) is not None for module in model.modules()):
-        return {}
-    layers = {path: layer_of(module) for path, module in unwrapped(model).named_modules()}
-    return {f"{path}.mhla": layer for path, layer in layers.items() if layer is not None}
 
 
 def require_layers(model: Any) -> dict[str, PatchedLayer]:

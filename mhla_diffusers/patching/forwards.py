@@ -59,17 +59,16 @@ class Forwards:
 
     # Putting in and taking away
 
-    def install(self, trunk: nn.Module, pipe: Any) -> None:
-        """Put the hooks on the module that runs the blocks.
+    def install(self, pipe: Any) -> None:
+        """Put the hooks on the transformer.
 
         Args:
-            trunk: that module.
             pipe: pipeline that calls the transformer; a transformer or None where that is not known.
         """
         self._prepare_compiling()
         self._hooks = [
-            trunk.register_forward_pre_hook(self._begin, with_kwargs=True),
-            trunk.register_forward_hook(self._end, always_call=True),
+            self.patched.transformer.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self.patched.transformer.register_forward_hook(self._end, always_call=True),
         ]
         if self.patched.family.is_diffusion:
             self.patched.loop = DenoisingLoop(self.patched.family, pipe)
@@ -130,30 +129,32 @@ class Forwards:
 
     # Around a forward
 
-    def _begin(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look at the processors and set the context of the call, before a forward."""
         patched, family, outer = self.patched, self.patched.family, current()
         if outer.of is patched and outer.outer is not None:  # Ctrl-C ended its last forward, without its hooks
             outer = outer.outer
         # so that _end takes it back after a refusal too
         enter(CallContext(off=outer.off, of=patched, outer=outer))
-        arguments = family.forward.named_arguments(trunk, args, kwargs)
+        arguments = family.forward.named_arguments(transformer, args, kwargs)
         if family.is_diffusion:
             self._check_processors()
         name = family.forward.latents_name
         latents = arguments.get(name)
         if latents is None:
-            raise ValueError(f"{type(trunk).__name__} was called without {name}, whose shape gives the token grid.")
+            kind = type(transformer).__name__
+            raise ValueError(f"{kind} was called without {name}, whose shape gives the token grid.")
         # the blocks depend on the sizes, so torch.compile should make one graph per resolution rather than try symbols
         for tensor in [latents] if isinstance(latents, torch.Tensor) else latents:
             for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
                 torch._dynamo.mark_static(tensor, axis)
-        grid = tuple(int(size) for size in family.forward.grid_of_arguments(trunk, arguments))
+        grid = tuple(int(size) for size in family.forward.grid_of_arguments(transformer, arguments))
         if 0 in grid:
-            raise ValueError(f"{name} of {type(trunk).__name__} are too small for one token: the token grid is {grid}.")
+            kind = type(transformer).__name__
+            raise ValueError(f"{name} of {kind} are too small for one token: the token grid is {grid}.")
         is_compiled = torch.compiler.is_compiling()
         if not is_compiled and grid != patched.latest_grid:
-            is_compiled = any(block._compiled_call_impl for block in family.attention.blocks_of(trunk).values())
+            is_compiled = any(block._compiled_call_impl for block in family.attention.blocks_of(transformer).values())
         if is_compiled:
             self._note_graph()
         self._meet()
@@ -162,8 +163,8 @@ class Forwards:
         if not torch.compiler.is_compiling():
             self._warn_of_call(grid)
         of_step: dict[str, Any] = {"disabled": False, "shows": False}
-        if family.is_diffusion and self._has_dense_steps(outer, trunk):
-            of_step = self._choose_attention(outer, trunk, args, kwargs, arguments)
+        if family.is_diffusion and self._has_dense_steps(outer, transformer):
+            of_step = self._choose_attention(outer, transformer, args, kwargs, arguments)
         elif not torch.compiler.is_compiling():
             of_step["carried"] = None
         for module in self._checkpointing():
@@ -171,7 +172,7 @@ class Forwards:
         tables: dict[Any, Any] | None = None if torch.compiler.is_compiling() else {}
         enter(outer._replace(grid=grid, tables=tables, parallel=self._parallel, **of_step, of=patched, outer=outer))
 
-    def _end(self, trunk: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    def _end(self, transformer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """Take the context back after a forward, also one that failed, whose result is None."""
         context = current()
         if context.of is not self.patched or context.outer is None:  # refused by another hook before it began

@@ -82,7 +82,7 @@ class Patched:
     @property
     def is_installed(self) -> bool:
         """Whether it has hooks: not in diffusers' own form, and not any more after removal."""
-        return vars(self.family.attention.trunk(self.transformer)).get(ATTRIBUTE) is self
+        return vars(self.transformer).get(ATTRIBUTE) is self
 
     @property
     def is_off(self) -> bool:

@@ -23,7 +23,7 @@ def install(patched: Patched, layers: Mapping[str, PatchedLayer], pipe: Any) -> 
         layers: name of every self-attention to be patched, with its new layer.
         pipe: pipeline that calls the transformer; a transformer or None where that is not known.
     """
-    processor, trunk = patched.running_processor(), patched.family.attention.trunk(patched.transformer)
+    processor, transformer = patched.running_processor(), patched.transformer
     patched.family.attention.prepare(patched.transformer)
     for name, layer in layers.items():
         attn = patched.attentions[name]
@@ -32,9 +32,9 @@ def install(patched: Patched, layers: Mapping[str, PatchedLayer], pipe: Any) -> 
         if getattr(attn.processor, "_parallel_config", None) is not None:
             processor._parallel_config = attn.processor._parallel_config
         attn.set_processor(processor)
-    setattr(trunk, ATTRIBUTE, patched)
+    setattr(transformer, ATTRIBUTE, patched)
     forwards = Forwards(patched)
-    forwards.install(trunk, pipe)
+    forwards.install(pipe)
     patched.forwards = forwards
 
 
@@ -116,5 +116,5 @@ def remove(patched: Patched, model: Any = None) -> None:
         patched.forwards.remove()
     patched.forwards = None
     if patched.is_installed:
-        delattr(patched.family.attention.trunk(patched.transformer), ATTRIBUTE)
+        delattr(patched.transformer, ATTRIBUTE)
     patched.family.attention.restore(patched.transformer)

@@ -313,7 +313,6 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
             raise ValueError(f"backend={backend!r}: a model without a family takes no backend; leave it out.")
         change_any(model, settings)
         return model
-    find_transformers(model)  # refuses a model that has MHLA built in
     require_layers(model)
     handles = [patched for patched in find_patched(model).values() if patched.layers]
     plans = [_plan_change(patched, backend, settings) for patched in handles]

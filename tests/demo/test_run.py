@@ -59,7 +59,7 @@ def test_a_demo_that_is_stopped_leaves_no_page(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     every = run.variants
-    monkeypatch.setattr(run, "draw_mixing_matrices", stop)
+    monkeypatch.setattr(run, "draw_mixing", stop)
     monkeypatch.setattr(run, "variants", lambda tiny: every(tiny)[2:3])
     with pytest.raises(KeyboardInterrupt):
         run_demo(DemoConfig(tmp_path, "dit", updates=0, speed_seconds=0, **SMALL))

@@ -26,7 +26,6 @@ from mhla_diffusers.families import Family, get_family
 
 from ..models import FAMILIES, inputs, seeded
 from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
-from ..vision import models as vision
 
 TEXT_TOKENS = 6
 """Tokens of texts in inputs, which are cut to it unless a model takes whole ones alone."""
@@ -750,7 +749,6 @@ _COG_LONG = {**_COG_CALL, "num_frames": 29}
 _EASY_TEXT = {**embeddings(TEXT_TOKENS, 16), "prompt_attention_mask": torch.ones(1, TEXT_TOKENS)}
 _EASY_TEXT["negative_prompt_attention_mask"] = _EASY_TEXT["prompt_attention_mask"]
 _EASY_CALL = {**_CLIP, **_EASY_TEXT, "guidance_scale": 5.0}
-_DIG_CALL = {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
 _ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
 _IDEOGRAM_CALL = {**_image_call(32, 4.0, negative_prompt=None), "guidance_schedule": None}
 _KANDINSKY_TEXT = {
@@ -816,7 +814,6 @@ _TABLE = (
     Case("cogvideox", _cogvideox, _COG_CALL, _layers(3), _COG, _VIDEO, extra=_TEXT_FIRST),
     Case("cogvideox_two_frames", _cogvideox, _COG_LONG, _layers(3), _COG_1_5, _VIDEO, "cogvideox", extra=_TEXT_FIRST),
     Case("cogview4", _cogview4, _COGVIEW_CALL, _layers(3), extra=_TEXT_FIRST),
-    Case("dig", dit_pipeline, _DIG_CALL, _layers(3), {"sample_size": 16}, ((8, 8), (7, 7))),
     Case("easyanimate", _easyanimate, _EASY_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_FIRST),
     Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
     Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
@@ -876,8 +873,8 @@ NAMES = tuple(case.name for case in CASES.values() if not case.family)
 
 
 def case_of(name: str) -> Any:
-    """One of the cases; of vision models as well."""
-    return CASES.get(name) or vision.CASES[name]
+    """One of the cases."""
+    return CASES[name]
 
 
 @torch.no_grad()

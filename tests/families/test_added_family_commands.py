@@ -52,7 +52,7 @@ def run(*arguments) -> str:
     return ended.output
 
 
-def test_generate_eval_samples_and_analyze(model, patch, tmp_path):
+def test_generate_eval_samples_and_audit(model, patch, tmp_path):
     patched = ("--model", model, "--patch", patch, *SETTINGS)
     run("generate", "cogview3plus", "the red dog", *patched, "--output", tmp_path / "out")
     (file,) = (tmp_path / "out").glob("*.png")
@@ -62,8 +62,8 @@ def test_generate_eval_samples_and_analyze(model, patch, tmp_path):
     asked = ("--family", "cogview3plus", "--model", model, *SETTINGS)
     run("eval", "samples", "prompts", tmp_path / "set", prompts, *asked)
     assert len(list((tmp_path / "set").glob("*.png"))) == 2
-    assert "MHLA" in run("analyze", "cogview3plus", "a cat", *patched, "--output", tmp_path / "found")
-    assert len(json.loads((tmp_path / "found" / "analysis.json").read_text())["layers"]) == 4
+    assert "worst head" in run("audit", "cogview3plus", "a cat", *patched, "--output", tmp_path / "found")
+    assert len(json.loads((tmp_path / "found" / "audit.json").read_text())["layers"]) == 4
 
 
 def test_encode(model, tmp_path):

@@ -22,11 +22,10 @@ from mhla_diffusers.training.roles import Roles, Teacher, make_trainable, traina
 from ..models import assert_changed, relative_change
 from ..patching.shared import EVERYTHING, assert_same_footprint, footprint, with_lora
 from ..refusals import refused
-from ..vision.models import CASES as VISION
 from .cases import CASES, NAMES, ROUNDING, all_listed, case_of, output, plain
 
 # the block-causal mask of diffusion forcing is refused: test_skyreels_v2.py
-RUNNING = (*(name for name in CASES if name != "skyreels_v2_forcing"), *VISION)
+RUNNING = tuple(name for name in CASES if name != "skyreels_v2_forcing")
 every_case = pytest.mark.parametrize("name", RUNNING)
 FORMS = (
     "flux",  # blocks of two streams, then of one; ids give the grid
@@ -48,7 +47,6 @@ forms = pytest.mark.parametrize("name", FORMS)
 # of what one family shows of all: RoPE, attention that runs the feed-forward, a batch of frames
 FEW = ("flux2", "ltx", "latte")
 few_families = pytest.mark.parametrize("name", FEW)
-few_and_vision = pytest.mark.parametrize("name", [*FEW, "vit"])
 # every form that is trained, and every process and prediction of their own; tests/training looks at DiT and Wan
 TRAINED = (
     *(name for name in FORMS if name not in ("framepack", "ideogram4", "minimax_h3")),
@@ -59,7 +57,7 @@ TRAINED = (
 )
 # attentions that tell their family, of classes with set_attn_processor
 OWN_FORM = (
-    *("chronoedit", "dig", "flux", "hunyuan_dit", "ltx", "pixart", "sana", "sana_qk_norm", "sana_video"),
+    *("chronoedit", "flux", "hunyuan_dit", "ltx", "pixart", "sana", "sana_qk_norm", "sana_video"),
     *("skyreels_v2", "wan", "wan_animate"),
 )
 SPARSE = {"density": 0.2, "block_size": 4}
@@ -69,8 +67,7 @@ SOFTMAX = tuple(name for name in RUNNING if case_of(name).of_family.attention.co
 slowly = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("dit", "flux", "sana", "wan")]
 
 
-# no setting of a patch is the gated linear attention of DiG
-@pytest.mark.parametrize("name", [name for name in RUNNING if name != "dig"])
+@pytest.mark.parametrize("name", RUNNING)
 def test_softmax_in_place_of_mhla_is_the_own_attention(name: str) -> None:
     """Projections, norms, RoPE, masks and outputs are read as the model's own processor reads them."""
     case = case_of(name)
@@ -287,7 +284,7 @@ def _sample_of(argument: Any, place: int) -> Any:
     return argument[place : place + 1] if is_batch and len(argument) == 2 else argument
 
 
-@few_and_vision
+@few_families
 def test_a_saved_patch_gives_the_same_output(name: str, tmp_path) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()
@@ -297,7 +294,7 @@ def test_a_saved_patch_gives_the_same_output(name: str, tmp_path) -> None:
     assert torch.equal(output(mhla.load_mhla(case.transformer(), tmp_path), arguments), expected)
 
 
-@few_and_vision
+@few_families
 def test_hybrid_and_automatic_layers(name: str) -> None:
     case = case_of(name)
     model, arguments = case.transformer(), case.inputs()

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 
-from mhla_diffusers.analysis import attention_matrices
+from mhla_diffusers.demo.matrices import attention_matrices
 from mhla_diffusers.families import imported
 from mhla_diffusers.families.sana_video import SANA_VIDEO
 from mhla_diffusers.patching import TransformerCall

@@ -8,13 +8,11 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from transformers import ViTConfig, ViTForImageClassification
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import MHLAState
 from mhla_diffusers.families import Family, get_family, register_family
 from mhla_diffusers.families.wan import WAN as WAN_FAMILY
-from mhla_diffusers.models import VLTConfig, VLTForImageClassification
 from mhla_diffusers.patching import (
     attn_processors,
     calibrate_output_norm,
@@ -26,16 +24,6 @@ from mhla_diffusers.tiny import pipeline_folder
 from ..models import FAMILIES, inputs, patched
 from ..pipelines import PIPELINES, dit_pipeline, wan_pipeline
 from ..refusals import refused
-
-
-def vit():
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "image_size": 32, "patch_size": 4, "num_labels": 3}
-    return ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
-
-
-def vlt():
-    with torch.device("meta"):
-        return VLTForImageClassification(VLTConfig.vlt_t())
 
 
 def with_class_as_processor(name):
@@ -75,12 +63,11 @@ REFUSED = {
     ),
     "audit without a run": (lambda: mhla.audit(patched("dit"), "wan"), "run='wan' "),
     "run of nothing": (
-        lambda: layer_sensitivity(mhla.apply_mhla(vit(), blocks=(2, 2)), lambda: None),
+        lambda: layer_sensitivity(patched("dit"), lambda: None),
         "run()",
     ),
     "configuration of a processor": (lambda: mhla.MHLAProcessor(3), "got int"),
     "processors of a pipeline": (lambda: attn_processors(wan_pipeline()), "WanPipeline is a pipeline"),
-    "density of what has MHLA built in": (lambda: mhla.change_mhla(vlt(), density=0.1), "MHLA built in"),
     "tiny pipeline": (lambda: pipeline_folder("flux"), "'flux'...dit, sana, wan"),
     "class of a family": (lambda: register_family(Family), "Family'>"),
     "no family": (lambda: register_family(None), "family=None"),
@@ -91,6 +78,7 @@ REFUSED = {
     ),
     "family of a pipeline": (lambda: get_family(wan_pipeline()), "WanPipeline is a pipeline"),
     "family of no name": (lambda: get_family("wam"), "'wam'"),
+    "family that left the package": (lambda: get_family("dinov2"), "studies/real_weights"),
     "class of a transformer": (lambda: mhla.set_attn_processor(WAN, mhla.MHLAProcessor(blocks=(2, 2, 3))), IS_CLASS),
     "other processor for a class": (lambda: mhla.set_attn_processor(WAN, WanAttnProcessor()), IS_CLASS),
     "processors of a class": (lambda: attn_processors(WAN), IS_CLASS),
@@ -99,11 +87,7 @@ REFUSED = {
     "class of a processor in SANA": (lambda: with_class_as_processor("sana"), "instance"),
     "empty name of a patch": (lambda: mhla.apply_mhla(dit(), ""), "patch ''"),
     "no truth to keep": (lambda: mhla.load_mhla(dit(), "x", keep_replaced="x"), "keep_replaced='x'"),
-    "layers of no pipeline": (lambda: mhla.apply_mhla(vit(), layers="auto:1/2"), "'auto:1/2'...calibration=run"),
-    "order of images": (
-        lambda: mhla.apply_mhla(vit(), causal="block", block_length=2),
-        "causal='block'",
-    ),
+    "layers of no pipeline": (lambda: mhla.apply_mhla(dit(), layers="auto:1/2"), "'auto:1/2'...calibration=run"),
     "a field that no call has": (nothing_known, "gird"),
 }
 

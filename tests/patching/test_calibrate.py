@@ -9,11 +9,11 @@ from mhla_diffusers.patching import calibrate_output_norm, layer_sensitivity, re
 from mhla_diffusers.patching.patch import choose_layers
 from mhla_diffusers.tiny import load_tiny
 
-from ..analysis.tiny import run_tiny
 from ..models import FAMILIES, inputs, output, patched, relative_change, sana, wan
 from ..pipelines import PIPELINES, generate, wan22_pipeline
 from ..refusals import refused
 from .shared import ONE_PER_CLASS, assert_same_footprint, footprint
+from .tiny import run_tiny
 
 
 def run_of(model, name):

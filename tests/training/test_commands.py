@@ -33,8 +33,7 @@ from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, w
 from .processes import finish, start_process
 
 ROOT = Path(__file__).parents[2]
-# those of classifiers are tested with them
-CONFIGS = [file for file in sorted(ROOT.glob("finetune/configs/*.yaml")) if not file.stem.startswith("classify-")]
+CONFIGS = sorted(ROOT.glob("finetune/configs/*.yaml"))
 
 
 CLIP = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"

@@ -1,6 +1,5 @@
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,6 @@ from mhla_diffusers.cli import _with_causes as with_causes
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig
 
 from ..refusals import refused
-from ..scripts import CONFIGS, script
-
-load_classify_config = script("classify").ClassifyConfig.from_yaml
 
 TEXT = """
 output: outputs/run
@@ -97,19 +93,6 @@ def test_a_precision_has_several_spellings_and_one_meaning(path: Path, meant: st
     for spelling in written:
         config = TrainingConfig.from_yaml(path, [f"precision={spelling}"])
         assert config.precision == config.to_dict()["precision"] == meant
-        assert load_classify_config(CONFIGS / "classify-digits.yaml", [f"precision={spelling}"]).precision == meant
-
-
-@pytest.mark.parametrize(
-    ("load", "name", "words"),
-    [
-        (TrainingConfig.from_yaml, "classify-digits", "finetune/classify.py"),
-        (load_classify_config, "tiny-wan", "mhla finetune"),
-    ],
-)
-def test_a_configuration_of_another_script_is_told(load: Callable[[Path], object], name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}.yaml .*{words}"):
-        load(CONFIGS / f"{name}.yaml")
 
 
 def test_settings_of_a_stage_keep_their_places() -> None:

@@ -1,16 +1,13 @@
-"""N x N attention matrices of a transformer, softmax or MHLA, with rank and entropy, layer by layer."""
+"""N x N attention matrices of a transformer, patched or not, their rank and entropy."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..attention.layout import block_sizes
 from ..attention.rope import rotated
-from ..config import MHLAConfig, PatchConfig
 from ..families import AttentionInputs, Family, get_family
 from ..patching import TransformerCall, attention_inputs
 from ..patching.processor import runs_mhla
@@ -18,8 +15,6 @@ from ..settings import check_names
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this fraction of the largest count."""
-LARGEST_GRID = 4096
-"""Maximum number of tokens for N x N matrices."""
 
 
 def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[str, torch.Tensor]:
@@ -67,11 +62,6 @@ def _matrix(attn: Any, given: AttentionInputs, family: Family) -> torch.Tensor:
     if runs_mhla(attn):
         weights: torch.Tensor = attn.mhla.weights(given)
         return weights
-    if family.attention.computes == "gated linear":
-        raise ValueError(
-            f"Gated linear attention of the {family.name!r} family has no matrix of weights: they have signs and no "
-            "common sum. Give layers that are patched with MHLA."
-        )
     if family.attention.computes == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
         normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)
@@ -105,60 +95,3 @@ def mean_rank(matrices: dict[str, torch.Tensor]) -> float:
 def mean_entropy(matrices: dict[str, torch.Tensor]) -> float:
     """Average :func:`entropy` over layers."""
     return sum(map(entropy, matrices.values())) / len(matrices)
-
-
-@dataclass(frozen=True)
-class LayerAnalysis:
-    """One self-attention on one input."""
-
-    name: str
-    attention: str
-    """Such as MHLA, sparse, linear or softmax."""
-    tokens: int
-    rank: float
-    """Averaged over samples and heads."""
-    rank_bound: int
-    """Σ_b min(n_b, D) for MHLA (paper, Sec. 4.3), min(N, D) for linear attention, else N."""
-    entropy: float
-    """In nats; log(tokens) for uniform weights."""
-    moves: float | None = None
-    """Relative squared change of the model's output when this layer alone is replaced; None if not measured."""
-
-
-def analyze_layers(
-    transformer: nn.Module,
-    batch: TransformerCall,
-    names: Collection[str] | None = None,
-    each: Callable[[str, torch.Tensor], None] | None = None,
-) -> list[LayerAnalysis]:
-    """Measure rank and entropy of self-attentions on one input.
-
-    Args:
-        transformer: patched or not.
-        batch: what it runs on.
-        names: of the self-attentions; None for all.
-        each: called with name and attention matrix (B, H, N, N) of every layer, for example to draw it.
-    """
-    family = get_family(transformer)
-    grid = batch.grid(transformer)
-    tokens = torch.Size(grid).numel()
-    if tokens > LARGEST_GRID:
-        raise ValueError(
-            f"The input has {tokens} tokens; {tokens} x {tokens} attention matrices are formed up to {LARGEST_GRID}. "
-            "Give a smaller resolution or fewer frames."
-        )
-    attentions = family.attention.self_attentions(transformer)
-    layers = []
-    for name, matrix in each_attention_matrix(transformer, batch, names):
-        if each is not None:
-            each(name, matrix)
-        attn = attentions[name]
-        config: PatchConfig | None = attn.mhla.config if runs_mhla(attn) else None
-        kind = family.attention.computes if config is None else config.short_name
-        bound, head_dim = tokens, family.attention.adapter_of(attn).heads(attn)[1]
-        if isinstance(config, MHLAConfig):
-            bound = sum(min(size, head_dim) for size in block_sizes(grid, config.blocks_on(grid)))
-        elif kind == "linear":
-            bound = min(tokens, head_dim)
-        layers.append(LayerAnalysis(name, kind, tokens, rank(matrix), bound, entropy(matrix)))
-    return layers

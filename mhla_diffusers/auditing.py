@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..attention.held import weight_held
-from ..config import Step
-from ..families import get_family
-from ..files import write_json
-from ..patching.calibrate import (
+from .attention.held import weight_held
+from .config import Step
+from .families import get_family
+from .files import write_json
+from .patching.calibrate import (
     check_reached,
     check_run,
     measure_change,
@@ -21,11 +21,11 @@ from ..patching.calibrate import (
     record_calls,
     spread_calls,
 )
-from ..patching.context import call_context, current
-from ..patching.finding import require_layers, require_patched, supported_transformers
-from ..patching.layer import SparseLayer, layer_of
-from ..patching.processor import adapter_of, attention_inputs, tokens_of_grid
-from ..reporting import require_matplotlib, text_table
+from .patching.context import call_context, current
+from .patching.finding import require_layers, require_patched, supported_transformers
+from .patching.layer import SparseLayer, layer_of
+from .patching.processor import adapter_of, attention_inputs, tokens_of_grid
+from .reporting import require_matplotlib, text_table
 
 _QUERIES = 512
 """Queries per head whose N softmax weights each are computed."""

@@ -8,18 +8,19 @@ from diffusers import SanaPAGPipeline, SanaPipeline
 from PIL import Image
 
 import mhla_diffusers as mhla
-from mhla_diffusers.analysis import draw_audit
 from mhla_diffusers.attention import with_lists
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.sparse import key_block_of_tokens
+from mhla_diffusers.auditing import draw_audit
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import layer_sensitivity
 from mhla_diffusers.patching.processor import attention_inputs
 
-from .. import models
-from ..patching.shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
-from ..pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
-from ..refusals import refused
+from . import models
+from .evaluation.pictures import mhla as command
+from .patching.shared import PROJECTIONS, assert_same_footprint, footprint, with_lora
+from .pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
+from .refusals import refused
 
 NAMES = ["wan_vace", "sana", "dit"]
 SPARSE = {"block_size": 4}
@@ -231,3 +232,33 @@ def brightness(file):
     with Image.open(file) as image:
         pixels = torch.tensor(list(image.convert("L").tobytes()), dtype=torch.float32)
     return float(pixels.mean())
+
+
+HEAD = "family: dit\nbase_model: tiny-dit\ndescription: half\npatch:\n"
+
+
+def test_the_command_prints_and_writes(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "patch.yaml").write_text(f"{HEAD}  density: 0.1\n  block_size: 4\n")
+    asked = ("--patch", tmp_path / "patch.yaml", "--output", tmp_path / "out", "--set", "num_inference_steps=2")
+    shown = command("audit", "dit", "seven", *asked)
+    assert shown.exit_code == 0, shown.output
+    assert all(text in shown.output for text in ("worst head", "mass kept", "together the patch moves", "audit.png"))
+    assert len(json.loads((tmp_path / "out" / "audit.json").read_text())["disabled"]) == 2
+    assert Image.open(tmp_path / "out" / "audit.png").width > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("seven",), "--patch"),
+        (("seven", "--patch", "sana-0.6b"), "'sana'"),
+        (("", "--patch", "default"), "'' is not a class"),
+        (("seven", "--patch", "default", "--seed", "-1"), "seed=-1"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be(tmp_path, arguments, message):
+    shown = command("audit", "dit", *arguments, "--output", tmp_path / "out")
+    assert isinstance(shown.exception, ValueError)
+    assert message in str(shown.exception)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,84 @@
+"""Attention matrices, their rank and entropy."""
+
+import pytest
+import torch
+
+from mhla_diffusers import apply_mhla
+from mhla_diffusers.demo.matrices import attention_matrices, each_attention_matrix, entropy, rank
+from mhla_diffusers.families import get_family
+from mhla_diffusers.families.adapters import project_tokens
+from mhla_diffusers.patching import TransformerCall
+
+from .. import models
+from ..refusals import refused
+
+
+def attended(model, call):
+    """What every self-attention hands to its output projection: name → (B, H, N, D), and its value in that shape."""
+    found, values = {}, {}
+    handles = []
+    for name, attn in get_family(model).attention.self_attentions(model).items():
+
+        def note(_, args, name=name, attn=attn):
+            found[name] = args[0].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+
+        def note_value(_, args, kwargs, name=name, attn=attn):
+            values[name] = project_tokens(attn, (args or [kwargs["hidden_states"]])[0])[2].transpose(1, 2)
+
+        handles += [
+            attn.to_out[0].register_forward_pre_hook(note),
+            attn.register_forward_pre_hook(note_value, with_kwargs=True),
+        ]
+    with torch.no_grad():
+        call.predict(model)
+    for handle in handles:
+        handle.remove()
+    return found, values
+
+
+PATCHES = {
+    "none": None,
+    "mhla": {},
+    "rope before": {"rope": "before"},
+    "no normaliser": {"normalize": False, "output_norm": True},
+    "sparse": {"density": 0.2, "block_size": 8},
+    "sparse, means": {"density": 0.2, "block_size": 8, "far": "means", "order": "curve"},
+    "sparse, all pairs": {"density": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "patch"),
+    [(name, patch) for name in ("dit", "sana", "wan") for patch in PATCHES if name != "sana" or "sparse" not in patch],
+)
+def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
+    settings = PATCHES[patch]
+    model = models.FAMILIES[name].build()
+    if settings is not None:
+        apply_mhla(model, **({"blocks": models.FAMILIES[name].blocks} if "sparse" not in patch else {}), **settings)
+    call = TransformerCall((), models.inputs(name))
+    found, values = attended(model, call)
+    matrices = attention_matrices(model, call)
+    assert set(found) == set(matrices)
+    for layer, matrix in matrices.items():
+        expected = matrix @ values[layer].double()
+        if settings is not None and settings.get("output_norm"):
+            expected = torch.nn.functional.rms_norm(expected, expected.shape[-1:], eps=1e-6)
+        # float32 against float64; RoPE makes the numerator's terms cancel, hence the absolute part
+        torch.testing.assert_close(found[layer].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_entropy_of_a_query_that_attends_to_nothing_is_zero():
+    assert entropy(torch.zeros(1, 1, 2, 4, dtype=torch.float64)) == 0
+
+
+def test_rank_is_relative_to_the_largest_singular_value():
+    matrix = 1e6 * torch.diag(torch.tensor([1.0, 2e-4, 0.5e-4], dtype=torch.float64))[None, None]
+    assert rank(matrix) == 2
+    assert rank(matrix, tolerance=1e-5) == 3
+
+
+def test_unknown_layers_are_refused():
+    call = TransformerCall((), models.inputs("dit"))
+    with refused("'blocks.9'", "transformer_blocks.0.attn1"):
+        list(each_attention_matrix(models.dit(), call, ["blocks.9"]))
