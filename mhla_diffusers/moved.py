@@ -1,6 +1,8 @@
 """Where commands, presets and families that left the package went; an error quotes the line."""
 
-MOVED: dict[str, str] = {}
+MOVED: dict[str, str] = {
+    "bench parallel": "Several GPUs are diffusers' own context parallelism (docs/combine.md); torch.profiler times them.",
+}
 """Name of a command (as typed, without ``mhla``), preset or family → where it is now, as a sentence."""
 
 

@@ -12,7 +12,7 @@ from mhla_diffusers.patching.attend import EngineSettings
 from mhla_diffusers.patching.few_steps import FewSteps
 from mhla_diffusers.settings import Settings, allow, check_choice, check_value, read_yaml
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
-from mhla_diffusers.training.config import ContextParallel, FewStepsConfig
+from mhla_diffusers.training.config import FewStepsConfig
 
 from .scripts import script
 
@@ -28,7 +28,6 @@ CLASSES = [
     (FewStepsConfig, {"times": (1.0,)}),
     (StageConfig, STAGE),
     (ValidationConfig, {}),
-    (ContextParallel, {}),
     (TrainingConfig, {"output": "out", "stages": [STAGE]}),
     (Clip, {"frames": 1, "fps": 1.0, "sizes": [(8, 8)]}),
     (EngineSettings, {}),

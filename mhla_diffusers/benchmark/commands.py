@@ -1,6 +1,5 @@
 """``mhla bench``."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -156,47 +155,6 @@ def bench_pipeline(
     changes = parse_patch_settings(density, softmax_steps, refresh)
     benchmark_pipeline(choice, patch or (), results, changes=changes, repetitions=repetitions)
     results.finish()
-
-
-@bench.command("parallel")
-def bench_parallel(
-    model: _Models = None,
-    size: _Sizes = None,
-    frames: _Frames = None,
-    ring: Annotated[
-        list[int] | None,
-        typer.Option(help="Processes of a ring, several times; the others exchange heads. All and 1 if left out."),
-    ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Calls of each, after those to warm up.")] = 10,
-    dtype: _DType = None,
-    output: _Output = _FOLDER,
-) -> None:
-    """Bytes and time of one attention over processes: torchrun --no-python --nproc_per_node 8 mhla bench parallel."""
-    import torch
-    import torch.distributed as dist
-
-    from .cases import choose_cases
-    from .measure import Results
-    from .processes import benchmark_processes
-
-    if "LOCAL_RANK" not in os.environ:
-        raise ValueError(
-            "LOCAL_RANK is not set; start it as torchrun --no-python --nproc_per_node 8 mhla bench parallel."
-        )
-    has_gpus = torch.cuda.is_available()
-    place, precision, _ = _place(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu", dtype)
-    if has_gpus:
-        torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if has_gpus else "gloo")
-    try:
-        results = Results("parallel", place, precision, output) if dist.get_rank() == 0 else None
-        for case in choose_cases(model or ["wan2.1-1.3b"], size, frames, smallest=True):
-            rings = ring or [dist.get_world_size(), 1]
-            benchmark_processes(case.shape, place, precision, rings, repetitions, results)
-        if results is not None:
-            results.finish()
-    finally:
-        dist.destroy_process_group()
 
 
 @bench.command("ceilings")

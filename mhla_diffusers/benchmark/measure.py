@@ -63,8 +63,6 @@ class Row:
     """Counted from shapes; a backward pass counts as two forwards."""
     whole_seconds: float | None = None
     """Seconds with all layers, extrapolated where only some were built."""
-    sent_bytes: int | None = None
-    """Bytes that one of several processes sends."""
     psnr: float | None = None
     """In dB, of a sample against the unpatched pipeline's from the same noise; 100 where they are equal."""
     ssim: float | None = None
@@ -334,7 +332,6 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 "samples/s": text(row.batch / row.seconds if row.batch and row.seconds else None, "{:.3g}"),
                 "peak GiB": text(row.peak_bytes, "{:.2f}", 2**-30),
                 "TFLOP/s": text(row.flops / row.median if row.flops and row.median else None, "{:.3g}", 1e-12),
-                "MB sent": text(row.sent_bytes, "{:,.1f}", 1e-6),
                 "speedup": text(baseline / row.seconds if baseline and row.seconds else None, "{:.2f}"),
                 "PSNR, dB": text(row.psnr, "{:.1f}"),
                 "SSIM": text(row.ssim, "{:.3f}"),

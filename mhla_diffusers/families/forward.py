@@ -78,8 +78,6 @@ class Forward:
     """Classes of transformers that can generate a video one block of frames after another: every frame may have its own
     time, and :meth:`rotary_from` returns RoPE of later frames.
     """
-    why_never_split: str | None = None
-    """Why diffusers' ``_cp_plan`` must not split its tokens over processes; None if it may."""
     without_values: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Makes the context for a forward on the meta device: ``WithoutValues`` for models that read their inputs."""
 
@@ -154,10 +152,6 @@ class Forward:
     def why_too_late(self, transformer: Any, first: int, last: int) -> str | None:
         """Return why a transformer has no RoPE for frames ``first`` to ``last - 1`` of the grid; None if it has."""
         return None
-
-    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Return why the tokens of a call, given by its arguments, cannot be split over processes; None if they can."""
-        return self.why_never_split
 
     def time_of(self, arguments: Mapping[str, Any]) -> Any:
         """Return the time of the grid's tokens in a forward, in the transformer's scale; None if it is not given."""

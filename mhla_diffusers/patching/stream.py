@@ -16,10 +16,9 @@ from ..attention import MHLAState
 from ..attention.rope import Rotary
 from ..families import get_family, unwrapped
 from ..settings import check_names, check_value
-from .context import Grid, call_context
+from .context import Grid, call_context, split_of
 from .finding import find_transformers
 from .layer import MHLALayer, layer_of
-from .parallel import parallel_of
 
 
 class VideoStream:
@@ -130,7 +129,7 @@ class VideoStream:
         names = inspect.signature(forward).parameters
         if not any(one.kind is one.VAR_KEYWORD for one in names.values()):
             check_names(kwargs, [*names][1:] + ["keep"], "argument of a stream")
-        if parallel_of(getattr(self._inside, "_parallel_config", None)) is not None:
+        if split_of(self._inside) is not None:
             raise ValueError(
                 "The tokens of this transformer are split between processes, which a stream does not do; use it before "
                 "enable_parallelism(), with a stream for each process."

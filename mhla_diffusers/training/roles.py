@@ -342,4 +342,4 @@ class Roles:
         if teacher is not None and config.few_steps is not None:
             critic = Critic(transformer, teacher, config.stages[-1], config.seed)
         process = trained_family(transformer).training.process(transformer, config.flow_shift)
-        return cls(transformer, process, teacher, critic, empty, autocast, config.context_parallel.processes)
+        return cls(transformer, process, teacher, critic, empty, autocast, config.context_parallel)

@@ -130,7 +130,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^mhla finetune .* --dry-run --processes 8", "it reads a model of the Hub; tests/training counts tiny ones"),
     (r"^mhla finetune .* batch_size=2 --dry-run", "it counts what the dry run above it counts, with other settings"),
-    (r"^torchrun ", "it takes eight GPUs; tests/parallel runs it on two processes"),
+    (r"^torchrun ", "it takes eight GPUs; tests/patching/test_split.py runs it on two processes"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
     (r"^mhla bench plot ", "its files lie in a folder named after the device; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
