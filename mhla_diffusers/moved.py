@@ -1,7 +1,9 @@
 """Where commands, presets and families that left the package went; an error quotes the line."""
 
 MOVED: dict[str, str] = {
-    "bench parallel": "Several GPUs are diffusers' own context parallelism (docs/combine.md); torch.profiler times them.",
+    "bench ceilings": "`mhla info --model NAME` counts the most that a patch can bring, at every size of a model.",
+    "bench plot": "The CSV files of `mhla bench` open in pandas and any spreadsheet.",
+    "bench parallel": "Several GPUs are diffusers' context parallelism now, see docs/combine.md.",
 }
 """Name of a command (as typed, without ``mhla``), preset or family → where it is now, as a sentence."""
 

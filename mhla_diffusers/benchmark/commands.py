@@ -157,35 +157,6 @@ def bench_pipeline(
     results.finish()
 
 
-@bench.command("ceilings")
-def bench_ceilings(
-    model: Annotated[list[str] | None, typer.Option(help="Several times; all real ones if left out.")] = None,
-    output: Annotated[Path, typer.Option(help="Gets ceilings.md and ceilings.csv.")] = Path("outputs/models"),
-) -> None:
-    """Counted, not timed: what every model spends on attention by resolution, and the most that a patch can bring."""
-    from ..reporting import text_table, write_table
-    from .cases import choose_cases, models
-    from .counts import CEILINGS, ceilings
-
-    names = model or [name for name, one in models().items() if not one.is_tiny]
-    rows = ceilings(choose_cases(names))
-    write_table(CEILINGS, rows, output, "ceilings")
-    typer.echo(f"{text_table(CEILINGS, rows, right=True)}\n\nWrote {output / 'ceilings'}.md and .csv")
-
-
-@bench.command("plot")
-def bench_plot(
-    files: Annotated[list[Path], typer.Argument(help="CSV files of the other commands.")],
-    output: Annotated[Path, typer.Option(help="The picture; its suffix says its kind.")] = _FOLDER / "times.png",
-) -> None:
-    """Draw milliseconds of every variant, a panel for every case."""
-    from .measure import draw, read_rows
-
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draw([row for file in files for row in read_rows(file)], output)
-    typer.echo(f"Wrote {output}")
-
-
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype, bool]":
     """Return device and type by their names, and whether it is a CPU; ValueError for unknown ones."""
     from ..devices import FLOAT_TYPES, choose_device, dtype_name
