@@ -7,7 +7,7 @@ python finetune/adapt.py --config … --dry-run
 SIGTERM and Ctrl-C save and stop, Ctrl-C again stops at once. With one process accelerate launch does not pass SIGTERM
 on, so send it to this script's process.
 Settings are overridden by key=value, for example: stages.0.steps=200 batch_size=2
-context_parallel.ulysses=4 among them spreads every video over groups of four processes.
+context_parallel=4 among them spreads every video over groups of four processes.
 """
 
 import argparse

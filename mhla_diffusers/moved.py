@@ -5,6 +5,9 @@ _BY_GRID = (
 )
 MOVED: dict[str, str] = {
     "analyze": "Run studies/analysis/analyze.py.",
+    "bench ceilings": "`mhla info --model NAME` counts the most that a patch can bring, at every size of a model.",
+    "bench parallel": "Several GPUs are diffusers' context parallelism now, see docs/combine.md.",
+    "bench plot": "The CSV files of `mhla bench` open in pandas and any spreadsheet.",
     "deit": _BY_GRID,
     "dig": "DiG is in the history of the repository alone; no table needs it.",
     "dinov2": "studies/real_weights/dinov2.py registers it; apply_mhla(model, grid=…) needs no family.",

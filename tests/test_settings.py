@@ -11,7 +11,6 @@ from mhla_diffusers.families import Clip
 from mhla_diffusers.patching.attend import EngineSettings
 from mhla_diffusers.settings import Settings, allow, check_choice, check_value, read_yaml
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
-from mhla_diffusers.training.config import ContextParallel
 
 STAGE = {"steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": {"diffusion": 1}}
 RECIPE = {"steps": 10, "batch_size": 1, "learning_rate": 1.0, "variants": {"MHLA": "softmax"}, "model": "vit"}
@@ -23,7 +22,6 @@ CLASSES = [
     (ObjectiveWeights, {"diffusion": 1.0}),
     (StageConfig, STAGE),
     (ValidationConfig, {}),
-    (ContextParallel, {}),
     (TrainingConfig, {"output": "out", "stages": [STAGE]}),
     (Clip, {"frames": 1, "fps": 1.0, "sizes": [(8, 8)]}),
     (EngineSettings, {}),

@@ -18,9 +18,6 @@ from .derivatives import is_free_to_read
 from .extra import ROWS
 from .feature_maps import get_feature_map
 from .layout import Extra, Shape, block_count, check_extra, check_grid, check_layout, frame_block_starts
-from .parallel.collectives import summed
-from .parallel.place import Parallel
-from .parallel.ulysses import Segment
 from .precision import without_autocast
 from .rope import Rotary, in_all_rows, steady
 from .sparse import softmax_attention
@@ -50,7 +47,6 @@ def mhla_attention(
     output_gate: torch.Tensor | None = None,
     linear_weight: torch.Tensor | None = None,
     extra: Extra = (0, 0),
-    parallel: Parallel | None = None,
     causal: Causal | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -92,9 +88,6 @@ def mhla_attention(
             MHLA are multiplied with it. Must be positive; checked on CPU only, to avoid a device sync. None for 1
             beside extra tokens, and with ``causal`` for MHLA within the own block too.
         extra: how many tokens stand before, and how many after those of the grid in the sequence.
-        parallel: the processes between which the tokens are split, each of which calls this with its own: all above of
-            N tokens is of these, and ``extra`` counts these. The gradients that the processes get add up to the
-            gradient. A ring of processes runs MHLA without extra tokens. None for one process.
         causal: "token": a query sees no later token of its sequence, the one axis of the grid. "block": it sees no
             later block of the first axis, and of its own and earlier ones every token. The sequence may end before the
             grid does, with "block" behind a whole block. With ``linear_weight`` the own block along the first axis
@@ -129,7 +122,6 @@ def mhla_attention(
         output_gate=output_gate,
         linear_weight=linear_weight,
         extra=tuple(extra) if isinstance(extra, Sequence) else extra,  # type: ignore[arg-type]
-        parallel=parallel,
         causal=causal,
     )
     return attend(call, backend)
@@ -152,7 +144,6 @@ def sparse_attention(
     rotary: Rotary | None = None,
     key_mask: torch.Tensor | None = None,
     extra: Extra = (0, 0),
-    parallel: Parallel | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Softmax attention to the blocks of keys that matter most, and to all others through their means and states.
@@ -186,8 +177,6 @@ def sparse_attention(
             keys are all masked gets 0, as from PyTorch's attention.
         extra: tokens before and after those of the grid in the sequence, such as text; all queries attend to them, and
             they to everything.
-        parallel: the processes between which the tokens are split, as in :func:`mhla_attention`; ``lists`` are of the
-            heads that a process attends with. None for one process.
         backend: see :func:`mhla_attention`; the kernels take blocks of 16, 32, 64 and 128 tokens.
 
     Returns:
@@ -214,7 +203,6 @@ def sparse_attention(
         rotary=rotary,
         key_mask=key_mask,
         extra=tuple(extra) if isinstance(extra, Sequence) else extra,  # type: ignore[arg-type]
-        parallel=parallel,
     )
     return attend(call, backend)
 
@@ -226,23 +214,15 @@ def attend(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
         ValueError: as :func:`mhla_attention` and :func:`sparse_attention`.
     """
     check_call(call)
-    call = _check_place(call)
+    _check_place(call)
     if call.query.numel() == 0:
         return empty_output(call)
     call = replace(call, rotary=steady(in_all_rows(call.rotary, call.query.shape[1])))
     module = backend_for(call, backend)
     if isinstance(call, SparseCall) and call.lists_everything:  # PyTorch's attention, whose precision autocast may say
-        return _with_processes(call, module)
+        return _attend(call, module)
     with without_autocast(call.query.device):
-        return _with_processes(call, module)
-
-
-def _with_processes(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
-    """Attend, with others that hold tokens of the sequence, if there are any."""
-    if call.parallel is None or call.parallel.ulysses.size == 1:
-        return _attend(call, backend)
-    segment = Segment(call)
-    return segment.of_tokens(call, _attend(segment.of_heads(call), backend))
+        return _attend(call, module)
 
 
 def empty_output(call: MHLACall | SparseCall) -> torch.Tensor:
@@ -256,7 +236,7 @@ def empty_output(call: MHLACall | SparseCall) -> torch.Tensor:
 
 
 def _attend(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
-    """Attend with a whole sequence, or a share of it that a process of a ring holds.
+    """Attend with a whole sequence.
 
     Queries whose mask leaves no key get 0, as from PyTorch's attention. They attend to all keys meanwhile, causal ones
     to those that they see: a quotient of zeros would be NaN, and its gradients stay NaN when it is replaced.
@@ -268,7 +248,7 @@ def _attend(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
         return output.masked_fill(see_nothing(call.key_mask, frame_block_ends(call))[..., None, None], 0)
     has_none: torch.Tensor | None = None
     if call.key_mask is not None:
-        has_none = summed((call.key_mask != 0).any(dim=1).float(), call.group)[:, None] == 0
+        has_none = ~(call.key_mask != 0).any(dim=1, keepdim=True)
         call = replace(call, key_mask=call.key_mask.masked_fill(has_none, 1))
     if isinstance(call, SparseCall):
         output = softmax_attention(call) if call.lists_everything else backend.sparse(call)
@@ -405,8 +385,7 @@ def _check_sparse(call: SparseCall) -> None:
     lists = call.sparse
     if isinstance(lists, ContentRule):
         return
-    all_heads, grid, device = call.query.shape[2], call.grid, call.query.device
-    heads = all_heads if call.parallel is None else len(range(all_heads)[call.parallel.heads(all_heads)])
+    heads, grid, device = call.query.shape[2], call.grid, call.query.device
     facts: dict[str, tuple[Any, tuple[Any, ...]]] = {
         f"query blocks of {lists.block_size} tokens": (lists.blocks, (block_count(grid, lists.block_size),)),
         f"key blocks of {lists.key_block_size} tokens": (lists.key_blocks, (block_count(grid, lists.key_block_size),)),
@@ -419,17 +398,15 @@ def _check_sparse(call: SparseCall) -> None:
             raise ValueError(f"lists have {what}: {given}, but query on the grid {grid} needs {allowed[-1]}.")
 
 
-def _check_place(call: MHLACall | SparseCall) -> MHLACall | SparseCall:
-    """Ensure that a call has the tokens of its grid, or a process's share of them: the call with its first token."""
-    extra, tokens, grid, parallel = call.extra, call.query.shape[1], call.grid, call.parallel
+def _check_place(call: MHLACall | SparseCall) -> None:
+    """Ensure that a call has the tokens of its grid, or causal ones of its beginning."""
+    extra, tokens, grid = call.extra, call.query.shape[1], call.grid
     if isinstance(call, MHLACall) and call.causal is not None:
         check_causal(call.causal, grid)
-        for name in [
-            name for name, is_given in (("extra", any(extra)), ("parallel", parallel is not None)) if is_given
-        ]:
+        if any(extra):
             raise ValueError(
-                f"{name} does not go with causal={call.causal!r}, which attends to its own block with softmax if "
-                "linear_weight is given, to earlier ones through their states, and runs in one process."
+                f"extra={extra} does not go with causal={call.causal!r}, which attends to its own block with softmax "
+                "if linear_weight is given, and to earlier ones through their states."
             )
         if tokens > math.prod(grid):
             raise ValueError(
@@ -442,19 +419,10 @@ def _check_place(call: MHLACall | SparseCall) -> MHLACall | SparseCall:
                 f"With causal='block' a sequence ends behind a block of the first axis; allowed N on the grid {grid} "
                 f"with blocks={call.blocks} are {', '.join(map(str, ends[1:]))}, got {tokens}."
             )
-        return call
-    first, count, share = 0, math.prod(grid), ""
-    if parallel is not None:
-        first, count = parallel.own_share(count)
-        share = f", of which process {parallel.whole.rank} of {parallel.whole.size} has a share,"
-        if parallel.ring.size > 1 and (isinstance(call, SparseCall) or any(extra)):
-            raise ValueError(
-                f"ring_degree={parallel.ring.size} splits MHLA alone, and neither sparse attention nor extra tokens "
-                "such as text; use ContextParallelConfig(ulysses_degree=...)."
-            )
+        return
+    count = math.prod(grid)
     if count + sum(extra) != tokens:
         raise ValueError(
-            f"Token grid {grid}{share} holds {count} tokens, but query has N={tokens} and extra={extra}; the grid "
-            "must hold N tokens without the extra ones before and after it."
+            f"Token grid {grid} holds {count} tokens, but query has N={tokens} and extra={extra}; the grid must hold N "
+            "tokens without the extra ones before and after it."
         )
-    return call if parallel is None else replace(call, first=first)

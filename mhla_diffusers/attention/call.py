@@ -18,7 +18,6 @@ import torch
 from ..settings import check_choice
 from .derivatives import is_free_to_read
 from .layout import Extra, Shape, block_count, blocks_of_range
-from .parallel.place import Parallel
 from .rope import Rotary
 
 Order = Literal["content", "curve"]
@@ -274,19 +273,13 @@ class Call:
     rotary: Rotary | None = None
     key_mask: torch.Tensor | None = None
     extra: Extra = (0, 0)
-    parallel: Parallel | None = None
     first: int = 0
-    """Place on the grid of the first grid token, which a share of the tokens or a part of a sequence begins with."""
+    """Place on the grid of the first grid token, where the call has a part of the tokens."""
 
     @property
     def tokens(self) -> int:
         """Grid tokens of the call."""
         return self.query.shape[1] - sum(self.extra)
-
-    @property
-    def group(self) -> str | None:
-        """Name of the ring of processes whose calls hold the grid's tokens between them; None for all in this call."""
-        return None if self.parallel is None or self.parallel.ring.size == 1 else self.parallel.ring.name
 
     def on_grid(self, x: torch.Tensor) -> torch.Tensor:
         """Take the grid's tokens out of a sequence (B, N, ...)."""
@@ -351,7 +344,7 @@ class Backend(Protocol):
     """The functions of a backend, a module: :mod:`.eager` or :mod:`.triton.backend`."""
 
     def linear(self, call: MHLACall) -> torch.Tensor:
-        """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
+        """MHLA alone: (B, N, H, D)."""
 
     def states(self, call: MHLACall) -> torch.Tensor:
         """KV states, and to normalise key sums as a last row, of the call's tokens: (B, H, M, D + normalize, D)."""

@@ -13,7 +13,6 @@ import torch
 from .blocks import from_blocks, to_blocks
 from .call import MHLACall
 from .feature_maps import get_feature_map
-from .parallel.collectives import summed
 from .precision import OUTPUT_NORM_EPS, sum_dtype, without_autocast
 from .rope import apply_rotary, rotary_table
 
@@ -26,8 +25,8 @@ _Part = tuple[slice, slice]
 
 
 def linear(call: MHLACall) -> torch.Tensor:
-    """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
-    return read(call, summed(states(call), call.group))[0]
+    """MHLA alone: (B, N, H, D)."""
+    return read(call, states(call))[0]
 
 
 def states(call: MHLACall) -> torch.Tensor:

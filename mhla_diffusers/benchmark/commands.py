@@ -1,6 +1,5 @@
 """``mhla bench``."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -156,76 +155,6 @@ def bench_pipeline(
     changes = parse_patch_settings(density, softmax_steps, refresh)
     benchmark_pipeline(choice, patch or (), results, changes=changes, repetitions=repetitions)
     results.finish()
-
-
-@bench.command("parallel")
-def bench_parallel(
-    model: _Models = None,
-    size: _Sizes = None,
-    frames: _Frames = None,
-    ring: Annotated[
-        list[int] | None,
-        typer.Option(help="Processes of a ring, several times; the others exchange heads. All and 1 if left out."),
-    ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Calls of each, after those to warm up.")] = 10,
-    dtype: _DType = None,
-    output: _Output = _FOLDER,
-) -> None:
-    """Bytes and time of one attention over processes: torchrun --no-python --nproc_per_node 8 mhla bench parallel."""
-    import torch
-    import torch.distributed as dist
-
-    from .cases import choose_cases
-    from .measure import Results
-    from .processes import benchmark_processes
-
-    if "LOCAL_RANK" not in os.environ:
-        raise ValueError(
-            "LOCAL_RANK is not set; start it as torchrun --no-python --nproc_per_node 8 mhla bench parallel."
-        )
-    has_gpus = torch.cuda.is_available()
-    place, precision, _ = _place(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu", dtype)
-    if has_gpus:
-        torch.cuda.set_device(place)
-    dist.init_process_group("nccl" if has_gpus else "gloo")
-    try:
-        results = Results("parallel", place, precision, output) if dist.get_rank() == 0 else None
-        for case in choose_cases(model or ["wan2.1-1.3b"], size, frames, smallest=True):
-            rings = ring or [dist.get_world_size(), 1]
-            benchmark_processes(case.shape, place, precision, rings, repetitions, results)
-        if results is not None:
-            results.finish()
-    finally:
-        dist.destroy_process_group()
-
-
-@bench.command("ceilings")
-def bench_ceilings(
-    model: Annotated[list[str] | None, typer.Option(help="Several times; all real ones if left out.")] = None,
-    output: Annotated[Path, typer.Option(help="Gets ceilings.md and ceilings.csv.")] = Path("outputs/models"),
-) -> None:
-    """Counted, not timed: what every model spends on attention by resolution, and the most that a patch can bring."""
-    from ..reporting import text_table, write_table
-    from .cases import choose_cases, models
-    from .counts import CEILINGS, ceilings
-
-    names = model or [name for name, one in models().items() if not one.is_tiny]
-    rows = ceilings(choose_cases(names))
-    write_table(CEILINGS, rows, output, "ceilings")
-    typer.echo(f"{text_table(CEILINGS, rows, right=True)}\n\nWrote {output / 'ceilings'}.md and .csv")
-
-
-@bench.command("plot")
-def bench_plot(
-    files: Annotated[list[Path], typer.Argument(help="CSV files of the other commands.")],
-    output: Annotated[Path, typer.Option(help="The picture; its suffix says its kind.")] = _FOLDER / "times.png",
-) -> None:
-    """Draw milliseconds of every variant, a panel for every case."""
-    from .measure import draw, read_rows
-
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draw([row for file in files for row in read_rows(file)], output)
-    typer.echo(f"Wrote {output}")
 
 
 def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype, bool]":

@@ -1,7 +1,7 @@
-"""FLOPs of a transformer by part, counted on the meta device, and the most that a patch can bring."""
+"""FLOPs of a transformer by part, counted on the meta device."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -22,8 +22,6 @@ ATTENTION = "self-attention"
 REST = "rest"
 _PROJECTIONS = "projections"
 PARTS = (ATTENTION, _PROJECTIONS, "cross-attention", "feed-forward", REST)
-CEILINGS = ("model", "size", "tokens", "forward, TFLOP", "attention", "patched, TFLOP", "at most")
-"""Header of the table of ceilings."""
 
 
 def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig | None = None) -> dict[str, int]:
@@ -126,20 +124,3 @@ def count_forward(
             patched = count_parts(transformer, inputs, config)
             found[-1] = {part: share * patched[part] + (1 - share) * plain[part] for part in PARTS}
     return {part: round(first + (built - 1) * (found[-1][part] - first)) for part, first in found[0].items()}
-
-
-def ceilings(cases: Iterable[Case]) -> list[tuple[str, ...]]:
-    """Tabulate what models spend on attention, and the most that the patch of ``apply_mhla(pipe)`` brings.
-
-    The last cell is the speed-up if arithmetic is all that takes time. Models whose own attention is linear are left
-    out, since a patch saves nothing there.
-    """
-    rows: list[tuple[str, ...]] = []
-    for case in cases:
-        if case.family.attention.computes == "softmax":
-            plain, patched = count_forward(case), count_forward(case, case.family.default_config)
-            whole, left = sum(plain.values()), sum(patched.values())
-            tera = [f"{one / 1e12:,.0f}" if one >= 1e14 else f"{one / 1e12:.3g}" for one in (whole, left)]
-            share, tokens = f"{plain[ATTENTION] / whole:.0%}", f"{math.prod(case.grid):,}"
-            rows.append((case.model.name, case.size, tokens, tera[0], share, tera[1], f"{whole / left:.2f} x"))
-    return rows

@@ -153,7 +153,7 @@ def print_model(
     Raises:
         ValueError: an unknown model, or a size, a patch or settings that it does not take.
     """
-    case, *_ = choose_cases([name], size and [size], None if frames is None else [frames])
+    case, *larger = choose_cases([name], size and [size], None if frames is None else [frames])
     family = case.family
     of_family, config = patch or (family.name, family.default_config)
     if of_family != family.name:
@@ -179,6 +179,17 @@ def print_model(
     share = plain[ATTENTION] / whole
     most = f"; an attention that cost nothing would bring {1 / (1 - share):.2f}" if share < 1 else ""
     _say(f"\nSelf-attention is {share:.0%} of the unpatched forward{most}.")
+    if larger:
+        rows = []
+        for one in (case, *larger):
+            plain, patched = count_forward(one), count_forward(one, config)
+            whole, left = sum(plain.values()), sum(patched.values())
+            rows.append(
+                (one.size, f"{math.prod(one.grid):,}", f"{plain[ATTENTION] / whole:.0%}", f"{whole / left:.2f}")
+            )
+        typer.echo()
+        header = ["at", "tokens", "self-attention", "factor"]
+        _print_table("The most that the patch brings to a forward, by size", header, rows, right=True)
 
 
 def print_any_patch(patch: str) -> None:

@@ -16,20 +16,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
 
-from ..files import check_writable, read_csv, write_text
-from ..reporting import markdown_table, progress, require_matplotlib, text_table, wrap
+from ..files import check_writable, write_text
+from ..reporting import markdown_table, progress, text_table, wrap
 
 _CACHE_BYTES = 2**28
 """More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
 _REFUSALS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 """What a backend raises that cannot run an attention here."""
 _PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "triton")
-_TEXTS = ("case", "stage", "variant", "dtype", "status", "reason")
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,6 @@ class Row:
     """Counted from shapes; a backward pass counts as two forwards."""
     whole_seconds: float | None = None
     """Seconds with all layers, extrapolated where only some were built."""
-    sent_bytes: int | None = None
-    """Bytes that one of several processes sends."""
     psnr: float | None = None
     """In dB, of a sample against the unpatched pipeline's from the same noise; 100 where they are equal."""
     ssim: float | None = None
@@ -334,7 +331,6 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 "samples/s": text(row.batch / row.seconds if row.batch and row.seconds else None, "{:.3g}"),
                 "peak GiB": text(row.peak_bytes, "{:.2f}", 2**-30),
                 "TFLOP/s": text(row.flops / row.median if row.flops and row.median else None, "{:.3g}", 1e-12),
-                "MB sent": text(row.sent_bytes, "{:,.1f}", 1e-6),
                 "speedup": text(baseline / row.seconds if baseline and row.seconds else None, "{:.2f}"),
                 "PSNR, dB": text(row.psnr, "{:.1f}"),
                 "SSIM": text(row.ssim, "{:.3f}"),
@@ -343,57 +339,3 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         )
     used = [name for name in lines[0] if any(line[name] for line in lines)] if lines else ["variant"]
     return used, [[line[name] for name in used] for line in lines]
-
-
-def read_rows(file: Path) -> list[Row]:
-    """Read the rows of a CSV that ``mhla bench`` has written.
-
-    Raises:
-        OSError: no such file.
-        ValueError: not such a CSV.
-    """
-
-    def value(column: str, text: str | None) -> Any:
-        if column in _TEXTS:
-            return text or ""
-        return text == "True" if column == "baseline" else float(text) if text else None
-
-    try:
-        return [Row(**{name: value(name, text) for name, text in line.items()}) for line in read_csv(file)]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} is not a result of mhla bench: {error}.") from error
-
-
-def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw a panel of bars, in milliseconds, for every case and stage; the suffix chooses the format.
-
-    Raises:
-        ValueError: nothing was measured.
-        ImportError: matplotlib is missing.
-    """
-    panels: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row.seconds is not None:
-            panels.setdefault((row.case, row.stage), []).append(row)
-    if not panels:
-        raise ValueError("Nothing to draw: no row holds a time.")
-    pyplot, bars = require_matplotlib(), sum(map(len, panels.values()))
-    heights = [len(shown) for shown in panels.values()]
-    size = (6.2, 1.1 * len(panels) + 0.3 * bars)
-    figure, axes = pyplot.subplots(
-        len(panels), figsize=size, height_ratios=heights, layout="constrained", squeeze=False
-    )
-    for axis, (key, shown) in zip(axes.flat, panels.items(), strict=True):
-        values = [1000 * (row.seconds or 0) for row in shown]
-        colours = ["#555555" if row.baseline else "#0072b2" for row in shown]
-        drawn = axis.barh([row.variant for row in shown], values, color=colours)
-        if max(values) > 20 * min(values):
-            axis.set_xscale("log")
-        axis.bar_label(drawn, [f"{x:.3g}" for x in values], padding=3, fontsize=8)
-        axis.margins(x=0.2)
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_title(", ".join(key), fontsize=10, loc="left")
-        axis.set_xlabel("milliseconds")
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)

@@ -209,17 +209,6 @@ def supported_instead(kind: str | type) -> str:
     )
 
 
-def classes_that_are_split() -> list[str]:
-    """List supported transformers for which diffusers defines how to split tokens over processes (``_cp_plan``).
-
-    Without those that the plan does not fit.
-    """
-    import diffusers
-
-    names = (name for family in families() if family.forward.why_never_split is None for name in family.transformers)
-    return [name for name in names if getattr(getattr(diffusers, name, None), "_cp_plan", None) is not None]
-
-
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile`` or data parallelism."""
     from accelerate.utils import extract_model_from_parallel
@@ -281,7 +270,6 @@ __all__ = [
     "Sample",
     "Training",
     "arguments_of",
-    "classes_that_are_split",
     "cross_attention_processor",
     "families",
     "family_of_attention",

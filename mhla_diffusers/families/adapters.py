@@ -61,8 +61,6 @@ class AttentionInputs:
     """(B, 1, 1): 1 for samples that attend, 0 for samples whose tokens each get their own value."""
     feed_forward: torch.Tensor | None = None
     """(B, N, ...): hidden channels of the feed-forward that the attention runs too."""
-    first_head: int = 0
-    """Which of the attention's heads the first one is, where diffusers' tensor parallelism splits them."""
 
 
 class AttentionAdapter:
@@ -158,14 +156,7 @@ class AttentionAdapter:
             self.key_mask(arguments),
             arguments.get("encoder_hidden_states"),
             arguments.get("perturbation_mask"),
-            first_head=self._first_head(attn, query.shape[2]),
         )
-
-    def _first_head(self, attn: Any, count: int) -> int:
-        if count == self.heads(attn)[0]:
-            return 0
-        mesh = getattr(attn, self.inputs[0]).weight.device_mesh  # of a DTensor that is split by heads
-        return count * int(mesh.get_local_rank())
 
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """Return (B, N), by default from ``attention_mask``; ValueError for one that is not a key-padding mask."""
@@ -213,9 +204,8 @@ class AttentionAdapter:
         if count != tokens:
             raise ValueError(
                 f"The token grid holds {tokens} tokens, but the attention got {count}. Was the processor made for "
-                "another resolution, or are the tokens split over processes without "
-                "transformer.enable_parallelism(), which MHLA needs? Calibration and audits run on one process, "
-                "before enable_parallelism()."
+                "another resolution, or are the tokens split over processes? Then use "
+                "transformer.enable_parallelism(); calibration and audits run on one process, before it."
             )
         return 0, 0
 

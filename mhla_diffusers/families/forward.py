@@ -75,8 +75,6 @@ class Forward:
     """What the transformer gets from a prompt, texts first."""
     times_per_frame: tuple[str, ...] = ()
     """Classes of transformers in which every frame may have its own time, as causal patches are trained."""
-    why_never_split: str | None = None
-    """Why diffusers' ``_cp_plan`` must not split its tokens over processes; None if it may."""
     without_values: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Makes the context for a forward on the meta device: ``WithoutValues`` for models that read their inputs."""
 
@@ -137,10 +135,6 @@ class Forward:
         return (frames - 1) // stride + 1
 
     # Time and processes
-
-    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Return why the tokens of a call, given by its arguments, cannot be split over processes; None if they can."""
-        return self.why_never_split
 
     def time_of(self, arguments: Mapping[str, Any]) -> Any:
         """Return the time of the grid's tokens in a forward, in the transformer's scale; None if it is not given."""

@@ -84,7 +84,6 @@ HELIOS = Family(
     forward=_Forward(
         axes=3,
         conditions=(Condition("encoder_hidden_states", (512, "text_dim")),),
-        why_never_split="diffusers splits the history with the window, MHLA the window alone; run it in one process",
         # RoPE asks for the autocast of its places' device
         without_values=lambda: WithoutValues(lambda tensor: tensor.ndim == 4),
     ),

@@ -7,7 +7,6 @@ stand before the grid as extra tokens. Default blocks have 88 tokens at 161 fram
 wide.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from .adapters import Arguments, AttentionAdapter
 from .family import Attention, Family, Kwargs, Sample, masked_text
 from .models import Clip, Model, tiny_video
 from .packed_videos import PackedVideoForward, PackedVideoTraining, grid_of_coordinates
-from .values import read_once
 
 _CLASS = "LTXVideoTransformer3DModel"
 _TEXT_TOKENS = 128
@@ -54,18 +52,6 @@ def _model(name: str, head_dim: int, layers: int) -> Model:
 
 
 class _Forward(PackedVideoForward):
-    def why_not_split(self, arguments: Mapping[str, Any], grid: tuple[int, ...]) -> str | None:
-        """Refuse conditioning pictures, which would be split too, and text masks, which diffusers then ignores."""
-        if extra := arguments["hidden_states"].shape[1] - math.prod(grid):
-            return f"the {extra} tokens of pictures before the grid would be split together with it"
-        mask = arguments.get("encoder_attention_mask")
-        if mask is not None and _hides_text(mask):
-            return (
-                "encoder_attention_mask masks text tokens, which diffusers' cross-attention over several processes "
-                "ignores; run LTX-Video in one process, or with text of max_sequence_length tokens and no masked ones"
-            )
-        return None
-
     def grid_of_arguments(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
         """Read the numbers that the pipeline passes; coordinates take precedence, as in the model."""
         if (coordinates := arguments.get("video_coords")) is not None:
@@ -95,9 +81,3 @@ LTX = Family(
         tiny_video("ltx", _CLASS, _TINY, head_dim=16, sizes=((128, 192),), **STRIDES, has_rope=False),
     ),
 )
-
-
-@read_once
-def _hides_text(mask: Tensor) -> bool:
-    """Whether a text mask, (B, n) with 1 for kept tokens or (B, 1, n) to add to logits, masks any token."""
-    return bool((mask == 0).any() if mask.ndim == 2 else (mask != 0).any())

@@ -115,7 +115,6 @@ LTX2 = Family(
     ),
     forward=_Forward(
         axes=3,
-        why_never_split="diffusers splits its video and not the sound that attends to it; run it in one process",
         packs_latents=True,
     ),
     trained=_Training(),

@@ -84,9 +84,6 @@ MINIMAX_H3 = Family(
     ),
     forward=_Forward(
         axes=3,
-        why_never_split=(
-            "diffusers splits its text, sound and video as one, and MHLA the video alone; run it in one process"
-        ),
         conditions=(
             Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_dim")),
             Condition("audio_hidden_states", (_SOUND_TOKENS, "audio_in_channels")),

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import distributed
 
-from ..attention.parallel.collectives import summed
 from ..config import CarryType, PatchConfig, Step
 from .context import current
 
@@ -65,7 +65,7 @@ class Difference:
         step: int,
         before: "Difference | None",
         kept: CarryType,
-        group: str | None = None,
+        split: distributed.ProcessGroup | None = None,
     ) -> "Difference":
         """Return the difference of a dense step, computed in float32, some tokens at a time.
 
@@ -75,7 +75,7 @@ class Difference:
             step: index of the step.
             before: the difference of the dense step before this one.
             kept: how it is kept.
-            group: the processes over which the tokens are spread; None for one process.
+            split: the processes over which the tokens are split; None for one process.
         """
         samples, tokens, channels = dense.shape
         is_known = before is not None and before.fits(dense) and before.step < step
@@ -96,7 +96,9 @@ class Difference:
                 sums += torch.stack([(x * y).sum((1, 2), True) for x, y in ((new, new), (new, old), (old, old))])
         fading, weight = torch.full_like(sums[0], FIRST_FADING), torch.ones_like(sums[0])
         if is_known and before is not None:
-            norm, product, old_norm = sums if group is None else summed(sums, group)
+            if split is not None:
+                distributed.all_reduce(sums, group=split)
+            norm, product, old_norm = sums
             left = (product / old_norm.clamp_min(1e-30)).clamp(_LEAST_LEFT, 1)
             fading = left ** (1 / (step - before.step))
             weight = (norm - 2 * left * product + left.square() * old_norm <= _LASTS**2 * norm).float()
@@ -248,9 +250,8 @@ class CarriedForward:
         refuse_gradients(dense, patched)
         before = self.half.differences.get((number, part))
         try:
-            parallel = current().parallel
-            group = None if parallel is None else parallel.whole.name
-            shown = Difference.shown(dense, patched, self.step.index, before, self.config.carry_dtype, group)
+            kept = self.config.carry_dtype
+            shown = Difference.shown(dense, patched, self.step.index, before, kept, current().split)
             if self.config.carry_device == "cpu" and dense.is_cuda:
                 values = torch.empty_like(shown.values, device="cpu", pin_memory=True)
                 shown.values = values.copy_(shown.values)

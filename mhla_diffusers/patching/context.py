@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Optional, Protocol, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
-from ..attention.parallel.place import Parallel
 from ..config import Step
 
 Grid = tuple[int, ...]
@@ -36,8 +36,8 @@ class CallContext(NamedTuple):
     """Token grid of the forward that runs; None outside of one."""
     tables: dict[Any, Any] | None = None
     """Tables of RoPE that its attentions have made, by what the model passed; None outside of one, and in graphs."""
-    parallel: Parallel | None = None
-    """The processes between which its tokens are split."""
+    split: ProcessGroup | None = None
+    """The processes over which its tokens are split; None for one process."""
     disabled: bool = False
     """Whether patched attentions run what they ran before the patch."""
     step: Step | None = None
@@ -125,6 +125,12 @@ def switched_off(owners: Sequence[object]) -> Iterator[None]:
             if owner in off:
                 off.remove(owner)
         enter(current()._replace(off=tuple(off)))
+
+
+def split_of(transformer: Any) -> ProcessGroup | None:
+    """Return the processes over which diffusers' context parallelism splits a transformer's tokens; None for one."""
+    config = getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
+    return None if config is None else config._flattened_mesh.get_group()
 
 
 def call_context(**fields: Any) -> AbstractContextManager[None]:

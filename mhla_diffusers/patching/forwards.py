@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.parallel.place import Parallel
 from ..config import Step
 from .advice import advice_on
 from .carry import CarriedForward, DenoisingRun
-from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter, of_this_thread
+from .context import CallContext, CarryingCheckpoint, Grid, call_context, current, enter, of_this_thread, split_of
 from .handle import Patched
 from .layer import layer_of
-from .parallel import check_split, compare_patches, parallel_of, refuse_deciding_cache
 from .processor import MHLAProcessor, PerturbedMHLAProcessor, is_fused
 from .recompiling import give_back_limit, raise_limit
 from .steps import DenoisingLoop, forget_skipping
@@ -35,12 +34,11 @@ class Forwards:
         patched: the transformer with its patch.
     """
 
+    _split: ProcessGroup | None = None
+    """The processes over which tokens are split."""
+
     def __init__(self, patched: Patched) -> None:
         self.patched = patched
-        self._parallel: Parallel | None = None
-        """The processes between which tokens are split."""
-        self._compared: Any = None
-        """diffusers' configuration under which the processes have compared their patches."""
         self._warned: set[str] = set()
         self._is_compiled = False
         """Whether there is a graph of the transformer or of its blocks."""
@@ -48,7 +46,7 @@ class Forwards:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copied or pickled transformer makes again."""
-        made_again = ("_meet", "_note_graph")
+        made_again = ("_find_split", "_note_graph", "_split")
         return {name: value for name, value in vars(self).items() if name not in made_again}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -98,20 +96,9 @@ class Forwards:
         """Raise the limit of graphs, and make what runs while torch.compile traces a forward, in no graph."""
         raise_limit(self)
 
-        def meet() -> None:
-            """Refuse a cache on which the processes may not agree.
-
-            At the first call under a configuration: learn who they are, and that they are patched alike.
-            """
-            config: Any = getattr(self.patched.transformer, "_parallel_config", None)
-            is_new = config is not self._compared
-            if is_new:
-                self._parallel = parallel_of(config)
-            if self._parallel is not None:
-                refuse_deciding_cache(self.patched.transformer)
-                if is_new:
-                    compare_patches(self.patched.layers, config, self._parallel)
-            self._compared = config
+        def find_split() -> None:
+            """Learn over which processes the tokens are split."""
+            self._split = split_of(self.patched.transformer)
 
         def note_graph() -> None:
             """Log once that another graph is made, of the transformer or of its blocks."""
@@ -123,8 +110,8 @@ class Forwards:
                 )
             self._is_compiled = True
 
-        self._meet, self._note_graph = meet, note_graph
-        for function in (meet, note_graph):
+        self._find_split, self._note_graph = find_split, note_graph
+        for function in (find_split, note_graph):
             vars(function)["_dynamo_marked_constant"] = True
 
     # Around a forward
@@ -157,9 +144,7 @@ class Forwards:
             is_compiled = any(block._compiled_call_impl for block in family.attention.blocks_of(transformer).values())
         if is_compiled:
             self._note_graph()
-        self._meet()
-        if self._parallel is not None:
-            check_split(family, patched.layers, arguments, grid, self._parallel)
+        self._find_split()
         if not torch.compiler.is_compiling():
             self._warn_of_call(grid)
         of_step: dict[str, Any] = {"disabled": False, "shows": False}
@@ -170,7 +155,7 @@ class Forwards:
         for module in self._checkpointing():
             CarryingCheckpoint.put_on(module)
         tables: dict[Any, Any] | None = None if torch.compiler.is_compiling() else {}
-        enter(outer._replace(grid=grid, tables=tables, parallel=self._parallel, **of_step, of=patched, outer=outer))
+        enter(outer._replace(grid=grid, tables=tables, split=self._split, **of_step, of=patched, outer=outer))
 
     def _end(self, transformer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         """Take the context back after a forward, also one that failed, whose result is None."""

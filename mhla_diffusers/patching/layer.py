@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ..attention import (
@@ -19,8 +20,7 @@ from ..attention import (
     reference_weights,
     resize_mixing,
 )
-from ..attention.parallel.collectives import rows_around
-from ..attention.parallel.place import Parallel
+from ..attention.split import attend_split
 from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families.adapters import AttentionAdapter, AttentionInputs
 
@@ -76,23 +76,11 @@ class Convolution(nn.Module):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(
-        self, values: torch.Tensor, grid: tuple[int, ...], parallel: Parallel | None = None, first: int = 0
-    ) -> torch.Tensor:
-        """(B, N, H * D) of the tokens of the grid, or of those of this process, before and after.
-
-        ``first``: channel of the weights that the first one of the values is, where heads are split.
-        """
-        channels, (size, *rest) = values.shape[-1], self.weight.shape[2:]
-        weight, bias = (parameter[first : first + channels] for parameter in (self.weight, self.bias))
-        own = slice(None)
-        if parallel is None:
-            on_grid = values.unflatten(1, grid)
-        else:
-            on_grid, own = rows_around(values, grid, size // 2, parallel)
-        convolve = _CONVOLUTIONS[1 + len(rest)]
-        output = convolve(on_grid.movedim(-1, 1), weight, bias, padding=size // 2, groups=channels)
-        return output.flatten(2).mT[:, own]
+    def forward(self, values: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
+        """(B, N, H * D) of the tokens of the grid, before and after."""
+        size, on_grid = self.weight.shape[-1], values.unflatten(1, grid).movedim(-1, 1)
+        convolve = _CONVOLUTIONS[len(grid)]
+        return convolve(on_grid, self.weight, self.bias, padding=size // 2, groups=values.shape[-1]).flatten(2).mT
 
 
 class PatchedLayer(nn.Module):
@@ -117,27 +105,32 @@ class PatchedLayer(nn.Module):
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
 
-    def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> MHLACall | SparseCall:
+    def call(self, inputs: AttentionInputs) -> MHLACall | SparseCall:
         """Return the call of the operator with the weights and settings of this layer."""
         raise NotImplementedError
 
     def forward(
-        self, inputs: AttentionInputs, *, backend: str = "auto", parallel: Parallel | None = None
+        self, inputs: AttentionInputs, *, backend: str = "auto", split: ProcessGroup | None = None
     ) -> torch.Tensor:
         """Attend.
 
         Args:
             inputs: what to attend with.
             backend: see :func:`mhla_attention`.
-            parallel: the processes between which the tokens are split.
+            split: the processes over which the tokens are split; None for one process.
 
         Returns:
             (B, N, H, D), before the output projection of the attention.
 
         Raises:
-            ValueError: as :func:`mhla_attention` and :func:`sparse_attention`.
+            ValueError: as :func:`sparse_attention`, or tokens that are split over processes.
         """
-        return attend(self.call(inputs, parallel), backend)
+        if split is not None:
+            raise ValueError(
+                f"Sparse attention needs all tokens, and {split.size()} processes hold a share each under diffusers' "
+                "context parallelism. Use vLLM-Omni or SGLang for several GPUs (docs/engines.md), or remove_mhla()."
+            )
+        return attend(self.call(inputs), backend)
 
     @torch.no_grad()
     def weights(self, inputs: AttentionInputs) -> torch.Tensor:
@@ -154,7 +147,7 @@ class SparseLayer(PatchedLayer):
 
     config: SparseConfig
 
-    def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> SparseCall:
+    def call(self, inputs: AttentionInputs) -> SparseCall:
         """Return the call of sparse attention with the settings of this layer."""
         return SparseCall(
             query=inputs.query,
@@ -166,7 +159,6 @@ class SparseLayer(PatchedLayer):
             rotary=inputs.rotary,
             key_mask=inputs.key_mask,
             extra=inputs.extra,
-            parallel=parallel,
         )
 
     def extra_repr(self) -> str:
@@ -226,7 +218,7 @@ class MHLALayer(PatchedLayer):
         inputs: AttentionInputs,
         *,
         backend: str = "auto",
-        parallel: Parallel | None = None,
+        split: ProcessGroup | None = None,
         state: MHLAState | None = None,
         keep: bool = True,
     ) -> torch.Tensor:
@@ -235,7 +227,7 @@ class MHLALayer(PatchedLayer):
         Args:
             inputs: what to attend with.
             backend: see :func:`mhla_attention`.
-            parallel: the processes between which the tokens are split.
+            split: the processes over which the tokens are split; None for one process.
             state: of :meth:`new_state`, whose sequence these tokens go on.
             keep: whether they belong to its past from now on.
 
@@ -244,25 +236,31 @@ class MHLALayer(PatchedLayer):
 
         Raises:
             ValueError: with ``causal="block"`` a grid that ends within a frame block, and whatever
-                :func:`mhla_attention` and :meth:`MHLAState.step` refuse.
+                :func:`mhla_attention`, :func:`~mhla_diffusers.attention.split.attend_split` and
+                :meth:`MHLAState.step` refuse.
         """
         if state is not None:
             return self._step(state, inputs, keep)
-        call = self.call(inputs, parallel)
+        call = self.call(inputs)
+        if split is not None:
+            if self.convolution is not None:
+                size = self.convolution.weight.shape[-1]
+                raise ValueError(
+                    f"convolution={size} needs neighbours that other processes hold, so it does not run under "
+                    "diffusers' context parallelism. Use one process, or patch without a convolution."
+                )
+            return attend_split(call, split, backend)
         output = attend(call, backend)
         if self.convolution is None:
             return output
-        first = inputs.first_head * self.head_dim
-        added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid, parallel, first)
+        added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid)
         added = added.unflatten(-1, (-1, self.head_dim))
         return output + (functional.pad(added, (0, 0, 0, 0, *inputs.extra)) if any(inputs.extra) else added)
 
-    def call(self, inputs: AttentionInputs, parallel: Parallel | None = None) -> MHLACall:
+    def call(self, inputs: AttentionInputs) -> MHLACall:
         """Return the call of MHLA with the weights and settings of this layer."""
         config, grid, weight = self.config, inputs.grid, self._weight
         mixing: torch.Tensor = self.mixing
-        heads = slice(inputs.first_head, inputs.first_head + inputs.query.shape[2])
-        mixing, weight = mixing[heads] if mixing.ndim == 3 else mixing, None if weight is None else weight[heads]
         causal = config.causal if isinstance(config, CausalConfig) else None
         call_grid, blocks = config.layout_on(grid)
         if blocks != config.blocks:
@@ -290,7 +288,6 @@ class MHLALayer(PatchedLayer):
             output_gate=None if self.gate is None else self._gate(self.gate, inputs),
             linear_weight=weight if causal is not None or any(inputs.extra) else None,
             extra=inputs.extra,
-            parallel=parallel,
             causal=causal,
         )
 
@@ -305,8 +302,7 @@ class MHLALayer(PatchedLayer):
         if hidden_states.shape[1] == inputs.query.shape[1]:
             hidden_states = hidden_states[:, before : hidden_states.shape[1] - after]
         projected: torch.Tensor = gate(hidden_states)
-        heads = slice(inputs.first_head, inputs.first_head + inputs.query.shape[2])
-        return projected.unflatten(-1, (self.heads, -1))[..., heads, :]
+        return projected.unflatten(-1, (self.heads, -1))
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
         """Begin a sequence that goes on: every step gives some tokens to :meth:`forward`.

@@ -11,6 +11,7 @@ from torch import nn
 from ..attention import BACKENDS
 from ..attention.layout import check_grid
 from ..attention.rope import SteadyRotary, steady
+from ..attention.split import share_of
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
 from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
@@ -18,7 +19,6 @@ from ..settings import check_choice
 from . import carry
 from .context import current, is_off
 from .layer import FLOAT32_PARAMETERS, MHLALayer, PatchedLayer, SparseLayer, layer_of, replaced_processor
-from .parallel import parallel_of
 from .weights import OFFLOADED
 
 _BACKEND = "_attention_backend"
@@ -256,7 +256,7 @@ class MHLAProcessor:
         """Run one self-attention as the patch says, or without scores, and its output projection."""
         adapter.check_order(arguments, self.config)
         context = current()
-        grid, parallel = self.grid or context.grid, context.parallel
+        grid, split = self.grid or context.grid, context.split
         layer = layer_of(attn)
         is_alone = context.of is None and layer is not None and layer.original_processor is not None
         if is_alone and self.config.has_dense_steps and not torch.compiler.is_compiling():
@@ -269,19 +269,19 @@ class MHLAProcessor:
             )
         if grid is None:
             grid = _grid_of_rotary(attn, adapter, arguments)
-        if context.grid is None and parallel_of(self._parallel_config) is not None:
+        if context.grid is None and self._parallel_config is not None:
             raise ValueError(
                 "Under context parallelism a MHLAProcessor that diffusers' own set_attn_processor has put in place "
                 "does not know its tokens; use mhla_diffusers.set_attn_processor(pipe.transformer, processor) or "
                 "mhla_diffusers.apply_mhla(pipe, ...)."
             )
-        tokens = math.prod(grid) if parallel is None else parallel.own_share(math.prod(grid))[1]
+        tokens = math.prod(grid) if split is None else share_of(math.prod(grid), split)[1]
         inputs = adapter.read(attn, _with_tables(adapter, attn, arguments), grid, tokens)
         if layer is None:  # a refused first forward leaves no weights behind
             attn.mhla = make_layer(attn, self.config, family)
         if skips_scores:
             return adapter.project_output(attn, inputs.value, inputs)
-        output = attn.mhla(inputs, backend=self.backend, parallel=parallel)
+        output = attn.mhla(inputs, backend=self.backend, split=split)
         return adapter.project_output(attn, output, inputs)
 
     def _check_layer(self, layer: PatchedLayer | None) -> None:

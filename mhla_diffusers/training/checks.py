@@ -9,7 +9,7 @@ import torch
 
 from ..config import LinearConfig, SparseConfig
 from ..devices import launched_processes
-from ..families import classes_that_are_split, get_family, trained_family
+from ..families import get_family, trained_family
 from ..patching import MHLALayer, find_patched, mhla_layers
 from ..patching.advice import advice_on
 from ..settings import check
@@ -19,7 +19,7 @@ from .distributed import check_groups, uses_fsdp2
 from .latents.data import TrainingData
 from .latents.times import frames_together
 from .optimizer import optimizer_class
-from .roles import STUDENT, lora_targets, patched_attentions, quantization
+from .roles import STUDENT, lora_targets, quantization
 from .run_folder import RunFolder, read_state
 
 logger = logging.getLogger(__name__)
@@ -161,70 +161,35 @@ def _check_split(transformer: Any, data: TrainingData, config: TrainingConfig) -
     check(
         getattr(transformer, "_parallel_config", None) is None,
         "transformer.enable_parallelism() was called before training, which would weigh gradients wrongly; instead set "
-        "context_parallel: {ring: …, ulysses: …} in the configuration.",
+        "context_parallel in the configuration.",
     )
-    degrees, family = config.context_parallel, get_family(transformer)
-    if degrees.processes == 1:
+    size, family = config.context_parallel, get_family(transformer)
+    if size == 1:
         return
-    check(
-        family.forward.why_never_split is None,
-        f"context_parallel cannot be set for this transformer: {family.forward.why_never_split}.",
-    )
     check(
         getattr(transformer, "_cp_plan", None) is not None,
         f"diffusers does not define how to split the tokens of {type(transformer).__name__} over processes "
-        f"(_cp_plan), so context_parallel cannot be set for it; it does for {', '.join(classes_that_are_split())}.",
+        f"(_cp_plan), so context_parallel={size} cannot be set for it; use 1, with finetune/accelerate/fsdp2.yaml to "
+        "share its weights.",
     )
-    attentions, layers = family.attention.self_attentions(transformer), mhla_layers(transformer)
-    for heads in sorted({family.attention.adapter_of(attn).heads(attn)[0] for attn in attentions.values()}):
-        allowed = [str(degree) for degree in range(2, heads + 1) if heads % degree == 0]
+    for layer in mhla_layers(transformer).values():
         check(
-            heads % degrees.ulysses == 0,
-            f"context_parallel.ulysses={degrees.ulysses} does not divide the {heads} heads of this transformer; "
-            f"allowed is one of {', '.join(allowed)}, with context_parallel.ring for the rest.",
+            isinstance(layer, MHLALayer) and getattr(layer.config, "convolution", None) is None,
+            f"context_parallel={size} splits MHLA without a convolution, and the patch is {layer.config}; use "
+            "context_parallel=1.",
         )
-    lengths = {}
-    for shape in sorted(set(data.shapes)):
-        tokens = math.prod(family.forward.token_grid(transformer, torch.empty(1, *shape, device="meta")))
-        lengths[f"latents of shape {shape} make {tokens} tokens"] = tokens
-    text = data[0].get("encoder_hidden_states") if any(layer.adapter.has_extra for layer in layers.values()) else None
-    if text is not None:
-        lengths[f"the text, which self-attention attends to as well, is {len(text)} tokens"] = len(text)
-    for what, tokens in lengths.items():  # unequal shares would weigh tokens unequally in attention transfer
+    for attn in family.attention.self_attentions(transformer).values():
+        heads, _ = family.attention.adapter_of(attn).heads(attn)
         check(
-            tokens % degrees.processes == 0,
-            f"context_parallel splits tokens over {degrees.processes} processes evenly, but {what}; use a number of "
-            f"processes that divides it, such as {math.gcd(tokens, degrees.processes)}, or another size or number of "
+            heads % size == 0,
+            f"context_parallel={size} does not divide the {heads} heads of this transformer; allowed is one of "
+            f"{', '.join(str(degree) for degree in range(2, heads + 1) if heads % degree == 0)}.",
+        )
+    for shape in sorted(set(data.shapes)):  # unequal shares would weigh tokens unequally in attention transfer
+        tokens = math.prod(family.forward.token_grid(transformer, torch.empty(1, *shape, device="meta")))
+        check(
+            tokens % size == 0,
+            f"context_parallel={size} splits tokens evenly, but latents of shape {shape} make {tokens} tokens; use a "
+            f"number of processes that divides it, such as {math.gcd(tokens, size)}, or another size or number of "
             "frames.",
         )
-    keeps_softmax = len(layers) < len(attentions)
-    if degrees.ring > 1 and (keeps_softmax or any(stage.needs_teacher for stage in config.stages)):
-        _check_ring_softmax(transformer)
-    check(
-        not (degrees.ring > 1 and config.gradient_checkpointing and keeps_softmax)
-        or not any(stage.needs_prediction for stage in config.stages),
-        "gradient_checkpointing: true does not work with softmax attention that is trained round a ring "
-        "(context_parallel.ring > 1): diffusers' backward pass reads what was recomputed more than once. Use "
-        "context_parallel.ulysses alone, a patch of all layers, or gradient_checkpointing: false.",
-    )
-
-
-def _check_ring_softmax(transformer: Any) -> None:
-    """Raise unless the softmax backend returns its log-sum-exp; only PyTorch's default one may not."""
-    from diffusers.models import attention_dispatch
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    chosen = {getattr(attn.processor, "_attention_backend", None) for attn in patched_attentions(transformer).values()}
-    active, _ = _AttentionBackendRegistry.get_active_backend()
-    if AttentionBackendName.NATIVE not in {active if name is None else AttentionBackendName(name) for name in chosen}:
-        return
-    x = torch.zeros(1, 1, 1, 8)
-    try:
-        attention_dispatch._native_attention_forward_op(None, x, x, x, None, 0.0, False, None, False, True, False)
-    except ValueError as error:
-        raise ValueError(
-            "Softmax attention, of the teacher and of layers without a patch, cannot run round a ring "
-            f"(context_parallel.ring > 1) with PyTorch's default backend: {error} Use context_parallel.ulysses alone, "
-            "or a backend that returns its log-sum-exp, by the environment variable "
-            "DIFFUSERS_ATTN_BACKEND=_native_cudnn or =flash, with precision: bf16."
-        ) from error

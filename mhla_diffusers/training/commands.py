@@ -90,8 +90,8 @@ def data_command(
     fps: _Fps = None,
     sizes: _Sizes = None,
     upscale: _Upscale = False,
-    preview: Annotated[int, typer.Option(min=0, help="Samples to show on a page; latents with --model.")] = 0,
-    page: Annotated[Path, typer.Option(help="HTML file of --preview.")] = Path("data.html"),
+    preview: Annotated[int, typer.Option(min=0, help="Samples to make pictures of; of latents with --model.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for the pictures of --preview.")] = Path("outputs/data"),
     workers: _Workers = 4,
     device: _Device = "auto",
     precision: _Precision = "bf16",
@@ -103,7 +103,7 @@ def data_command(
     import logging
 
     from ..devices import FLOAT_TYPES, dtype_name
-    from .latents.preview import write_preview
+    from .latents.sheets import write_sheets
     from .latents.summary import summarize
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -112,8 +112,7 @@ def data_command(
     summary = summarize(source, given, model, workers)
     typer.echo(str(summary))
     if preview:
-        count = write_preview(summary, preview, page, device, dtype)
-        typer.echo(f"\nWrote {page} with {count} samples.")
+        typer.echo("\n" + "\n".join(write_sheets(summary, preview, output, device, dtype)))
     if summary.refusal is not None:
         raise ValueError(f"mhla encode refuses this data: {summary.refusal}")
 

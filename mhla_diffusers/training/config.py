@@ -130,21 +130,6 @@ class ValidationConfig(Settings):
 
 
 @dataclass(frozen=True)
-class ContextParallel(Settings):
-    """Number of processes that the tokens of a batch are split over: ``ring`` times ``ulysses`` form a group."""
-
-    ring: int = field(default=1, metadata=_POSITIVE)
-    """Processes that keep their tokens and exchange KV states, or keys and values for softmax attention."""
-    ulysses: int = field(default=1, metadata=_POSITIVE)
-    """Processes that exchange tokens for heads."""
-
-    @property
-    def processes(self) -> int:
-        """Processes of a group."""
-        return self.ring * self.ulysses
-
-
-@dataclass(frozen=True)
 class TrainingConfig(Settings):
     """A training run.
 
@@ -187,8 +172,8 @@ class TrainingConfig(Settings):
     ema_decay: float | None = field(default=None, metadata=allow(above=0, below=1))
     """Decay of the moving average of the trained weights, which is then validated and exported."""
     gradient_checkpointing: bool = False
-    context_parallel: ContextParallel = field(default_factory=ContextParallel)
-    """Groups of the launched processes that share a batch."""
+    context_parallel: int = field(default=1, metadata=_POSITIVE)
+    """Launched processes that share a batch and split its tokens, by diffusers' Ulysses; 1 for one each."""
     flow_shift: float = field(default=3.0, metadata=_POSITIVE)
     """Shift of the timesteps of flow matching (Wan, SANA)."""
     prompt_dropout: float = field(default=0.0, metadata=allow(at_least=0, below=1))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..families import get_family, trained_family
 from ..settings import check
-from .config import ContextParallel, TrainingConfig
+from .config import TrainingConfig
 
 
 def uses_fsdp2(config: TrainingConfig) -> bool:
@@ -116,24 +116,22 @@ def placed_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
-def check_groups(degrees: ContextParallel, processes: int) -> None:
-    """Raise ValueError unless processes make whole groups, whose members follow each other."""
-    if processes % degrees.processes:
-        size = degrees.processes
+def check_groups(size: int, processes: int) -> None:
+    """Raise ValueError unless processes make whole groups of a size, whose members follow each other."""
+    if processes % size:
         raise ValueError(
-            f"context_parallel: {{ring: {degrees.ring}, ulysses: {degrees.ulysses}}} splits a batch over groups "
-            f"of {size} processes, but {processes} processes were launched; launch a multiple of {size}, "
-            f"for example accelerate launch --config_file finetune/accelerate/fsdp2.yaml --num_processes {size} …, "
-            "or choose other degrees."
+            f"context_parallel={size} splits a batch over groups of {size} processes, but {processes} processes were "
+            f"launched; launch a multiple of {size}, for example accelerate launch --config_file "
+            f"finetune/accelerate/fsdp2.yaml --num_processes {size} …, or choose another size."
         )
 
 
-def split_tokens(transformer: Any, degrees: ContextParallel, device: torch.device, groups: int) -> None:
+def split_tokens(transformer: Any, size: int, device: torch.device, groups: int) -> None:
     """Make a transformer split the tokens of every forward over the processes of its group, in place.
 
     Args:
         transformer: with diffusers' ``_cp_plan``.
-        degrees: of ring and Ulysses; their product is the size of a group.
+        size: processes of a group.
         device: of this process.
         groups: number of groups.
     """
@@ -146,10 +144,9 @@ def split_tokens(transformer: Any, degrees: ContextParallel, device: torch.devic
         for norm in (getattr(attn, "norm_q", None), getattr(attn, "norm_k", None)):
             if norm is not None:
                 norm.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
-    # ranks of a group are neighbours; the nearest exchange heads, which is the most traffic
-    shape = (groups, degrees.ring, degrees.ulysses)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("group", "ring", "ulysses"))
-    settings = ContextParallelConfig(ring_degree=degrees.ring, ulysses_degree=degrees.ulysses, mesh=mesh)
+    # ranks of a group are neighbours
+    mesh = init_device_mesh(device.type, (groups, 1, size), mesh_dim_names=("group", "ring", "ulysses"))
+    settings = ContextParallelConfig(ulysses_degree=size, mesh=mesh)
     count = torch.accelerator.device_count
     if device.type == "cpu":  # diffusers divides the rank by the number of accelerators, and a CPU has none
         torch.accelerator.device_count = lambda: 1

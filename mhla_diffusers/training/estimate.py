@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..families import NoisedBatch, Sample, get_family, trained_family
 from ..reporting import scaled
-from .config import ContextParallel, OptimizerName, StageConfig, TrainingConfig
+from .config import OptimizerName, StageConfig, TrainingConfig
 from .distributed import check_groups, check_sharded, gathered_parts, split_tokens
 from .objectives import stage_losses
 from .roles import Roles, linears_of_blocks, prepare_for_training, trainable_names
@@ -101,23 +101,23 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
         tokens=math.prod(get_family(transformer).forward.token_grid(transformer, latents)),
         stages=stages,
         processes=processes,
-        split=config.context_parallel.processes,
+        split=config.context_parallel,
     )
 
 
 @contextmanager
-def _first_of_a_group(transformer: Any, degrees: ContextParallel) -> Iterator[None]:
+def _first_of_a_group(transformer: Any, size: int) -> Iterator[None]:
     """Context in which tokens are split over simulated processes; this one is the first."""
-    if degrees.processes == 1:
+    if size == 1:
         yield
         return
     from diffusers.models.attention_dispatch import attention_backend
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.processes)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        split_tokens(transformer, degrees, torch.device("cpu"), groups=1)
-        # runs round a ring; keeps for backward what PyTorch's flash attention keeps
+        split_tokens(transformer, size, torch.device("cpu"), groups=1)
+        # keeps for backward what PyTorch's flash attention keeps
         with attention_backend("_native_flash"):
             yield
     finally:

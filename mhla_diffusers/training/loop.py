@@ -159,7 +159,7 @@ class Run:
         transformer = transformer if is_sharded else transformer.to(device)
         process = trained_family(transformer).training.process(transformer, config.flow_shift)
         # processes that split the tokens of a batch form a group, with the same batches, noise and times
-        size = config.context_parallel.processes
+        size = config.context_parallel
         group, groups = accelerator.process_index // size, accelerator.num_processes // size
         samples_per_update = config.batch_size * config.gradient_accumulation * groups
         if accelerator.is_main_process:
@@ -191,7 +191,7 @@ class Run:
             make_trainable(transformer, self.changed)
             shard(transformer, device, accelerator.num_processes)
         if size > 1:  # after calibration, which needs whole attentions
-            split_tokens(transformer, config.context_parallel, device, groups)
+            split_tokens(transformer, size, device, groups)
         self.roles = Roles.of(transformer, config, self.changed, data.empty, accelerator.autocast)
         self.unpatched_loss: float | None = None
         """Validation loss of the original model on the same batches, measured before its weights are replaced."""

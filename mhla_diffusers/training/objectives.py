@@ -9,7 +9,7 @@ import torch
 
 from ..families import NoisedBatch, get_family, predict
 from ..patching import call_context
-from ..patching.parallel import parallel_of
+from ..patching.context import split_of
 from .config import StageConfig
 from .roles import Losses, Roles, patched_attentions
 
@@ -33,10 +33,10 @@ def stage_losses(roles: Roles, stage: StageConfig, model: torch.nn.Module, batch
         with recorded(attentions) as calls, roles.autocast():
             target = roles.teacher.predict(batch, stage.guidance, roles.empty)
         grid = get_family(roles.student).forward.token_grid(roles.student, batch.hidden_states)
-        parallel = parallel_of(getattr(roles.student, "_parallel_config", None))
+        split = split_of(roles.student)
         for name, attn in attentions.items():
             args, kwargs, expected = calls.pop(name)
-            with roles.autocast(), call_context(grid=grid, parallel=parallel):
+            with roles.autocast(), call_context(grid=grid, split=split):
                 transfer = attention_loss(attn(*args, **kwargs), expected) / len(attentions)
             # processes that split the tokens have equally many, so the average over them is the mean over all tokens
             loss = weights.transfer * transfer

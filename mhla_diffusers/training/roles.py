@@ -284,4 +284,4 @@ class Roles:
         """
         teacher = Teacher(transformer, changing) if any(stage.needs_teacher for stage in config.stages) else None
         process = trained_family(transformer).training.process(transformer, config.flow_shift)
-        return cls(transformer, process, teacher, empty, autocast, config.context_parallel.processes)
+        return cls(transformer, process, teacher, empty, autocast, config.context_parallel)

@@ -1,10 +1,12 @@
 """Run ``mhla bench`` in this process."""
 
+import csv
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark.measure import Row, read_rows
+from mhla_diffusers.benchmark.measure import Row
 from mhla_diffusers.cli import app
 
 
@@ -23,6 +25,18 @@ def measure(folder: Path, *arguments: object) -> list[Row]:
     bench(*arguments, "--device", "cpu", *short, "--output", folder)
     (file,) = folder.glob("*/*.csv")
     return read_rows(file)
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a CSV of results."""
+
+    def value(column: str, text: str) -> Any:
+        if column in ("case", "stage", "variant", "dtype", "status", "reason"):
+            return text
+        return text == "True" if column == "baseline" else float(text) if text else None
+
+    with file.open(encoding="utf-8") as lines:
+        return [Row(**{name: value(name, text) for name, text in line.items()}) for line in csv.DictReader(lines)]
 
 
 def medians(rows: list[Row], stage: str = "forward") -> dict[str, float]:

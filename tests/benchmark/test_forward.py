@@ -23,14 +23,13 @@ from mhla_diffusers.benchmark.forward import (
     softmax_backends,
     with_attention,
 )
-from mhla_diffusers.benchmark.measure import read_rows
 from mhla_diffusers.benchmark.operator import MHLA, PLAIN, SOFTMAX, SPARSE
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import layer
 from mhla_diffusers.tiny import pipeline_folder
 
 from ..refusals import refused
-from .commands import bench, measure, medians
+from .commands import bench, measure, medians, read_rows
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

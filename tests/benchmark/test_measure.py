@@ -12,13 +12,12 @@ from mhla_diffusers.benchmark.measure import (
     free_bytes,
     gather_conditions,
     measured,
-    read_rows,
     tables_of,
     time_interleaved,
 )
 
 from ..refusals import refused
-from .commands import bench
+from .commands import bench, read_rows
 
 CPU = torch.device("cpu")
 SHORT = 1e-9
@@ -117,20 +116,3 @@ def test_an_output_that_cannot_be_written_is_said_before_anything_is_measured(tm
     with refused(tmp_path / "file", error=OSError):
         bench("op", "--model", "tiny-dit", "--device", "cpu", "--output", tmp_path / "file")
     assert capsys.readouterr().out == ""
-
-
-def test_a_plot_of_several_files(tmp_path):
-    pytest.importorskip("matplotlib")
-    results = Results("op", CPU, torch.float32, tmp_path, SHORT)
-    results.add([row("softmax", 2.0), row("MHLA", 0.01), row("MHLA", 0.02, stage="forward+backward")])
-    file = results.file.with_suffix(".csv")
-    bench("plot", file, file, "--output", tmp_path / "new" / "times.png")
-    assert (tmp_path / "new" / "times.png").stat().st_size > 5000
-    with refused("absent.csv", error=OSError):
-        bench("plot", tmp_path / "absent.csv")
-    (tmp_path / "other.csv").write_text("animal,legs\ncow,4\n")
-    with refused("other.csv"):
-        bench("plot", tmp_path / "other.csv")
-    file.write_text(file.read_text().splitlines()[0] + "\n")
-    with refused("no row"):
-        bench("plot", file)

@@ -115,7 +115,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
     (r"--model tiny-wan --steps 20", "--model tiny-wan --steps 1 --frames 6 --repetitions 1"),
     (r"--batch 8$", "--batch 1"),
-    (r"ceilings --model flux-dev --model wan2.1-1.3b", "ceilings --model dit-xl-2"),
 ]  # fmt: skip
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""
 
@@ -127,9 +126,8 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^mhla finetune .* --dry-run --processes 8", "it reads a model of the Hub; tests/training counts tiny ones"),
     (r"^mhla finetune .* batch_size=2 --dry-run", "it counts what the dry run above it counts, with other settings"),
-    (r"^torchrun ", "it takes eight GPUs; tests/parallel runs it on two processes"),
+    (r"^torchrun ", "it takes eight GPUs; tests/patching/test_split.py runs it on two processes"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
-    (r"^mhla bench plot ", "its files lie in a folder named after the device; tests/benchmark runs it"),
     (r"^mhla eval vbench .*--vbench-python", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
     (r"^python studies/", "it takes minutes to hours"),

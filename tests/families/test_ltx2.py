@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families import classes_that_are_split
 from mhla_diffusers.families.ltx2 import LTX2
 
 from ..models import assert_changed, relative_change
@@ -80,11 +79,6 @@ def test_a_mask_between_tokens_is_refused():
     arguments["video_self_attention_mask"] = torch.ones(2, TOKENS, TOKENS)
     with refused((2, TOKENS, TOKENS)):
         output(model, arguments)
-
-
-def test_a_split_over_processes_is_refused():
-    assert FAMILY.forward.why_not_split(CASE.inputs(), CASE.grid)
-    assert "LTX2VideoTransformer3DModel" not in classes_that_are_split()
 
 
 def test_files_hold_no_sound_and_the_video_attends_to_none():

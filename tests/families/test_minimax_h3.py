@@ -8,7 +8,7 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3Prepa
 
 import mhla_diffusers as mhla
 from mhla_diffusers.benchmark.cases import Case, models
-from mhla_diffusers.families import Clip, get_family, trained_family
+from mhla_diffusers.families import Clip, trained_family
 from mhla_diffusers.families.packing import pack
 
 from ..models import assert_changed, relative_change
@@ -107,4 +107,3 @@ def test_training_and_other_times_in_a_batch_are_refused():
     latents, conditioning = CASE.drawn(CASE.grid, 2, seed=1)
     with refused("one time"):
         FAMILY.forward.arguments(model, latents, torch.tensor([0.5, 0.25]), conditioning)
-    assert "one process" in str(get_family(model).forward.why_not_split({}, CASE.grid))

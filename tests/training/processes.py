@@ -14,7 +14,6 @@ from mhla_diffusers.devices import FLOAT_TYPES
 from mhla_diffusers.training import TrainingConfig, train
 
 from ..forking import CONTEXT
-from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from .models import dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 
 _FAMILIES = {"wan": (tiny_wan, wan_data), "sana": (tiny_sana, sana_data), "dit": (tiny_dit, dit_data)}
@@ -83,8 +82,7 @@ def train_as_launched(
     transformer = make().to(FLOAT_TYPES["bfloat16" if config.precision == "bf16" else "float32"])
     if config.patch is not None:
         apply_mhla(transformer, config.patch)
-    with diffusers_on_cpu():
-        result = train(transformer, data(), config, resume=resume)
+    result = train(transformer, data(), config, resume=resume)
     if "ACCELERATE_USE_FSDP" in environment:
         assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())
     sys.exit(result.exit_code)

@@ -24,10 +24,8 @@ from mhla_diffusers.training import (
     train,
 )
 from mhla_diffusers.training.checks import check_fits
-from mhla_diffusers.training.config import ContextParallel
 from mhla_diffusers.training.distributed import uses_fsdp2
 
-from ..parallel.diffusers_on_cpu import diffusers_on_cpu
 from ..refusals import refused
 from .models import dit_data, one_stage, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
 from .processes import finish, start_distributed_training
@@ -51,7 +49,7 @@ ROUNDED_UPDATES = 1e-4
 than the others carries ten times their relative rounding into an update of the same size."""
 
 
-def _config(output: Path, batch_size: int, degrees: ContextParallel | None = None, **settings: Any) -> TrainingConfig:
+def _config(output: Path, batch_size: int, group: int = 1, **settings: Any) -> TrainingConfig:
     given: dict[str, Any] = {
         "stages": TRANSFER_THEN_ALL,
         "patch": PATCH,
@@ -63,8 +61,7 @@ def _config(output: Path, batch_size: int, degrees: ContextParallel | None = Non
         "keep_checkpoints": 9,
         "validation": ValidationConfig(samples=3, every=1, timesteps=1),
     }
-    degrees = degrees or ContextParallel()
-    return TrainingConfig(output=str(output), batch_size=batch_size, context_parallel=degrees, **(given | settings))
+    return TrainingConfig(output=str(output), batch_size=batch_size, context_parallel=group, **(given | settings))
 
 
 def _patched() -> Any:
@@ -139,17 +136,9 @@ def test_a_sharded_run_is_that_of_one_process_and_resumes_sharded_or_alone(alone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "ring", "ulysses", "sharding"),
-    [(4, 2, 1, FSDP2), (4, 1, 2, {})],
-    ids=["two groups", "two groups with copies of the weights"],
-)
-def test_a_batch_over_a_group_trains_as_in_one_process(
-    alone: Path, processes: int, ring: int, ulysses: int, sharding: dict[str, str], tmp_path: Path
-) -> None:
-    groups = processes // (ring * ulysses)
-    config = _config(tmp_path / "run", 2 // groups, ContextParallel(ring, ulysses))
-    finish(start_distributed_training(config, processes, **sharding))
+@pytest.mark.parametrize("sharding", [FSDP2, {}], ids=["two groups", "two groups with copies of the weights"])
+def test_a_batch_over_a_group_trains_as_in_one_process(alone: Path, sharding: dict[str, str], tmp_path: Path) -> None:
+    finish(start_distributed_training(_config(tmp_path / "run", 1, group=2), 4, **sharding))
     _assert_same_run(alone, tmp_path / "run")
 
 
@@ -157,7 +146,7 @@ def test_a_batch_over_a_group_trains_as_in_one_process(
 def test_a_run_resumes_alone_and_split(alone: Path, tmp_path: Path) -> None:
     """Copies of the weights with gradients computed again."""
     run = _back_to_step(1, alone, tmp_path / "run")
-    split = _config(run, 2, ContextParallel(ulysses=2), gradient_checkpointing=True)
+    split = _config(run, 2, group=2, gradient_checkpointing=True)
     finish(start_distributed_training(split, 2, resume="latest"))
     _assert_same_run(alone, run)
 
@@ -214,7 +203,7 @@ def test_unsupported_processes_are_refused_before_training(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
-        _train_alone(_config(tmp_path / "run", 1, ContextParallel(ulysses=2)))
+        _train_alone(_config(tmp_path / "run", 1, group=2))
     assert not (tmp_path / "run").exists()
 
 
@@ -246,39 +235,34 @@ def _split_already() -> Any:
     return transformer
 
 
+def _convolving() -> Any:
+    return apply_mhla(tiny_wan(), PATCH, convolution=3)
+
+
 def _patched_sana() -> Any:
     return apply_mhla(tiny_sana(), blocks=(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("make", "data", "degrees", "words"),
+    ("make", "data", "group", "words"),
     [
-        (_patched, wan_data, ContextParallel(3), "32 .* 1"),
-        (_patched, wan_data, ContextParallel(1, 4), "ulysses=4 .* 2"),
-        (_patched, wan_data, ContextParallel(2), "ring > 1"),
-        (_patched_sana, sana_data, ContextParallel(1, 2), "SanaTransformer2DModel"),
-        (_split_already, wan_data, ContextParallel(), "enable_parallelism"),
+        (_patched, wan_data, 4, "context_parallel=4 .* 2 heads .* 2"),
+        (_patched_sana, sana_data, 2, "SanaTransformer2DModel"),
+        (_convolving, wan_data, 2, "convolution=3"),
+        (_split_already, wan_data, 1, "enable_parallelism"),
     ],
 )
 def test_what_cannot_be_split_is_refused(
-    make: Callable[[], Any], data: Callable[[], InMemoryData], degrees: ContextParallel, words: str
+    make: Callable[[], Any], data: Callable[[], InMemoryData], group: int, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        check_fits(make(), data(), _config(Path("unused"), 1, degrees))
-
-
-def test_softmax_round_a_ring_is_not_computed_again() -> None:
-    settings = _config(Path("unused"), 1, ContextParallel(2), gradient_checkpointing=True)
-    with diffusers_on_cpu():
-        with refused("gradient_checkpointing: true"):
-            check_fits(_patched(), wan_data(), settings)
-        check_fits(apply_mhla(tiny_wan(), PATCH, layers="all"), wan_data(), settings)
+        check_fits(make(), data(), _config(Path("unused"), 1, group))
 
 
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
     stages = (StageConfig(10_000, 1e-3, "all", ObjectiveWeights(diffusion=1.0)),)
-    settings = _config(tmp_path / "run", 1, ContextParallel(2), stages=stages, checkpoint_every=10_000)
+    settings = _config(tmp_path / "run", 1, group=2, stages=stages, checkpoint_every=10_000)
     first, second = start_distributed_training(settings, 2, **FSDP2)
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"

@@ -54,7 +54,7 @@ def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | N
 
 
 def linear(call: MHLACall) -> torch.Tensor:
-    """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
+    """MHLA alone: (B, N, H, D)."""
     return _branches_for(call).linear(call)
 
 

@@ -30,7 +30,6 @@ from ..extra import ROWS, empty_lists, linear_branch
 from ..layout import block_count
 from ..linear import finish
 from ..merge import under_common_sum
-from ..parallel.collectives import summed
 from ..precision import product
 from ..rope import rotary_table
 from .choose import choose
@@ -49,9 +48,7 @@ _OWN_BLOCK_SIZES = 16, 64
 
 
 def linear(call: MHLACall) -> torch.Tensor:
-    """MHLA alone: (B, N, H, D); over a ring of processes the states are summed."""
-    if call.group is not None:
-        return read(call, summed(states(call), call.group))[0]
+    """MHLA alone: (B, N, H, D)."""
     return _read(call, *_states(call))[0]
 
 

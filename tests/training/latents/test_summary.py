@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
 from mhla_diffusers.tiny import pipeline_folder
 from mhla_diffusers.training.latents.clips import Clips
-from mhla_diffusers.training.latents.preview import write_preview
+from mhla_diffusers.training.latents.sheets import write_sheets
 from mhla_diffusers.training.latents.summary import summarize
 
 from ...refusals import refused
@@ -47,6 +48,10 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
 
 
+def _height(picture: Path) -> int:
+    return Image.open(picture).height
+
+
 def _rows(text: str) -> dict[str, dict[str, str]]:
     """Size → column → cell of the printed table."""
     lines = text.split("\n\n")[1].splitlines()
@@ -80,8 +85,8 @@ def test_files_without_a_clip_are_told_as_they_are(videos: Path, tmp_path: Path)
     rows = _rows(str(summary))
     assert "5 of 7 files are readable; with --model" in str(summary)
     assert rows["64x64"]["files"] == "2" and rows["64x64"]["seconds"] == "0.667" and "hours used" not in rows["all"]
-    assert write_preview(summary, 9, tmp_path / "page.html") == 5
-    assert (tmp_path / "page.html").read_text().count("data:image/jpeg") == 5
+    lines = write_sheets(summary, 9, tmp_path / "sheets")
+    assert len(lines) == len(list((tmp_path / "sheets").glob("*.jpg"))) == 5
 
 
 def test_options_that_do_not_fit_are_refused(videos: Path, tmp_path: Path) -> None:
@@ -97,19 +102,19 @@ def test_options_that_do_not_fit_are_refused(videos: Path, tmp_path: Path) -> No
     with refused("63x64", " 8", "64x64"):
         data(videos, "--model", TINY_WAN, "--size", "63x64")
     with refused("/broken "):
-        data(broken, "--preview", 1, "--page", tmp_path / "page.html")
+        data(broken, "--preview", 1, "--output", tmp_path / "sheets")
 
 
 def test_an_encoded_folder_shows_its_latents_beside_the_source(videos: Path, tmp_path: Path) -> None:
     (videos / "mute.txt").write_text("a seven")
-    page, latents = tmp_path / "page.html", tmp_path / "latents"
+    sheets, latents = tmp_path / "sheets", tmp_path / "latents"
 
     def run(*arguments: object) -> str:
         result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--page", page)
+    before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--output", sheets)
     (videos / "mute.txt").write_text("")
     ended = [
         CliRunner().invoke(app, list(map(str, (*arguments, "--model", TINY_WAN, *OPTIONS))))
@@ -119,19 +124,21 @@ def test_an_encoded_folder_shows_its_latents_beside_the_source(videos: Path, tmp
     for result in ended:
         assert result.exit_code == 1 and "1 of 7 files have no caption" in str(result.exception)
     (videos / "mute.txt").write_text("a seven")
-    assert page.read_text().count("data:image/jpeg") == 4 and "&lt;three&gt;" in page.read_text()
+    assert "wide.mp4: a <three> bouncing" in before and len(list(sheets.glob("*.jpg"))) == 4
+    assert {_height(sheets / f"{number}.jpg") for number in range(4)} == {64}
     encoded = run("encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS)
-    after = run("data", latents, "--model", "tiny-wan", "--precision", "no", "--preview", 3, "--page", page)
+    after = run("data", latents, "--model", "tiny-wan", "--precision", "no", "--preview", 3, "--output", sheets)
     assert _rows(encoded) == _rows(before) == _rows(after)
     assert "Left out:" in after and "4 of 7 files are used" in after
-    content = page.read_text()
-    assert content.count("data:image/jpeg") == 6 and content.count("<h3>") == 3
-    assert all(float(found) > 20 for found in re.findall(r"PSNR ([\d.]+) dB", content))
-    assert "http" not in content  # self-contained
-    run("data", latents, "--preview", 2, "--page", page)
-    assert page.read_text().count("data:image/jpeg") == 2
+    for number in range(3):  # decoded latents look like the frames above them
+        pixels = np.asarray(Image.open(sheets / f"{number}.jpg")).astype(float)
+        assert len(pixels) == 2 * 64 + 4
+        assert np.square(pixels[:64] - pixels[-64:]).mean() < 255**2 / 10**2, "20 dB"
+    run("data", latents, "--preview", 2, "--output", sheets)
+    assert {_height(sheets / f"{number}.jpg") for number in range(2)} == {64}
     videos.rename(tmp_path / "elsewhere")
-    run("data", latents, "--model", TINY_WAN, "--precision", "no", "--preview", 2, "--page", page)
-    assert page.read_text().count("the file is not where") == 2 and page.read_text().count("data:image/jpeg") == 2
+    shown = run("data", latents, "--model", TINY_WAN, "--precision", "no", "--preview", 2, "--output", sheets)
+    assert shown.count("the file is not where") == 2
+    assert {_height(sheets / f"{number}.jpg") for number in range(2)} == {64}
     with refused("is encoded"):
         summarize(latents, CLIP)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..forking import CONTEXT
+from .forking import CONTEXT
 
 
 class Processes:

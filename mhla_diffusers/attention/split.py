@@ -1,0 +1,78 @@
+"""MHLA of a sequence that is split over processes: one all-reduce of the block states.
+
+Each process holds consecutive tokens, as diffusers' context parallelism gives them, and adds what they contribute to
+the KV states and key sums of all blocks. The sums are those of one process, so each can mix and read them by itself::
+
+    S_b = Σ_p Σ_{t in block b of process p} φ(k_t) v_tᵀ        z_b likewise
+
+Shares need not end where blocks do. What is sent does not grow with the sequence: M D (D + 1) float32 numbers per head.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+
+from .api import backend_for, check_call
+from .call import MHLACall
+from .precision import without_autocast
+from .rope import in_all_rows, steady
+
+
+def share_of(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return the first token of this process and how many it has, as ``torch.Tensor.tensor_split`` cuts."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    least, longer = tokens // size, tokens % size  # torch.compile knows no divmod
+    return rank * least + min(rank, longer), least + (rank < longer)
+
+
+def attend_split(call: MHLACall, group: dist.ProcessGroup, backend: str = "auto") -> torch.Tensor:
+    """Attend with the tokens of this process to those of all.
+
+    Differentiable; the gradients that the processes get add up to that of one process.
+
+    Args:
+        call: with the own N tokens and the grid of all.
+        group: the processes, in the order of their tokens.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+
+    Returns:
+        (B, N, H, D) in the type of ``query``; computed in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: causal attention, extra tokens or a mask; another number of tokens than the process's share; or what
+            :func:`mhla_diffusers.attention.mhla_attention` refuses.
+    """
+    check_call(call)
+    is_given = {"causal": call.causal is not None, "extra": any(call.extra), "key_mask": call.key_mask is not None}
+    if refused := [name for name, given in is_given.items() if given]:
+        raise ValueError(
+            f"MHLA whose tokens are split over processes takes no {' and no '.join(refused)}; run it in one process."
+        )
+    (first, count), tokens = share_of(math.prod(call.grid), group), call.query.shape[1]
+    if tokens != count:
+        raise ValueError(
+            f"This process's share of the token grid {call.grid} is {count} tokens, but query has N={tokens}; split "
+            "the tokens as torch.Tensor.tensor_split does."
+        )
+    call = replace(call, first=first, rotary=steady(in_all_rows(call.rotary, tokens)))
+    chosen = backend_for(call, backend)
+    with without_autocast(call.query.device):
+        states: torch.Tensor = _Sum.apply(chosen.states(call), group)  # type: ignore[no-untyped-call]
+        return chosen.read(call, states)[0]
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce, whose gradient is the sum of what the processes send back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return collectives.wait_tensor(collectives.all_reduce(gradient.contiguous(), "sum", ctx.group)), None

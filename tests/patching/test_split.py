@@ -1,0 +1,200 @@
+"""diffusers' context parallelism: MHLA over two processes, which hold half of the tokens each, equals one process."""
+
+import copy
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from diffusers import ContextParallelConfig, WanPipeline
+
+import mhla_diffusers as mhla
+from mhla_diffusers.tiny import pipeline_folder
+
+from .. import models
+from ..processes import Processes
+from ..refusals import refused
+
+ROUNDING = 1e-5
+"""Relative, of float32 sums in another order."""
+_ROOT = Path(__file__).parents[2]
+_PATCH = str(_ROOT / "patches" / "tiny-wan-mhla")
+LEARNED = {"output_norm": True, "output_gate": True, "mixing_per_head": True}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    processes = Processes(2)
+    yield processes
+    processes.close()
+
+
+def patched(name: str = "wan", **settings: Any) -> Any:
+    """With what MHLA learns drawn at random, the same in every process."""
+    model, generator = models.patched(name, **settings), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for layer in mhla.mhla_layers(model).values():
+            for parameter in layer.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).abs())
+    return model
+
+
+def one_device() -> Any:
+    """diffusers divides the rank by the number of devices, which is 0 on a CPU."""
+    return patch.object(torch.accelerator, "device_count", lambda: 1)
+
+
+def spread(model: Any) -> Any:
+    with one_device():
+        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
+    return model
+
+
+def run(model: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Output, and gradients of the latents and of all parameters."""
+    latents = arguments["hidden_states"].clone().requires_grad_()
+    output = model(**{**arguments, "hidden_states": latents}, return_dict=False)[0]
+    goal = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+    (output * goal).sum().backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {"output": output.detach(), "latents": latents.grad, **gradients}
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(least))
+
+
+def errors(name: str, ragged: bool, compiled: bool, settings: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of the output, and of the gradients of both processes together."""
+    model, arguments = patched(name, **settings), models.inputs(name, ragged=ragged)
+    alone = copy.deepcopy(model)
+    spread(model)
+    if compiled:  # diffusers' hooks of the first block, which split the tokens, make no graph
+        torch._dynamo.reset()
+        model.blocks[1].compile(backend="aot_eager", fullgraph=True)
+    found, expected = run(model, arguments), run(alone, arguments)
+    assert found.keys() == expected.keys()
+    least = 1e-3 * max(float(x.norm()) for x in expected.values())
+    for key, x in found.items():
+        if key != "output":
+            torch.distributed.all_reduce(x)
+    return {key: relative(x, expected[key], least) for key, x in found.items()}
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "blocks within a process": ("wan", False, False, LEARNED),
+    "blocks of both processes": ("wan", False, False, {"blocks": (1, 2, 3), **LEARNED}),
+    "a split within a row": ("wan", True, False, {"normalize": False, "output_norm": True, "rope": "before"}),
+    "layers that keep softmax": ("wan", False, False, {"layers": "1/2"}),
+    "a picture to begin with": ("wan_i2v", False, False, {}),
+    "a compiled block": ("wan", False, True, LEARNED),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_two_processes_equal_one(two: Processes, case: tuple[Any, ...]) -> None:
+    for found in two.run(errors, *case):
+        assert max(found.values()) < ROUNDING, found
+
+
+def errors_of_order() -> list[float]:
+    """Of a transformer that is spread before it is patched, whose patch is off, and removed."""
+    arguments = models.inputs("wan")
+    own, alone = models.FAMILIES["wan"].build(), models.patched("wan")
+    model = mhla.apply_mhla(spread(copy.deepcopy(own)), blocks=models.FAMILIES["wan"].blocks)
+
+    def output(one: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return one(**arguments, return_dict=False)[0]
+
+    found = [relative(output(model), output(alone))]
+    with mhla.mhla_disabled(model):
+        found.append(relative(output(model), output(own)))
+    mhla.remove_mhla(model)
+    return [*found, relative(output(model), output(own))]
+
+
+def test_a_patch_comes_after_and_goes(two: Processes) -> None:
+    for found in two.run(errors_of_order):
+        assert max(found) < ROUNDING, found
+
+
+def error_of_dense_steps() -> float:
+    """Of the last of four steps, of which the first and third show what the others lose."""
+    outputs = []
+    for is_split in (False, True):
+        model, arguments = models.patched("wan", softmax_steps=1, refresh=2), models.inputs("wan")
+        if is_split:
+            spread(model)
+        with torch.no_grad():
+            for step in range(4):
+                with model.cache_context("cond", step_index=step, num_inference_steps=4):
+                    output = model(**arguments, return_dict=False)[0]
+        outputs.append(output)
+    return relative(*outputs)
+
+
+def test_what_dense_steps_show(two: Processes) -> None:
+    for found in two.run(error_of_dense_steps):
+        assert found < ROUNDING
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a convolution": ({"convolution": 3}, "convolution=3"),
+    "sparse attention": ({"density": 0.3}, "2 processes"),
+}
+
+
+def refuse(settings: dict[str, Any], words: str) -> None:
+    model = spread(models.patched("wan", **settings))
+    with refused(words):
+        model(**models.inputs("wan"))
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_needs_all_tokens_is_refused(two: Processes, settings: dict[str, Any], words: str) -> None:
+    two.run(refuse, settings, words)
+
+
+def refuse_own_form() -> None:
+    model = models.FAMILIES["wan"].build()
+    model.set_attn_processor(mhla.MHLAProcessor(blocks=models.FAMILIES["wan"].blocks))
+    spread(model)
+    with refused("mhla_diffusers.set_attn_processor"):
+        model(**models.inputs("wan"))
+
+
+def test_diffusers_own_form_is_refused(two: Processes) -> None:
+    two.run(refuse_own_form)
+
+
+def video_of_script() -> list[Any]:
+    written: list[Any] = []
+    sizes = ["--frames", "9", "--height", "64", "--width", "64", "--steps", "2"]
+    line = ["script", "seven", "--model", str(pipeline_folder("wan")), "--weights", _PATCH, *sizes]
+    with (
+        one_device(),
+        patch.object(sys, "argv", line),
+        patch("mhla_diffusers.generation.record.write_video", lambda video, *_, **__: written.append(video)),
+    ):
+        runpy.run_path(str(_ROOT / "pipelines" / "generate_wan_parallel.py"), run_name="__main__")
+    return written
+
+
+def test_the_script_makes_the_video_of_one_process() -> None:
+    pipe = mhla.load_mhla(WanPipeline.from_pretrained(pipeline_folder("wan")), _PATCH)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"num_frames": 9, "height": 64, "width": 64, "num_inference_steps": 2}
+    expected = pipe("seven", **call, generator=torch.Generator().manual_seed(0)).frames[0]
+    processes = Processes(3)  # of its own, since the script ends their group
+    try:
+        (first,), *others = processes.run(video_of_script)
+    finally:
+        processes.close()
+    assert not any(others)
+    assert np.abs(first - expected).max() < 1e-4  # of pixels from 0 to 1, through the autoencoder in float32
