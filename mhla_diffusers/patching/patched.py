@@ -1,0 +1,427 @@
+"""The handle of a patched model: what is known of it and of its patch, and the hooks around every forward."""
+
+import inspect
+import logging
+import math
+import statistics
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..attention.layout import Shape, check_grid
+from ..config import LinearConfig, PatchConfig, SparseConfig
+from ..families import Family
+from .call import CarryingCheckpoint, Call, Counts, LayerHook, Tally, held, is_off
+from .layer import MHLALayer, layer_of
+from .residual import Run
+from .route import BACKEND, Mode, is_checkpointed, register_backend
+from .sampling import Pipeline, Sampling
+from .weights import has_lora, runs_lora
+
+logger = logging.getLogger(__name__)
+
+ATTRIBUTE = "_mhla"
+"""Holds the handle, on a patched model."""
+_BACKEND = "_attention_backend"
+"""Attribute of processors that dispatch, which diffusers' set_attention_backend writes."""
+_CHOSEN = "_backend_before_mhla"
+"""Attribute of a processor that keeps the backend which the user has chosen."""
+
+
+class Facts(NamedTuple):
+    """What the route must know of a model's forward: of its family, or given by hand."""
+
+    grid: Shape | Callable[..., Shape]
+    """The token grid, or a function of the forward's arguments that returns it."""
+    extra: Counts | Callable[..., Counts] = (0, 0)
+    """Extra tokens before and after the grid's in the sequence that attention sees, or such a function."""
+
+
+class Patched:
+    """One patched model. :func:`apply_mhla` makes it, :func:`find_patched` finds it, what works on a patch takes it.
+
+    Args:
+        transformer: the model.
+        config: settings of the patch.
+        family: of the model; None for one that is patched by its grid.
+        facts: of a model without a family.
+        pipe: pipeline or object with ``transformer`` and ``scheduler`` that the patch was applied to.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        config: PatchConfig,
+        family: Family | None = None,
+        facts: Facts | None = None,
+        pipe: Any = None,
+        backend: str = "auto",
+    ) -> None:
+        self.transformer = transformer
+        self.config = config
+        self.family = family
+        self.facts = facts
+        self.backend = backend
+        self.pipeline = Pipeline(pipe)
+        self.attentions: dict[str, Any] = {} if family is None else family.attention.self_attentions(transformer)
+        """Name and module of every self-attention, patched or not, in the order of the layer indices."""
+        self.chosen: tuple[str, ...] = ()
+        """Names of those that are patched."""
+        self.tally = Tally()
+        self.latest_grid: Shape | None = None
+        """Token grid of the latest forward, to be shown; no attention reads it."""
+        self.replaced_weights: dict[str, torch.Tensor] | None = {}
+        """Weights of the model that the patch replaced, as they were; None if they were not kept."""
+        self.lora: str | None = None
+        """Name of the LoRA that belongs to the patch; None without one."""
+        self.errors: dict[tuple[int, int], torch.Tensor] = {}
+        """By place of an attention: its relative error at the latest dense step, without and with correction."""
+        self._hooks: list[Any] = []
+        self._warned: set[str] = set()
+        self.key = _next_key()
+        _PATCHES[self.key] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to running calls."""
+        return vars(self) | {"errors": {}, "latest_grid": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a copied or pickled model."""
+        vars(self).update(state)
+        self.key = _next_key()
+        _PATCHES[self.key] = self
+        register_backend()
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it runs sparse attention."""
+        return isinstance(self.config, SparseConfig)
+
+    @property
+    def layers(self) -> dict[str, MHLALayer]:
+        """Name of every self-attention that MHLA has a layer in, with the layer; empty for sparse attention."""
+        found = ((name, layer_of(attn)) for name, attn in self.attentions.items())
+        return {name: layer for name, layer in found if layer is not None}
+
+    # Putting in and taking away
+
+    def attach(self) -> None:
+        """Put the hooks into the model."""
+        if self.is_sparse:
+            register_backend()
+            for number, (name, attn) in enumerate(self.attentions.items()):
+                if name in self.chosen:
+                    LayerHook(number).attach(attn)
+        model = self.transformer
+        self._hooks = [
+            model.register_forward_pre_hook(self.begin, with_kwargs=True),
+            model.register_forward_hook(self.end, always_call=True),
+        ]
+        setattr(model, ATTRIBUTE, self)
+
+    def detach(self) -> None:
+        """Take them away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        CarryingCheckpoint.take_off(self.transformer)
+        for attn in self.attentions.values():
+            LayerHook.detach(attn)
+            processor = vars(getattr(attn, "processor", None) or object).copy() if hasattr(attn, "processor") else {}
+            if _CHOSEN in processor:
+                _restore_backend(attn.processor)
+        if ATTRIBUTE in vars(self.transformer):
+            delattr(self.transformer, ATTRIBUTE)
+
+    # Around a forward
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Set the call of this thread, before a forward."""
+        state = held()
+        outer = state.call
+        if outer is not None and outer.patch is self:  # Ctrl-C ended its last forward, without its hooks
+            self._leave(outer)
+            outer = outer.outer
+        state.call = Call(self, outer=outer)  # so that end() takes it back after a refusal too
+        if is_off(self):
+            return None
+        named = named_arguments(model, args, kwargs)
+        grid, extra = self._tokens(model, args, kwargs, named)
+        for tensor in named.values():  # blocks depend on the sizes: torch.compile makes a graph for each
+            if isinstance(tensor, torch.Tensor):
+                for axis in range(1, tensor.ndim):
+                    torch._dynamo.mark_static(tensor, axis)
+        CarryingCheckpoint.put_on(model)
+        mode = None
+        if self.is_sparse and self._answers_pytorch():
+            mode = Mode(is_checkpointed if self.family is None else _never)
+        rows_alike = self.family is not None and self.family.attention.rows_alike
+        call = Call(self, grid, extra, rows_alike, tally=self.tally, mode=mode, outer=outer)
+        if self.family is None:
+            state.layer, state.part = _FIRST, 0
+        if mode is not None:
+            mode.__enter__()
+        if torch.compiler.is_compiling():
+            state.call = call
+            return self._begin_in_graph(args, kwargs, named, call)
+        state.call = self._in_step(call, named)
+        self._warn_of_call(call)
+        return None
+
+    def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Take the call back after a forward, also one that failed, whose output is None."""
+        state = held()
+        call = state.call
+        if call is None or call.patch is not self:  # refused by another hook before it began
+            return
+        state.call = call.outer
+        self._leave(call)
+        if torch.compiler.is_compiling():
+            return
+        if output is not None and call.grid:
+            self.latest_grid = call.grid
+        if call.run is None:
+            if self.family is None:
+                self.tally.end()
+            return
+        if output is None:
+            call.run.clear()
+        elif call.step is not None and call.step.index == call.step.count - 1:
+            for branch in call.branches:
+                branch.residuals.clear()
+
+    def _leave(self, call: Call) -> None:
+        """Take off what a call has put around the forward."""
+        if self.family is None:
+            held().layer = None
+        if call.mode is not None:
+            call.mode.leave()
+
+    def _tokens(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]
+    ) -> tuple[Shape, Counts]:
+        """Return token grid and extra tokens of a forward.
+
+        Raises:
+            ValueError: no latents, or a grid without a token.
+        """
+        if self.family is None:
+            assert self.facts is not None
+            grid: Any = self.facts.grid
+            extra: Any = self.facts.extra
+            grid = check_grid(_called(grid, args, kwargs, named)) if callable(grid) else grid
+            return grid, check_counts(_called(extra, args, kwargs, named)) if callable(extra) else extra
+        forward, name = self.family.forward, self.family.forward.latents_name
+        if named.get(name) is None:
+            raise ValueError(f"{type(model).__name__} was called without {name}, whose shape gives the token grid.")
+        grid = tuple(int(size) for size in forward.grid_of_arguments(model, named))
+        if 0 in grid:
+            raise ValueError(f"{name} of {type(model).__name__} are too small for one token: the token grid is {grid}.")
+        extra = self.family.attention.extra
+        return grid, extra(named) if callable(extra) else extra
+
+    def _answers_pytorch(self) -> bool:
+        """Give the attentions that dispatch the route's backend; whether others call PyTorch's function."""
+        others = self.family is None
+        for name in self.chosen:
+            processor = getattr(self.attentions[name], "processor", None)
+            if hasattr(processor, _BACKEND):
+                _choose_backend(processor)
+            else:
+                others = True
+        return others
+
+    def _in_step(self, call: Call, named: Mapping[str, Any]) -> Call:
+        """Return a call with its denoising step and the residuals of its branch; in training it has none."""
+        config = self.config
+        if not config.has_dense_steps or torch.is_grad_enabled() or held().in_every_step:
+            return call
+        timestep, conditions = named.get("timestep"), _conditions(named)
+        sampling: Sampling | None = self.pipeline.sampling(self.transformer, timestep)
+        if sampling is None:
+            self._warn_once(
+                "steps",
+                f"The denoising step of a forward of {type(self.transformer).__name__} is unknown, so "
+                f"{config.dense_words} has no effect. Call the pipeline, or give apply_mhla() the object that has the "
+                "transformer and its scheduler.",
+            )
+            return call
+        run, step, timesteps = sampling
+        call = call._replace(step=step, is_dense=config.is_dense(step), run=run)
+        if not (isinstance(config, SparseConfig) and config.carry):
+            return call
+        branch, begins = run.branch(self, step, timesteps, conditions)
+        records = config.records_residual(step)
+        if begins and records:
+            rerun_blocks(self.transformer)
+        return call._replace(branches=(branch,), records_residual=records)
+
+    def _begin_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, Any], call: Call) -> Any:
+        """Let a graph of the whole model find its denoising step when it runs."""
+        if not self.config.has_dense_steps or torch.is_grad_enabled():
+            return None
+        name = next(iter(named)) if self.family is None else self.family.forward.latents_name
+        latents = named[name]
+        if not self.is_sparse or not isinstance(latents, torch.Tensor):
+            return None
+        timestep, conditions = named.get("timestep"), _conditions(named)
+        extra = [-1 if count is None else count for count in call.extra]
+        timestep = timestep if isinstance(timestep, torch.Tensor) else None
+        begun = _begin_operator(latents, timestep, conditions, self.key, list(call.grid), extra)
+        if name in kwargs:
+            return args, {**kwargs, name: begun}
+        return tuple(begun if one is latents else one for one in args), kwargs
+
+    def note_error(self, place: tuple[int, int], error: torch.Tensor) -> None:
+        """Keep the relative error of an attention, on its device."""
+        self.errors[place] = error
+
+    def _warn_of_call(self, call: Call) -> None:
+        """Warn once of a LoRA of the patch that does not run."""
+        if self.lora is not None and "lora" not in self._warned:
+            why = self.inactive_lora()
+            if why is not None:
+                self._warn_once("lora", why)
+
+    def _warn_once(self, topic: str, words: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            logger.warning("%s", words)
+
+    def inactive_lora(self) -> str | None:
+        """Return why the patch's LoRA does not run, and what to do; None if it does, or there is none."""
+        if self.lora is None or runs_lora(self.transformer, self.lora):
+            return None
+        if not has_lora(self.transformer, self.lora):
+            return (
+                f"The patch's LoRA {self.lora!r} was unloaded, and the patch was made with it. Call remove_mhla() and "
+                "load_mhla() again, and unload other adapters with delete_adapters()."
+            )
+        return (
+            f"The patch's LoRA {self.lora!r} is not active, and the patch was made with it. Name it beside others: "
+            f"transformer.set_adapters([{self.lora!r}, ...])."
+        )
+
+
+_FIRST = torch.tensor(0, device="cpu")
+"""Number of the layer of a model without a family, whose calls of attention are counted instead."""
+_PATCHES: "weakref.WeakValueDictionary[int, Patched]" = weakref.WeakValueDictionary()
+"""By :attr:`Patched.key`, for operators in graphs."""
+_keys = iter(range(2**62))
+
+
+def _next_key() -> int:
+    return next(_keys)
+
+
+def _never() -> bool:
+    return False
+
+
+@torch.library.custom_op("mhla_diffusers::begin", mutates_args=())
+def _begin_operator(
+    latents: torch.Tensor,
+    timestep: torch.Tensor | None,
+    conditions: torch.Tensor | None,
+    patch: int,
+    grid: list[int],
+    extra: list[int],
+) -> torch.Tensor:
+    """Begin a forward when its graph runs."""
+    patched = _PATCHES[patch]
+    counts = tuple(None if count < 0 else count for count in extra)
+    rows_alike = patched.family is not None and patched.family.attention.rows_alike
+    call = Call(patched, tuple(grid), counts, rows_alike, tally=patched.tally)  # type: ignore[arg-type]
+    held().call = patched._in_step(call, {"timestep": timestep, "encoder_hidden_states": conditions})
+    return latents.clone()
+
+
+@_begin_operator.register_fake
+def _(latents: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty_like(latents)
+
+
+def _conditions(named: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return what tells the branches of the guidance apart: the caption, else the first tensor after the latents."""
+    caption = named.get("encoder_hidden_states")
+    tensors = (caption, *list(named.values())[1:])
+    return next((x for x in tensors if isinstance(x, torch.Tensor) and x.ndim > 1), None)
+
+
+def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by their names; those of ``*args`` are numbered."""
+    if not args:
+        return {**kwargs}
+    names = _names_of_arguments(type(model).forward)
+    return {**{names[i] if i < len(names) else f"args{i}": value for i, value in enumerate(args)}, **kwargs}
+
+
+_names: dict[Any, tuple[str, ...]] = {}
+
+
+def _names_of_arguments(method: Any) -> tuple[str, ...]:
+    if method not in _names:
+        parameters = inspect.signature(method).parameters.values()
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        _names[method] = tuple(one.name for one in parameters if one.kind in kinds)[1:]
+    return _names[method]
+
+
+# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
+vars(_names_of_arguments)["_dynamo_marked_constant"] = True
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]) -> Any:
+    """Call a user's function with a forward's arguments: by name where it takes these, or as they were given."""
+    try:
+        inspect.signature(function).bind(**named)
+    except TypeError:
+        return function(*args, **kwargs)
+    return function(**named)
+
+
+def check_counts(extra: Any) -> Counts:
+    """Return numbers of extra tokens; ValueError for what is none, or two unknown ones."""
+    counts: Any = tuple(extra) if isinstance(extra, list | tuple) else extra
+    fits = isinstance(counts, tuple) and len(counts) == 2 and counts.count(None) < 2
+    if not fits or not all(n is None or (isinstance(n, int) and n >= 0) for n in counts):
+        raise ValueError(
+            f"extra={extra!r} must be two counts of tokens before and after the grid, such as (0, 77), or (0, None) "
+            "for as many as there are."
+        )
+    return counts
+
+
+def _choose_backend(processor: Any) -> None:
+    """Give a processor the route's backend, and keep the one that the user has chosen since."""
+    chosen = getattr(processor, _BACKEND)
+    if chosen != BACKEND:
+        setattr(processor, _CHOSEN, chosen)
+        setattr(processor, _BACKEND, BACKEND)
+
+
+def _restore_backend(processor: Any) -> None:
+    """Give a processor the backend back that the user has chosen."""
+    chosen = vars(processor).pop(_CHOSEN)
+    if vars(processor).pop(_BACKEND, BACKEND) != BACKEND or chosen != getattr(type(processor), _BACKEND, None):
+        setattr(processor, _BACKEND, chosen)
+
+
+def rerun_blocks(transformer: nn.Module) -> None:
+    """Let a step cache that decides by content run every block of the next forward, as in the first step of a call."""
+    for module in transformer.modules():
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        for hook in () if registry is None else registry.hooks.values():
+            states = getattr(hook, "state_manager", None)
+            if states is not None and type(hook).__name__ in _BY_CONTENT:
+                context = states._context
+                hook.reset_state(module)
+                states.set_context(context)  # which resetting forgets
+
+
+_BY_CONTENT = ("FBCHeadBlockHook", "FBCBlockHook", "SeaCacheLeaderBlockHook", "SeaCacheBlockHook")
+"""Hooks of the step caches of diffusers that decide by the tokens that they see."""

@@ -1,0 +1,222 @@
+"""Residuals: what sparse attention loses at a dense step corrects the steps that follow.
+
+The inputs of a denoising loop change slowly, and so does the error of sparse attention. At a dense step s₀ every
+attention computes both outputs of its heads and keeps R = dense − sparse, (B, N, C), at low rank. A later step s returns
+sparse + f^(s − s₀) R. The fading f is measured per attention and sample at the next dense step s₁: of the old residual
+the share a = <R₁, R₀> / <R₀, R₀> is left, so f = a^(1 / (s₁ − s₀)). Where the old residual has not lasted,
+‖R₁ − a R₀‖ > 0.9 ‖R₁‖, nothing is corrected until the next dense step. Steps are counted, not forwards, so a step cache
+may skip some.
+
+Reusing residuals over steps is an idea of DiTFastAttn (arXiv 2406.08552) and QuantSparse (2509.23681). The low rank is
+found by a fixed random projection with one power step (Halko et al., arXiv 0909.4061).
+"""
+
+import weakref
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..config import Step
+
+RANK = 64
+"""Of a residual: 92 to 99 % of its energy in one attention of DINOv2-S (studies/real_weights)."""
+FIRST_FADING = 0.95
+"""Fading per step before a second dense step has measured it (studies/carry)."""
+_MOST_AT_A_TIME = 2**24
+"""Numbers of a residual that are computed at a time, so that float32 takes little memory beside the model."""
+_LEAST_LEFT = 0.05
+"""Smallest share of an old residual that is taken to be left in a new one."""
+_LASTS = 0.9
+"""Part of the norm of a new residual that the old one may leave unexplained."""
+
+
+def residual_bytes(tokens: int, channels: int) -> int:
+    """Return what the residual of one attention takes, for one sample and branch of the guidance."""
+    return 2 * min(RANK, tokens, channels) * (tokens + channels)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """dense − sparse of one attention at a dense step, as left @ right.
+
+    Attributes:
+        left: (B, N, r), orthonormal columns, in the type of the outputs or bfloat16.
+        right: (B, r, C), like ``left``.
+        step: index of the dense step.
+        fading: per step, float32 (B, 1, 1).
+        weight: 1, or 0 for samples whose residual has not lasted, float32 (B, 1, 1).
+        error: float32 (2,): the relative error of this attention at the dense step without and with the correction.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    step: int
+    fading: torch.Tensor
+    weight: torch.Tensor
+    error: torch.Tensor
+
+    @classmethod
+    def measured(cls, dense: torch.Tensor, sparse: torch.Tensor, step: int, before: "Residual | None") -> "Residual":
+        """Return the residual of a dense step, computed in float32, some tokens at a time.
+
+        Args:
+            dense: output of the model's own attention, (B, N, C).
+            sparse: that of sparse attention.
+            step: index of the step.
+            before: the residual of the dense step before this one.
+        """
+        samples, tokens, channels = dense.shape
+        rank = min(RANK, tokens, channels)
+        old = before if before is not None and before.fits(dense) and before.step < step else None
+        size = max(1, _MOST_AT_A_TIME // (samples * channels))
+        parts = [slice(start, start + size) for start in range(0, tokens, size)]
+
+        def difference(at: slice) -> torch.Tensor:
+            return dense[:, at].float() - sparse[:, at].float()
+
+        basis = sum((r.mT @ (r @ _projection(channels, rank, r.device)) for r in map(difference, parts)), start=_ZERO)
+        basis = _orthonormal(_orthonormal(basis))
+        gram = sum(((y.mT @ y) for y in (difference(at) @ basis for at in parts)), start=_ZERO)
+        mixed = basis @ _inverse_root(gram)
+        kept = dense.dtype if dense.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+        left = dense.new_empty((samples, tokens, rank), dtype=kept)
+        right = torch.zeros((samples, rank, channels), device=dense.device)
+        sums = torch.zeros((4, samples, 1, 1), device=dense.device)
+        for at in parts:
+            new = difference(at)
+            left[:, at] = new @ mixed
+            right += left[:, at].float().mT @ new
+            past = new if old is None else old.left[:, at].float() @ old.right.float()
+            pairs = (new, new), (new, past), (past, past), (exact := dense[:, at].float(), exact)
+            sums += torch.stack([(x * y).sum((1, 2), True) for x, y in pairs])
+        norm, product, old_norm, whole = sums
+        fading, weight, corrected = torch.full_like(norm, FIRST_FADING), torch.ones_like(norm), norm
+        if old is not None:
+            share = (product / old_norm.clamp_min(1e-30)).clamp(_LEAST_LEFT, 1)
+            fading = share ** (1 / (step - old.step))
+            weight = (norm - 2 * share * product + share.square() * old_norm <= _LASTS**2 * norm).float()
+            used = old.factor(step)
+            corrected = norm - 2 * used * product + used.square() * old_norm
+        error = (torch.stack([norm.sum(), corrected.sum().clamp_min(0)]) / whole.sum().clamp_min(1e-30)).sqrt()
+        return cls(left, right.to(kept), step, fading, weight, error)
+
+    def fits(self, output: torch.Tensor) -> bool:
+        """Whether it belongs to an output of this shape."""
+        return (*self.left.shape[:2], self.right.shape[2]) == tuple(output.shape)
+
+    def factor(self, step: int) -> torch.Tensor:
+        """Return by how much it is multiplied at a later step, (B, 1, 1)."""
+        return self.weight * self.fading ** max(0, step - self.step)  # a solver may look back at an earlier step
+
+    def add_to(self, output: torch.Tensor, step: int) -> torch.Tensor:
+        """Return an output (B, N, C) of a later step with the faded residual added."""
+        right = (self.right * self.factor(step)).to(output.dtype)
+        return torch.baddbmm(output, self.left.to(output.dtype), right)
+
+
+_ZERO: Any = 0
+
+
+@cache
+def _projection(channels: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Return the fixed random projection (C, r), the same on every device and in every process."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.device("cpu"):
+        return torch.randn(channels, rank, generator=generator).to(device)
+
+
+def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
+    """Return L⁻ᵀ of the Cholesky factor of (B, r, r), with a little of its trace so that it always exists."""
+    eye = torch.eye(gram.shape[-1], device=gram.device)
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+    factor, _ = torch.linalg.cholesky_ex(gram + (1e-6 * trace + 1e-30) * eye)
+    return torch.linalg.solve_triangular(factor, eye.expand_as(gram), upper=False).mT
+
+
+def _orthonormal(x: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis of the columns (B, n, r), by Cholesky QR."""
+    return x @ _inverse_root(x.mT @ x)
+
+
+class BranchState:
+    """The residuals of one branch of the guidance, of all attentions of a model.
+
+    A pipeline may call its transformer several times per step, such as with and without the caption.
+    """
+
+    def __init__(self) -> None:
+        self.residuals: dict[tuple[int, int], Residual] = {}
+        """By number of the layer and of the call that it made."""
+        self._conditions: weakref.ref[torch.Tensor] | None = None
+
+    def conditions(self) -> torch.Tensor | None:
+        """Return what the model was given beside the latents, such as the caption; None if it is gone."""
+        return None if self._conditions is None else self._conditions()
+
+    def enter(self, conditions: Any) -> None:
+        """Begin a forward; residuals of other conditions that are still there are forgotten."""
+        given = conditions if isinstance(conditions, torch.Tensor) else None
+        known = self.conditions()
+        if known is not None and known is not given:
+            self.residuals.clear()
+        self._conditions = None if given is None else weakref.ref(given)
+
+    def record(self, key: tuple[int, int], dense: torch.Tensor, sparse: torch.Tensor, step: int) -> Residual:
+        """Keep the residual of an attention at a dense step."""
+        self.residuals[key] = Residual.measured(dense, sparse, step, self.residuals.get(key))
+        return self.residuals[key]
+
+    def correct(self, key: tuple[int, int], output: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return the output of an attention with the residual that its latest dense step has measured."""
+        residual = self.residuals.get(key)
+        if residual is None or not residual.fits(output):
+            return output
+        if step.index == step.count - 1:
+            del self.residuals[key]
+        return residual.add_to(output, step.index)
+
+
+class Run:
+    """One running call of a pipeline: its branches, by model, and how far it is."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self._timesteps: object = None
+        self._branches: dict[int, list[BranchState]] = {}
+        self._used: set[BranchState] = set()
+        """Those of the present step."""
+        self.errors: dict[tuple[int, int, int], torch.Tensor] = {}
+        """By model, layer and call of attention: :attr:`Residual.error` of the latest dense step."""
+
+    def branch(self, owner: object, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
+        """Return the branch that a forward belongs to, and whether the forward begins a step.
+
+        A branch is recognised by its conditions, and by its order within a step where these are made anew. One that a
+        whole step did not use has ended, as at the end of guidance or where another expert takes over.
+        """
+        latest = self.step
+        if latest is None or step.count != latest.count or step.index < latest.index or timesteps is not self._timesteps:
+            self.clear()
+        begins = self.step != step
+        if begins:
+            for branches in self._branches.values():
+                branches[:] = [one for one in branches if one in self._used]
+            self._used.clear()
+        self.step, self._timesteps = step, timesteps
+        branches = self._branches.setdefault(id(owner), [])
+        free = [one for one in branches if one not in self._used]
+        same = [one for one in free if conditions is not None and one.conditions() is conditions]
+        found = (same + free + [BranchState()])[0]
+        if found not in branches:
+            branches.append(found)
+        self._used.add(found)
+        found.enter(conditions)
+        return found, begins
+
+    def clear(self) -> None:
+        """Forget everything, as after a forward that failed."""
+        self._branches.clear()
+        self._used.clear()
+        self.step = self._timesteps = None

@@ -1,0 +1,399 @@
+"""The route: the model's own attention runs, and its call is answered here, sparse or dense.
+
+Three ways lead to :func:`attend`: diffusers' dispatcher, for which an attention backend is registered, in models that
+dispatch; a torch-function mode in models that call PyTorch's ``scaled_dot_product_attention``; and the engines.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ..attention import sparse_attention
+from ..attention.layout import Extra
+from .call import Call, Counts, held
+
+BACKEND = "mhla"
+"""Name of the attention backend that is registered with diffusers."""
+DENSE_STEP = "dense steps"
+
+
+class Request(NamedTuple):
+    """What a model asks of attention beside query, key and value, in the words of diffusers' dispatcher."""
+
+    mask: torch.Tensor | None = None
+    dropout: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    dispatches: bool = False
+    """Whether it came from diffusers' dispatcher, and goes back to it where attention stays dense."""
+    backend: str | None = None
+    """The dispatcher's backend that the user has chosen; None for the active one."""
+    parallel: Any = None
+    """diffusers' configuration of several processes, for the dispatcher."""
+
+    def exact(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return what the model's own attention gives, (B, N, H, D)."""
+        if self.dispatches:
+            from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+            output: torch.Tensor = dispatch_attention_fn(
+                query,
+                key,
+                value,
+                self.mask,
+                self.dropout,
+                self.is_causal,
+                self.scale,
+                self.enable_gqa,
+                backend=self.backend,
+                parallel_config=self.parallel,
+            )
+            return output
+        inputs = (x.transpose(1, 2) for x in (query, key, value))
+        return functional.scaled_dot_product_attention(
+            *inputs, self.mask, self.dropout, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        ).transpose(1, 2)
+
+
+class Fit(NamedTuple):
+    """How the tokens of an attention lie on the grid, or why it stays dense."""
+
+    extra: Extra = (0, 0)
+    key_mask: torch.Tensor | None = None
+    """(B, N), which tokens take part."""
+    reason: str = ""
+    """Why it stays dense; empty if it can be sparse."""
+    level: int = logging.WARNING
+    """Of the log: information where dense is as it should be, as for cross-attention."""
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call | None,
+    layer: torch.Tensor | None,
+    part: int,
+    request: Request,
+) -> torch.Tensor:
+    """Answer a call of attention: dense, sparse, or sparse with what a dense step has measured.
+
+    Args:
+        query: (B, N, H, D) after RoPE, the grid's tokens in raster order with extra ones before or after them.
+        key: (B, N', H', D).
+        value: like ``key``.
+        call: the running call; None outside of a patched model's forward.
+        layer: number of the self-attention that runs, on the CPU; None outside of a patched one.
+        part: how many calls of attention it has made before this one.
+        request: what else the model asks for.
+
+    Returns:
+        (B, N, H, D).
+    """
+    if call is None or layer is None:
+        return request.exact(query, key, value)
+    fit = fitted(query, key, value, call, request)
+    if torch.compiler.is_compiling():
+        if fit.reason:
+            return request.exact(query, key, value)
+        if torch.is_grad_enabled() or not call.patch.config.has_dense_steps:
+            return sparse(query, key, value, call, fit, request)
+        return _operator(query, key, value, request.mask, layer, part, request.scale, request.enable_gqa,
+                         request.dispatches, request.backend or "")  # fmt: skip
+    return _attend(query, key, value, call, (int(layer), part), fit, request)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    place: tuple[int, int],
+    fit: Fit,
+    request: Request,
+) -> torch.Tensor:
+    """Attend at a place, (number of the layer, which of its calls), outside of a graph."""
+    tally, count = call.tally, max(1, len(call.branches))
+    if fit.reason or call.is_dense:
+        if tally is not None:
+            tally.note_dense(fit.reason or DENSE_STEP, query, fit.level if fit.reason else logging.INFO)
+        exact = request.exact(query, key, value)
+        if call.is_dense and call.records_residual and call.step is not None and not fit.reason:
+            found = sparse(query, key, value, call, fit, request)
+            halves = zip(call.branches, exact.flatten(2).chunk(count), found.flatten(2).chunk(count), strict=True)
+            for branch, one, other in halves:
+                residual = branch.record(place, one, other, call.step.index)
+                call.patch.note_error(place, residual.error)
+        return exact
+    output = sparse(query, key, value, call, fit, request)
+    if tally is not None:
+        tally.sparse += 1
+    if call.branches and call.step is not None:
+        flat = output.flatten(2).chunk(count)
+        corrected = [branch.correct(place, x, call.step) for branch, x in zip(call.branches, flat, strict=True)]
+        output = (corrected[0] if count == 1 else torch.cat(corrected)).view(output.shape)
+    return output
+
+
+def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, request: Request) -> Fit:
+    """Return how the tokens of an attention lie on the grid of a call."""
+    tokens, keys, grid = query.shape[1], key.shape[1], math.prod(call.grid)
+    extra = counted(call.extra, keys - grid)
+    if keys != tokens and not (tokens == grid and keys == grid + sum(extra)):
+        words = f"{tokens:,} queries of {keys:,} keys are not over the grid, as in cross-attention"
+        return Fit(reason=words, level=logging.INFO)
+    reason, key_mask = "", None
+    if keys != grid + sum(extra):
+        size = "x".join(map(str, call.grid))
+        reason = f"{tokens:,} tokens are not those of the grid {size} and {sum(extra)} others"
+    elif not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type):
+        reason = f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
+    elif request.is_causal or request.dropout:
+        reason = "causal attention" if request.is_causal else "dropout"
+    elif request.mask is not None:
+        key_mask = _key_mask(request.mask, len(query), keys, extra[0] if call.rows_alike else None)
+        reason = "a mask between tokens" if key_mask is None else ""
+    return Fit(extra, key_mask, reason)
+
+
+def counted(extra: Counts, others: int) -> Extra:
+    """Return how many tokens stand before and after the grid in a sequence with so many besides."""
+    before, after = extra if others > 0 else (0, 0)
+    if before is None:
+        return max(0, others - (after or 0)), after or 0
+    return before, max(0, others - before) if after is None else after
+
+
+def _key_mask(mask: torch.Tensor, batch: int, keys: int, row: int | None) -> torch.Tensor | None:
+    """Return a mask of ``scaled_dot_product_attention`` as one of keys, (B, N); None for one that differs by query.
+
+    A bias that is added to a key's scores multiplies the key's weight by its exponential.
+
+    Args:
+        mask: (B, H, queries, keys) as far as it has these axes, bool or added to the scores.
+        batch: B.
+        keys: N.
+        row: whose mask is that of all queries of the grid; None if the mask must not differ between queries.
+    """
+    mask = mask[(None,) * (4 - mask.ndim)]
+    differs = mask.shape[2] != 1 and mask.stride(2) != 0
+    if mask.shape[3] != keys or (mask.shape[1] != 1 and mask.stride(1) != 0) or (differs and row is None):
+        return None
+    of_keys = mask[:, 0, row or 0 if differs else 0].expand(batch, -1)
+    if of_keys.dtype == torch.bool:
+        return of_keys
+    # as in softmax, only differences between the keys of a sample count; of one that is -inf throughout, none does
+    of_keys = of_keys.float()
+    return (of_keys - of_keys.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(of_keys.dtype).min)).exp()
+
+
+def sparse(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit, request: Request
+) -> torch.Tensor:
+    """Return sparse attention, (B, N, H, D); (B, product of the grid, H, D) where extra tokens have keys alone."""
+    config, tokens, device = call.patch.config, query.shape[1], query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as scaled_dot_product_attention casts
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    if request.scale is not None:
+        query = query * (request.scale * math.sqrt(query.shape[-1]))
+    if key.shape[2] != query.shape[2]:
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
+    before, after = fit.extra
+    is_grid_alone = tokens != key.shape[1]
+    if is_grid_alone:  # any query will do for the others, whose output nobody gets
+        query = functional.pad(query, (0, 0, 0, 0, before, after))
+    output = sparse_attention(
+        query,
+        key,
+        value,
+        call.grid,
+        density=config.density,
+        block_size=config.block_size,
+        key_block_size=config.key_block_size,
+        order=config.order,
+        far=config.far,
+        key_mask=fit.key_mask,
+        extra=fit.extra,
+    )
+    return output[:, before : before + tokens] if is_grid_alone else output
+
+
+# torch.compile calls this as it is: which step it is and what was measured stays out of its graphs
+
+
+@torch.library.custom_op("mhla_diffusers::attend", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    layer: torch.Tensor,
+    part: int,
+    scale: float | None,
+    enable_gqa: bool,
+    dispatches: bool,
+    backend: str,
+) -> torch.Tensor:
+    request = Request(mask, 0.0, False, scale, enable_gqa, dispatches, backend or None)
+    call = held().call
+    if call is None:
+        return request.exact(query, key, value).clone()
+    fit = fitted(query, key, value, call, request)
+    return _attend(query, key, value, call, (int(layer), part), fit, request).clone()
+
+
+@_operator.register_fake
+def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, request: Request) -> torch.Tensor:
+    """Attend with the call and layer of this thread."""
+    state = held()
+    part = state.part
+    state.part = part + 1
+    return attend(query, key, value, state.call, state.layer, part, request)
+
+
+# diffusers' dispatcher
+
+
+def register_backend() -> None:
+    """Register the attention backend with diffusers, once.
+
+    Raises:
+        ImportError: diffusers keeps its backends in another form than the versions that are supported.
+    """
+    from diffusers import __version__
+    from diffusers.models import attention_dispatch
+
+    names, registry = attention_dispatch.AttentionBackendName, attention_dispatch._AttentionBackendRegistry
+    if BACKEND in names._value2member_map_:
+        return
+    try:
+        member = str.__new__(names, BACKEND)
+        member._name_, member._value_ = BACKEND.upper(), BACKEND
+        names._member_map_[member._name_] = names._value2member_map_[BACKEND] = member
+        registry.register(member, supports_context_parallel=True)(_backend)
+    except (AttributeError, TypeError) as error:
+        raise ImportError(
+            f"diffusers {__version__} keeps its attention backends in a form that mhla_diffusers does not know; "
+            "install diffusers 0.42, or apply_mhla(model, grid=...)."
+        ) from error
+
+
+def _backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> torch.Tensor:
+    """Answer a model that dispatches."""
+    request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa, True, held().backend, _parallel_config)
+    call = held().call
+    if _parallel_config is None or call is None or held().layer is None or call.is_dense:
+        return answer(query, key, value, request)
+    return _split_over_processes(query, key, value, request)
+
+
+def _split_over_processes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, request: Request
+) -> torch.Tensor:
+    """Attend under diffusers' context parallelism, whose Ulysses hands over all tokens and some of the heads."""
+    from diffusers.models.attention_dispatch import _templated_context_parallel_attention
+
+    if request.parallel.context_parallel_config.ring_degree > 1:
+        raise ValueError(
+            "Ring attention hands an attention some of the keys, and sparse attention chooses among all; use "
+            "ContextParallelConfig(ulysses_degree=...)."
+        )
+    here = request._replace(parallel=None, dispatches=False)
+
+    def run(mask: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor:
+        return answer(*inputs, here._replace(mask=mask))
+
+    def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, *_: Any, **__: Any) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.mask = attn_mask
+        return run(attn_mask, query, key, value)
+
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = run(ctx.mask, *inputs)
+        return torch.autograd.grad(output, inputs, gradient)
+
+    output: torch.Tensor = _templated_context_parallel_attention(
+        query, key, value, request.mask, scale=request.scale, forward_op=forward, backward_op=backward,
+        _parallel_config=request.parallel,
+    )  # fmt: skip
+    return output
+
+
+# PyTorch's function
+
+
+class Mode(TorchFunctionMode):
+    """Answers models that call PyTorch's ``scaled_dot_product_attention`` themselves.
+
+    Args:
+        is_recomputed: whether to leave attention dense that gradient checkpointing will run again, in models whose
+            checkpointing does not carry the call along.
+    """
+
+    def __init__(self, is_recomputed: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self.is_recomputed = is_recomputed
+        if "torch._dynamo" in sys.modules:
+            # a graph of this function by itself would be taken for other functions of PyTorch, with wrong results
+            torch._dynamo.eval_frame.skip_code(Mode.__torch_function__.__code__)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of PyTorch, or answer it."""
+        state = held()
+        if state.layer is None or state.call is None:
+            return func(*args, **(kwargs or {}))
+        if func is functional.multi_head_attention_forward and state.call.tally is not None:
+            state.call.tally.note_dense("nn.MultiheadAttention, which computes its own scores", args[0], logging.WARNING)
+        if func is not functional.scaled_dot_product_attention or self.is_recomputed():
+            return func(*args, **(kwargs or {}))
+        return self._answer(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _answer(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if query.ndim != 4:
+            return functional.scaled_dot_product_attention(query, key, value, *request[:3], scale=scale)
+        return answer(*(x.transpose(1, 2) for x in (query, key, value)), request).transpose(1, 2)
+
+
+def is_checkpointed() -> bool:
+    """Whether gradient checkpointing within a forward will run this attention again, after the forward."""
+    frame: FrameType | None = sys._getframe(1) if torch.is_grad_enabled() else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,153 @@
+"""Which denoising step a forward belongs to: from the scheduler of the pipeline that is running, on the host.
+
+A step is one of the ``num_inference_steps`` of a pipeline's call; all forwards that a solver of second order makes in it
+belong to it. The running pipeline is found on the stack: the method that runs belongs to an object with this
+transformer and a scheduler, whichever pipeline that is. What a call measures lives in the frame of that method, so it
+ends when the call does, also one that fails or is cancelled.
+"""
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..config import Step
+from .residual import Run
+
+_RUN = "_mhla_run"
+"""Name of the local variable of a running pipeline's method that holds its :class:`Run`."""
+
+
+class Sampling(NamedTuple):
+    """A running call of a pipeline."""
+
+    run: Run
+    step: Step
+    timesteps: Any
+    """The scheduler's, which are new in every call."""
+
+
+class Pipeline:
+    """The pipeline or other object with ``transformer`` and ``scheduler`` that a patch was applied to; maybe none.
+
+    It is not kept alive where it allows a weak reference.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        owner = None if isinstance(owner, nn.Module) or not hasattr(owner, "scheduler") else owner
+        try:
+            self._owner = weakref.ref(owner) if owner is not None else _nothing
+        except TypeError:  # a SimpleNamespace
+            self._owner = lambda: owner
+        self._runs: weakref.WeakKeyDictionary[Any, Run] = weakref.WeakKeyDictionary()
+        """Of loops that no method of a pipeline runs, by scheduler."""
+
+    def __reduce__(self) -> Any:
+        """Leave the pipeline out: some other one will call a copied or pickled transformer."""
+        return Pipeline, (None,)
+
+    def __deepcopy__(self, memo: Any) -> "Pipeline":
+        return Pipeline(None)
+
+    @property
+    def owner(self) -> Any:
+        """The object; None if it is unknown or gone."""
+        return self._owner()
+
+    def sampling(self, transformer: nn.Module, timestep: Any) -> Sampling | None:
+        """Return the call of a pipeline that a forward belongs to; None if no step is known.
+
+        Args:
+            transformer: whose forward runs.
+            timestep: argument of the forward, for schedulers that do not count their steps.
+        """
+        frame, owner = _running_method(transformer)
+        scheduler = getattr(self.owner if owner is None else owner, "scheduler", None)
+        step = step_of(scheduler, timestep)
+        if step is None:
+            return None
+        runs = self._runs if frame is None else frame.f_locals
+        key = scheduler if frame is None else _RUN
+        run: Run | None = runs.get(key)
+        if run is None:
+            run = runs[key] = Run()
+        return Sampling(run, step, scheduler.timesteps)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _running_method(transformer: nn.Module) -> tuple[FrameType | None, Any]:
+    """Return the outermost method of the object on the stack that has a transformer and a scheduler, and the object."""
+    frame: FrameType | None = sys._getframe(1)
+    found, owner = None, None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self":
+            this = frame.f_locals["self"] if "self" in frame.f_locals else None
+            if this is owner or (owner is None and _runs_with(this, transformer)):
+                found, owner = (frame, this) if this is not None else (found, owner)
+        frame = frame.f_back
+    return found, owner
+
+
+def _runs_with(owner: Any, transformer: nn.Module) -> bool:
+    """Whether an object has a transformer, possibly compiled, and a scheduler."""
+    if isinstance(owner, nn.Module) or getattr(owner, "scheduler", None) is None:
+        return False
+    own = vars(owner).items() if hasattr(owner, "__dict__") else ()
+    named = (value for name, value in own if name.startswith(("transformer", "unet")))
+    return any(getattr(value, "_orig_mod", value) is transformer for value in named)
+
+
+def step_of(scheduler: Any, timestep: Any) -> Step | None:
+    """Return the step of the next forward by the scheduler's own count; None if it has none.
+
+    Args:
+        scheduler: whose timesteps are set; or None.
+        timestep: argument of the forward. It tells the step where the scheduler does not count, as DDIM's, while it is
+            a view of one of the scheduler's timesteps: its place in memory is known without reading the device.
+    """
+    timesteps = getattr(scheduler, "timesteps", None)
+    if not isinstance(timesteps, torch.Tensor) or not len(timesteps):
+        return None
+    first = getattr(scheduler, "begin_index", None) or 0
+    if hasattr(scheduler, "step_index"):
+        done = scheduler.step_index if scheduler.step_index is not None else first
+    elif hasattr(scheduler, "counter"):  # PNDM
+        done = scheduler.counter
+    elif isinstance(timestep, torch.Tensor) and _shares_memory(timestep, timesteps):
+        done = timestep.storage_offset() - timesteps.storage_offset()
+    else:
+        return None
+    start = _steps_before(scheduler, int(first))
+    step = Step(_steps_before(scheduler, int(done)) - start, _count_steps(scheduler) - start)
+    return step if 0 <= step.index < step.count else None
+
+
+def _shares_memory(timestep: torch.Tensor, timesteps: torch.Tensor) -> bool:
+    return timestep.device == timesteps.device and (
+        timestep.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr()
+    )
+
+
+def _steps_before(scheduler: Any, forward: int) -> int:
+    """Return how many of the ``num_inference_steps`` come before a forward, by its place among the timesteps."""
+    runge_kutta = getattr(scheduler, "prk_timesteps", None)
+    if runge_kutta is None:
+        return forward // int(getattr(scheduler, "order", 1))
+    # PNDM begins with steps of four forwards each, or with one of two
+    if not len(runge_kutta):
+        return max(0, forward - 1)
+    return forward // 4 if forward < len(runge_kutta) else forward - len(runge_kutta) * 3 // 4
+
+
+def _count_steps(scheduler: Any) -> int:
+    timesteps = len(scheduler.timesteps)
+    if getattr(scheduler, "num_inference_steps", None) == timesteps - 1 and not hasattr(scheduler, "prk_timesteps"):
+        timesteps -= 1  # of SANA-Sprint's scheduler the last one is where the steps end
+    return _steps_before(scheduler, timesteps - 1) + 1
