@@ -142,6 +142,9 @@ class PatchConfig(Settings):
         every = refresh if isinstance(refresh, int) else max(2, round(refresh * step.count))
         return (step.index - max(first, 1) + 1) % every == 0
 
+    def records_residual(self, step: "Step") -> bool:
+        return self.shows(step)
+
     def shows(self, step: "Step") -> bool:
         """Whether what the patched attentions lose in a dense step is kept for later ones, or to see how it fades."""
         following = [Step(index, step.count) for index in range(step.index + 1, min(step.index + 3, step.count))]

@@ -16,7 +16,7 @@ import torch
 
 from ..attention.layout import Shape
 from ..config import Step
-from .residual import BranchState
+from .residual import BranchState, Run
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,10 @@ class Call(NamedTuple):
     """Whether it also measures what sparse attention loses."""
     branches: tuple[BranchState, ...] = ()
     """Where residuals are, for every equal part of the batch; empty if none are kept."""
+    run: Run | None = None
+    """The running call of a pipeline that it belongs to; None outside of sampling."""
+    mode: Any = None
+    """What answers PyTorch's function during the forward; None in models that dispatch."""
     tally: Tally | None = None
     outer: Any = None
     """The call in which the forward began, such as that of a student that asks a patched teacher."""
@@ -185,6 +189,7 @@ class LayerHook:
         """Before the forward."""
         state = held()
         state.layer, state.part = self.number, 0
+        state.backend = getattr(getattr(module, "processor", None), CHOSEN_BACKEND, None)
 
     def end(self, module: Any, args: Any, output: Any) -> None:
         """After the forward, also one that failed."""
@@ -193,6 +198,8 @@ class LayerHook:
 
 KEY = "mhla"
 """Under which hooks are registered with a module."""
+CHOSEN_BACKEND = "_backend_before_mhla"
+"""Attribute of a processor that keeps the attention backend which the user has chosen."""
 
 
 class CarryingCheckpoint:

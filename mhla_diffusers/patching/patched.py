@@ -14,7 +14,7 @@ from torch import nn
 from ..attention.layout import Shape, check_grid
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family
-from .call import CarryingCheckpoint, Call, Counts, LayerHook, Tally, held, is_off
+from .call import CHOSEN_BACKEND, Call, CarryingCheckpoint, Counts, LayerHook, Tally, held, is_off
 from .layer import MHLALayer, layer_of
 from .residual import Run
 from .route import BACKEND, Mode, is_checkpointed, register_backend
@@ -27,8 +27,6 @@ ATTRIBUTE = "_mhla"
 """Holds the handle, on a patched model."""
 _BACKEND = "_attention_backend"
 """Attribute of processors that dispatch, which diffusers' set_attention_backend writes."""
-_CHOSEN = "_backend_before_mhla"
-"""Attribute of a processor that keeps the backend which the user has chosen."""
 
 
 class Facts(NamedTuple):
@@ -82,8 +80,6 @@ class Patched:
         """By place of an attention: its relative error at the latest dense step, without and with correction."""
         self._hooks: list[Any] = []
         self._warned: set[str] = set()
-        self.key = _next_key()
-        _PATCHES[self.key] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to running calls."""
@@ -92,8 +88,6 @@ class Patched:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copied or pickled model."""
         vars(self).update(state)
-        self.key = _next_key()
-        _PATCHES[self.key] = self
         register_backend()
 
     @property
@@ -131,15 +125,15 @@ class Patched:
         CarryingCheckpoint.take_off(self.transformer)
         for attn in self.attentions.values():
             LayerHook.detach(attn)
-            processor = vars(getattr(attn, "processor", None) or object).copy() if hasattr(attn, "processor") else {}
-            if _CHOSEN in processor:
+            if hasattr(getattr(attn, "processor", None), CHOSEN_BACKEND):
                 _restore_backend(attn.processor)
         if ATTRIBUTE in vars(self.transformer):
             delattr(self.transformer, ATTRIBUTE)
 
     # Around a forward
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @torch._disable_dynamo  # what is found of a call stays out of graphs; blocks and the model's own forward have them
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the call of this thread, before a forward."""
         state = held()
         outer = state.call
@@ -148,7 +142,7 @@ class Patched:
             outer = outer.outer
         state.call = Call(self, outer=outer)  # so that end() takes it back after a refusal too
         if is_off(self):
-            return None
+            return
         named = named_arguments(model, args, kwargs)
         grid, extra = self._tokens(model, args, kwargs, named)
         for tensor in named.values():  # blocks depend on the sizes: torch.compile makes a graph for each
@@ -165,13 +159,10 @@ class Patched:
             state.layer, state.part = _FIRST, 0
         if mode is not None:
             mode.__enter__()
-        if torch.compiler.is_compiling():
-            state.call = call
-            return self._begin_in_graph(args, kwargs, named, call)
         state.call = self._in_step(call, named)
         self._warn_of_call(call)
-        return None
 
+    @torch._disable_dynamo
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Take the call back after a forward, also one that failed, whose output is None."""
         state = held()
@@ -180,8 +171,6 @@ class Patched:
             return
         state.call = call.outer
         self._leave(call)
-        if torch.compiler.is_compiling():
-            return
         if output is not None and call.grid:
             self.latest_grid = call.grid
         if call.run is None:
@@ -255,26 +244,10 @@ class Patched:
         if not (isinstance(config, SparseConfig) and config.carry):
             return call
         branch, begins = run.branch(self, step, timesteps, conditions)
-        records = config.records_residual(step)
+        records = config.shows(step)
         if begins and records:
             rerun_blocks(self.transformer)
         return call._replace(branches=(branch,), records_residual=records)
-
-    def _begin_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], named: Mapping[str, Any], call: Call) -> Any:
-        """Let a graph of the whole model find its denoising step when it runs."""
-        if not self.config.has_dense_steps or torch.is_grad_enabled():
-            return None
-        name = next(iter(named)) if self.family is None else self.family.forward.latents_name
-        latents = named[name]
-        if not self.is_sparse or not isinstance(latents, torch.Tensor):
-            return None
-        timestep, conditions = named.get("timestep"), _conditions(named)
-        extra = [-1 if count is None else count for count in call.extra]
-        timestep = timestep if isinstance(timestep, torch.Tensor) else None
-        begun = _begin_operator(latents, timestep, conditions, self.key, list(call.grid), extra)
-        if name in kwargs:
-            return args, {**kwargs, name: begun}
-        return tuple(begun if one is latents else one for one in args), kwargs
 
     def note_error(self, place: tuple[int, int], error: torch.Tensor) -> None:
         """Keep the relative error of an attention, on its device."""
@@ -309,40 +282,9 @@ class Patched:
 
 _FIRST = torch.tensor(0, device="cpu")
 """Number of the layer of a model without a family, whose calls of attention are counted instead."""
-_PATCHES: "weakref.WeakValueDictionary[int, Patched]" = weakref.WeakValueDictionary()
-"""By :attr:`Patched.key`, for operators in graphs."""
-_keys = iter(range(2**62))
-
-
-def _next_key() -> int:
-    return next(_keys)
-
 
 def _never() -> bool:
     return False
-
-
-@torch.library.custom_op("mhla_diffusers::begin", mutates_args=())
-def _begin_operator(
-    latents: torch.Tensor,
-    timestep: torch.Tensor | None,
-    conditions: torch.Tensor | None,
-    patch: int,
-    grid: list[int],
-    extra: list[int],
-) -> torch.Tensor:
-    """Begin a forward when its graph runs."""
-    patched = _PATCHES[patch]
-    counts = tuple(None if count < 0 else count for count in extra)
-    rows_alike = patched.family is not None and patched.family.attention.rows_alike
-    call = Call(patched, tuple(grid), counts, rows_alike, tally=patched.tally)  # type: ignore[arg-type]
-    held().call = patched._in_step(call, {"timestep": timestep, "encoder_hidden_states": conditions})
-    return latents.clone()
-
-
-@_begin_operator.register_fake
-def _(latents: torch.Tensor, *others: Any) -> torch.Tensor:
-    return torch.empty_like(latents)
 
 
 def _conditions(named: Mapping[str, Any]) -> torch.Tensor | None:
@@ -371,10 +313,6 @@ def _names_of_arguments(method: Any) -> tuple[str, ...]:
     return _names[method]
 
 
-# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
-vars(_names_of_arguments)["_dynamo_marked_constant"] = True
-
-
 def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]) -> Any:
     """Call a user's function with a forward's arguments: by name where it takes these, or as they were given."""
     try:
@@ -400,13 +338,13 @@ def _choose_backend(processor: Any) -> None:
     """Give a processor the route's backend, and keep the one that the user has chosen since."""
     chosen = getattr(processor, _BACKEND)
     if chosen != BACKEND:
-        setattr(processor, _CHOSEN, chosen)
+        setattr(processor, CHOSEN_BACKEND, chosen)
         setattr(processor, _BACKEND, BACKEND)
 
 
 def _restore_backend(processor: Any) -> None:
     """Give a processor the backend back that the user has chosen."""
-    chosen = vars(processor).pop(_CHOSEN)
+    chosen = vars(processor).pop(CHOSEN_BACKEND)
     if vars(processor).pop(_BACKEND, BACKEND) != BACKEND or chosen != getattr(type(processor), _BACKEND, None):
         setattr(processor, _BACKEND, chosen)
 
@@ -416,12 +354,7 @@ def rerun_blocks(transformer: nn.Module) -> None:
     for module in transformer.modules():
         registry: Any = getattr(module, "_diffusers_hook", None)
         for hook in () if registry is None else registry.hooks.values():
-            states = getattr(hook, "state_manager", None)
-            if states is not None and type(hook).__name__ in _BY_CONTENT:
-                context = states._context
+            if type(hook).__module__.endswith(("first_block_cache", "sea_cache")):
+                context = hook.state_manager._context
                 hook.reset_state(module)
-                states.set_context(context)  # which resetting forgets
-
-
-_BY_CONTENT = ("FBCHeadBlockHook", "FBCBlockHook", "SeaCacheLeaderBlockHook", "SeaCacheBlockHook")
-"""Hooks of the step caches of diffusers that decide by the tokens that they see."""
+                hook.state_manager.set_context(context)  # which resetting forgets

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 
 from ..attention import sparse_attention
 from ..attention.layout import Extra
@@ -360,6 +360,17 @@ class Mode(TorchFunctionMode):
         if "torch._dynamo" in sys.modules:
             # a graph of this function by itself would be taken for other functions of PyTorch, with wrong results
             torch._dynamo.eval_frame.skip_code(Mode.__torch_function__.__code__)
+
+    def leave(self) -> None:
+        """Take this mode off the thread's stack, whatever lies above it after an interrupt."""
+        above: list[TorchFunctionMode] = []
+        while _len_torch_function_stack():
+            top = _pop_mode()
+            if top is self:
+                break
+            above.append(top)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of PyTorch, or answer it."""
