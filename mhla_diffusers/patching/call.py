@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention.layout import Shape
+from ..attention.layout import Extra, Shape
 from ..config import Step
 from .residual import BranchState, Run
 
@@ -65,6 +65,28 @@ class Tally:
         self.dense.clear()
 
 
+class Seen(NamedTuple):
+    """One patched attention, as it is shown while a patch is measured. Tensors are (B, N, H, D), after RoPE."""
+
+    layer: str
+    """Name of the self-attention."""
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grid: Shape
+    extra: Extra
+    """Tokens before and after the grid's."""
+    key_mask: torch.Tensor | None
+    exact: Callable[[], torch.Tensor]
+    """Computes the output of the model's own attention."""
+    output: torch.Tensor
+    """That of the patched one."""
+
+
+Watch = Callable[[Seen], torch.Tensor]
+"""Returns what an attention goes on with."""
+
+
 class Call(NamedTuple):
     """One forward of a patched model, as its attentions see it."""
 
@@ -88,6 +110,7 @@ class Call(NamedTuple):
     mode: Any = None
     """What answers PyTorch's function during the forward; None in models that dispatch."""
     tally: Tally | None = None
+    watch: Watch | None = None
     outer: Any = None
     """The call in which the forward began, such as that of a student that asks a patched teacher."""
 

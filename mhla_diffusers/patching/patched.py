@@ -2,10 +2,8 @@
 
 import inspect
 import logging
-import math
-import statistics
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +12,9 @@ from torch import nn
 from ..attention.layout import Shape, check_grid
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family
-from .call import CHOSEN_BACKEND, Call, CarryingCheckpoint, Counts, LayerHook, Tally, held, is_off
+from .call import CHOSEN_BACKEND, Call, CarryingCheckpoint, Counts, LayerHook, Tally, Watch, held, is_off
 from .layer import MHLALayer, layer_of
-from .residual import Run
+from .processor import MHLAProcessor, is_fused, replaced_processor
 from .route import BACKEND, Mode, is_checkpointed, register_backend
 from .sampling import Pipeline, Sampling
 from .weights import has_lora, runs_lora
@@ -65,8 +63,9 @@ class Patched:
         self.facts = facts
         self.backend = backend
         self.pipeline = Pipeline(pipe)
-        self.attentions: dict[str, Any] = {} if family is None else family.attention.self_attentions(transformer)
+        self.attentions: dict[str, Any] = {} if family is None else family.self_attentions(transformer)
         """Name and module of every self-attention, patched or not, in the order of the layer indices."""
+        self.names = tuple(self.attentions)
         self.chosen: tuple[str, ...] = ()
         """Names of those that are patched."""
         self.tally = Tally()
@@ -78,6 +77,7 @@ class Patched:
         """Name of the LoRA that belongs to the patch; None without one."""
         self.errors: dict[tuple[int, int], torch.Tensor] = {}
         """By place of an attention: its relative error at the latest dense step, without and with correction."""
+        self._watch: Watch | None = None
         self._hooks: list[Any] = []
         self._warned: set[str] = set()
 
@@ -94,6 +94,16 @@ class Patched:
     def is_sparse(self) -> bool:
         """Whether it runs sparse attention."""
         return isinstance(self.config, SparseConfig)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has hooks: not in diffusers' own form, and not any more after removal."""
+        return vars(self.transformer).get(ATTRIBUTE) is self
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is within ``mhla_disabled`` in this thread."""
+        return is_off(self)
 
     @property
     def layers(self) -> dict[str, MHLALayer]:
@@ -151,10 +161,12 @@ class Patched:
                     torch._dynamo.mark_static(tensor, axis)
         CarryingCheckpoint.put_on(model)
         mode = None
-        if self.is_sparse and self._answers_pytorch():
+        if not self.is_sparse:
+            self._keep_processors()
+        elif self._answers_pytorch():
             mode = Mode(is_checkpointed if self.family is None else _never)
-        rows_alike = self.family is not None and self.family.attention.rows_alike
-        call = Call(self, grid, extra, rows_alike, tally=self.tally, mode=mode, outer=outer)
+        rows_alike = self.family is not None and self.family.rows_alike
+        call = Call(self, grid, extra, rows_alike, mode=mode, tally=self.tally, watch=self._watch, outer=outer)
         if self.family is None:
             state.layer, state.part = _FIRST, 0
         if mode is not None:
@@ -204,13 +216,13 @@ class Patched:
             extra: Any = self.facts.extra
             grid = check_grid(_called(grid, args, kwargs, named)) if callable(grid) else grid
             return grid, check_counts(_called(extra, args, kwargs, named)) if callable(extra) else extra
-        forward, name = self.family.forward, self.family.forward.latents_name
+        name = self.family.latents_name
         if named.get(name) is None:
             raise ValueError(f"{type(model).__name__} was called without {name}, whose shape gives the token grid.")
-        grid = tuple(int(size) for size in forward.grid_of_arguments(model, named))
+        grid = tuple(int(size) for size in self.family.grid(model, named))
         if 0 in grid:
             raise ValueError(f"{name} of {type(model).__name__} are too small for one token: the token grid is {grid}.")
-        extra = self.family.attention.extra
+        extra = self.family.extra
         return grid, extra(named) if callable(extra) else extra
 
     def _answers_pytorch(self) -> bool:
@@ -248,6 +260,70 @@ class Patched:
         if begins and records:
             rerun_blocks(self.transformer)
         return call._replace(branches=(branch,), records_residual=records)
+
+    # What attentions do while a patch is measured
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Show every patched attention to a function, whose result it goes on with; nothing runs in a graph."""
+        before, self._watch = self._watch, watch
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            self._watch = before
+
+    def running_only(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Let all other attentions give what the model's own give."""
+        return self.watched(lambda seen: seen.output if seen.layer in names else seen.exact())
+
+    def call_on(self, grid: Shape) -> Call:
+        """Return a call on a token grid, outside of sampling, to run single attentions in."""
+        assert self.family is not None
+        extra = self.family.extra
+        return Call(self, grid, (0, None) if callable(extra) else extra, self.family.rows_alike)
+
+    def name_of(self, attn: Any) -> str:
+        """Return the name of a self-attention."""
+        return next(name for name, one in self.attentions.items() if one is attn)
+
+    # Which processors run MHLA
+
+    def _keep_processors(self) -> None:
+        """Look whether patched attentions still run MHLA, which something else may have changed.
+
+        Where diffusers has put a blank processor or one that runs fused projections, that of the patch comes back. Of
+        others there is one warning.
+        """
+        foreign, own = {}, None
+        for name, layer in self.layers.items():
+            attn = self.attentions[name]
+            processor = attn.processor
+            own = own or MHLAProcessor(self.config, backend=self.backend)
+            if isinstance(processor, MHLAProcessor):
+                if processor.is_blank:
+                    attn.processor = own
+            elif is_fused(processor):
+                layer.original_processor, attn.processor = processor, own
+            else:
+                foreign[name] = type(processor).__name__
+        if foreign:
+            name, kind = next(iter(foreign.items()))
+            self._warn_once(
+                "processors",
+                f"{len(foreign)} patched layers do not run MHLA, for example {name}, which runs {kind}: something has "
+                "set their processors since. change_mhla(model) brings MHLA back, remove_mhla(model) takes it away.",
+            )
+
+    def original_processor(self, attn: Any) -> Any:
+        """Return the processor that an attention had before MHLA, or a fresh one where no record was kept."""
+        original, processor = replaced_processor(attn), attn.processor
+        if original is None:
+            assert self.family is not None and self.family.mhla is not None
+            is_self = any(attn is own for own in self.attentions.values())
+            mhla = self.family.mhla
+            original = mhla.own_processor(attn) if is_self else mhla.own_cross_processor(attn)
+        return processor.with_choices(original) if isinstance(processor, MHLAProcessor) else original
 
     def note_error(self, place: tuple[int, int], error: torch.Tensor) -> None:
         """Keep the relative error of an attention, on its device."""

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_m
 
 from ..attention import sparse_attention
 from ..attention.layout import Extra
-from .call import Call, Counts, held
+from .call import Call, Counts, Seen, held
 
 BACKEND = "mhla"
 """Name of the attention backend that is registered with diffusers."""
@@ -140,6 +141,10 @@ def _attend(
         flat = output.flatten(2).chunk(count)
         corrected = [branch.correct(place, x, call.step) for branch, x in zip(call.branches, flat, strict=True)]
         output = (corrected[0] if count == 1 else torch.cat(corrected)).view(output.shape)
+    if call.watch is not None:
+        name, exact_of = call.patch.names[place[0]], partial(request.exact, query, key, value)
+        seen = Seen(name, query, key, value, call.grid, fit.extra, fit.key_mask, exact_of, output)
+        output = call.watch(seen)
     return output
 
 

@@ -1,0 +1,165 @@
+"""Find the transformers of a pipeline, those that are patched and their layers, or say why there are none."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..families import find_family, get_family, unwrapped
+from .call import switched_off
+from .layer import MHLALayer, attentions_of
+from .patched import ATTRIBUTE, Patched
+from .processor import MHLAProcessor
+
+
+def find_transformers(model: Any) -> dict[str, nn.Module]:
+    """Find the supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
+
+    Raises:
+        ValueError: if there is none, or what :func:`refuse_wrapped` refuses.
+    """
+    refuse_wrapped(model)
+    components = _components(model)
+    found = {name: module for name, module in components.items() if find_family(module) is not None}
+    if found:
+        return found
+    for module in components.values():
+        if ATTRIBUTE in vars(module):
+            raise ValueError(
+                f"{type(module).__name__} has a patch without a family: sparse attention that has no parameters and no "
+                "layers of its own, so nothing of it is saved, loaded or calibrated. apply_mhla(model, grid=…) with the "
+                "same arguments makes it again, change_mhla() changes its settings, describe() says what runs."
+            )
+    for name, module in components.items():
+        if name.startswith("transformer"):
+            get_family(module)  # raises what is unsupported about it
+    raise ValueError(
+        f"{type(model).__name__} has no transformer that MHLA supports (components: "
+        f'{", ".join(components) or "none"}). Pass a pipeline or a model that the page "Models" of the documentation '
+        "(docs/models.md) lists."
+    )
+
+
+def models_of(model: Any) -> list[nn.Module]:
+    """Return a model, or those of a pipeline or other object that are named ``transformer…`` or ``unet``."""
+    if isinstance(model, nn.Module):
+        return [unwrapped(model)]
+    return [module for name, module in _components(model).items() if name.startswith(("transformer", "unet"))]
+
+
+def _components(model: Any) -> dict[str, nn.Module]:
+    """Return the modules of a pipeline, or of another object, by name."""
+    if isinstance(model, type):
+        raise ValueError(f"{model.__name__} is a class; give an instance, such as {model.__name__}.from_pretrained(…).")
+    if isinstance(model, nn.Module):
+        return {"transformer": unwrapped(model)}
+    parts = getattr(model, "components", None) or getattr(model, "__dict__", {})
+    return {name: unwrapped(part) for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Raise if the model that was meant lies inside what was given.
+
+    Raises:
+        ValueError: a class, or PEFT's wrapper, with the way to what is inside.
+    """
+    for name, module in _components(model).items():
+        # PEFT's PeftModel would go on with a patched model inside, but is saved and called in its own ways
+        take_out: Any = getattr(module, "get_base_model", None)
+        if callable(take_out) and find_family(take_out()) is not None:
+            raise ValueError(
+                f"The {name} is wrapped in PEFT's {type(module).__name__}. Pass the model inside, which keeps the "
+                f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model(). "
+                f"diffusers' own {name}.add_adapter(...) wraps nothing."
+            )
+
+
+# What is patched
+
+
+def find_patched(model: Any) -> dict[str, Patched]:
+    """Find the handle of every patched transformer of a pipeline by component name, of a model as ``transformer``."""
+    found = {}
+    for name, transformer in _components(model).items():
+        held = vars(transformer).get(ATTRIBUTE)
+        if held is None and (family := find_family(transformer)) is not None:  # diffusers' own form leaves no handle
+            attentions = family.self_attentions(transformer)
+            processors = {key: attn.processor for key, attn in attentions.items() if _is_patched(attn)}
+            if processors:
+                processor = next(iter(processors.values()))
+                config = next((attn.mhla.config for attn in attentions.values() if hasattr(attn, "mhla")), None)
+                held = Patched(transformer, config or processor.config, family, backend=getattr(processor, "backend", "auto"))
+                held.chosen = tuple(processors)
+        if held is not None:
+            found[name] = held
+    return found
+
+
+def _is_patched(attn: Any) -> bool:
+    return hasattr(attn, "mhla") or (isinstance(attn.processor, MHLAProcessor) and not attn.processor.is_blank)
+
+
+def require_patched(model: Any) -> dict[str, Patched]:
+    """Find the handles of :func:`find_patched`.
+
+    Raises:
+        ValueError: no transformer is patched, or what :func:`find_transformers` raises.
+    """
+    found = find_patched(model)
+    if not found:
+        find_transformers(model)  # raises the fitting error for a model that cannot be patched
+        raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
+    return found
+
+
+def is_patched(model: Any) -> bool:
+    """Whether any attention of a pipeline or transformer runs a patch or holds the weights of one."""
+    return bool(find_patched(model))
+
+
+def mhla_layers(model: Any) -> dict[str, MHLALayer]:
+    """Find every layer of MHLA by name; none for sparse attention, which has no parameters.
+
+    The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
+    """
+    return {
+        f"{'' if isinstance(model, nn.Module) else f'{component}.'}{name}.mhla": layer
+        for component, patched in find_patched(model).items()
+        for name, layer in patched.layers.items()
+    }
+
+
+def require_layers(model: Any) -> dict[str, MHLALayer]:
+    """Find the layers of :func:`mhla_layers`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    layers = mhla_layers(model)
+    if not layers:
+        (patched, *_) = require_patched(model).values()
+        if patched.is_sparse:
+            raise ValueError(f"The model runs {patched.config.attention}, which has no layers with weights of its own.")
+        raise ValueError(
+            "The model has no MHLA weights yet: diffusers' own set_attn_processor makes them at the first forward. "
+            "Run one, or use mhla_diffusers.set_attn_processor(transformer, processor)."
+        )
+    return layers
+
+
+@contextmanager
+def mhla_disabled(model: Any) -> Iterator[None]:
+    """Let the model attend as before the patch within the context, in this thread alone, with the same weights.
+
+    Raises:
+        ValueError: the model is not patched, or by diffusers' own form, which leaves no handle.
+    """
+    handles = require_patched(model).values()
+    for patched in handles:
+        if not patched.is_attached:
+            raise ValueError(
+                "diffusers' own set_attn_processor keeps nothing to go back to; patch with apply_mhla(pipe, ...)."
+            )
+    with switched_off(*handles):
+        yield

@@ -1,0 +1,293 @@
+"""MHLA's attention processor, for SANA, DiT and Wan and what shares their attention.
+
+The paper's RoPE acts behind the feature map and its gate reads the layer's input, so MHLA needs what stands before the
+call of attention: the processor reads it through the family's adapter. Sparse attention needs no processor.
+"""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..attention import BACKENDS, mhla_attention
+from ..attention.layout import Shape, check_grid
+from ..attention.rope import rotated
+from ..config import LinearConfig, PatchConfig, SparseConfig
+from ..families import AttentionAdapter, AttentionInputs, Family, family_of_attention
+from ..families.mhla import Arguments
+from ..settings import check_choice
+from .call import Call, Seen, held, within
+from .layer import MHLALayer, layer_of, make_layer
+
+_PARALLEL = "_parallel_config"
+"""Attribute that diffusers' enable_parallelism writes into processors."""
+
+
+class MHLAProcessor:
+    """Runs MHLA in place of self-attention, and leaves cross-attention as the model has it.
+
+    A plain object without weights, as diffusers' processors are: the weights of every attention live in its own
+    submodule ``attn.mhla``. One instance may therefore serve all attentions of a model::
+
+        pipe.transformer.set_attn_processor(MHLAProcessor(blocks=(7, 3, 5)))
+
+    diffusers does not pass the model to a processor. Set in that way, it makes ``attn.mhla`` when the attention first
+    runs, and reads the grid off the tables of RoPE, as Wan's allow, or needs ``grid``; with sparse settings it runs the
+    model's own processor and answers its call. :func:`mhla_diffusers.set_attn_processor` and
+    :func:`mhla_diffusers.apply_mhla` read the grid of every input, and DiT, which has no ``set_attn_processor`` of its
+    own, needs one of these.
+
+    Args:
+        config: settings; or give the fields of one of :class:`MHLAConfig`, :class:`SparseConfig` and
+            :class:`CausalConfig` as keywords, whose names say which attention runs.
+        *call: rejected; catches the class being set instead of an instance.
+        grid: token grid of every input; None to find it out. Not validated: of an input with as many tokens in another
+            shape, such as portrait for landscape, the blocks would be wrong.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+        **settings: such fields; unknown ones are an error. Without any argument it is a placeholder: diffusers
+            instantiates processor classes when it (un)loads adapters, and the next forward restores the real one.
+
+    Raises:
+        ValueError: settings that are not allowed, or both ``config`` and settings.
+    """
+
+    # read and written by diffusers' set_attention_backend; used for the attention that is passed on
+    _attention_backend: Any = None
+    # written by its enable_parallelism; handed on to original processors
+    _parallel_config: Any = None
+
+    def __init__(
+        self,
+        config: PatchConfig | None = None,
+        *call: Any,
+        grid: Shape | None = None,
+        backend: str = "auto",
+        **settings: Any,
+    ) -> None:
+        if call or not isinstance(config, PatchConfig | None):
+            raise ValueError(
+                f"MHLAProcessor takes MHLAConfig, SparseConfig or CausalConfig, or single settings as keywords, got "
+                f"{type(config).__name__}. If an attention called it so, its processor is the class: set an instance, "
+                "such as MHLAProcessor(blocks=(7, 3, 5))."
+            )
+        if config is not None and settings:
+            raise ValueError(
+                f"Give either config or single settings, not both (got config and {', '.join(settings)}); "
+                "config.replace(...) changes a configuration."
+            )
+        check_choice("backend", backend, BACKENDS)
+        is_blank = config is None and not settings and grid is None and backend == "auto"
+        self._config = config if config is not None or is_blank else PatchConfig.read(settings)
+        self.grid = None if grid is None else check_grid(grid, "grid")
+        self.backend = backend
+        # diffusers' hooks look a processor's class up to learn how it is skipped
+        from diffusers.hooks._helpers import AttentionProcessorMetadata, AttentionProcessorRegistry
+
+        AttentionProcessorRegistry.register(type(self), AttentionProcessorMetadata(skip_processor_output_fn=_skip))
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it has no settings."""
+        return self._config is None
+
+    @property
+    def config(self) -> PatchConfig:
+        """Its settings.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self._config is None:
+            raise ValueError(
+                "This MHLAProcessor has no settings: give it some, for example MHLAProcessor(blocks=(7, 3, 5)). If "
+                "diffusers made it while it loaded or unloaded an adapter, set one with settings again."
+            )
+        return self._config
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Any = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """Run one attention of a diffusers model, which calls it with those of these arguments that it has.
+
+        Args:
+            attn: an ``Attention``, ``WanAttention`` or the like.
+            hidden_states: (B, N, hidden size).
+            encoder_hidden_states: of a cross-attention.
+            attention_mask: for self-attention a key-padding mask, (B, N), (B, 1, N) or (B, 1, 1, N): bool, or the
+                bias that softmax attention would add.
+            rotary_emb: what the model hands over for RoPE; Wan's is (cos, sin), each (1, N, 1, D).
+            image_rotary_emb: RoPE by another name.
+
+        Returns:
+            (B, N, hidden size).
+
+        Raises:
+            ValueError: the token grid is unknown or does not fit, or the mask is not a key-padding mask.
+        """
+        layer, call = layer_of(attn), held().call
+        family = call.patch.family if call is not None and layer is not None else family_of_attention(attn)
+        adapter = layer.adapter if layer is not None else _adapter(attn, family)
+        given = hidden_states, encoder_hidden_states, attention_mask, rotary_emb
+        arguments = adapter.arguments(given, {"image_rotary_emb": image_rotary_emb})
+        if "encoder_hidden_states" in arguments:
+            return adapter.run(self.with_choices(adapter.own_cross_processor(attn)), attn, arguments)
+        own_form = layer is None or layer.original_processor is None
+        is_dense = call is not None and layer is not None and (call.is_dense or not call.grid)
+        if is_dense or (call is None and not own_form):
+            if not is_dense and not held().off:
+                _warn_outside(self.config)
+            return adapter.run(self.with_choices(self._original(attn, adapter)), attn, arguments)
+        grid = call.grid if call is not None and layer is not None else self._grid(attn, adapter, arguments)
+        if own_form:
+            self._check_own_form(layer)
+        if isinstance(self.config, SparseConfig):
+            return self._answer(attn, adapter, arguments, grid)
+        if layer is None:  # a refused first forward leaves no weights behind
+            assert isinstance(self.config, LinearConfig)
+            attn.mhla = make_layer(attn, self.config, family)
+        inputs = adapter.read(attn, arguments, grid)
+        if _skips_scores(attn):
+            return adapter.project_output(attn, inputs.value, inputs)
+        output = attn.mhla(inputs, backend=self.backend)
+        if call is not None and call.watch is not None:
+            patch = call.patch
+            exact = partial(exact_attention, inputs, patch.family)
+            seen = Seen(patch.name_of(attn), inputs.query, inputs.key, inputs.value, grid, (0, 0), None, exact, output)
+            output = call.watch(seen)
+        return adapter.project_output(attn, output, inputs)
+
+    def _answer(self, attn: Any, adapter: AttentionAdapter, arguments: Arguments, grid: Shape) -> Any:
+        """Run the model's own processor, and answer its call of attention, in diffusers' own form."""
+        from .route import BACKEND, Mode, register_backend
+
+        register_backend()
+        own = adapter.own_processor(attn)
+        dispatches = hasattr(own, "_attention_backend")
+        state = held()
+        if dispatches:
+            own._attention_backend = BACKEND
+        with within(Call(self, grid)), Mode():
+            state.layer, state.part, state.backend = torch.tensor(0), 0, self._attention_backend
+            try:
+                return adapter.run(own, attn, arguments)
+            finally:
+                state.layer = None
+
+    def _original(self, attn: Any, adapter: AttentionAdapter) -> Any:
+        """Return what ran a self-attention before the patch; diffusers' own form keeps none, and its family says it."""
+        original = replaced_processor(attn)
+        return adapter.own_processor(attn) if original is None else original
+
+    def with_choices(self, processor: Any) -> Any:
+        """Return a processor with what diffusers has set on this one: backend and processes."""
+        for name in ("_attention_backend", _PARALLEL):
+            if getattr(self, name) is not None and hasattr(processor, name):
+                setattr(processor, name, getattr(self, name))
+        return processor
+
+    def _grid(self, attn: Any, adapter: AttentionAdapter, arguments: Arguments) -> Shape:
+        """Return the token grid outside of a patched transformer's forward: the one given, or read off RoPE's tables.
+
+        Raises:
+            ValueError: it is unknown.
+        """
+        if self.grid is not None:
+            return self.grid
+        rotary = adapter.rotary(attn, arguments)
+        if rotary is not None and not torch.compiler.is_compiling():  # a compiled graph reads no values
+            grid = adapter.grid_of(attn, rotary)
+            if grid is not None:
+                return grid
+        raise ValueError(
+            "MHLAProcessor does not know the token grid: this model, or torch.compile, does not pass it to an "
+            "attention. Call mhla_diffusers.apply_mhla(pipe, ...), which reads it from every input, or give it to the "
+            "processor, grid=(frames, height, width) in tokens, or (height, width) for images."
+        )
+
+    def _check_own_form(self, layer: MHLALayer | None) -> None:
+        """Raise ValueError for settings that need what diffusers' own ``set_attn_processor`` does not keep or pass."""
+        config = self.config
+        if config.layers != "all" or config.asks_for_dense_steps:
+            refused = config.dense_words if config.layers == "all" else f"layers={config.layers!r}"
+            raise ValueError(
+                f"{refused} cannot be honoured when diffusers' own set_attn_processor puts the processor on every "
+                "layer and drops the original ones; use apply_mhla(pipe, ...), which keeps them."
+            )
+        if layer is not None and layer.config is not config and layer.config != config:
+            raise ValueError(
+                f"This attention was patched with {layer.config}, but its processor was made for {config}. "
+                "Call remove_mhla() before patching with other settings."
+            )
+
+
+def exact_attention(inputs: AttentionInputs, family: Family) -> torch.Tensor:
+    """Return what the model's own attention gives for the inputs of MHLA, (B, N, H, D)."""
+    query, key, mask = rotated(inputs.query, inputs.rotary), rotated(inputs.key, inputs.rotary), inputs.key_mask
+    if family.computes == "linear":
+        ones = torch.ones(1, 1, device=query.device)
+        blocks = (1,) * len(inputs.grid)
+        return mhla_attention(query, key, inputs.value, ones, inputs.grid, blocks, eps=family.eps, key_mask=mask)
+    bias = None if mask is None else mask.to(query.dtype).log()[:, None, None]
+    heads = (x.transpose(1, 2) for x in (query, key, inputs.value))
+    return functional.scaled_dot_product_attention(*heads, bias).transpose(1, 2)
+
+
+def _adapter(attn: Any, family: Family | None) -> AttentionAdapter:
+    """Return the adapter of an attention; ValueError for one of a model that MHLA has none for."""
+    if family is not None and family.mhla is not None:
+        return family.mhla
+    if getattr(attn, "add_q_proj", None) is None and hasattr(attn, "to_out"):
+        return AttentionAdapter()
+    raise ValueError(
+        f"MHLAProcessor does not know this {type(attn).__name__}: it is for SANA, DiT, Wan and what shares their "
+        "attention. apply_mhla(pipe) runs sparse attention in every family."
+    )
+
+
+def _warn_outside(config: PatchConfig) -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            "This attention runs outside of its transformer's call, as in a wrapper of transformer.forward(), so it "
+            f"runs the model's own attention and not {config.attention}. Call the transformer itself: "
+            "transformer(...).",
+            stacklevel=3,
+        )
+
+
+def replaced_processor(attn: Any) -> Any:
+    """Return the processor that an attention had before its patch; None if no record was kept."""
+    module: Any = getattr(attn, "mhla", None)
+    layer = getattr(module, "original_module", module)
+    return None if layer is None else layer.original_processor
+
+
+def is_fused(processor: Any) -> bool:
+    """Whether it is one of diffusers' that run projections fused into one."""
+    return type(processor).__name__.startswith("Fused")
+
+
+def holds_weights(processor: Any) -> bool:
+    """Whether a processor has weights, as an IP-Adapter's, which lets an attention look at a picture besides."""
+    return isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None
+
+
+def _skips_scores(attn: Any) -> bool:
+    """Whether a hook of diffusers asks this attention to return its values, as perturbed-attention guidance does."""
+    registry = getattr(attn, "_diffusers_hook", None)
+    return registry is not None and any(
+        getattr(hook, "skip_attention_scores", False) for hook in registry.hooks.values()
+    )
+
+
+def _skip(attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What diffusers' layer skipping runs in place of a patched attention: nothing."""
+    return hidden_states
