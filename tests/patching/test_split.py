@@ -175,7 +175,7 @@ def test_diffusers_own_form_is_refused(two: Processes) -> None:
 
 def video_of_script() -> list[Any]:
     written: list[Any] = []
-    sizes = ["--frames", "9", "--height", "64", "--width", "64", "--steps", "2"]
+    sizes = ["--frames", "9", "--height", "96", "--width", "64", "--steps", "2"]
     line = ["script", "seven", "--model", str(pipeline_folder("wan")), "--weights", _PATCH, *sizes]
     with (
         one_device(),
@@ -189,7 +189,7 @@ def video_of_script() -> list[Any]:
 def test_the_script_makes_the_video_of_one_process() -> None:
     pipe = mhla.load_mhla(WanPipeline.from_pretrained(pipeline_folder("wan")), _PATCH)
     pipe.set_progress_bar_config(disable=True)
-    call = {"num_frames": 9, "height": 64, "width": 64, "num_inference_steps": 2}
+    call = {"num_frames": 9, "height": 96, "width": 64, "num_inference_steps": 2}
     expected = pipe("seven", **call, generator=torch.Generator().manual_seed(0)).frames[0]
     processes = Processes(3)  # of its own, since the script ends their group
     try:
