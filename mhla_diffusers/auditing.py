@@ -1,15 +1,17 @@
 """What a patch costs: every patched self-attention compared with the original on the same input, in one run."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .attention import SparseCall
 from .attention.held import weight_held
-from .config import Step
+from .config import SparseConfig
 from .files import write_json
 from .patching.calibrate import (
     check_reached,
@@ -20,10 +22,9 @@ from .patching.calibrate import (
     record_calls,
     spread_calls,
 )
-from .patching.context import call_context, current
-from .patching.finding import require_layers, require_patched
-from .patching.layer import SparseLayer, layer_of
-from .patching.processor import adapter_of, attention_inputs, tokens_of_grid
+from .patching.call import Call, Seen, held
+from .patching.finding import require_patched
+from .patching.patched import Patched
 from .reporting import require_matplotlib, text_table
 
 _QUERIES = 512
@@ -157,114 +158,79 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
             every layer.
     """
     check_run(run)
-    require_layers(model)
-    running = {name: patched for name, patched in require_patched(model).items() if patched.running_attentions()}
+    running = {name: patched for name, patched in require_patched(model).items() if not patched.is_off}
     if not running:
-        raise ValueError(
-            "No attention of this model runs its patch now; leave mhla_disabled(), or call change_mhla(model)."
-        )
+        raise ValueError("The patch of this model is switched off; leave mhla_disabled() first.")
     transformers = {name: patched.transformer for name, patched in running.items()}
-    forwards: list[Step | None] = []
-    watches = {
-        (component, name): _Watch(name, attn, forwards)
-        for component, patched in running.items()
-        for name, attn in patched.running_attentions().items()
-    }
-    handles = []
-    try:
-        for patched in running.values():
+    forwards: list[Call] = []
+    watches = {(component, name): _Watch() for component, patched in running.items() for name in patched.chosen}
 
-            def note_step(
-                _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step_of: Any = patched.step_of
-            ) -> None:
-                forwards.append(step_of(args, kwargs))
+    def look(component: str, patched: Patched) -> Callable[[Seen], torch.Tensor]:
+        def compare(seen: Seen) -> torch.Tensor:
+            if not forwards or forwards[-1] is not held().call:
+                forwards.append(held().call or Call())
+            watches[component, seen.layer].compare(seen, len(forwards) - 1, patched)
+            return seen.output
 
-            handles.append(patched.transformer.register_forward_pre_hook(note_step, with_kwargs=True))
-        for watch in watches.values():
-            handles += watch.install()
-        with torch.compiler.set_stance("force_eager"):  # an already compiled graph lacks these hooks
-            recorded = record_calls(transformers, run)
-    finally:
-        for handle in handles:
-            handle.remove()
+        return compare
+
+    with ExitStack() as stack:
+        for component, patched in running.items():
+            stack.enter_context(patched.watched(look(component, patched)))
+            handle = patched.transformer.register_forward_pre_hook(lambda *_: forwards.append(held().call or Call()))
+            stack.callback(handle.remove)
+        recorded = record_calls(transformers, run)
     names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
-    check_reached(list(names.values()), [names[key] for key, watch in watches.items() if watch.forwards])
+    if not all(call.is_dense for call in forwards):
+        check_reached(list(names.values()), [names[key] for key, watch in watches.items() if watch.forwards])
 
-    knows_steps = None not in forwards
-    steps = [step.index if knows_steps and step is not None else place for place, step in enumerate(forwards)]
-    count = max(1 + max(steps), *(step.count for step in forwards if knows_steps and step is not None), 0)
-    disabled = {steps[forward] for watch in watches.values() for forward in watch.disabled}
-
+    knows_steps = all(call.step is not None for call in forwards)
+    steps = [call.step.index if knows_steps and call.step else place for place, call in enumerate(forwards)]
+    count = max(1 + max(steps), *(call.step.count for call in forwards if knows_steps and call.step), 0)
     calls = {component: spread_calls(found) for component, found in recorded.items()}
     moves = {component: measure_sensitivity(patched, calls[component]) for component, patched in running.items()}
     changes = [measure_change(patched, calls[component]) for component, patched in running.items()]
     layers = []
     for (component, name), watch in watches.items():
-        heads, _ = adapter_of(watch.attn).heads(watch.attn)
+        heads = watch.errors[0].shape[0] if watch.errors else 1
         errors, squares = torch.zeros(2, count, heads, dtype=torch.float64)
-        where = torch.tensor([steps[forward] for forward in watch.forwards])
-        errors.index_add_(0, where, torch.stack(watch.errors))
-        squares.index_add_(0, where, torch.stack(watch.squares))
+        if watch.errors:
+            where = torch.tensor([steps[forward] for forward in watch.forwards])
+            errors.index_add_(0, where, torch.stack(watch.errors))
+            squares.index_add_(0, where, torch.stack(watch.squares))
         density, mass = (sum(x) / len(x) if x else None for x in (watch.densities, watch.masses))
-        full_name = names[component, name]
-        layers.append(LayerAudit(full_name, errors, squares, moves[component][name], density, mass))
+        layers.append(LayerAudit(names[component, name], errors, squares, moves[component][name], density, mass))
+    disabled = {step for step, call in zip(steps, forwards, strict=True) if call.is_dense}
     flags = tuple(step in disabled for step in range(count))
     return Audit(tuple(layers), flags, knows_steps, sum(changes) / len(changes))
 
 
 class _Watch:
-    """Compares one patched self-attention with its original in every forward; one entry per forward."""
+    """Compares one patched self-attention with the model's own; one entry per forward."""
 
-    def __init__(self, name: str, attn: Any, steps: Sequence[Step | None]) -> None:
-        self.name, self.attn = name, attn
-        self.steps = steps
-        """Steps of the transformer's forwards so far, the running one last."""
+    def __init__(self) -> None:
         self.forwards: list[int] = []
         """Index of the transformer's forward."""
-        self.disabled: list[int] = []
-        """Those of them in which the patch is disabled."""
         self.errors: list[torch.Tensor] = []
         self.squares: list[torch.Tensor] = []
         self.densities: list[float] = []
         self.masses: list[float] = []
-        self._projected: list[torch.Tensor] = []
-        """What the output projection was given since the last look."""
 
-    def install(self) -> Iterator[Any]:
-        """Register the hooks; yields their handles."""
-        yield self.attn.register_forward_hook(self._compare, with_kwargs=True)
-        projection = adapter_of(self.attn).output_projection(self.attn)
-        if projection is not None:
-            yield projection.register_forward_pre_hook(lambda _, args: self._projected.append(args[0]))
-
-    def _compare(self, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        forward = len(self.steps) - 1
+    def compare(self, seen: Seen, forward: int, patched: Patched) -> None:
+        """Look at the tokens of the grid in one call of attention."""
+        here = slice(seen.extra[0], seen.extra[0] + math.prod(seen.grid))
+        found, exact = (x[:, here].float() for x in (seen.output, seen.exact()))
         self.forwards.append(forward)
-        patched = self._heads_output(output)
-        if current().disabled:
-            self.disabled.append(forward)
-            original = patched
-        else:
-            with call_context(disabled=True):
-                original = self._heads_output(attn.forward(*args, **kwargs))
-        patched, original = (tokens_of_grid(attn, args, kwargs, x) for x in (patched, original))
-        # under perturbed-attention guidance the last part of a batch skips attention and is passed through
-        heads, _ = adapter_of(attn).heads(attn)
-        patched, original = (x[: len(patched)].float().unflatten(-1, (heads, -1)) for x in (patched, original))
-        self.errors.append((patched - original).square().sum(dim=(0, 1, 3)).double().cpu())
-        self.squares.append(original.square().sum(dim=(0, 1, 3)).double().cpu())
+        self.errors.append((found - exact).square().sum(dim=(0, 1, 3)).double().cpu())
+        self.squares.append(exact.square().sum(dim=(0, 1, 3)).double().cpu())
         if not bool((self.errors[-1] + self.squares[-1]).isfinite().all()):
-            raise ValueError(not_finite(self.name))
-        layer = layer_of(attn)
-        if isinstance(layer, SparseLayer):
-            call = layer.call(attention_inputs(attn, args, kwargs))
-            self.densities.append(layer.config.rule_on(call.grid).listed_on(call.grid))
+            raise ValueError(not_finite(seen.layer))
+        if isinstance(patched.config, SparseConfig):
+            rule = patched.config.rule_on(seen.grid)
+            given = {"query": seen.query, "key": seen.key, "value": seen.value, "grid": seen.grid}
+            call = SparseCall(**given, sparse=rule, key_mask=seen.key_mask, extra=seen.extra)
+            self.densities.append(rule.listed_on(seen.grid))
             self.masses.append(float(weight_held(call, _QUERIES, len(self.masses))))
-
-    def _heads_output(self, returned: Any) -> torch.Tensor:
-        """Return the input of the output projection, or without a projection what the attention returned."""
-        given, self._projected = [*self._projected, returned], []
-        return adapter_of(self.attn).heads_output(self.attn, given[0])
 
 
 def write_audit(audit: Audit, folder: str | Path) -> list[Path]:

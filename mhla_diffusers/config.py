@@ -143,10 +143,7 @@ class PatchConfig(Settings):
         return (step.index - max(first, 1) + 1) % every == 0
 
     def records_residual(self, step: "Step") -> bool:
-        return self.shows(step)
-
-    def shows(self, step: "Step") -> bool:
-        """Whether what the patched attentions lose in a dense step is kept for later ones, or to see how it fades."""
+        """Whether a dense step measures what the patched attentions lose, for later steps or to see how it fades."""
         following = [Step(index, step.count) for index in range(step.index + 1, min(step.index + 3, step.count))]
         return self.carry and self.is_dense(step) and not all(self.is_dense(one) for one in following)
 

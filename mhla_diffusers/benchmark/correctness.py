@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 
 from ..attention import MHLACall, SparseCall, initial_mixing, mhla_attention, reference_attention, sparse_attention
 from ..attention.triton.backend import why_not
-from ..families import AttentionInputs
-from ..patching import mhla_layers
-from ..patching.layer import PatchedLayer
+from ..patching import find_patched
+from ..patching.call import Seen
 from .cases import Shape
 
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -105,7 +103,7 @@ def check_same(found: torch.Tensor, eager: torch.Tensor, what: str) -> None:
 
 @torch.no_grad()
 def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
-    """Run a model with MHLA and compare its first and last MHLA layer with the reference, on the same inputs.
+    """Run a patched model and compare its first and last patched attention with the reference, on the same inputs.
 
     Args:
         transformer: freshly patched, so that gates are 1, and in the type to measure.
@@ -114,18 +112,16 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
     Raises:
         IncorrectAttentionError: the relative error of a layer is too large.
     """
-    layers = list(mhla_layers(transformer).values())
+    (patched,) = find_patched(transformer).values()
 
-    def compare(layer: PatchedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-        given: AttentionInputs = args[0]
-        weights, value = layer.weights(given), given.value
-        error = relative_error(output, torch.einsum("bhqk,bkhd->bqhd", weights, value.to(weights.dtype)))
-        what = f"The attention of patched layers on {output.device} in {output.dtype}"
-        _require({"output": error}, output.dtype, what)
+    def compare(seen: Seen) -> torch.Tensor:
+        if seen.layer in (patched.chosen[0], patched.chosen[-1]):
+            error = relative_error(seen.output, seen.reference())
+            what = f"The attention of patched layers on {seen.output.device} in {seen.output.dtype}"
+            _require({"output": error}, seen.output.dtype, what)
+        return seen.output
 
-    with ExitStack() as hooks:
-        for layer in {layers[0], layers[-1]}:
-            hooks.enter_context(layer.register_forward_hook(compare, with_kwargs=True))
+    with patched.watched(compare):
         transformer(**inputs)
 
 

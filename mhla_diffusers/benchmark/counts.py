@@ -1,7 +1,7 @@
 """FLOPs of a transformer by part, counted on the meta device."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -52,10 +52,9 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
         nonlocal patched
         flops[part] += int(counter.get_total_flops()) - begun.pop()
         if part == ATTENTION and config is not None:
-            adapter = family.adapter_of(module)
-            arguments = adapter.arguments(args, kwargs)
-            sizes = sizes_of(module, family, config, grid, sum(adapter.extra(arguments, math.prod(grid))))
-            patched += len(arguments["hidden_states"]) * sizes.flops
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim == 3]
+            extra = 0 if family.extra == (0, 0) else _tokens(kwargs, given) - math.prod(grid)
+            patched += len(given[0]) * sizes_of(module, family, config, grid, extra).flops
 
     with (
         torch.no_grad(),
@@ -73,12 +72,19 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
     return flops
 
 
+def _tokens(kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> int:
+    """Return the tokens of an attention: those of its input, and of text that comes as an argument of its own."""
+    text = kwargs.get("encoder_hidden_states")
+    own = kwargs.get("hidden_states", given[0])
+    return int(own.shape[1]) + (0 if text is None else int(text.shape[1]))
+
+
 def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield part and module of everything that is counted as one."""
     family = get_family(transformer)
     for attn in family.self_attentions(transformer).values():
         yield ATTENTION, attn
-        yield from ((_PROJECTIONS, linear) for linear in family.adapter_of(attn).projections(attn))
+        yield from ((_PROJECTIONS, linear) for linear in attn.modules() if isinstance(linear, nn.Linear))
     cross = ("attn2",) if "attn2" not in family.attentions else ()
     for block in family.blocks_of(transformer).values():
         for part, names in (("cross-attention", cross), ("feed-forward", family.feed_forwards)):

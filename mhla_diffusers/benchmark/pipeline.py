@@ -135,7 +135,7 @@ def benchmark_pipeline(
     pipe = choice.load()
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
     size = BLOCK_SIZE if SPARSE in names else None
-    shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.adapter_of(attn).heads(attn), size)
+    shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.heads(attn), size)
     check_operator(shape, device, results.dtype)
 
     def run() -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..attention import SparseCall, reference_weights
 from ..attention.rope import rotated
-from ..families import AttentionInputs, Family, get_family
-from ..patching import TransformerCall, attention_inputs
-from ..patching.processor import runs_mhla
+from ..config import SparseConfig
+from ..families import AttentionInputs, get_family
+from ..patching import TransformerCall, find_patched
+from ..patching.layer import MHLALayer, layer_of
 from ..settings import check_names
 
 RANK_TOLERANCE = 1e-4
@@ -40,6 +42,8 @@ def each_attention_matrix(
     attentions: dict[str, Any] = family.self_attentions(transformer)
     chosen = list(attentions) if names is None else list(names)
     check_names(chosen, list(attentions), "self-attention")
+    if family.mhla is None:
+        raise ValueError(f"The matrices of {family.name!r} are not written out; those of SANA, DiT and Wan are.")
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     with ExitStack() as hooks:
         for name in chosen:
@@ -51,17 +55,24 @@ def each_attention_matrix(
         batch.predict(transformer)
     grid = batch.grid(transformer)
     for name in chosen:
-        given = attention_inputs(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)
-        before, tokens = given.extra[0], torch.Size(grid).numel()
-        here = slice(before, before + tokens)
-        yield name, _matrix(attentions[name], given, family)[:, :, here, here]
+        args, kwargs = inputs[name]
+        given = family.mhla.read(attentions[name], family.mhla.arguments(args, kwargs), grid)
+        yield name, _matrix(attentions[name], given, transformer, name)
 
 
-def _matrix(attn: Any, given: AttentionInputs, family: Family) -> torch.Tensor:
-    """Return the weights of all tokens, extra ones too: float64 (B, H, N, N)."""
-    if runs_mhla(attn):
-        weights: torch.Tensor = attn.mhla.weights(given)
+def _matrix(attn: Any, given: AttentionInputs, transformer: nn.Module, name: str) -> torch.Tensor:
+    """Return the weights of all tokens: float64 (B, H, N, N)."""
+    family, layer = get_family(transformer), layer_of(attn)
+    if layer is not None:
+        weights: torch.Tensor = MHLALayer.weights(layer, given)
         return weights
+    patched = find_patched(transformer).get("transformer")
+    if patched is not None and name in patched.chosen:
+        assert isinstance(patched.config, SparseConfig)
+        query, key = (rotated(x, given.rotary) for x in (given.query, given.key))
+        rule = patched.config.rule_on(given.grid)
+        tensors = {"query": query, "key": key, "value": given.value, "key_mask": given.key_mask}
+        return reference_weights(SparseCall(**tensors, grid=given.grid, sparse=rule))
     if family.computes == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
         normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention.rope import Rotary
 from ..moved import where_it_went
 from . import grids
 from .calling import Calling
 from .family import Counts, Family, part_of
 from .inputs import Condition, Inputs, Kwargs, Sample
-from .mhla import AttentionAdapter, AttentionInputs, imported, usual_processor
+from .mhla import AttentionAdapter, AttentionInputs, imported
 from .models import Clip, Model
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
 from .refused import by_grid, why_refused
@@ -89,8 +88,7 @@ def _lacking(family: Family, transformer: Any) -> str:
     try:
         attentions = family.self_attentions(transformer)
         for attn in attentions.values():
-            adapter = family.adapter_of(attn)
-            adapter.heads(attn), *(getattr(attn, name) for name in (adapter.inputs[0], "processor"))
+            family.heads(attn)
     except AttributeError as error:
         return str(error)
     return "" if attentions else f"no {' or '.join(family.attentions)} in {' or '.join(family.block_lists)}"
@@ -186,27 +184,9 @@ def predict(model: nn.Module, batch: NoisedBatch) -> torch.Tensor:
     return get_family(transformer).training.prediction(transformer, output, batch.hidden_states)
 
 
-def cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
-    """Return a processor equivalent to diffusers' own for a cross-attention of the class ``Attention``.
-
-    Without a family, which the module does not know, every family is asked whether it recognises the module.
-    """
-    family = family or next((one for one in families() if one.adapter.recognises_cross(attn)), None)
-    return usual_processor(attn, "" if family is None else family.adapter.cross_processor)
-
-
-def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | None:
-    """Return the token grid that the RoPE tables of a self-attention imply; may read them from the device.
-
-    The module does not know its model, so every family is asked whether it recognises the module.
-    """
-    grids = (family.adapter.grid_of(attn, rotary) for family in families()) if rotary is not None else ()
-    return next((grid for grid in grids if grid is not None), None)
-
-
 def family_of_attention(attn: Any) -> Family | None:
     """Return the family of a self-attention module, or None if no family recognises it."""
-    return next((family for family in families() if family.adapter.recognises(attn)), None)
+    return next((one for one in families() if one.mhla is not None and one.mhla.recognises(attn)), None)
 
 
 __all__ = [
@@ -227,12 +207,10 @@ __all__ = [
     "Sample",
     "Training",
     "arguments_of",
-    "cross_attention_processor",
     "families",
     "family_of_attention",
     "find_family",
     "get_family",
-    "grid_of_attention",
     "grids",
     "imported",
     "part_of",

@@ -120,9 +120,6 @@ class Family:
     models: tuple[Model, ...] = ()
     """Configurations that ``mhla bench`` builds with random weights."""
 
-    adapter: AttentionAdapter = AttentionAdapter()
-    """How a processor reads the call of an attention; :attr:`mhla` where that is given."""
-
     def __post_init__(self) -> None:
         self.mhla_blocks = self.mhla_blocks or ((4, 4) if self.axes == 2 else (7, 3, 5))
         if len(self.mhla_blocks) != self.axes:
@@ -130,7 +127,6 @@ class Family:
                 f"mhla_blocks={self.mhla_blocks} of {self.name!r} has {len(self.mhla_blocks)} axes, and its token grid "
                 f"{self.axes}; give a count for each, and the axes of the grid as axes=."
             )
-        self.adapter = self.mhla or self.adapter
         for name in ("calling", "inputs", "trained"):
             if (part := copy(getattr(self, name))) is not None:
                 part.family = self
@@ -171,9 +167,12 @@ class Family:
             if (found := part_of(block, path)) is not None
         }
 
-    def adapter_of(self, attn: Any) -> AttentionAdapter:
-        """Return the adapter of one self-attention."""
-        return self.adapter.of(attn)
+    def heads(self, attn: Any) -> tuple[int, int]:
+        """Return the number of heads and head dim of a self-attention."""
+        heads = int(attn.heads if hasattr(attn, "heads") else attn.num_heads)
+        if hasattr(attn, "head_dim"):
+            return heads, int(attn.head_dim)
+        return heads, int(attn.inner_dim if hasattr(attn, "inner_dim") else attn.to_query.out_features) // heads
 
     def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the forward of a transformer by name."""
@@ -245,7 +244,6 @@ class Family:
         usual: dict[str, Any] = {}
         if issubclass(kind, LinearConfig):
             usual = {"blocks": self.mhla_blocks}
-            usual |= {"rope": "before"} if self.adapter.rope_by_head else {}
             usual |= {"clamp_blocks": "blocks" not in settings} if kind is MHLAConfig else {}
         return kind(**(usual | dict(settings)))
 

@@ -5,63 +5,45 @@ with these, and ``project_output`` makes the attention's return value. One adapt
 of DiT and PixArt, and Wan with those that share its attention.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
 
-from ..attention.layout import Extra, Shape
+from ..attention.layout import Shape
 from ..attention.rope import Rotary, rotary_of_complex
-from ..config import PatchConfig
 
 Arguments = Mapping[str, Any]
 """Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
-rotary_emb (RoPE as the model passes it, under any name), encoder_hidden_states_mask and perturbation_mask; and tables,
-what :meth:`AttentionAdapter.tables` made of RoPE for another layer. Those that are None are left out."""
-
-
+and rotary_emb (RoPE as the model passes it). Those that are None are left out."""
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
 _PLACES = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
-_NAMES = {name: name for name in (*_PLACES, "encoder_hidden_states_mask", "perturbation_mask")}
-_NAMES |= dict.fromkeys(("image_rotary_emb", "freqs_cis", "query_rotary_emb"), "rotary_emb")
-"""Names of arguments of diffusers' attentions → that of :data:`Arguments`."""
+_ACROSS_HEADS = "diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0"
 _FLOAT16_MAX = 65504.0
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one self-attention attends with: N tokens, those of the grid and the extra ones.
-
-    If tokens are split over processes, all fields hold this process's tokens.
-    """
+    """What one self-attention attends with: the N tokens of the grid, or a process's share of them."""
 
     query: torch.Tensor
     """(B, N, H, D)."""
     key: torch.Tensor
-    """(B, N, H, D); in a sequence that goes on with a fresh state, keys of earlier tokens may stand in front."""
+    """Like ``query``."""
     value: torch.Tensor
-    """Like ``key``."""
+    """Like ``query``."""
     hidden_states: torch.Tensor
-    """(B, tokens, hidden size), input of the attention, which the gate projects: of all N tokens or of the grid's."""
+    """(B, N, hidden size), input of the attention, which the gate projects."""
     grid: Shape
-    extra: Extra = (0, 0)
-    """How many tokens stand before and after those of the grid."""
     rotary: Rotary | None = None
-    """(cos, sin) of all tokens, each (1 or B, N, 1, D)."""
+    """(cos, sin), each (1 or B, N, 1, D)."""
     key_mask: torch.Tensor | None = None
-    """(B, N) of all tokens, see :func:`key_padding_mask`."""
-    context: torch.Tensor | None = None
-    """(B, n, channels): extra tokens that the model passes on their own, and gets back on their own."""
-    attended: torch.Tensor | None = None
-    """(B, 1, 1): 1 for samples that attend, 0 for samples whose tokens each get their own value."""
-    feed_forward: torch.Tensor | None = None
-    """(B, N, ...): hidden channels of the feed-forward that the attention runs too."""
+    """(B, N), see :func:`key_padding_mask`."""
 
 
 class AttentionAdapter:
@@ -71,59 +53,32 @@ class AttentionAdapter:
     and ``heads``, as diffusers' ``Attention`` and its relatives have them.
 
     Args:
-        rotary_argument: the own processors' argument name for RoPE.
         class_path: end of the import path of the self-attentions' class, if no other family uses that class.
-        processor: import path of the processor that the library gives the self-attentions; empty for their class's
+        processor: import path of the processor that diffusers gives the self-attentions; empty for their class's
             default, or of a class without one ``AttnProcessor2_0``.
-        cross_processor: the same of the cross-attentions.
-        perturbed_processors: class of a perturbed-attention guidance processor → number of parts of the batch; it
-            perturbs the last part.
     """
 
-    has_extra: bool = False
-    """Whether there are extra tokens."""
-    rope_by_head: ClassVar[bool] = False
-    """Whether RoPE rotates each head by different angles; :meth:`read` then applies it, before the feature map."""
-    places: ClassVar[tuple[str, ...]] = _PLACES
-    """Names of the arguments that the attention takes, and passes to its processor, by place."""
-    inputs: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
-    """Attributes of an attention that are linear layers before the heads, that of the queries first; some are absent.
-    """
-    outputs: ClassVar[tuple[str, ...]] = ("to_out",)
-    """Attributes that may hold the linear layer after the heads, or a list that begins with it."""
-
-    def __init__(
-        self,
-        rotary_argument: str = "rotary_emb",
-        *,
-        class_path: str | None = None,
-        processor: str = "",
-        cross_processor: str = "",
-        perturbed_processors: Mapping[str, int] | None = None,
-    ) -> None:
-        self.rotary_argument, self.class_path = rotary_argument, class_path
-        self.processor, self.cross_processor = processor, cross_processor
-        self.perturbed_processors = perturbed_processors or {}
-
-    def of(self, attn: Any) -> "AttentionAdapter":
-        """Return the adapter of one self-attention, by default this one."""
-        return self
+    def __init__(self, *, class_path: str | None = None, processor: str = "") -> None:
+        self.class_path, self.processor = class_path, processor
 
     def own_processor(self, attn: Any) -> Any:
-        """Return a fresh processor of the kind that the library gives a self-attention."""
-        return usual_processor(attn, self.processor)
+        """Return a fresh processor of the kind that diffusers gives a self-attention."""
+        return _usual_processor(attn, self.processor)
+
+    def own_cross_processor(self, attn: Any) -> Any:
+        """Return a fresh processor of the kind that diffusers gives a cross-attention."""
+        weight = getattr(getattr(attn, "norm_q", None), "weight", None)
+        # SANA 1.5 and SANA-Video norm query and key across heads, which diffusers' common processor does not
+        across = not hasattr(attn, "_default_processor_cls") and weight is not None and weight.numel() == attn.inner_dim
+        return _usual_processor(attn, _ACROSS_HEADS if across else "")
 
     def recognises(self, attn: Any) -> bool:
-        """Whether a self-attention of an unknown model belongs to this family, by its class."""
+        """Whether an attention of an unknown model belongs to this family, by its class."""
         path = f".{type(attn).__module__}.{type(attn).__qualname__}"
         return self.class_path is not None and path.endswith(f".{self.class_path}")
 
-    def recognises_cross(self, attn: Any) -> bool:
-        """Whether a cross-attention of an unknown model needs this family's processor."""
-        return False
-
-    def grid_of(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
-        """Return the token grid that RoPE tables of a self-attention imply; None for another model, or no grid.
+    def grid_of(self, attn: Any, rotary: Rotary) -> Shape | None:
+        """Return the token grid that RoPE's tables imply; None for another model, or no grid.
 
         With it diffusers' own ``set_attn_processor`` needs no ``grid``.
         """
@@ -133,68 +88,37 @@ class AttentionAdapter:
         """Return the number of heads and head dim."""
         return int(attn.heads), int(attn.inner_dim) // int(attn.heads)
 
-    def output_projection(self, attn: Any) -> Any:
-        """Return the linear layer after the heads; None in blocks that project them in another layer.
-
-        If it also takes other channels, they come after those of the heads.
-        """
-        found = next((getattr(attn, name) for name in self.outputs if hasattr(attn, name)), None)
-        return found[0] if isinstance(found, nn.ModuleList) else found
-
-    def projections(self, attn: Any) -> list[nn.Module]:
-        """Return all linear layers that the attention runs."""
-        names = (*(("to_qkv", "to_added_qkv") if _is_fused(attn) else self.inputs), "to_add_out", "to_gate_logits")
-        found = [getattr(attn, name, None) for name in names]
-        return [module for module in (*found, self.output_projection(attn)) if module is not None]
-
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Name the arguments of an attention's forward, or of its processor's call without the attention."""
-        given = [*zip(self.places, args, strict=False), *((_NAMES.get(name), value) for name, value in kwargs.items())]
-        return {name: value for name, value in given if name is not None and value is not None}
+        given = {**dict(zip(_PLACES, args, strict=False)), **kwargs}
+        return {name: value for name, value in given.items() if name in _PLACES and value is not None}
 
-    def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
+    def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int | None = None) -> AttentionInputs:
         """Interpret the arguments of a call, and project to query, key and value.
 
         Args:
             attn: the attention.
             arguments: of its call.
             grid: token grid.
-            tokens: of the grid, on this process.
+            tokens: of the grid on this process; None for all.
 
         Raises:
             ValueError: a mask that is not a key-padding mask, or another number of tokens than the grid has.
         """
-        extra = self.extra(arguments, tokens)
-        rotary = arguments["tables"] if "tables" in arguments else self.tables(attn, arguments)
-        query, key, value = self.project(attn, arguments)
-        query, key, rotary = self.rotated(attn, arguments, query, key, rotary)
+        hidden_states, mask = arguments["hidden_states"], arguments.get("attention_mask")
+        count, tokens = hidden_states.shape[1], math.prod(grid) if tokens is None else tokens
+        if count != tokens:
+            raise ValueError(
+                f"The token grid holds {tokens} tokens, but the attention got {count}; the processor was made for "
+                "another resolution."
+            )
+        query, key, value = project_tokens(attn, hidden_states)
         device = value.device.type
         if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
             # a norm may return float32 and projections the lower type: as in scaled_dot_product_attention
             query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-        return AttentionInputs(
-            query,
-            key,
-            value,
-            arguments["hidden_states"],
-            grid,
-            extra,
-            rotary,
-            self.key_mask(arguments),
-            arguments.get("encoder_hidden_states"),
-            arguments.get("perturbation_mask"),
-        )
-
-    def rotated(
-        self, attn: Any, arguments: Arguments, query: torch.Tensor, key: torch.Tensor, rotary: Rotary | None
-    ) -> tuple[torch.Tensor, torch.Tensor, Rotary | None]:
-        """Return query and key, each (B, N, H, D), and the RoPE that MHLA applies: by default all of it."""
-        return query, key, rotary
-
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
-        """Return (B, N), by default from ``attention_mask``; ValueError for one that is not a key-padding mask."""
-        mask, hidden_states = arguments.get("attention_mask"), arguments["hidden_states"]
-        return None if mask is None else key_padding_mask(mask, len(hidden_states), _count(arguments))
+        key_mask = None if mask is None else key_padding_mask(mask, len(hidden_states), count)
+        return AttentionInputs(query, key, value, hidden_states, grid, self.rotary(attn, arguments), key_mask)
 
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """Return RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D), or None.
@@ -210,71 +134,17 @@ class AttentionAdapter:
             return found
         return rotary[0][None, :, None], rotary[1][None, :, None]
 
-    def tables(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """Return what :meth:`rotary` returns for the order of channels that :meth:`read` puts query and key in."""
-        return self.rotary(attn, arguments)
-
-    def check_order(self, arguments: Arguments, config: PatchConfig | None) -> None:
-        """Raise unless a patch sees the same later frames as the model; by default it must see all."""
-
-    def extra(self, arguments: Arguments, tokens: int) -> Extra:
-        """Count the extra tokens before and after the grid.
-
-        Args:
-            arguments: of the attention's call.
-            tokens: of the grid, on this process.
-
-        Raises:
-            ValueError: the number of tokens is not that of the grid.
-        """
-        count = arguments["hidden_states"].shape[1]
-        if count != tokens:
-            raise ValueError(
-                f"The token grid holds {tokens} tokens, but the attention got {count}. Was the processor made for "
-                "another resolution, or are the tokens split over processes? Then use "
-                "transformer.enable_parallelism(); calibration and audits run on one process, before it."
-            )
-        return 0, 0
-
-    def project(self, attn: Any, arguments: Arguments) -> Projected:
-        """Return query, key and value of all tokens, before RoPE."""
-        return project_tokens(attn, arguments["hidden_states"])
-
-    def ordered(self, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
-        """Reorder the output of the model's own attention, (B, N, ...), as :meth:`read` orders the tokens."""
-        return output
-
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
-        """Return value of the attention, from the output of its heads for all tokens (B, N, H, D)."""
+    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        """Return value of the attention, from the output of its heads (B, N, H, D)."""
         output = attn.to_out[1](attn.to_out[0](output.flatten(2)))
         if getattr(attn, "residual_connection", False):
             output = output + inputs.hidden_states
         factor = getattr(attn, "rescale_output_factor", 1.0)
-        if factor != 1:
-            output = output / factor
-        return finite(output)
+        return finite(output / factor if factor != 1 else output)
 
     def run(self, processor: Callable[..., Any], attn: Any, arguments: Arguments) -> Any:
         """Return value of the model's own processors."""
-        named = dict(arguments)
-        if "rotary_emb" in named:
-            named[self.rotary_argument] = named.pop("rotary_emb")
-        return processor(attn, **named)
-
-    def heads_output(self, attn: Any, found: Any) -> torch.Tensor:
-        """Return the heads' output, given the output projection's input or, without one, the attention's output."""
-        output: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        heads, head_dim = self.heads(attn)
-        return output[..., : heads * head_dim]
-
-
-class SanaAdapter(AttentionAdapter):
-    """SANA's; SANA 1.5 and SANA-Video norm query and key across heads, which diffusers' common processor does not."""
-
-    def recognises_cross(self, attn: Any) -> bool:
-        """Whether it norms query and key across heads."""
-        weight = getattr(attn.norm_q, "weight", None)
-        return weight is not None and weight.numel() == attn.inner_dim
+        return processor(attn, **arguments)
 
 
 class WanAdapter(AttentionAdapter):
@@ -379,23 +249,12 @@ def finite(output: torch.Tensor) -> torch.Tensor:
     return output.clip(-_FLOAT16_MAX, _FLOAT16_MAX) if output.dtype == torch.float16 else output
 
 
-def _count(arguments: Arguments) -> int:
-    """Return the number of tokens: the grid's and any context passed separately."""
-    context = arguments.get("encoder_hidden_states")
-    return int(arguments["hidden_states"].shape[1]) + (int(context.shape[1]) if context is not None else 0)
-
-
 def _is_fused(attn: Any) -> bool:
     """Whether its projections are fused, which some classes of diffusers do not know of."""
     return bool(getattr(attn, "fused_projections", False))
 
 
-def part_of(block: Any, path: str) -> Any:
-    """Return what a dotted path of attributes names in a block; None if it is absent."""
-    return reduce(lambda found, name: getattr(found, name, None), path.split("."), block)
-
-
-def usual_processor(attn: Any, path: str = "") -> Any:
+def _usual_processor(attn: Any, path: str = "") -> Any:
     """Return a fresh processor: of an import path, else of the default of an attention's class."""
     own = None if path else getattr(type(attn), "_default_processor_cls", None)
     return (own or imported(path or "diffusers.models.attention_processor.AttnProcessor2_0"))()

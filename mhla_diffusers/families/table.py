@@ -24,9 +24,8 @@ from .calling import (
 )
 from .family import Counts, Family, usual_latent_frames
 from .inputs import Condition, masked_text
-from .mhla import AttentionAdapter, SanaAdapter, WanAdapter
+from .mhla import AttentionAdapter, WanAdapter
 from .models import MODELS, Clip
-from .old_adapters import ADAPTERS
 from .processes import LearnedVarianceDDPM
 
 _TEXT_FIRST: Counts = (None, 0)
@@ -82,27 +81,10 @@ def _why_no_refiner(transformer: Any, config: PatchConfig) -> str | None:
 
 
 def _family(name: str, *transformers: str, **facts: Any) -> Family:
-    adapter = ADAPTERS.get(name, AttentionAdapter())
-    return Family(name=name, transformers=transformers, adapter=adapter, models=MODELS.get(name, ()), **facts)
+    return Family(name=name, transformers=transformers, models=MODELS.get(name, ()), **facts)
 
 
 _SANA_TEXT = masked_text(300, "caption_channels", torch.int64)  # Gemma's
-_SANA_ADAPTER, _SANA_VIDEO_ADAPTER = (
-    SanaAdapter(
-        processor=f"diffusers.models.{own}",
-        cross_processor=f"diffusers.models.transformers.{cross}.SanaAttnProcessor2_0",
-        # SanaPAGPipeline's, with and without classifier-free guidance
-        perturbed_processors={"PAGCFGSanaLinearAttnProcessor2_0": 3, "PAGIdentitySanaLinearAttnProcessor2_0": 2},
-    )
-    for own, cross in (
-        ("attention_processor.SanaLinearAttnProcessor2_0", "sana_transformer"),
-        ("transformers.transformer_sana_video.SanaLinearAttnProcessor3_0", "transformer_sana_video"),
-    )
-)
-_PIXART_ADAPTER = AttentionAdapter(
-    # PixArtSigmaPAGPipeline's, with and without classifier-free guidance
-    perturbed_processors={"PAGCFGIdentitySelfAttnProcessor2_0": 3, "PAGIdentitySelfAttnProcessor2_0": 2}
-)
 # blocks with a stream each for image and text, then blocks with one for both
 _TWO_STREAMS: dict[str, Any] = {"block_lists": ("transformer_blocks", "single_transformer_blocks"), "dispatches": True}
 _TWO_STREAMS["feed_forwards"] = ("ff", "ff_context", "proj_mlp", "proj_out")
@@ -387,7 +369,7 @@ FAMILIES = (
     _family(
         "pixart",
         "PixArtTransformer2DModel",
-        mhla=_PIXART_ADAPTER,
+        mhla=AttentionAdapter(),
         # of α's pipeline
         inputs=inputs.PixArtInputs(conditions=masked_text(120, "caption_channels", torch.int64)),
         trained=training.Training(ddpm=LearnedVarianceDDPM, text_settings={"clean_caption": True}),
@@ -417,7 +399,7 @@ FAMILIES = (
         "sana",
         "SanaTransformer2DModel",
         computes="linear",
-        mhla=_SANA_ADAPTER,
+        mhla=AttentionAdapter(processor="diffusers.models.attention_processor.SanaLinearAttnProcessor2_0"),
         softmax_processor="diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0",
         eps=1e-15,
         inputs=inputs.Inputs(conditions=_SANA_TEXT),
@@ -430,7 +412,9 @@ FAMILIES = (
         axes=3,
         computes="linear",
         default_clip=_clip(81, 16.0, 480, 832),
-        mhla=_SANA_VIDEO_ADAPTER,
+        mhla=AttentionAdapter(
+            processor="diffusers.models.transformers.transformer_sana_video.SanaLinearAttnProcessor3_0"
+        ),
         # norms and rotates query and key as SANA-Video does
         softmax_processor="diffusers.models.transformers.transformer_wan.WanAttnProcessor",
         eps=1e-15,
@@ -460,7 +444,7 @@ FAMILIES = (
         **_OF_WAN,
         default_clip=_clip(97, 24.0, 544, 960),
         calling=WanCalling(),
-        mhla=ADAPTERS["skyreels_v2"],
+        mhla=WanAdapter(class_path="transformer_skyreels_v2.SkyReelsV2Attention"),
         mhla_blocks=(8, 3, 6),
         times_per_frame=("SkyReelsV2Transformer3DModel",),
         inputs=inputs.SkyReelsInputs(conditions=_WAN_TEXT),

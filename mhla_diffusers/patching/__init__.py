@@ -1,7 +1,7 @@
 """Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
 
 from .calibrate import TransformerCall, calibrate_output_norm, layer_sensitivity, record_calls
-from .context import call_context
+from .call import in_every_step
 from .describe import describe, suggest_blocks
 from .finding import (
     find_patched,
@@ -12,15 +12,14 @@ from .finding import (
     require_layers,
     require_patched,
 )
-from .handle import Patched
 from .layer import MHLALayer
 from .loading import load_mhla, read_record
 from .patch import apply_mhla, attn_processors, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor
-from .processor import MHLAProcessor, attention_inputs
+from .patched import Patched
+from .processor import MHLAProcessor
 from .saving import CONFIG_NAME, Weights, push_mhla, save_mhla
 
 __all__ = [
-    "attention_inputs",
     "CONFIG_NAME",
     "MHLALayer",
     "MHLAProcessor",
@@ -30,11 +29,11 @@ __all__ = [
     "apply_mhla",
     "attn_processors",
     "calibrate_output_norm",
-    "call_context",
     "change_mhla",
     "describe",
     "find_patched",
     "find_transformers",
+    "in_every_step",
     "is_patched",
     "layer_sensitivity",
     "load_mhla",

@@ -5,16 +5,16 @@ from typing import Any
 
 from ..attention.layout import block_count, fit_blocks
 from ..config import MHLAConfig, PatchConfig, SparseConfig
-from .handle import Patched
+from .patched import Patched
 
 
 def advice_on(patched: Patched, grid: tuple[int, ...]) -> dict[str, str]:
-    """Return the warnings of :func:`advise` of a patched transformer on a grid: of the first of its layers."""
-    attention = patched.family
-    if attention.computes != "softmax" or not patched.layers:
+    """Return the warnings of :func:`advise` of a patched transformer of a family on a grid."""
+    family = patched.of_family
+    if family.computes != "softmax":
         return {}
-    layer = next(iter(patched.layers.values()))
-    return advise(layer.config, grid, layer.heads, layer.head_dim, attention.extra_tokens)
+    heads, head_dim = family.heads(next(iter(patched.attentions.values())))
+    return advise(patched.config, grid, heads, head_dim, family.extra_tokens)
 
 
 def advise(config: PatchConfig, grid: tuple[int, ...], heads: int, head_dim: int, extra: int) -> dict[str, str]:

@@ -2,7 +2,6 @@
 output, and fit output norms to the attention that is replaced.
 """
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,16 +14,10 @@ from torch import nn
 
 from ..config import CausalConfig, PatchConfig
 from ..families import get_family
-from .context import call_context
-from .finding import (
-    mhla_disabled,
-    require_layers,
-    require_patched,
-)
-from .handle import Patched
+from .call import Seen, in_every_step
+from .finding import mhla_disabled, require_patched
 from .layer import MHLALayer
-from .processor import adapter_of, tokens_of_grid
-from .steps import refuse_step_cache
+from .patched import Patched
 
 Item = TypeVar("Item")
 
@@ -45,12 +38,11 @@ class TransformerCall:
     def grid(self, transformer: nn.Module) -> tuple[int, ...]:
         """Return the token grid that the transformer makes of it."""
         family = get_family(transformer)
-        arguments = family.named_arguments(transformer, self.args, self.kwargs)
-        return tuple(int(size) for size in family.grid(transformer, arguments))
+        return tuple(map(int, family.grid(transformer, family.named_arguments(transformer, self.args, self.kwargs))))
 
     def predict(self, transformer: nn.Module) -> torch.Tensor:
         """Run it; return the output (B, output channels, ...), as the transformer's family has it."""
-        with call_context(in_every_step=True):  # outside of the loop that it was recorded in
+        with in_every_step():  # outside of the loop that it was recorded in
             prediction = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
         return prediction if isinstance(prediction, torch.Tensor) else torch.stack(list(prediction))
 
@@ -64,7 +56,7 @@ def check_run(run: Any, name: str = "run") -> None:
     if not callable(run):
         raise ValueError(
             f"{name}={run!r} must be a function without arguments that runs the model on typical inputs, such as "
-            'lambda: pipe("a cat", num_inference_steps=4) for a pipeline, or lambda: model(pictures).'
+            'lambda: pipe("a cat", num_inference_steps=4) for a pipeline.'
         )
 
 
@@ -95,11 +87,7 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
         for name, transformer in transformers.items():
             hooks.enter_context(transformer.register_forward_pre_hook(watch(name), with_kwargs=True))
         run()
-    missed = [name for name in transformers if not calls[name]]
-    if missed:
-        raise ValueError(
-            f"run() did not run {', '.join(missed)}; it must call the pipeline or the model that was given."
-        )
+    check_reached(transformers, [name for name in transformers if calls[name]])
     return calls
 
 
@@ -109,15 +97,36 @@ def spread_calls(calls: list[Item]) -> list[Item]:
     return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
 
 
-def check_reached(layers: Collection[str], reached: Collection[str]) -> None:
-    """Raise unless a run has reached all layers.
+def check_reached(parts: Collection[str], reached: Collection[str]) -> None:
+    """Raise unless a run has reached all layers or transformers.
 
     Raises:
         ValueError: naming one that it has not.
     """
-    missed = [name for name in layers if name not in reached]
+    missed = [name for name in parts if name not in reached]
     if missed:
-        raise ValueError(f"run() did not reach {len(missed)} of {len(layers)} layers, for example {missed[0]}.")
+        raise ValueError(
+            f"run() did not reach {missed[0]}, and {len(missed)} of {len(parts)} in all; it must call the pipeline or "
+            "the model that was given."
+        )
+
+
+def refuse_step_cache(transformer: nn.Module, what: str) -> None:
+    """Raise if a step cache is enabled, under which some forwards do not run every attention.
+
+    Args:
+        transformer: the model.
+        what: that needs every attention of every forward, for the error.
+
+    Raises:
+        ValueError: naming how to take it away.
+    """
+    if getattr(transformer, "is_cache_enabled", False) or getattr(transformer, "_is_cached", False):
+        raise ValueError(
+            f"A step cache is enabled on this {type(transformer).__name__} and skips attentions in some steps, and "
+            f"{what} needs all of them. Call transformer.disable_cache() before (cache_dit.disable_cache(pipe) of "
+            "cache-dit), and enable it again afterwards."
+        )
 
 
 def not_finite(layer: str) -> str:
@@ -126,9 +135,6 @@ def not_finite(layer: str) -> str:
         f"{layer} gets or returns NaN or infinity in this run, so nothing can be fitted or compared there. Run typical "
         "inputs in a precision that the model can take, such as bfloat16 in place of float16."
     )
-
-
-# What is refused
 
 
 def refuse_causal(configs: Iterable[PatchConfig], what: str) -> None:
@@ -140,8 +146,8 @@ def refuse_causal(configs: Iterable[PatchConfig], what: str) -> None:
     for config in configs:
         if isinstance(config, CausalConfig):
             raise ValueError(
-                f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} is not to "
-                "see later ones: its mixing matrices and λ are trained, as docs/causal.md shows."
+                f"{what} goes by attention that sees all tokens, and a patch with causal={config.causal!r} must not "
+                "see later ones: its mixing matrices and λ are trained."
             )
 
 
@@ -163,7 +169,6 @@ def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]
     Raises:
         ValueError: the model is not patched, ``run`` did not reach it, or it returns NaN or infinity there.
     """
-    require_layers(model)
     handles = require_patched(model)
     with mhla_disabled(model):
         calls = record_calls({component: patched.transformer for component, patched in handles.items()}, run)
@@ -188,29 +193,21 @@ def measure_sensitivity(patched: Patched, calls: Sequence[TransformerCall]) -> d
     Raises:
         ValueError: that is NaN or infinite.
     """
-    running, sensitivities = patched.running_attentions(), {}
-    with patched.disabled():
+    sensitivities = {}
+    with patched.running_only(()):
         expected = [call.predict(patched.transformer).float() for call in calls]
-    shared = {name: attn.processor for name, attn in running.items()}
-    alone = {name: copy.copy(processor) for name, processor in shared.items()}  # to be switched off one by one
-    try:
-        for name, attn in running.items():
-            attn.set_processor(alone[name])
-        for name in running:
-            with call_context(off=tuple(processor for other, processor in alone.items() if other != name)):
-                sensitivities[name] = _mean_change(patched.transformer, calls, expected)
-                if not math.isfinite(sensitivities[name]):
-                    raise ValueError(not_finite(name))
-    finally:
-        for name, attn in running.items():
-            attn.set_processor(shared[name])
+    for name in patched.chosen:
+        with patched.running_only((name,)):
+            sensitivities[name] = _mean_change(patched.transformer, calls, expected)
+        if not math.isfinite(sensitivities[name]):
+            raise ValueError(not_finite(name))
     return sensitivities
 
 
 @torch.no_grad()
 def measure_change(patched: Patched, calls: Sequence[TransformerCall]) -> float:
     """Measure how much the whole patch moves the output, relative and squared as of one layer, averaged over calls."""
-    with patched.disabled():
+    with patched.running_only(()):
         expected = [call.predict(patched.transformer).float() for call in calls]
     return _mean_change(patched.transformer, calls, expected)
 
@@ -230,8 +227,8 @@ def _mean_change(transformer: nn.Module, calls: Sequence[TransformerCall], expec
 def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     """Set every output norm so that MHLA's output has the scale of the replaced attention's.
 
-    ``run`` is called once with the patch switched off; the root mean square of every head channel that the original
-    attention passes to its output projection, over all tokens and heads, becomes the weight of the output RMSNorm.
+    ``run`` is called once; the root mean square of every head channel of the original attention, over all tokens and
+    heads, becomes the weight of the output RMSNorm.
 
     Args:
         model: a patched pipeline or transformer whose configuration has ``output_norm=True``.
@@ -243,45 +240,37 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     """
     check_run(run)
     handles = require_patched(model)
-    layers: dict[str, tuple[Any, MHLALayer]] = {
-        f"{component}.{name}": (patched.attentions[name], layer)
+    layers: dict[tuple[str, str], MHLALayer] = {
+        (component, name): layer
         for component, patched in handles.items()
         for name, layer in patched.layers.items()
-        if isinstance(layer, MHLALayer) and layer.output_norm is not None
+        if layer.output_norm is not None
     }
     if not layers:
         raise ValueError("The model has no output norm to calibrate; patch it with output_norm=True.")
-    for patched in handles.values():
-        refuse_step_cache(patched.transformer, "calibrate_output_norm()")
-    squares: dict[str, torch.Tensor] = {}
-    counts: dict[str, int] = defaultdict(int)
-    hooks = ExitStack()
+    squares: dict[tuple[str, str], torch.Tensor] = {}
+    counts: dict[tuple[str, str], int] = defaultdict(int)
 
-    def watch(name: str, attn: Any, layer: MHLALayer) -> None:
-        """Sum up the squares of what the heads hand to the output projection, for the tokens of the grid."""
-        adapter = adapter_of(attn)
-        outputs: list[torch.Tensor] = []
-        projection = adapter.output_projection(attn)
+    def note(component: str) -> Callable[[Seen], torch.Tensor]:
+        def seen(one: Seen) -> torch.Tensor:
+            """Sum up the squares of the original attention's output, and go on with it."""
+            key, exact = (component, one.layer), one.exact()
+            heads = exact.detach().float().flatten(0, -2)
+            squares[key] = squares.get(key, torch.zeros_like(heads[0])) + heads.square().sum(dim=0)
+            counts[key] += len(heads)
+            return exact
 
-        def note(attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
-            of_heads = adapter.heads_output(attn, outputs.pop() if outputs else returned)
-            on_grid = tokens_of_grid(attn, args, kwargs, of_heads).detach().float()
-            heads = on_grid.unflatten(-1, (layer.heads, layer.head_dim)).flatten(0, -2)
-            squares[name] = squares.get(name, torch.zeros_like(heads[0])) + heads.square().sum(dim=0)
-            counts[name] += len(heads)
+        return seen
 
-        hooks.enter_context(attn.register_forward_hook(note, with_kwargs=True))
-        if projection is not None:
-            hooks.enter_context(projection.register_forward_pre_hook(lambda _, args: outputs.append(args[0])))
-
-    with hooks, mhla_disabled(model):
-        for name, (attn, layer) in layers.items():
-            watch(name, attn, layer)
+    with ExitStack() as stack:
+        for component, patched in handles.items():
+            refuse_step_cache(patched.transformer, "calibrate_output_norm()")
+            stack.enter_context(patched.watched(note(component)))
         run()
-    check_reached(layers, counts)
-    for name, total in squares.items():
+    check_reached([".".join(key) for key in layers], [".".join(key) for key in counts])
+    for key, total in squares.items():
         if not bool(total.isfinite().all()):
-            raise ValueError(not_finite(name))
-    for name, (_, layer) in layers.items():
-        if layer.output_norm is not None:
-            layer.output_norm.copy_((squares[name] / counts[name]).sqrt())
+            raise ValueError(not_finite(key[1]))
+    for key, layer in layers.items():
+        assert layer.output_norm is not None
+        layer.output_norm.copy_((squares[key] / counts[key]).sqrt())

@@ -79,6 +79,8 @@ class Seen(NamedTuple):
     key_mask: torch.Tensor | None
     exact: Callable[[], torch.Tensor]
     """Computes the output of the model's own attention."""
+    reference: Callable[[], torch.Tensor]
+    """Computes that of the patched one in float64."""
     output: torch.Tensor
     """That of the patched one."""
 
@@ -107,6 +109,8 @@ class Call(NamedTuple):
     """Where residuals are, for every equal part of the batch; empty if none are kept."""
     run: Run | None = None
     """The running call of a pipeline that it belongs to; None outside of sampling."""
+    split: Any = None
+    """The processes over which the tokens of MHLA are split; None for one process."""
     mode: Any = None
     """What answers PyTorch's function during the forward; None in models that dispatch."""
     tally: Tally | None = None

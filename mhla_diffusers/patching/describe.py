@@ -14,12 +14,11 @@ from ..config import FEWEST_REFRESHED, USUAL_REFRESH, CausalConfig, LinearConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
 from ..settings import check_value
-from .any_model import any_patches
-from .carry import carried_bytes
 from .finding import find_patched, find_transformers
-from .handle import Patched
 from .layer import layer_of
-from .processor import MHLAProcessor, runs_mhla
+from .patched import Patched
+from .processor import MHLAProcessor
+from .residual import residual_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +70,12 @@ class LayerDescription:
         return self.config is not None and self.config.has_dense_steps
 
     @property
-    def carried_bytes(self) -> int:
-        """What a dense step shows of it, for one sample and half of the guidance; 0 without that, or a grid."""
+    def residual_bytes(self) -> int:
+        """What its residual takes, for one sample and branch of the guidance; 0 without one, or a grid."""
         config, sizes = self.config, self.sizes
-        if config is None or sizes is None or not (config.has_dense_steps and config.carry):
+        if sizes is None or not isinstance(config, SparseConfig) or not (config.has_dense_steps and config.carry):
             return 0
-        return carried_bytes(sizes.tokens + sizes.extra, sizes.heads * sizes.head_dim, config.carry_dtype)
+        return residual_bytes(sizes.tokens + sizes.extra, sizes.heads * sizes.head_dim)
 
     def summary(self) -> str:
         """Describe in one line which attention runs and how; empty for a layer that was kept."""
@@ -102,6 +101,8 @@ class Description(list[LayerDescription]):
 
     inactive_lora: str | None = None
     """Why the patch's LoRA does not run now; None if it does, or there is none."""
+    errors: tuple[str, ...] = ()
+    """What dense steps have measured of the latest call."""
     any_model: str | None = None
     """What a patch of a model without a family runs, whose layers are not known."""
 
@@ -133,11 +134,12 @@ class Description(list[LayerDescription]):
         }
         lines.append(text_table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)]))
         lines += dict.fromkeys(_dense_steps(layer.config) for layer in self if layer.has_dense_steps)
-        if carried := sum(layer.carried_bytes for layer in self):
+        if held := sum(layer.residual_bytes for layer in self):
             lines.append(
-                f"what these show takes {scaled(carried, 1024, 'B')} per sample, {scaled(2 * carried, 1024, 'B')} with "
-                "both halves of the guidance"
+                f"residuals of these take {scaled(held, 1024, 'B')} per sample, {scaled(2 * held, 1024, 'B')} with "
+                "both branches of the guidance"
             )
+        lines += self.errors
         if self.inactive_lora is not None:
             lines.append(self.inactive_lora)
         grids, sizes = {layer.grid for layer in self}, [layer.sizes for layer in self if layer.sizes is not None]
@@ -176,10 +178,9 @@ def _dense_steps(config: PatchConfig | None) -> str:
     elif refresh := USUAL_REFRESH if config.refresh == "auto" else config.refresh:
         where = f", where there are {FEWEST_REFRESHED} or more" if config.refresh == "auto" else ""
         parts.append(f"{math.ceil(1 / refresh - 1e-9)} steps, evenly spread{where}")
-    carries = "added at the steps that follow" if config.carry else "not carried"
-    where = " in the machine's memory" if config.carry and config.carry_device == "cpu" else ""
-    kept = f" ({config.carry_dtype}{where})" if config.carry else ""
-    return f"as before the patch in {' and in '.join(parts)}; what the patch loses there is {carries}{kept}"
+    corrects = isinstance(config, SparseConfig) and config.carry
+    end = "; the error measured there corrects the steps that follow" if corrects else ""
+    return f"full attention in {' and in '.join(parts)}{end}"
 
 
 def describe(
@@ -203,11 +204,13 @@ def describe(
         ValueError: unsupported model, a grid that the blocks do not fit, both a grid and a size, or a size that the
             model does not take.
     """
-    if patches := any_patches(model):
+    handles = find_patched(model)
+    without_family = [patched for patched in handles.values() if patched.family is None]
+    if without_family:
         if (grid, height, width, num_frames) != (None, None, None, None):
             raise ValueError(f"{type(model).__name__} has no family, so only its latest forward can be described.")
         found = Description()
-        found.any_model = "\n".join(f"{type(module).__name__}: {patch}" for module, patch in patches.items())
+        found.any_model = "\n".join(map(_describe_by_grid, without_family))
         return found
     transformers = find_transformers(model)
     grids = dict.fromkeys(transformers, None if grid is None else check_grid(grid, "grid"))
@@ -220,24 +223,32 @@ def describe(
         if grid is not None:
             raise ValueError(f"Give either grid={tuple(grid)} or a size in pixels, not both.")
         grids.update(grids_of_size(model, height, width, num_frames))
-    layers, handles = Description(), find_patched(model)
+    layers = Description()
     for component, transformer in transformers.items():
         prefix = f"{component}." if len(transformers) > 1 else ""
-        patched = handles[component] if component in handles else Patched(transformer, None)
+        patched = handles.get(component) or Patched(transformer, SparseConfig(), get_family(transformer))
+        layers.errors += patched.error_words()
         layers.inactive_lora = layers.inactive_lora or patched.inactive_lora()
         for name, attn in patched.attentions.items():
             layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))
     return layers
 
 
+def _describe_by_grid(patched: Patched) -> str:
+    config, tally = patched.config, patched.tally
+    assert isinstance(config, SparseConfig)
+    latest = tally.summary() or tally.latest or "no forward so far: what attends sparsely is known after one"
+    return f"{type(patched.transformer).__name__}: {config.summary(config.density)}\n{latest}"
+
+
 def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, ...] | None) -> LayerDescription:
-    layer, family = layer_of(attn), patched.family
+    layer, family = layer_of(attn), patched.of_family
     processor: Any = getattr(attn, "processor", None)
-    if isinstance(processor, MHLAProcessor) and processor.is_off:
-        processor = patched.original_processor(attn)
-    running, kind = runs_mhla(attn), type(processor if processor is not None else attn).__name__
+    is_patched = patched.name_of(attn) in patched.chosen
+    running = is_patched and not patched.is_off and (patched.is_sparse or isinstance(processor, MHLAProcessor))
+    kind = type(processor if processor is not None else attn).__name__
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
-    config: PatchConfig | None = layer.config if layer is not None else processor.config if running else None
+    config: PatchConfig | None = patched.config if is_patched else None
     extra = 0 if layer is None else sum(parameter.numel() for parameter in layer.parameters())
     if wanted is not None and isinstance(config, LinearConfig):
         config.layout_on(wanted)  # raises if the blocks cannot cut the grid
@@ -265,7 +276,7 @@ def sizes_of(
         grid: token grid.
         extra: extra tokens.
     """
-    heads, head_dim = family.adapter_of(attn).heads(attn)
+    heads, head_dim = family.heads(attn)
     if config is not None:
         return config.sizes_on(grid, heads, head_dim, extra)
     if family.computes != "softmax":

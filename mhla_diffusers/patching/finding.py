@@ -1,19 +1,16 @@
 """Find the transformers of a pipeline, those that are patched and their layers, or say why there are none."""
 
-import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from ..families import find_family, get_family, unwrapped
-from .any_model import any_disabled, any_patches
-from .handle import ATTRIBUTE, Patched
-from .layer import PatchedLayer, attentions_of
-from .processor import has_mhla_processor
-
-logger = logging.getLogger(__name__)
+from .call import switched_off
+from .layer import MHLALayer
+from .patched import ATTRIBUTE, Patched
+from .processor import MHLAProcessor
 
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
@@ -23,56 +20,50 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
         ValueError: if there is none, or what :func:`refuse_wrapped` refuses.
     """
     refuse_wrapped(model)
-    found = supported_transformers(model)
+    components = _components(model)
+    found = {name: module for name, module in components.items() if find_family(module) is not None}
     if found:
         return found
-    if any_patches(model):
-        raise ValueError(_without_family(model))
-    for name, module in _modules(model).items():
+    for module in components.values():
+        if ATTRIBUTE in vars(module):
+            raise ValueError(
+                f"{type(module).__name__} is patched without a family, so there is nothing to save, load or "
+                "calibrate. apply_mhla(model, grid=…) with the same arguments makes the patch again."
+            )
+    for name, module in components.items():
         if name.startswith("transformer"):
             get_family(module)  # raises what is unsupported about it
-    components = ", ".join(getattr(model, "components", {})) or "none"
     raise ValueError(
-        f"{type(model).__name__} has no transformer that MHLA supports (components: {components}). Pass a pipeline "
-        'or a model that the page "Models" of the documentation (docs/models.md) lists.'
+        f"{type(model).__name__} has no transformer that MHLA supports (components: "
+        f'{", ".join(components) or "none"}). Pass a pipeline or a model that the page "Models" of the documentation '
+        "(docs/models.md) lists."
     )
 
 
-def _without_family(model: Any) -> str:
-    """Explain why a model patched by apply_mhla(model, grid=…) has no layers."""
-    kinds = ", ".join(type(module).__name__ for module in any_patches(model))
-    return (
-        f"{kinds} has a patch without a family: sparse attention that has no parameters and no layers of its own, so "
-        "nothing of it is saved, loaded or calibrated. apply_mhla(model, grid=…) with the same arguments makes it "
-        "again, change_mhla() changes its settings, describe() says what runs."
-    )
+def models_of(model: Any) -> list[nn.Module]:
+    """Return a model, or those of a pipeline or other object that are named ``transformer…`` or ``unet``."""
+    if isinstance(model, nn.Module):
+        return [unwrapped(model)]
+    return [module for name, module in _components(model).items() if name.startswith(("transformer", "unet"))]
 
 
-def supported_transformers(model: Any) -> dict[str, nn.Module]:
-    """Find what :func:`find_transformers` finds, or nothing."""
-    return {name: module for name, module in _modules(model).items() if find_family(module) is not None}
-
-
-def _modules(model: Any) -> dict[str, nn.Module]:
+def _components(model: Any) -> dict[str, nn.Module]:
+    """Return the modules of a pipeline, or of another object, by name."""
     if isinstance(model, type):
         raise ValueError(f"{model.__name__} is a class; give an instance, such as {model.__name__}.from_pretrained(…).")
-    components = {"transformer": model} if isinstance(model, nn.Module) else getattr(model, "components", {})
-    return {name: unwrapped(part) for name, part in components.items() if isinstance(part, nn.Module)}
+    if isinstance(model, nn.Module):
+        return {"transformer": unwrapped(model)}
+    parts = getattr(model, "components", None) or getattr(model, "__dict__", {})
+    return {name: unwrapped(part) for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def refuse_wrapped(model: Any) -> None:
     """Raise if the model that was meant lies inside what was given.
 
     Raises:
-        ValueError: a class, a pipeline of transformers, or PEFT's wrapper, with the way to what is inside.
+        ValueError: a class, or PEFT's wrapper, with the way to what is inside.
     """
-    inside = getattr(model, "model", None)
-    if not isinstance(model, nn.Module) and isinstance(inside, nn.Module) and find_family(inside) is not None:
-        raise ValueError(
-            f"{type(model).__name__} has its {type(inside).__name__} as .model; pass that: pipe.model of a pipeline of "
-            "transformers."
-        )
-    for name, module in _modules(model).items():
+    for name, module in _components(model).items():
         # PEFT's PeftModel would go on with a patched model inside, but is saved and called in its own ways
         take_out: Any = getattr(module, "get_base_model", None)
         if callable(take_out) and find_family(take_out()) is not None:
@@ -89,16 +80,25 @@ def refuse_wrapped(model: Any) -> None:
 def find_patched(model: Any) -> dict[str, Patched]:
     """Find the handle of every patched transformer of a pipeline by component name, of a model as ``transformer``."""
     found = {}
-    for name, transformer in supported_transformers(model).items():
+    for name, transformer in _components(model).items():
         held = vars(transformer).get(ATTRIBUTE)
-        if held is None:  # diffusers' own form leaves no handle
-            attentions = attentions_of(transformer).values()
-            processor = next((attn.processor for attn in attentions if has_mhla_processor(attn)), None)
-            if processor is not None or any(hasattr(attn, "mhla") for attn in attentions):
-                held = Patched(transformer, processor)
+        if held is None and (family := find_family(transformer)) is not None:  # diffusers' own form leaves no handle
+            attentions = family.self_attentions(transformer)
+            processors = {key: attn.processor for key, attn in attentions.items() if _is_patched(attn)}
+            if processors:
+                processor = next(iter(processors.values()))
+                config = next((attn.mhla.config for attn in attentions.values() if hasattr(attn, "mhla")), None)
+                held = Patched(
+                    transformer, config or processor.config, family, backend=getattr(processor, "backend", "auto")
+                )
+                held.chosen = tuple(processors)
         if held is not None:
             found[name] = held
     return found
+
+
+def _is_patched(attn: Any) -> bool:
+    return hasattr(attn, "mhla") or (isinstance(attn.processor, MHLAProcessor) and not attn.processor.is_blank)
 
 
 def require_patched(model: Any) -> dict[str, Patched]:
@@ -115,17 +115,15 @@ def require_patched(model: Any) -> dict[str, Patched]:
 
 
 def is_patched(model: Any) -> bool:
-    """Whether any attention of a pipeline or transformer runs MHLA or holds its weights."""
-    return bool(find_patched(model) or any_patches(model))
+    """Whether any attention of a pipeline or transformer runs a patch or holds the weights of one."""
+    return bool(find_patched(model))
 
 
-def mhla_layers(model: Any) -> dict[str, PatchedLayer]:
-    """Find every layer of a patch that is in use, by name.
+def mhla_layers(model: Any) -> dict[str, MHLALayer]:
+    """Find every layer of MHLA by name; none for sparse attention, which has no parameters.
 
     The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
     """
-    if any_patches(model):
-        logger.warning("%s", _without_family(model))
     return {
         f"{'' if isinstance(model, nn.Module) else f'{component}.'}{name}.mhla": layer
         for component, patched in find_patched(model).items()
@@ -133,15 +131,17 @@ def mhla_layers(model: Any) -> dict[str, PatchedLayer]:
     }
 
 
-def require_layers(model: Any) -> dict[str, PatchedLayer]:
+def require_layers(model: Any) -> dict[str, MHLALayer]:
     """Find the layers of :func:`mhla_layers`.
 
     Raises:
-        ValueError: if there are none, with the way to get them, or to a model that lies inside this one.
+        ValueError: there are none.
     """
-    layers = {} if any_patches(model) else mhla_layers(model)
+    layers = mhla_layers(model)
     if not layers:
-        require_patched(model)
+        (patched, *_) = require_patched(model).values()
+        if patched.is_sparse:
+            raise ValueError(f"The model runs {patched.config.attention}, which has no layers with weights of its own.")
         raise ValueError(
             "The model has no MHLA weights yet: diffusers' own set_attn_processor makes them at the first forward. "
             "Run one, or use mhla_diffusers.set_attn_processor(transformer, processor)."
@@ -154,13 +154,13 @@ def mhla_disabled(model: Any) -> Iterator[None]:
     """Let the model attend as before the patch within the context, in this thread alone, with the same weights.
 
     Raises:
-        ValueError: if the model is not patched.
+        ValueError: the model is not patched, or by diffusers' own form, which leaves no handle.
     """
-    with ExitStack() as stack:
-        if any_patches(model):
-            stack.enter_context(any_disabled(model))
-            yield
-            return
-        for patched in require_patched(model).values():
-            stack.enter_context(patched.disabled())
+    handles = require_patched(model).values()
+    for patched in handles:
+        if not patched.is_attached:
+            raise ValueError(
+                "diffusers' own set_attn_processor keeps nothing to go back to; patch with apply_mhla(pipe, ...)."
+            )
+    with switched_off(*handles):
         yield

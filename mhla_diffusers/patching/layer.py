@@ -1,7 +1,6 @@
 """The submodule ``attn.mhla`` of one patched attention: what attends, and of MHLA what is learned."""
 
 import math
-from itertools import count
 from typing import Any
 
 import torch
@@ -12,22 +11,21 @@ from torch.nn import functional
 from ..attention import (
     MHLACall,
     MHLAState,
-    SparseCall,
     attend,
     clip_mixing_,
     extend_mixing,
     initial_mixing,
-    reference_weights,
     resize_mixing,
 )
 from ..attention.split import attend_split
-from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
-from ..families.mhla import AttentionAdapter, AttentionInputs
+from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig
+from ..families import AttentionAdapter, AttentionInputs, Family
 
+OFFLOADED = "The weights of this model are offloaded; patch it before you enable offloading."
+"""Error of what would need their device."""
 FLOAT32_PARAMETERS = ("mixing", "linear_log_weight")
 """Parameters of a layer that stay in float32 in any precision of the attention."""
 
-_numbers = count()
 _UNIT_GATE = 1.2784645427610738
 """The number whose SiLU is 1, so that a fresh gate changes nothing."""
 _CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -83,90 +81,7 @@ class Convolution(nn.Module):
         return convolve(on_grid, self.weight, self.bias, padding=size // 2, groups=values.shape[-1]).flatten(2).mT
 
 
-class PatchedLayer(nn.Module):
-    """What attends in the place of one self-attention.
-
-    Args:
-        config: settings.
-        heads: H.
-        head_dim: D.
-        adapter: of the attention.
-    """
-
-    def __init__(self, config: PatchConfig, heads: int, head_dim: int, adapter: AttentionAdapter | None = None) -> None:
-        super().__init__()
-        self.config: PatchConfig = config
-        """Settings; others that :func:`share_parameters` may take their place."""
-        self.adapter = adapter if adapter is not None else AttentionAdapter()
-        self.heads = heads
-        self.head_dim = head_dim
-        self.number = torch.tensor(next(_numbers), device="cpu")
-        """Tells it from other layers; a tensor, so that compiled attentions share a graph."""
-        self.original_processor: Any = None
-        """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
-
-    def call(self, inputs: AttentionInputs) -> MHLACall | SparseCall:
-        """Return the call of the operator with the weights and settings of this layer."""
-        raise NotImplementedError
-
-    def forward(
-        self, inputs: AttentionInputs, *, backend: str = "auto", split: ProcessGroup | None = None
-    ) -> torch.Tensor:
-        """Attend.
-
-        Args:
-            inputs: what to attend with.
-            backend: see :func:`mhla_attention`.
-            split: the processes over which the tokens are split; None for one process.
-
-        Returns:
-            (B, N, H, D), before the output projection of the attention.
-
-        Raises:
-            ValueError: as :func:`sparse_attention`, or tokens that are split over processes.
-        """
-        if split is not None:
-            raise ValueError(
-                f"Sparse attention needs all tokens, and {split.size()} processes hold a share each under diffusers' "
-                "context parallelism. Use vLLM-Omni or SGLang for several GPUs (docs/engines.md), or remove_mhla()."
-            )
-        return attend(self.call(inputs), backend)
-
-    @torch.no_grad()
-    def weights(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return what every query gives to every key: the effective attention matrix, before norm and gate.
-
-        Returns:
-            float64 (B, H, N, N) of all tokens; rows are queries.
-        """
-        return reference_weights(self.call(inputs))
-
-
-class SparseLayer(PatchedLayer):
-    """Sparse attention, which has no parameters."""
-
-    config: SparseConfig
-
-    def call(self, inputs: AttentionInputs) -> SparseCall:
-        """Return the call of sparse attention with the settings of this layer."""
-        return SparseCall(
-            query=inputs.query,
-            key=inputs.key,
-            value=inputs.value,
-            grid=inputs.grid,
-            sparse=self.config.rule_on(inputs.grid),
-            far=self.config.far,
-            rotary=inputs.rotary,
-            key_mask=inputs.key_mask,
-            extra=inputs.extra,
-        )
-
-    def extra_repr(self) -> str:
-        """Density and shape, for ``print(model)``."""
-        return f"density={self.config.density}, heads={self.heads}, head_dim={self.head_dim}"
-
-
-class MHLALayer(PatchedLayer):
+class MHLALayer(nn.Module):
     """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
 
     In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix, but
@@ -182,18 +97,23 @@ class MHLALayer(PatchedLayer):
         adapter: of the attention.
     """
 
-    config: LinearConfig
-
     def __init__(
         self, config: LinearConfig, heads: int, head_dim: int, hidden_size: int, adapter: AttentionAdapter | None = None
     ) -> None:
-        super().__init__(config, heads, head_dim, adapter)
+        super().__init__()
+        self.config = config
+        """Settings; others that :func:`share_parameters` may take their place."""
+        self.adapter = adapter if adapter is not None else AttentionAdapter()
+        self.heads = heads
+        self.head_dim = head_dim
+        self.original_processor: Any = None
+        """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
         count = math.prod(config.blocks)
-        mixing = torch.empty(*(heads,) * config.mixing_per_head, count, count)
+        mixing = torch.empty(*(heads,) * config.mixing_per_head, count, count, dtype=torch.float32)
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
         self.linear_log_weight: nn.Parameter | None = None
-        """Log of λ, (H,); of layers that attend to the own block or to extra tokens with softmax."""
-        if self.adapter.has_extra or (isinstance(config, CausalConfig) and config.own == "softmax"):
+        """Log of λ, (H,); of layers that attend to the own block with softmax."""
+        if isinstance(config, CausalConfig) and config.own == "softmax":
             self.linear_log_weight = nn.Parameter(torch.empty(heads, dtype=torch.float32))
         self.output_norm = nn.Parameter(torch.empty(head_dim)) if config.output_norm else None
         self.gate = Gate(hidden_size, heads * head_dim) if config.output_gate else None
@@ -207,9 +127,7 @@ class MHLALayer(PatchedLayer):
         """Make mixing matrix, λ and norm those of a fresh layer, as they have to be after ``to_empty()``."""
         self.mixing.copy_(initial_mixing(self.config.blocks, self.config.mixing_init))
         if self.linear_log_weight is not None:
-            # a token of the grid weighs about as much as an extra one: where channels are normed, φ(q) · φ(k) is of the
-            # order of D times a number near 1/6, and exp(q · k / √D) near 1.6
-            self.linear_log_weight.fill_(-0.5 * math.log(self.head_dim) if self.adapter.has_extra else 0.0)
+            self.linear_log_weight.fill_(0)
         if self.output_norm is not None:
             self.output_norm.fill_(1)
 
@@ -254,8 +172,7 @@ class MHLALayer(PatchedLayer):
         if self.convolution is None:
             return output
         added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid)
-        added = added.unflatten(-1, (-1, self.head_dim))
-        return output + (functional.pad(added, (0, 0, 0, 0, *inputs.extra)) if any(inputs.extra) else added)
+        return output + added.unflatten(-1, (-1, self.head_dim))
 
     def call(self, inputs: AttentionInputs) -> MHLACall:
         """Return the call of MHLA with the weights and settings of this layer."""
@@ -286,8 +203,7 @@ class MHLALayer(PatchedLayer):
             key_mask=inputs.key_mask,
             output_norm=self.output_norm,
             output_gate=None if self.gate is None else self._gate(self.gate, inputs),
-            linear_weight=weight if causal is not None or any(inputs.extra) else None,
-            extra=inputs.extra,
+            linear_weight=weight,
             causal=causal,
         )
 
@@ -297,11 +213,8 @@ class MHLALayer(PatchedLayer):
         return None if self.linear_log_weight is None else self.linear_log_weight.exp()
 
     def _gate(self, gate: Gate, inputs: AttentionInputs) -> torch.Tensor:
-        """Gate of the grid's tokens, (B, tokens, H, D)."""
-        hidden_states, (before, after) = inputs.hidden_states, inputs.extra
-        if hidden_states.shape[1] == inputs.query.shape[1]:
-            hidden_states = hidden_states[:, before : hidden_states.shape[1] - after]
-        projected: torch.Tensor = gate(hidden_states)
+        """Gate of the tokens, (B, N, H, D)."""
+        projected: torch.Tensor = gate(inputs.hidden_states)
         return projected.unflatten(-1, (self.heads, -1))
 
     def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
@@ -396,24 +309,61 @@ def attentions_of(transformer: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
 
 
-def layer_of(attn: Any) -> PatchedLayer | None:
+def layer_of(attn: Any) -> MHLALayer | None:
     """The layer that an attention uses, or None.
 
     PEFT's ``modules_to_save=["mhla"]`` puts a wrapper in its place, with the layer and a copy of it for every adapter.
     """
     module: Any = getattr(attn, "mhla", None)
-    if module is None or isinstance(module, PatchedLayer):
+    if module is None or isinstance(module, MHLALayer):
         return module
     copies = module.modules_to_save
     active = (
         None if module.disable_adapters else next((name for name in module.active_adapters if name in copies), None)
     )
-    layer: PatchedLayer = module.original_module if active is None else copies[active]
+    layer: MHLALayer = module.original_module if active is None else copies[active]
     return layer
 
 
-def replaced_processor(attn: Any) -> Any:
-    """The processor that an attention had before its patch; None if no record was kept."""
-    module: Any = getattr(attn, "mhla", None)
-    layer = getattr(module, "original_module", module)
-    return None if layer is None else layer.original_processor
+def make_layer(attn: Any, config: LinearConfig, family: Family | None) -> MHLALayer:
+    """Make a fresh layer that fits an attention, on its device; mixing matrix and λ are float32.
+
+    Gate, norm and convolution take the type that the attention computes in.
+
+    Args:
+        attn: the attention.
+        config: settings.
+        family: of the model; None where it is unknown.
+
+    Raises:
+        ValueError: if the weights of the attention are offloaded, so that its device is not known, or the attention
+            does what MHLA has no part for.
+    """
+    for norm in ("group_norm", "spatial_norm"):
+        if getattr(attn, norm, None) is not None:
+            raise ValueError(
+                f"This {type(attn).__name__} has a {norm}, which MHLA does not run; leave its layer as it is with "
+                "layers=[...]."
+            )
+    adapter = family.mhla if family is not None and family.mhla is not None else AttentionAdapter()
+    projection, (heads, head_dim) = attn.to_q, adapter.heads(attn)
+    if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
+        raise ValueError(OFFLOADED)
+    tensors = [*attn.parameters(), *attn.buffers()]
+    # the type that the attention computes in: that of its weights, or what a layer says whose weights are quantised
+    hooks = getattr(projection, "_diffusers_hook", None)
+    casting = hooks.get_hook("layerwise_casting") if hooks is not None else None
+    weight = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize > 1), None)
+    if casting is not None:
+        dtype = casting.compute_dtype
+    else:
+        dtype = weight.dtype if weight is not None else getattr(projection, "compute_dtype", None) or torch.float32
+    # in any mode and on any default device, the weights of a patch are real ones that can be trained
+    with torch.inference_mode(False), torch.device("cpu"):
+        layer = MHLALayer(config, heads, head_dim, int(projection.in_features), adapter)
+        if tensors:
+            layer.to(device=tensors[0].device)
+            for name, parameter in layer.named_parameters():
+                if name not in FLOAT32_PARAMETERS:
+                    parameter.data = parameter.data.to(dtype)
+    return layer.train(attn.training)

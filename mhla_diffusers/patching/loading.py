@@ -17,11 +17,8 @@ from ..families import get_family
 from ..files import check_hash, read_json
 from ..settings import check, check_value, differences, said_allowed
 from .finding import find_transformers, is_patched
-from .handle import Patched
-from .installing import install, replace_weights
-from .layer import PatchedLayer
-from .patch import plan_patch, remove_mhla
-from .processor import MHLAProcessor
+from .patch import Layers, attach, plan_patch, remove_mhla, replace_weights
+from .patched import Patched
 from .saving import (
     CONFIG_NAME,
     FORMAT_VERSION,
@@ -103,7 +100,7 @@ def load_mhla(
         saved = record.transformers[name]
         before = PatchConfig.read(saved.patch)
         opened = before.replace(**changes)
-        patched, layers = plan_patch(transformer, MHLAProcessor(opened, backend=backend))
+        patched, layers = plan_patch(transformer, opened, model, backend)
         part = resized(_part_of(tensors, name), before, opened)
         _check_tensors(patched, layers, part, record, saved)
         plans.append((patched, layers, part, _part_of(lora, name)))
@@ -114,7 +111,7 @@ def load_mhla(
                 with torch.no_grad():
                     for key in [key for key in part if key.startswith(f"{name}.mhla.")]:
                         state[key.removeprefix(f"{name}.mhla.")].copy_(part.pop(key))
-            install(patched, layers, model)
+            attach(patched, layers)
             replace_weights(patched, part, keep_replaced)
         for patched, _, _, own_lora in plans:
             if own_lora:
@@ -270,7 +267,7 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dic
         family = get_family(transformer)
         attentions = family.self_attentions(transformer)
         attn: Any = next(iter(attentions.values()))
-        heads, head_dim = family.adapter_of(attn).heads(attn)
+        heads, head_dim = family.heads(attn)
         kind = type(transformer).__name__
         facts = {"transformer": kind, "layers": len(attentions), "heads": heads, "head_dim": head_dim}
         for what, value in facts.items():
@@ -285,7 +282,7 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dic
 
 def _check_tensors(
     patched: Patched,
-    layers: dict[str, PatchedLayer],
+    layers: Layers,
     tensors: dict[str, torch.Tensor],
     record: PatchRecord,
     saved: TransformerRecord,

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attention import BACKENDS
 from ..attention.call import check_denominator
+from ..attention.layout import check_grid
 from ..config import (
     AUTOMATIC,
     CausalConfig,
@@ -25,31 +27,24 @@ from ..config import (
     load_patch,
     parse_layers,
 )
-from ..families import get_family
-from ..settings import check_value
-from .any_model import Extras, Grid, any_patches, apply_to_any, change_any, remove_from_any
+from ..families import Family, find_family, get_family, why_refused
+from ..settings import check_choice, check_value
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal
-from .finding import (
-    find_patched,
-    find_transformers,
-    is_patched,
-    mhla_layers,
-    refuse_wrapped,
-    require_layers,
-)
-from .handle import Patched
-from .installing import check_removable, install, remove
-from .layer import MHLALayer, PatchedLayer, attentions_of, share_parameters
-from .processor import MHLAProcessor, holds_weights, make_layer
-from .steps import DenoisingLoop
-from .weights import OFFLOADED, group_offloading, resized
+from .call import Counts
+from .finding import find_patched, find_transformers, is_patched, models_of, refuse_wrapped, require_patched
+from .layer import OFFLOADED, MHLALayer, attentions_of, make_layer, share_parameters
+from .patched import Facts, Patched, check_counts
+from .processor import MHLAProcessor, holds_weights
+from .weights import base_weights, check_writable, group_offloading, has_lora, remove_lora, resized
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model")
 """A diffusers pipeline or a transformer."""
-_SHOWN_NAMES = 4
-"""How many layers an error names."""
+Grid = tuple[int, ...] | Callable[..., tuple[int, ...]]
+Extras = Counts | Callable[..., Counts]
+Layers = dict[str, MHLALayer]
+"""Name of every self-attention that MHLA is put in → its layer."""
 
 
 def apply_mhla(
@@ -71,14 +66,16 @@ def apply_mhla(
     a preset. Cross-attention stays as it is. If anything is refused, the model is unchanged.
 
     Args:
-        model: a pipeline (all its supported transformers are patched) or one transformer.
+        model: a pipeline (all its supported transformers are patched), an object with ``transformer`` and
+            ``scheduler``, or one transformer.
         patch: settings, the name of a preset, or the path of a patch YAML; None for the family's defaults.
-        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
+        backend: of MHLA, see :func:`mhla_diffusers.attention.mhla_attention`.
         calibration: with ``layers="auto:2/3"``, runs the model on typical inputs, for example
             ``lambda: pipe("a cat", num_inference_steps=4)``. Those layers are replaced whose replacement alone moves
             the output least, which costs one run of each call per layer; their list is recorded in the configuration.
         grid: for a model without a family, whose calls of PyTorch's ``scaled_dot_product_attention`` sparse attention
-            then takes: the token grid, such as (21, 30, 52), or a function of the forward's arguments that returns it.
+            then answers: the token grid, such as (21, 30, 52), or a function of the forward's arguments that returns
+            it.
         extra: with ``grid``, the tokens before and after those of the grid in one sequence, such as text, or such a
             function.
         **settings: fields of :class:`MHLAConfig`, :class:`SparseConfig` or :class:`CausalConfig` that replace those of
@@ -91,61 +88,89 @@ def apply_mhla(
         ValueError: unsupported model, already patched, a patch for another family, settings that do not fit, or a
             calibration without layers to choose.
     """
-    if grid is not None:
-        if not isinstance(patch, SparseConfig | None) or backend != "auto" or calibration is not None:
-            raise ValueError(
-                f"A model without a family (grid={grid!r}) runs sparse attention alone: give fields of SparseConfig, "
-                "and neither backend nor calibration."
-            )
-        check_settings(
-            settings, SparseConfig, "For the other attention add the model as a family (docs/add-a-model.md)."
-        )
-        apply_to_any(model, (patch or SparseConfig()).replace(**settings), grid, extra)
-        return model
-    transformers = find_transformers(model)
+    check_choice("backend", backend, BACKENDS)
     if not isinstance(patch, PatchConfig | str | Path | None):
         raise ValueError(
             f"patch={patch!r} must be settings such as MHLAConfig(...), the name of a preset or the path of a patch "
             "YAML; single settings are keywords, for example blocks=(4, 4)."
         )
-    chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
-    configs = {}
-    for name, transformer in transformers.items():
-        family = get_family(transformer)
-        if isinstance(chosen, Patch) and chosen.family != family.name:
-            raise ValueError(
-                f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), but the model belongs "
-                f"to {family.name!r}."
-            )
-        config = chosen.config if isinstance(chosen, Patch) else chosen
-        configs[name] = family.complete(settings) if config is None else config.replace(**settings)
-    if calibration is not None:
-        check_run(calibration, "calibration")
-        refuse_causal(configs.values(), "calibration")
-        if not any(is_automatic(config.layers) for config in configs.values()):
-            raise ValueError("calibration chooses layers, and this patch names them; set layers='auto:2/3' as well.")
-        configs = _choose_automatically(transformers, configs, calibration, backend)
-    plans = [plan_patch(transformers[name], MHLAProcessor(config, backend=backend)) for name, config in configs.items()]
+    if grid is not None:
+        plans = [(patched, Layers()) for patched in _plan_by_grid(model, patch, grid, extra, settings)]
+    else:
+        transformers = find_transformers(model)
+        configs = {name: _config_for(get_family(one), patch, settings) for name, one in transformers.items()}
+        if calibration is not None:
+            configs = _choose_automatically(transformers, configs, calibration, backend)
+        plans = [plan_patch(transformers[name], config, model, backend) for name, config in configs.items()]
     try:
         for patched, layers in plans:
-            install(patched, layers, model)
+            attach(patched, layers)
     except BaseException:  # no memory, or interrupted
         for patched, _ in plans:
             if is_patched(patched.transformer):
                 remove_mhla(patched.transformer)
         raise
     for patched, _ in plans:
-        _tell_what_runs(patched)
+        _log_patch(patched)
     return model
 
 
-def _tell_what_runs(patched: Patched) -> None:
+def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings: Mapping[str, Any]) -> PatchConfig:
+    """Return the settings of a patch for a model of a family; ValueError for those of another family."""
+    chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
+    if isinstance(chosen, Patch):
+        if chosen.family != family.name:
+            raise ValueError(
+                f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), but the model belongs "
+                f"to {family.name!r}."
+            )
+        chosen = chosen.config
+    return family.complete(settings) if chosen is None else chosen.replace(**settings)
+
+
+def _plan_by_grid(
+    model: Any, patch: PatchConfig | str | Path | None, grid: Grid, extra: Extras, settings: Mapping[str, Any]
+) -> list[Patched]:
+    """Plan the patches of a model without a family, or of those of a pipeline named ``transformer…`` or ``unet``.
+
+    Raises:
+        ValueError: a model that has a family or is patched, nothing to patch, or settings that do not fit.
+    """
+    if not isinstance(patch, SparseConfig | None):
+        raise ValueError(
+            f"A model without a family (grid={grid!r}) runs sparse attention alone; give fields of SparseConfig."
+        )
+    check_settings(settings, SparseConfig, "For the other attention add the model as a family (docs/add-a-model.md).")
+    config = (patch or SparseConfig()).replace(**settings)
+    if config.layers != "all":
+        raise ValueError(f"layers={config.layers!r}: layers can be chosen of models with a family alone; leave it out.")
+    facts = Facts(grid if callable(grid) else check_grid(grid), extra if callable(extra) else check_counts(extra))
+    modules = models_of(model)
+    if not modules:
+        raise ValueError(f"{type(model).__name__} is neither a model nor a pipeline with a transformer or a unet.")
+    for module in modules:
+        if why_refused(type(module)) is not None:
+            get_family(module)  # raises the reason
+        if (family := find_family(module)) is not None:
+            raise ValueError(
+                f"{type(module).__name__} is of the family {family.name!r}, which reads the token grid of every call; "
+                "leave grid and extra out."
+            )
+        for part in module.modules():
+            if is_patched(part):
+                raise ValueError(f"This {type(part).__name__} is already patched; call remove_mhla() with it first.")
+    return [Patched(module, config, None, facts, model) for module in modules]
+
+
+def _log_patch(patched: Patched) -> None:
     """Log which attention a new patch runs, and warn where it has yet to be adapted; not of one without weights."""
     if all(parameter.is_meta for parameter in patched.transformer.parameters()):
         return
-    config, kind = patched.config, type(patched.transformer).__name__
-    runs = f"{config.attention} in {len(patched.layers)} of the {len(patched.attentions)} self-attentions of {kind}"
-    if isinstance(config, LinearConfig) and patched.family.computes == "softmax":
+    config, kind, family = patched.config, type(patched.transformer).__name__, patched.family
+    if family is None:
+        return logger.info("%s in the attentions over the grid of %s", config.attention, kind)
+    runs = f"{config.attention} in {len(patched.chosen)} of the {len(patched.attentions)} self-attentions of {kind}"
+    if isinstance(config, LinearConfig) and family.computes == "softmax":
         logger.warning(
             "%s: nothing of it is adapted yet, so the outputs are not usable. Train it, or load an adapted patch with "
             "load_mhla(). Sparse attention, apply_mhla(model), needs no training.",
@@ -155,21 +180,50 @@ def _tell_what_runs(patched: Patched) -> None:
         logger.info("%s", runs)
 
 
-def plan_patch(transformer: nn.Module, processor: MHLAProcessor) -> tuple[Patched, dict[str, PatchedLayer]]:
-    """Check everything and change nothing: the handle to install, and the new layer of every attention to patch.
+def plan_patch(
+    transformer: nn.Module, config: PatchConfig, pipe: Any = None, backend: str = "auto"
+) -> tuple[Patched, Layers]:
+    """Check everything and change nothing: the handle to attach, and the new layers of MHLA.
+
+    Args:
+        transformer: of a family.
+        config: settings.
+        pipe: pipeline that calls it; a transformer or None where that is not known.
+        backend: of MHLA.
 
     Raises:
         ValueError: unsupported or offloaded transformer, already patched, or settings that do not fit.
     """
     if is_patched(transformer):
-        running = " and ".join({layer.config.attention for layer in mhla_layers(transformer).values()}) or "MHLA"
+        (running,) = find_patched(transformer).values()
         raise ValueError(
-            f"This {type(transformer).__name__} is already patched with {running}; change_mhla() changes its settings, "
-            "or call remove_mhla() first."
+            f"This {type(transformer).__name__} is already patched with {running.config.attention}; change_mhla() "
+            "changes its settings, or call remove_mhla() first."
         )
-    patched, config = Patched(transformer, processor), processor.config
+    family = get_family(transformer)
+    patched = Patched(transformer, config, family, None, pipe, backend)
     chosen = _chosen_attentions(patched, config)
-    return patched, {name: make_layer(attn, config, patched.family) for name, attn in chosen.items()}
+    patched.chosen = tuple(chosen)
+    if not isinstance(config, LinearConfig):
+        return patched, {}
+    return patched, {name: make_layer(attn, config, family) for name, attn in chosen.items()}
+
+
+def attach(patched: Patched, layers: Layers) -> None:
+    """Carry out a plan."""
+    if layers:
+        processor = MHLAProcessor(patched.config, backend=patched.backend)
+        for name, layer in layers.items():
+            _put_in(patched.attentions[name], layer, processor)
+    patched.attach()
+
+
+def _put_in(attn: Any, layer: MHLALayer, processor: MHLAProcessor) -> None:
+    if layer.original_processor is None and not isinstance(attn.processor, MHLAProcessor):
+        layer.original_processor = attn.processor
+    processor._parallel_config = processor._parallel_config or getattr(attn.processor, "_parallel_config", None)
+    attn.mhla = layer
+    attn.set_processor(processor)
 
 
 def _choose_automatically(
@@ -179,6 +233,10 @@ def _choose_automatically(
     backend: str,
 ) -> dict[str, PatchConfig]:
     """Put the layers that hurt least in place of "auto:…", and leave the transformers as they are."""
+    check_run(calibration, "calibration")
+    refuse_causal(configs.values(), "calibration")
+    if not any(is_automatic(config.layers) for config in configs.values()):
+        raise ValueError("calibration chooses layers, and this patch names them; set layers='auto:2/3' as well.")
     for config in configs.values():
         if isinstance(config, LinearConfig) and config.output_norm:
             raise ValueError(
@@ -186,17 +244,17 @@ def _choose_automatically(
                 "calibrate_output_norm(), look at layer_sensitivity(), and patch again with the list of layers."
             )
     plans = {
-        name: plan_patch(transformers[name], MHLAProcessor(config.replace(layers="all"), backend=backend))
+        name: plan_patch(transformers[name], config.replace(layers="all"), None, backend)
         for name, config in configs.items()
     }
     calls = record_calls(transformers, calibration)
     chosen = {}
     for name, (patched, layers) in plans.items():
-        install(patched, layers, None)
+        attach(patched, layers)
         try:
             sensitivities = measure_sensitivity(patched, calls[name])
         finally:
-            remove(patched)
+            detach(patched)
         values = list(sensitivities.values())
         least = sorted(range(len(values)), key=values.__getitem__)
         count = len(choose_layers(str(configs[name].layers).removeprefix(AUTOMATIC), len(values)))
@@ -207,9 +265,8 @@ def _choose_automatically(
 def set_attn_processor(transformer: Any, processor: Any) -> None:
     """Set processors as diffusers' ``set_attn_processor`` does, for a transformer of any family, DiT included.
 
-    A :class:`MHLAProcessor` goes to the self-attentions that its configuration chooses and makes their weights at once.
-    Another processor goes to every attention, and a dict (name → processor, as :func:`attn_processors` returns) gives
-    each its own; the dict is left as it is.
+    A :class:`MHLAProcessor` is :func:`apply_mhla` with its settings. Another processor goes to every attention, and a
+    dict (name → processor, as :func:`attn_processors` returns) gives each its own; the dict is left as it is.
 
     Raises:
         ValueError: unsupported transformer or a class of one, already patched, what is not a processor, or a dict whose
@@ -217,27 +274,21 @@ def set_attn_processor(transformer: Any, processor: Any) -> None:
     """
     refuse_wrapped(transformer)
     if isinstance(processor, MHLAProcessor):
-        patched, layers = plan_patch(transformer, processor)
-        install(patched, layers, None)
+        attach(*plan_patch(transformer, processor.config, None, processor.backend))
         return
     get_family(transformer)
-    attentions = attentions_of(transformer)
-    names = {f"{name}.processor": module for name, module in attentions.items()}
+    names = {f"{name}.processor": module for name, module in attentions_of(transformer).items()}
     for one in processor.values() if isinstance(processor, Mapping) else [processor]:
         if isinstance(one, type) or not callable(one):
             raise ValueError(
                 f"processor={one!r} is not a processor; allowed: MHLAProcessor(...), a processor of diffusers "
                 "such as AttnProcessor2_0(), or a dict of them as attn_processors(transformer) gives it."
             )
-    if isinstance(processor, Mapping):
-        if set(processor) != set(names):
-            wrong = sorted(set(processor) ^ set(names))
-            raise ValueError(f"The processors' names do not match the attentions'; differing: {', '.join(wrong[:6])}.")
-        for name, module in names.items():
-            module.set_processor(processor[name])
-    else:
-        for module in names.values():
-            module.set_processor(processor)
+    if isinstance(processor, Mapping) and set(processor) != set(names):
+        wrong = sorted(set(processor) ^ set(names))
+        raise ValueError(f"The processors' names do not match the attentions'; differing: {', '.join(wrong[:6])}.")
+    for name, module in names.items():
+        module.set_processor(processor[name] if isinstance(processor, Mapping) else processor)
 
 
 def attn_processors(transformer: Any) -> dict[str, Any]:
@@ -249,16 +300,14 @@ def attn_processors(transformer: Any) -> dict[str, Any]:
     refuse_wrapped(transformer)
     if not isinstance(transformer, nn.Module):
         get_family(transformer)
-    return {f"{name}.processor": module.get_processor() for name, module in attentions_of(transformer).items()}
+    return {f"{name}.processor": module.processor for name, module in attentions_of(transformer).items()}
 
 
 def remove_mhla(model: Model, *, strict: bool = False) -> Model:
-    """Undo :func:`apply_mhla` and :func:`load_mhla`: restore processors, modules, hooks and methods.
+    """Undo :func:`apply_mhla` and :func:`load_mhla`: the model is as before, bit for bit.
 
-    Weights of the model that an adapted patch replaced are restored bit for bit.
-
-    Attentions that were patched through diffusers' own ``set_attn_processor``, which keeps no record, get the
-    processors that diffusers gives a new model.
+    Weights of the model that an adapted patch replaced come back. Attentions that were patched through diffusers' own
+    ``set_attn_processor``, which keeps no record, get the processors that diffusers gives a new model.
 
     Args:
         model: pipeline or transformer. One that is not patched stays as it is, and the log says so.
@@ -272,34 +321,105 @@ def remove_mhla(model: Model, *, strict: bool = False) -> Model:
             cannot be brought back. The model is unchanged then.
     """
     handles = find_patched(model).values()
-    if not handles and any_patches(model):
-        remove_from_any(model)
-        return model
     if not handles:
         refuse_wrapped(model)
         if strict or not (isinstance(model, nn.Module) or hasattr(model, "components")):
             raise ValueError(f"{type(model).__name__} is not patched with MHLA; there is nothing to remove.")
         logger.warning("%s is not patched; nothing was removed.", type(model).__name__)
     for patched in handles:
-        check_removable(patched)
+        _check_removable(patched)
     for patched in handles:
-        remove(patched, model)
+        detach(patched)
     return model
 
 
-def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) -> Model:
-    """Change blocks, layers, density, backend or other settings of a patched model, without loading it again.
+def _check_removable(patched: Patched) -> None:
+    """Raise unless weights of the model that the patch replaced can be brought back.
 
-    What the layers that stay patched have learned is kept: mixing matrices are interpolated to other blocks, as
-    :func:`load_mhla` does it, and what has learned nothing is as in a fresh layer of the new settings. A layer that is
-    patched now starts fresh, and one that is no longer patched gets its original processor. A warning names what was
-    learned and is dropped. Another backend and other dense steps keep all parameters; with other blocks or
-    parts layers have new ones, so make optimizers after it. Where something else has set processors, the patch runs
-    again. If anything is refused the model is unchanged.
+    Raises:
+        ValueError: they were not kept, or cannot be written, or the patch's LoRA is fused with weights.
+    """
+    for name, part in patched.transformer.named_modules():
+        if patched.lora in (getattr(part, "merged_adapters", None) or ()):
+            raise ValueError(
+                f"The patch's LoRA {patched.lora!r} is fused with the weights of {name}; call unfuse_lora() before "
+                "remove_mhla()."
+            )
+    if patched.replaced_weights is None:
+        raise ValueError(
+            "The patch replaced weights of the model, which load_mhla(..., keep_replaced=False) did not keep, so "
+            "they cannot be brought back; load the model again with from_pretrained()."
+        )
+    check_writable(patched.transformer, patched.replaced_weights, "remove the patch")
+
+
+@torch.no_grad()
+def replace_weights(patched: Patched, tensors: Mapping[str, torch.Tensor], keep: bool) -> None:
+    """Write an adapted patch's weights over those of the model.
 
     Args:
-        model: patched pipeline or transformer.
-        backend: see :func:`mhla_diffusers.attention.mhla_attention`; None for the one it has.
+        patched: its handle.
+        tensors: name in a plain model → value.
+        keep: whether to keep those that change, on the CPU, for :func:`remove_mhla`.
+    """
+    places = base_weights(patched.transformer)
+    replaced: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        first = places[name][0]
+        new = tensor.to(first.device, first.dtype)
+        if first.is_meta or torch.equal(first, new):
+            continue
+        if keep:
+            replaced[name] = first.to("cpu", copy=True)
+        patched.replaced_weights = replaced if keep else None  # before it is written, should that be interrupted
+        for place in places[name]:
+            place.copy_(new)
+
+
+@torch.no_grad()
+def detach(patched: Patched) -> None:
+    """Take everything away that a patch has put in, and bring back weights that it replaced."""
+    if patched.lora is not None and has_lora(patched.transformer, patched.lora):
+        remove_lora(patched.transformer, patched.lora)
+    elif patched.lora is not None:
+        logger.warning(
+            "The patch's LoRA %r was unloaded by something else. If it was fused first, its weights stay in "
+            "the model; load the model again with from_pretrained() then.",
+            patched.lora,
+        )
+    if patched.replaced_weights:
+        places = base_weights(patched.transformer)
+        for name, tensor in patched.replaced_weights.items():
+            for place in places[name]:
+                place.copy_(tensor)
+    patched.lora, patched.replaced_weights = None, {}
+    for attn in attentions_of(patched.transformer).values():
+        _take_out(patched, attn)
+    patched.detach()
+
+
+def _take_out(patched: Patched, attn: Any) -> None:
+    """Give an attention the processor back that it had before MHLA, or one as in a new model."""
+    if isinstance(attn.processor, MHLAProcessor):
+        attn.set_processor(patched.original_processor(attn)) if hasattr(attn, "set_processor") else setattr(
+            attn, "processor", patched.original_processor(attn)
+        )
+    if hasattr(attn, "mhla"):
+        del attn.mhla
+
+
+def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) -> Model:
+    """Change density, steps, layers, blocks or other settings of a patched model, without loading it again.
+
+    What the layers of MHLA that stay have learned is kept: mixing matrices are interpolated to other blocks, as
+    :func:`load_mhla` does it, and what has learned nothing is as in a fresh layer of the new settings. A layer that is
+    patched now starts fresh, and one that is no longer patched gets its original processor. A warning names what was
+    learned and is dropped. With other blocks or parts layers have new parameters, so make optimizers after it. Where
+    something else has set processors, the patch runs again. If anything is refused the model is unchanged.
+
+    Args:
+        model: patched pipeline or transformer; a pipeline becomes the one whose steps are counted.
+        backend: of MHLA, see :func:`mhla_diffusers.attention.mhla_attention`; None for the one it has.
         **settings: fields of its :class:`PatchConfig` that change; which attention runs stays.
 
     Returns:
@@ -308,96 +428,87 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     Raises:
         ValueError: not patched or switched off, settings that do not fit, or weights that they do not fit.
     """
-    if any_patches(model):
-        if backend is not None:
-            raise ValueError(f"backend={backend!r}: a model without a family takes no backend; leave it out.")
-        change_any(model, settings)
-        return model
-    require_layers(model)
-    handles = [patched for patched in find_patched(model).values() if patched.layers]
-    plans = [_plan_change(patched, backend, settings) for patched in handles]
-    for patched, (processor, layers, _) in zip(handles, plans, strict=True):
+    handles = list(require_patched(model).values())
+    plans = [_plan_change(patched, model, backend, settings) for patched in handles]
+    for patched, (new, layers, _) in zip(handles, plans, strict=True):
         for name, attn in patched.attentions.items():
-            if name in layers:
-                layers[name].config = processor.config
-                attn.mhla = layers[name]
-                attn.set_processor(processor)
-            elif hasattr(attn, "mhla") or isinstance(attn.processor, MHLAProcessor):
-                attn.set_processor(patched.original_processor(attn))
-                if hasattr(attn, "mhla"):
-                    del attn.mhla
-        for attn in attentions_of(patched.transformer).values():
-            if isinstance(attn.processor, MHLAProcessor):  # a cross-attention, in diffusers' own form
-                attn.set_processor(processor)
-        patched.processor = processor
-        patched.runs.clear()
-        if patched.is_installed and not isinstance(model, nn.Module):
-            patched.loop = DenoisingLoop(patched.family, model)
+            if name not in layers:
+                _take_out(patched, attn)
+        patched.detach()
+        new.replaced_weights, new.lora = patched.replaced_weights, patched.lora
+        for layer in layers.values():
+            assert isinstance(new.config, LinearConfig)
+            layer.config = new.config
+        attach(new, layers)
     for loss in (loss for *_, loss in plans if loss is not None):  # when all is done: a warning may be an error
         warnings.warn(loss, stacklevel=2)
     return model
 
 
 def _plan_change(
-    patched: Patched, backend: str | None, settings: Mapping[str, Any]
-) -> tuple[MHLAProcessor, dict[str, PatchedLayer], str | None]:
+    patched: Patched, model: Any, backend: str | None, settings: Mapping[str, Any]
+) -> tuple[Patched, Layers, str | None]:
     """Check other settings and change nothing.
 
     Returns:
-        The new processor; name of every attention that is to be patched, with a new layer or the one it has; and a
-        warning about what layers have learned and lose.
+        The new handle; name of every attention that MHLA is to be in, with a new layer or the one it has; and a warning
+        about what layers have learned and lose.
 
     Raises:
         ValueError: switched off, settings that do not fit, or weights that they do not fit.
     """
-    if patched.running_processor().is_off:
+    if patched.is_off:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
-    attentions, family = patched.attentions, patched.family
-    if any(not isinstance(getattr(attn, "mhla", None), PatchedLayer | None) for attn in attentions.values()):
-        raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
-    before, old_config, old_processor = patched.layers, patched.config, patched.running_processor()
-    config = old_config.replace(**settings)
+    old = patched.config
+    config = old.replace(**settings)
+    pipe = patched.pipeline.owner if isinstance(model, nn.Module) else model
+    new = Patched(patched.transformer, config, patched.family, patched.facts, pipe, backend or patched.backend)
+    if patched.family is None:
+        return new, {}, None
     chosen = _chosen_attentions(patched, config)
-    if config.asks_for_dense_steps and not patched.is_installed:
-        raise ValueError(
-            f"{config.dense_words} needs a patch of apply_mhla(), which keeps the processors of "
-            "before; diffusers' own set_attn_processor drops them."
-        )
-    if isinstance(config, LinearConfig) and config.mixing_init != getattr(old_config, "mixing_init", None):
+    new.chosen = tuple(chosen)
+    if not isinstance(config, LinearConfig):
+        return new, {}, None
+    if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in patched.attentions.values()):
+        raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
+    if config.mixing_init != getattr(old, "mixing_init", None):
         raise ValueError(
             f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
             "remove_mhla() and apply_mhla() to begin again."
         )
-    processor = MHLAProcessor(config, grid=old_processor.grid, backend=backend or old_processor.backend)
-    if "_attention_backend" in vars(old_processor):  # set since it was patched, and not the class's None
-        processor._attention_backend = old_processor._attention_backend
+    layers, dropped = _kept_layers(patched, config, chosen)
+    loss = f"What the patch has learned of {', '.join(sorted(dropped))} is dropped." if dropped else None
+    return new, layers, loss
+
+
+def _kept_layers(patched: Patched, config: LinearConfig, chosen: Mapping[str, Any]) -> tuple[Layers, set[str]]:
+    """Return the layers of MHLA under other settings, with what they have learned, and the names of what is lost."""
+    before, old_config, family = patched.layers, patched.config, patched.family
+    assert family is not None
+    assert isinstance(old_config, LinearConfig)
     keeps_parameters = share_parameters(old_config, config)
     tensors = {f"{name}.mhla.{key}": x for name, layer in before.items() for key, x in layer.state_dict().items()}
     fitting = resized(tensors, old_config, config)
-    layers: dict[str, PatchedLayer] = {}
-    dropped = set[str]()
+    layers, dropped = Layers(), set[str]()
     for name, attn in chosen.items():
         old = before.get(name)
         if old is not None and keeps_parameters:
             layers[name] = old
-        else:
-            layers[name] = make_layer(attn, config, family)
-            layers[name].original_processor = processor.enter(attn) if old is None else old.original_processor
+            continue
+        layers[name] = make_layer(attn, config, family)
         if old is None:
             continue
+        layers[name].original_processor = old.original_processor
         fresh = make_layer(attn, old_config, family).state_dict()
         names = {key for key, x in old.state_dict().items() if not x.is_meta and not torch.equal(x, fresh[key])}
-        if not keeps_parameters:
-            prefix = f"{name}.mhla."
-            own = {key.removeprefix(prefix): x for key, x in fitting.items() if key.startswith(prefix)}
-            # what has learned nothing starts as in a fresh layer of the new settings
-            _carry_over(name, old, layers[name], {key: x for key, x in own.items() if key in names or x.is_meta})
+        own = {key: fitting[f"{name}.mhla.{key}"] for key in old.state_dict()}
+        # what has learned nothing starts as in a fresh layer of the new settings
+        _take_over(name, old, layers[name], {key: x for key, x in own.items() if key in names or x.is_meta})
         dropped |= names - set(layers[name].state_dict())
-    loss = f"What the patch has learned of {', '.join(sorted(dropped))} is dropped." if dropped else None
-    return processor, layers, loss
+    return layers, dropped
 
 
-def _carry_over(name: str, before: PatchedLayer, after: PatchedLayer, tensors: Mapping[str, torch.Tensor]) -> None:
+def _take_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give a new layer the tensors of the one before, as far as it has them, and what is frozen stays frozen."""
     state = after.state_dict(keep_vars=True)
     for key in state.keys() & tensors.keys():
@@ -411,8 +522,7 @@ def _carry_over(name: str, before: PatchedLayer, after: PatchedLayer, tensors: M
             state[key].copy_(tensors[key])
     old = dict(before.named_parameters())
     for key, parameter in after.named_parameters():
-        learnable = [getattr(layer.config, "mixing_learnable", None) for layer in (before, after)]
-        is_set_anew = key == "mixing" and learnable[0] != learnable[1]
+        is_set_anew = key == "mixing" and before.config.mixing_learnable != after.config.mixing_learnable
         if key in old and not is_set_anew:
             parameter.requires_grad_(old[key].requires_grad)
 
@@ -426,7 +536,7 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
         ValueError: if the model has no mixing matrices, or ``optimizer`` was made before them and lacks a matrix that
             takes gradients.
     """
-    layers = [layer for layer in require_layers(model).values() if isinstance(layer, MHLALayer)]
+    layers = [layer for patched in require_patched(model).values() for layer in patched.layers.values()]
     if not layers:
         raise ValueError("The model runs sparse attention, which has no mixing matrix to clip.")
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -450,54 +560,50 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     """Choose self-attentions by name, after checking that the transformer can have these settings.
 
     Raises:
-        ValueError: settings that do not fit, offloaded weights, or attentions whose processors have weights.
+        ValueError: settings that do not fit, or for MHLA offloaded weights or processors that have weights.
     """
     family, kind = patched.family, type(patched.transformer).__name__
+    assert family is not None
     if isinstance(config, LinearConfig):
-        if len(config.blocks) != family.axes:
-            raise ValueError(
-                f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
-                f"blocks={family.mhla_blocks}."
-            )
-        causal = config.causal if isinstance(config, CausalConfig) else None
-        extra = family.adapter.has_extra
-        check_denominator(config.feature_map, config.eps, config.normalize, extra, causal)
-        if family.adapter.rope_by_head and config.rope != "before":
-            raise ValueError(
-                f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other "
-                "angles; set rope='before'."
-            )
+        _check_mhla_fits(family, kind, config)
     elif family.computes != "softmax":
         raise ValueError(
             f"{config.attention.capitalize()} approximates softmax attention, and the own attention of {kind} is "
             f"{family.computes}; patch it with MHLA, blocks={family.mhla_blocks}."
         )
-    if isinstance(config, CausalConfig) and family.adapter.has_extra:
-        raise ValueError(
-            f"causal={config.causal!r} orders the tokens of the grid, and {kind} attends to extra tokens too, such as "
-            "text or a class token, which have no place in that order; leave it out."
-        )
     if (why := family.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
-    if group_offloading(patched.transformer):
-        raise ValueError(OFFLOADED)
     found = list(patched.attentions.items())
     indices = choose_layers(config.layers, len(found))
     if not indices:
         raise ValueError(f"layers={config.layers!r} chooses none of the {len(found)} layers.")
-    processors = [getattr(attn, "processor", None) for _, attn in found]
-    holding = [index for index in indices if holds_weights(processors[index])]
-    if holding:
-        names = ", ".join(found[index][0] for index in holding[:_SHOWN_NAMES])
-        more = f" and {len(holding) - _SHOWN_NAMES} more" if len(holding) > _SHOWN_NAMES else ""
-        others = [index for index in indices if index not in holding]
-        way_out = f"Leave these layers as they are with layers={others}, or take" if others else "Take"
+    chosen = dict(found[index] for index in indices)
+    if isinstance(config, LinearConfig):
+        if group_offloading(patched.transformer):
+            raise ValueError(OFFLOADED)
+        holding = [name for name, attn in chosen.items() if holds_weights(attn.processor)]
+        if holding:
+            raise ValueError(
+                f"{holding[0]} runs {type(chosen[holding[0]].processor).__name__}, which has weights of its own, as "
+                "those of IP-Adapters have. Take the adapter away first, for example with pipe.unload_ip_adapter()."
+            )
+    return chosen
+
+
+def _check_mhla_fits(family: Family, kind: str, config: LinearConfig) -> None:
+    """Raise ValueError unless models of a family can have these settings of MHLA."""
+    if family.mhla is None:
         raise ValueError(
-            f"{names}{more} run {type(processors[holding[0]]).__name__}, which has weights of its own, as those of "
-            f"IP-Adapters have, and what it adds would be lost. {way_out} the adapter away first, for example with "
-            "pipe.unload_ip_adapter()."
+            f"MHLA runs in SANA, DiT and Wan, and in what shares their attention; {kind} takes sparse attention alone: "
+            "apply_mhla(model, density=0.1)."
         )
-    return dict(found[index] for index in indices)
+    if len(config.blocks) != family.axes:
+        raise ValueError(
+            f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
+            f"blocks={family.mhla_blocks}."
+        )
+    causal = config.causal if isinstance(config, CausalConfig) else None
+    check_denominator(config.feature_map, config.eps, config.normalize, False, causal)
 
 
 def choose_layers(choice: LayerChoice, count: int) -> list[int]:

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch.distributed import ProcessGroup
 
 from ..attention.layout import Shape, check_grid
-from ..config import LinearConfig, PatchConfig, SparseConfig
+from ..config import PatchConfig, SparseConfig
 from ..families import Family
-from .call import CHOSEN_BACKEND, Call, CarryingCheckpoint, Counts, LayerHook, Tally, Watch, held, is_off
+from .call import CHOSEN_BACKEND, Call, CarryingCheckpoint, Counts, LayerHook, Tally, Watch, held, is_off, within
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor, is_fused, replaced_processor
 from .route import BACKEND, Mode, is_checkpointed, register_backend
-from .sampling import Pipeline, Sampling
+from .steps import Pipeline, Sampling
 from .weights import has_lora, runs_lora
 
 logger = logging.getLogger(__name__)
@@ -96,6 +98,12 @@ class Patched:
         return isinstance(self.config, SparseConfig)
 
     @property
+    def of_family(self) -> Family:
+        """The family of the model, which has one."""
+        assert self.family is not None
+        return self.family
+
+    @property
     def is_attached(self) -> bool:
         """Whether it has hooks: not in diffusers' own form, and not any more after removal."""
         return vars(self.transformer).get(ATTRIBUTE) is self
@@ -142,7 +150,7 @@ class Patched:
 
     # Around a forward
 
-    @torch._disable_dynamo  # what is found of a call stays out of graphs; blocks and the model's own forward have them
+    @_disable_dynamo  # what is found of a call stays out of graphs; blocks and the model's own forward have them
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the call of this thread, before a forward."""
         state = held()
@@ -160,21 +168,12 @@ class Patched:
                 for axis in range(1, tensor.ndim):
                     torch._dynamo.mark_static(tensor, axis)
         CarryingCheckpoint.put_on(model)
-        mode = None
-        if not self.is_sparse:
-            self._keep_processors()
-        elif self._answers_pytorch():
-            mode = Mode(is_checkpointed if self.family is None else _never)
-        rows_alike = self.family is not None and self.family.rows_alike
-        call = Call(self, grid, extra, rows_alike, mode=mode, tally=self.tally, watch=self._watch, outer=outer)
-        if self.family is None:
-            state.layer, state.part = _FIRST, 0
-        if mode is not None:
-            mode.__enter__()
+        call = self._entered(grid, extra, outer)
+        state.call = call
         state.call = self._in_step(call, named)
-        self._warn_of_call(call)
+        self._warn_of_lora()
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Take the call back after a forward, also one that failed, whose output is None."""
         state = held()
@@ -194,6 +193,22 @@ class Patched:
         elif call.step is not None and call.step.index == call.step.count - 1:
             for branch in call.branches:
                 branch.residuals.clear()
+
+    def _entered(self, grid: Shape, extra: Counts, outer: Call | None) -> Call:
+        """Return a call outside of sampling, with what its attentions need around them put in place."""
+        mode: Mode | None = None
+        if not self.is_sparse:
+            self._keep_processors()
+        elif self._answers_pytorch():
+            mode = Mode(is_checkpointed if self.family is None else _never)
+            mode.enter()
+        if self.family is None:
+            state = held()
+            state.layer, state.part = _FIRST, 0
+        rows_alike = self.family is not None and self.family.rows_alike
+        split = None if self.is_sparse else _processes_of(self.transformer)
+        call = Call(self, grid, extra, rows_alike, split=split, mode=mode, outer=outer)
+        return call._replace(tally=self.tally, watch=self._watch)
 
     def _leave(self, call: Call) -> None:
         """Take off what a call has put around the forward."""
@@ -256,7 +271,7 @@ class Patched:
         if not (isinstance(config, SparseConfig) and config.carry):
             return call
         branch, begins = run.branch(self, step, timesteps, conditions)
-        records = config.shows(step)
+        records = config.records_residual(step)
         if begins and records:
             rerun_blocks(self.transformer)
         return call._replace(branches=(branch,), records_residual=records)
@@ -277,11 +292,16 @@ class Patched:
         """Let all other attentions give what the model's own give."""
         return self.watched(lambda seen: seen.output if seen.layer in names else seen.exact())
 
-    def call_on(self, grid: Shape) -> Call:
-        """Return a call on a token grid, outside of sampling, to run single attentions in."""
-        assert self.family is not None
-        extra = self.family.extra
-        return Call(self, grid, (0, None) if callable(extra) else extra, self.family.rows_alike)
+    @contextmanager
+    def on_grid(self, grid: Shape) -> Iterator[None]:
+        """Let single self-attentions of the model be called on a token grid within the context, patched."""
+        extra = self.of_family.extra
+        call = self._entered(grid, (0, None) if callable(extra) else extra, None)
+        try:
+            with within(call):
+                yield
+        finally:
+            self._leave(call)
 
     def name_of(self, attn: Any) -> str:
         """Return the name of a self-attention."""
@@ -319,17 +339,32 @@ class Patched:
         """Return the processor that an attention had before MHLA, or a fresh one where no record was kept."""
         original, processor = replaced_processor(attn), attn.processor
         if original is None:
-            assert self.family is not None and self.family.mhla is not None
+            assert self.family is not None
+            assert self.family.mhla is not None
             is_self = any(attn is own for own in self.attentions.values())
             mhla = self.family.mhla
             original = mhla.own_processor(attn) if is_self else mhla.own_cross_processor(attn)
         return processor.with_choices(original) if isinstance(processor, MHLAProcessor) else original
 
+    # What dense steps have measured
+
     def note_error(self, place: tuple[int, int], error: torch.Tensor) -> None:
-        """Keep the relative error of an attention, on its device."""
+        """Keep the relative error of an attention, on its device: without and with the correction of earlier steps."""
         self.errors[place] = error
 
-    def _warn_of_call(self, call: Call) -> None:
+    def error_words(self) -> tuple[str, ...]:
+        """Return a line about the latest dense step of the latest call; none before one. Reads the device."""
+        if not self.errors:
+            return ()
+        before, after = torch.stack(list(self.errors.values())).float().cpu().unbind(dim=1)
+        number, _ = list(self.errors)[int(after.argmax())]
+        worst = self.names[number] if self.names else f"attention {int(after.argmax())}"
+        return (
+            f"error of an attention at the latest dense step {after.median():.0%} (median), {after.max():.0%} "
+            f"({worst}); {before.median():.0%} before correction",
+        )
+
+    def _warn_of_lora(self) -> None:
         """Warn once of a LoRA of the patch that does not run."""
         if self.lora is not None and "lora" not in self._warned:
             why = self.inactive_lora()
@@ -358,6 +393,13 @@ class Patched:
 
 _FIRST = torch.tensor(0, device="cpu")
 """Number of the layer of a model without a family, whose calls of attention are counted instead."""
+
+
+def _processes_of(transformer: Any) -> ProcessGroup | None:
+    """Return the processes over which diffusers' context parallelism splits a transformer's tokens; None for one."""
+    config = getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
+    return None if config is None else config._flattened_mesh.get_group()
+
 
 def _never() -> bool:
     return False

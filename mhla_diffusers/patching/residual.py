@@ -1,11 +1,11 @@
 """Residuals: what sparse attention loses at a dense step corrects the steps that follow.
 
 The inputs of a denoising loop change slowly, and so does the error of sparse attention. At a dense step s₀ every
-attention computes both outputs of its heads and keeps R = dense − sparse, (B, N, C), at low rank. A later step s returns
-sparse + f^(s − s₀) R. The fading f is measured per attention and sample at the next dense step s₁: of the old residual
-the share a = <R₁, R₀> / <R₀, R₀> is left, so f = a^(1 / (s₁ − s₀)). Where the old residual has not lasted,
-‖R₁ − a R₀‖ > 0.9 ‖R₁‖, nothing is corrected until the next dense step. Steps are counted, not forwards, so a step cache
-may skip some.
+attention computes both outputs of its heads and keeps R = dense − sparse, (B, N, C), at low rank. A later step s
+returns sparse + f^(s − s₀) R. The fading f is measured per attention and sample at the next dense step s₁: of the old
+residual the share a = <R₁, R₀> / <R₀, R₀> is left, so f = a^(1 / (s₁ − s₀)). Where the old residual has not lasted,
+‖R₁ − a R₀‖ > 0.9 ‖R₁‖, nothing is corrected until the next dense step. Steps are counted, not forwards, so a step
+cache may skip some.
 
 Reusing residuals over steps is an idea of DiTFastAttn (arXiv 2406.08552) and QuantSparse (2509.23681). The low rank is
 found by a fixed random projection with one power step (Halko et al., arXiv 0909.4061).
@@ -197,7 +197,12 @@ class Run:
         whole step did not use has ended, as at the end of guidance or where another expert takes over.
         """
         latest = self.step
-        if latest is None or step.count != latest.count or step.index < latest.index or timesteps is not self._timesteps:
+        if (
+            latest is None
+            or step.count != latest.count
+            or step.index < latest.index
+            or timesteps is not self._timesteps
+        ):
             self.clear()
         begins = self.step != step
         if begins:

@@ -14,9 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
+from torch.overrides import (  # type: ignore[attr-defined]
+    TorchFunctionMode,
+    _len_torch_function_stack,
+    _pop_mode,
+    _push_mode,
+)
 
-from ..attention import sparse_attention
+from ..attention import SparseCall, reference_attention, sparse_attention
 from ..attention.layout import Extra
 from .call import Call, Counts, Seen, held
 
@@ -58,9 +63,9 @@ class Request(NamedTuple):
                 parallel_config=self.parallel,
             )
             return output
-        inputs = (x.transpose(1, 2) for x in (query, key, value))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return functional.scaled_dot_product_attention(
-            *inputs, self.mask, self.dropout, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+            query, key, value, self.mask, self.dropout, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
         ).transpose(1, 2)
 
 
@@ -143,7 +148,8 @@ def _attend(
         output = (corrected[0] if count == 1 else torch.cat(corrected)).view(output.shape)
     if call.watch is not None:
         name, exact_of = call.patch.names[place[0]], partial(request.exact, query, key, value)
-        seen = Seen(name, query, key, value, call.grid, fit.extra, fit.key_mask, exact_of, output)
+        reference = partial(_reference, query, key, value, call, fit)
+        seen = Seen(name, query, key, value, call.grid, fit.extra, fit.key_mask, exact_of, reference, output)
         output = call.watch(seen)
     return output
 
@@ -229,6 +235,14 @@ def sparse(
         extra=fit.extra,
     )
     return output[:, before : before + tokens] if is_grid_alone else output
+
+
+def _reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit) -> torch.Tensor:
+    """Return sparse attention in float64."""
+    tensors = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
+    rule = call.patch.config.rule_on(call.grid)
+    far = call.patch.config.far
+    return reference_attention(SparseCall(**tensors, grid=call.grid, sparse=rule, far=far, extra=fit.extra))
 
 
 # torch.compile calls this as it is: which step it is and what was measured stays out of its graphs
@@ -327,8 +341,8 @@ def _split_over_processes(
         )
     here = request._replace(parallel=None, dispatches=False)
 
-    def run(mask: torch.Tensor | None, *inputs: torch.Tensor) -> torch.Tensor:
-        return answer(*inputs, here._replace(mask=mask))
+    def run(mask: torch.Tensor | None, query: Any, key: Any, value: Any) -> torch.Tensor:
+        return answer(query, key, value, here._replace(mask=mask))
 
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, *_: Any, **__: Any) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
@@ -366,6 +380,10 @@ class Mode(TorchFunctionMode):
             # a graph of this function by itself would be taken for other functions of PyTorch, with wrong results
             torch._dynamo.eval_frame.skip_code(Mode.__torch_function__.__code__)
 
+    def enter(self) -> None:
+        """Put this mode on the thread's stack."""
+        _push_mode(self)
+
     def leave(self) -> None:
         """Take this mode off the thread's stack, whatever lies above it after an interrupt."""
         above: list[TorchFunctionMode] = []
@@ -383,7 +401,9 @@ class Mode(TorchFunctionMode):
         if state.layer is None or state.call is None:
             return func(*args, **(kwargs or {}))
         if func is functional.multi_head_attention_forward and state.call.tally is not None:
-            state.call.tally.note_dense("nn.MultiheadAttention, which computes its own scores", args[0], logging.WARNING)
+            state.call.tally.note_dense(
+                "nn.MultiheadAttention, which computes its own scores", args[0], logging.WARNING
+            )
         if func is not functional.scaled_dot_product_attention or self.is_recomputed():
             return func(*args, **(kwargs or {}))
         return self._answer(*args, **(kwargs or {}))
@@ -402,7 +422,8 @@ class Mode(TorchFunctionMode):
         request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if query.ndim != 4:
             return functional.scaled_dot_product_attention(query, key, value, *request[:3], scale=scale)
-        return answer(*(x.transpose(1, 2) for x in (query, key, value)), request).transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return answer(query, key, value, request).transpose(1, 2)
 
 
 def is_checkpointed() -> bool:

@@ -22,8 +22,8 @@ from torch import nn
 from ..files import file_hash, write_json, write_tensors
 from ..settings import Settings, allow, check_choice
 from .describe import describe
-from .finding import find_transformers, mhla_layers, require_layers, require_patched
-from .handle import Patched
+from .finding import find_transformers, is_patched, require_patched
+from .patched import Patched
 from .weights import base_weights, check_plain, has_lora, lora_weights, refuse_weights_on_disk
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def _collect(
             "weights='changed' as well, or leave base out."
         )
     check_choice("dtype", dtype, (*_FLOAT_TYPES, None))
-    require_layers(model)
+    find_transformers(model)  # refuses a patch without a family
     handles = require_patched(model)
     base_model = base_model or loaded_from(model, next(iter(handles.values())).transformer)
     tensors: dict[str, torch.Tensor] = {}
@@ -151,14 +151,13 @@ def _collect(
         if patched.lora is not None:
             for key, tensor in lora_weights(patched.transformer, patched.lora).items():
                 lora[f"{name}.{key}"] = _as_saved(f"{name}.{key}", tensor, dtype)
-        layer = next(iter(patched.layers.values()))
+        family = patched.of_family
         records[name] = TransformerRecord(
-            patched.family.name,
+            family.name,
             type(patched.transformer).__name__,
             len(patched.attentions),
-            layer.heads,
-            layer.head_dim,
-            layer.config.to_dict(),
+            *family.heads(next(iter(patched.attentions.values()))),
+            patched.config.to_dict(),
             sorted(key for key in chosen if ".mhla." not in key) if weights != "all" else [],
         )
     if weights == "mhla" and any(one.base_weights for one in records.values()):
@@ -241,7 +240,7 @@ def _choose_tensors(
 def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -> nn.Module:
     if base is not None:
         found = find_transformers(base)
-        if name not in found or mhla_layers(base):
+        if name not in found or is_patched(base):
             raise ValueError(f"base must be an unpatched model with a {name}; it has {', '.join(found)}.")
         return found[name]
     if not base_model:
@@ -249,7 +248,7 @@ def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -
             "weights='changed' compares with the base model, but it is unknown where this model came from; "
             "give base=the unpatched model, or base_model=its Hub id."
         )
-    kind = patched.family.transformer_class(type(patched.transformer).__name__)
+    kind = patched.of_family.transformer_class(type(patched.transformer).__name__)
     is_pipeline = not Path(base_model, "config.json").is_file()
     loaded: nn.Module = kind.from_pretrained(base_model, **({"subfolder": name} if is_pipeline else {}))
     return loaded

@@ -106,10 +106,6 @@ def check_plain(name: str, tensor: torch.Tensor, purpose: str, may_be_meta: bool
 # Offloading
 
 
-OFFLOADED = "The weights of this model are offloaded; patch it before you enable offloading."
-"""Error of what would need their device."""
-
-
 def group_offloading(transformer: nn.Module) -> list[Any]:
     """Return the hooks of diffusers' group offloading; empty while it is off."""
     registries = (getattr(module, "_diffusers_hook", None) for module in transformer.modules())

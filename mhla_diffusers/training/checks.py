@@ -179,7 +179,7 @@ def _check_split(transformer: Any, data: TrainingData, config: TrainingConfig) -
             "context_parallel=1.",
         )
     for attn in family.self_attentions(transformer).values():
-        heads, _ = family.adapter_of(attn).heads(attn)
+        heads, _ = family.heads(attn)
         check(
             heads % size == 0,
             f"context_parallel={size} does not divide the {heads} heads of this transformer; allowed is one of "

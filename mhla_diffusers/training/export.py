@@ -72,7 +72,7 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
             transformer.save_pretrained(aside)
             return
         (patched,) = find_patched(transformer).values()
-        if not patched.is_installed:
+        if not patched.is_attached:
             raise ValueError(
                 "The transformer was patched with diffusers' own set_attn_processor, which keeps no record of a "
                 "LoRA; patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."

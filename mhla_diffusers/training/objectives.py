@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ..families import NoisedBatch, get_family, predict
-from ..patching import call_context
-from ..patching.context import split_of
+from ..patching import find_patched
 from .config import StageConfig
 from .roles import Losses, Roles, patched_attentions
 
@@ -32,11 +31,11 @@ def stage_losses(roles: Roles, stage: StageConfig, model: torch.nn.Module, batch
         attentions = patched_attentions(roles.student) if weights.transfer else {}
         with recorded(attentions) as calls, roles.autocast():
             target = roles.teacher.predict(batch, stage.guidance, roles.empty)
+        patched = find_patched(roles.student)["transformer"]
         grid = get_family(roles.student).token_grid(roles.student, batch.hidden_states)
-        split = split_of(roles.student)
         for name, attn in attentions.items():
             args, kwargs, expected = calls.pop(name)
-            with roles.autocast(), call_context(grid=grid, split=split):
+            with roles.autocast(), patched.on_grid(grid):
                 transfer = attention_loss(attn(*args, **kwargs), expected) / len(attentions)
             # processes that split the tokens have equally many, so the average over them is the mean over all tokens
             loss = weights.transfer * transfer

@@ -45,9 +45,10 @@ def plain_name(name: str) -> str:
 
 
 def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
-    """Name and module of every self-attention that holds an MHLA layer; all of them in an unpatched model."""
+    """Name and module of every patched self-attention; all of them in an unpatched model."""
     attentions = get_family(transformer).self_attentions(transformer)
-    return {name: attn for name, attn in attentions.items() if hasattr(attn, "mhla")} or attentions
+    chosen = [name for patched in find_patched(transformer).values() for name in patched.chosen]
+    return {name: attentions[name] for name in chosen} or attentions
 
 
 # Student
@@ -58,7 +59,7 @@ def trainable_names(transformer: nn.Module, *kinds: Trainable) -> list[str]:
     layers = mhla_layers(transformer)
     mhla = tuple(f"{name}." for name in layers)
     attentions = tuple(f"{name}." for name in patched_attentions(transformer))
-    prefixes = {"mhla": mhla, "lora": mhla, "attention": attentions, "all": ("",)}
+    prefixes = {"mhla": mhla, "lora": mhla, "attention": (*mhla, *attentions), "all": ("",)}
     fixed = tuple(
         f"{name}.mixing"
         for name, layer in layers.items()
@@ -148,11 +149,9 @@ def add_lora(transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = 
 
 def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
     """Return the names of the linear layers that a LoRA is for, whether or not they have one."""
-    if layers == "blocks":
-        return [place.removesuffix(".base_layer") for place in linears_of_blocks(transformer)]
-    attentions, family = patched_attentions(transformer).values(), get_family(transformer)
-    projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
-    return [place for place, module in transformer.named_modules() if module in projections]
+    places = [place.removesuffix(".base_layer") for place in linears_of_blocks(transformer)]
+    attentions = tuple(f"{name}." for name in patched_attentions(transformer))
+    return places if layers == "blocks" else [place for place in places if place.startswith(attentions)]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from ..families import Clip, predict, trained_family, unwrapped
 from ..generation.pixels import opened_video
 from ..generation.record import write_sample
-from ..patching import call_context
+from ..patching import in_every_step
 from .latents.data import NoisedBatches
 from .latents.times import even_quantiles, frames_together
 
@@ -30,7 +30,7 @@ def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Ten
         for quantile in quantiles:
             times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
             batch = batches.process.make_batch(latents, noise, times[None], conditioning)
-            with call_context(in_every_step=True):
+            with in_every_step():
                 prediction = predict(transformer, batch)
             total += counts * batches.process.loss(prediction, batch).double().squeeze(0) / count
     return total
