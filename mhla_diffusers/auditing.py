@@ -227,7 +227,7 @@ class _Watch:
             raise ValueError(not_finite(seen.layer))
         if isinstance(patched.config, SparseConfig):
             rule = patched.config.rule_on(seen.grid)
-            given = {"query": seen.query, "key": seen.key, "value": seen.value, "grid": seen.grid}
+            given: dict[str, Any] = {"query": seen.query, "key": seen.key, "value": seen.value, "grid": seen.grid}
             call = SparseCall(**given, sparse=rule, key_mask=seen.key_mask, extra=seen.extra)
             self.densities.append(rule.listed_on(seen.grid))
             self.masses.append(float(weight_held(call, _QUERIES, len(self.masses))))

@@ -12,7 +12,7 @@ from ..attention.rope import rotated
 from ..config import SparseConfig
 from ..families import AttentionInputs, get_family
 from ..patching import TransformerCall, find_patched
-from ..patching.layer import MHLALayer, layer_of
+from ..patching.layer import layer_of
 from ..settings import check_names
 
 RANK_TOLERANCE = 1e-4
@@ -64,14 +64,14 @@ def _matrix(attn: Any, given: AttentionInputs, transformer: nn.Module, name: str
     """Return the weights of all tokens: float64 (B, H, N, N)."""
     family, layer = get_family(transformer), layer_of(attn)
     if layer is not None:
-        weights: torch.Tensor = MHLALayer.weights(layer, given)
+        weights: torch.Tensor = layer.weights(given)
         return weights
     patched = find_patched(transformer).get("transformer")
     if patched is not None and name in patched.chosen:
         assert isinstance(patched.config, SparseConfig)
         query, key = (rotated(x, given.rotary) for x in (given.query, given.key))
         rule = patched.config.rule_on(given.grid)
-        tensors = {"query": query, "key": key, "value": given.value, "key_mask": given.key_mask}
+        tensors: dict[str, Any] = {"query": query, "key": key, "value": given.value, "key_mask": given.key_mask}
         return reference_weights(SparseCall(**tensors, grid=given.grid, sparse=rule))
     if family.computes == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()

@@ -15,6 +15,7 @@ from ..attention import (
     clip_mixing_,
     extend_mixing,
     initial_mixing,
+    reference_weights,
     resize_mixing,
 )
 from ..attention.split import attend_split
@@ -173,6 +174,15 @@ class MHLALayer(nn.Module):
             return output
         added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid)
         return output + added.unflatten(-1, (-1, self.head_dim))
+
+    @torch.no_grad()
+    def weights(self, inputs: AttentionInputs) -> torch.Tensor:
+        """Return what every query gives to every key: the effective attention matrix, before norm and gate.
+
+        Returns:
+            float64 (B, H, N, N); rows are queries.
+        """
+        return reference_weights(self.call(inputs))
 
     def call(self, inputs: AttentionInputs) -> MHLACall:
         """Return the call of MHLA with the weights and settings of this layer."""

@@ -166,7 +166,7 @@ class MHLAProcessor:
             patch = call.patch
             exact = partial(exact_attention, inputs, patch.family)
             shown = inputs.query, inputs.key, inputs.value, grid, (0, 0), inputs.key_mask
-            seen = Seen(patch.name_of(attn), *shown, exact, partial(_reference, layer_of(attn), inputs), output)
+            seen = Seen(patch.name_of(attn), *shown, exact, partial(_reference, attn, inputs), output)
             output = call.watch(seen)
         return adapter.project_output(attn, output, inputs)
 
@@ -246,9 +246,9 @@ def exact_attention(inputs: AttentionInputs, family: Family) -> torch.Tensor:
     return functional.scaled_dot_product_attention(query, key, value, bias).transpose(1, 2)
 
 
-def _reference(layer: MHLALayer, inputs: AttentionInputs) -> torch.Tensor:
+def _reference(attn: Any, inputs: AttentionInputs) -> torch.Tensor:
     """Return MHLA in float64, before norm, gate and convolution."""
-    weights = layer.weights(inputs)
+    weights: torch.Tensor = attn.mhla.weights(inputs)
     return torch.einsum("bhqk,bkhd->bqhd", weights, inputs.value.to(weights.dtype))
 
 

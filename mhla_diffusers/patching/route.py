@@ -239,7 +239,7 @@ def sparse(
 
 def _reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit) -> torch.Tensor:
     """Return sparse attention in float64."""
-    tensors = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
+    tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
     rule = call.patch.config.rule_on(call.grid)
     far = call.patch.config.far
     return reference_attention(SparseCall(**tensors, grid=call.grid, sparse=rule, far=far, extra=fit.extra))
