@@ -34,7 +34,7 @@ def audited(name, **settings):
 def handed_on(model, name):
     """What every self-attention hands to its output projection, with the same input: layer → (B, N, H, D)."""
     found, handles = {}, []
-    for layer, attn in get_family(model).attention.self_attentions(model).items():
+    for layer, attn in get_family(model).self_attentions(model).items():
 
         def note(_, args, layer=layer, attn=attn):
             found[layer] = args[0].unflatten(-1, (attn.heads, -1))
@@ -57,7 +57,7 @@ def test_the_first_layers_error_is_what_its_heads_hand_on(name):
     expected = (patched[first.name] - before[first.name]).square().sum(dim=(0, 1, 3))
     expected = (expected / before[first.name].square().sum(dim=(0, 1, 3))).sqrt()
     torch.testing.assert_close(first.errors_of_heads.float(), expected, rtol=1e-5, atol=0)
-    assert [layer.name for layer in found.layers] == list(get_family(model).attention.self_attentions(model))
+    assert [layer.name for layer in found.layers] == list(get_family(model).self_attentions(model))
 
 
 @pytest.mark.parametrize("name", NAMES)

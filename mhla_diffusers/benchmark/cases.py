@@ -146,7 +146,7 @@ class Case:
         model, frames = self.model, []
         if self.frames is not None:
             config = SimpleNamespace(patch_size_t=model.temporal_patch)  # all that a family reads of it
-            latents = self.family.forward.latent_frames(config, self.frames, model.temporal_stride)
+            latents = self.family.latent_frames(config, self.frames, model.temporal_stride)
             frames.append(latents // model.temporal_patch)
         return (*frames, self.height // self._step, self.width // self._step)[-len(model.blocks) :]
 
@@ -155,7 +155,7 @@ class Case:
         """The self-attention with most tokens, and the block counts with which it is measured."""
         model, grid = self.model, self.grid
         blocks = tuple(min(pair) for pair in zip(model.blocks, grid, strict=True))
-        block_size = BLOCK_SIZE if self.family.attention.computes == "softmax" else None
+        block_size = BLOCK_SIZE if self.family.computes == "softmax" else None
         name, rope = f"{model.name} {self.size}", self.model.has_rope
         return Shape(name, grid, blocks, model.heads, model.head_dim, block_size, rope=rope)
 
@@ -168,7 +168,7 @@ class Case:
         settings = self.family.class_settings(self.model, self.height, self.frames, self.layers)
         torch.manual_seed(0)
         with device:
-            transformer = self.family.build(self.model.transformer, settings).to(device)
+            transformer = self.family.transformer_class(self.model.transformer)(**settings).to(device)
         kept = getattr(transformer, "_keep_in_fp32_modules", None) or ()
         for name, weight in transformer.named_parameters():
             if weight.is_floating_point() and not any(part in kept for part in name.split(".")):
@@ -188,18 +188,18 @@ class Case:
         family, device = get_family(transformer), next(transformer.parameters()).device
         latents = [self.height // self.model.stride, self.width // self.model.stride]
         if self.frames is not None:
-            latents.insert(0, family.forward.latent_frames(transformer.config, self.frames, self.model.temporal_stride))
+            latents.insert(0, family.latent_frames(transformer.config, self.frames, self.model.temporal_stride))
 
         def fill(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
             if like.is_floating_point:
                 return torch.randn(self.batch, *shape, device=device, dtype=dtype)
             return torch.ones(self.batch, *shape, device=device, dtype=like)  # masks, and classes
 
-        shapes = family.forward.conditioning_shapes(transformer.config)
+        shapes = family.inputs.conditioning_shapes(transformer.config)
         conditioning = {name: fill(*tensor.shape, like=tensor.dtype) for name, tensor in shapes.items()}
-        sample = fill(family.forward.channels(transformer.config), *latents)
+        sample = fill(family.inputs.channels(transformer.config), *latents)
         timestep = torch.full((self.batch,), 500, device=device)
-        return {**family.forward.arguments(transformer, sample, timestep, conditioning), "return_dict": False}
+        return {**family.inputs.arguments(transformer, sample, timestep, conditioning), "return_dict": False}
 
 
 def models() -> dict[str, Model]:

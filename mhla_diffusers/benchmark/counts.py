@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..config import AUTOMATIC, MHLAConfig, PatchConfig, is_automatic
-from ..families import get_family
-from ..families.attentions import part_of
+from ..families import get_family, part_of
 from ..patching.describe import sizes_of
 from ..patching.patch import choose_layers
 from .cases import Case
@@ -41,7 +40,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
     flops = dict.fromkeys(PARTS, 0)
     patched = 0
     family = get_family(transformer)
-    grid = family.forward.grid_of_arguments(transformer, inputs)
+    grid = family.grid(transformer, inputs)
     if isinstance(config, MHLAConfig):
         config.layout_on(grid)  # raises if the blocks cannot cut the grid
     begun: list[int] = []
@@ -53,14 +52,13 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
         nonlocal patched
         flops[part] += int(counter.get_total_flops()) - begun.pop()
         if part == ATTENTION and config is not None:
-            adapter = family.attention.adapter_of(module)
+            adapter = family.adapter_of(module)
             arguments = adapter.arguments(args, kwargs)
             sizes = sizes_of(module, family, config, grid, sum(adapter.extra(arguments, math.prod(grid))))
             patched += len(arguments["hidden_states"]) * sizes.flops
 
     with (
         torch.no_grad(),
-        family.forward.without_values(),
         FlopCounterMode(display=False) as counter,
         ExitStack() as hooks,
     ):
@@ -78,12 +76,12 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
 def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield part and module of everything that is counted as one."""
     family = get_family(transformer)
-    for attn in family.attention.self_attentions(transformer).values():
+    for attn in family.self_attentions(transformer).values():
         yield ATTENTION, attn
-        yield from ((_PROJECTIONS, linear) for linear in family.attention.adapter_of(attn).projections(attn))
-    cross = ("attn2",) if "attn2" not in family.attention.attentions else ()
-    for block in family.attention.blocks_of(transformer).values():
-        for part, names in (("cross-attention", cross), ("feed-forward", family.attention.feed_forwards)):
+        yield from ((_PROJECTIONS, linear) for linear in family.adapter_of(attn).projections(attn))
+    cross = ("attn2",) if "attn2" not in family.attentions else ()
+    for block in family.blocks_of(transformer).values():
+        for part, names in (("cross-attention", cross), ("feed-forward", family.feed_forwards)):
             for name in names:
                 module = part_of(block, name)
                 if isinstance(module, nn.Module):

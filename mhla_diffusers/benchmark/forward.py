@@ -56,15 +56,15 @@ def change_attention(case: Case, transformer: Any, kind: str, backend: str | Non
     """
     family = case.family
     if kind == WITHOUT:
-        for block in family.attention.blocks_of(transformer).values():
+        for block in family.blocks_of(transformer).values():
             # DiT asks its first layer for the time embedding, so layers must stay
             block.forward = lambda hidden_states, *_, **__: hidden_states
-    if kind == SOFTMAX and family.attention.computes != SOFTMAX:
-        for attn in family.attention.self_attentions(transformer).values():
-            attn.set_processor(imported(family.attention.softmax_processor)())
+    if kind == SOFTMAX and family.computes != SOFTMAX:
+        for attn in family.self_attentions(transformer).values():
+            attn.set_processor(imported(family.softmax_processor)())
     if kind in PATCHES:
         apply_mhla(transformer, **patch_settings(kind, case.model.blocks))
-    if backend is not None and family.attention.dispatches:
+    if backend is not None and family.dispatches:
         from diffusers.models.attention_dispatch import attention_backend
 
         with attention_backend("native"):  # which restores what set_attention_backend changes for all models
@@ -85,7 +85,7 @@ def softmax_backends(case: Case, device: torch.device) -> dict[str, str | None]:
     Backends are diffusers' where the family dispatches attention, and PyTorch's for all others.
     """
     heads = case.model.heads * case.batch
-    if not case.family.attention.dispatches:
+    if not case.family.dispatches:
         return {name: why_no_softmax(name, device, math.prod(case.grid), heads) for name in SOFTMAX_BACKENDS}
     from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 
@@ -117,7 +117,7 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
     Returns:
         Row → the forward, or the reason why it cannot run; and the copies that run.
     """
-    model, family, own_is_softmax = case.model, case.family, case.family.attention.computes == SOFTMAX
+    model, family, own_is_softmax = case.model, case.family, case.family.computes == SOFTMAX
     blocks = {OWN: 1, PLAIN: 1} | dict.fromkeys((MHLA, HYBRID), math.prod(model.blocks))
     runs: Runs = {}
     copies: list[Any] = []
@@ -139,14 +139,14 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
                 run = absent or "torch.compile chooses PyTorch's backend itself"
             if not run:
                 changed = with_attention(case, transformer, kind, backend)
-                for block in family.attention.blocks_of(changed).values() if compiled else ():
+                for block in family.blocks_of(changed).values() if compiled else ():
                     block.compile(dynamic=False)
                 copies.append(changed)
-                run = partial(_forward, changed, inputs, None if family.attention.dispatches else backend)
+                run = partial(_forward, changed, inputs, None if family.dispatches else backend)
             runs[replace(row, variant=name + COMPILED) if compiled else row] = run
 
     if not own_is_softmax:
-        add(f"own {family.attention.computes}", OWN)
+        add(f"own {family.computes}", OWN)
     add("softmax native", SOFTMAX)
     for backend, absent in softmax_backends(case, next(transformer.parameters()).device).items():
         add(f"softmax {backend}", SOFTMAX, backend, absent)

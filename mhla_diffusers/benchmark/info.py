@@ -163,7 +163,7 @@ def print_model(
     whole, left = sum(plain.values()), sum(patched.values())
     tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
     cost, cost_after = (scaled(one, 1000, "FLOP") for one in (whole, left))
-    _say(f"{name} at {case.size}: {tokens}; its own attention is {family.attention.computes}")
+    _say(f"{name} at {case.size}: {tokens}; its own attention is {family.computes}")
     if case.model.is_tiny and name.removeprefix("tiny-") in TINY:
         _say(f"a configuration for trying commands out; {name} of mhla generate is another one, with other strides")
     _say(f"patched: {summary_of(config)}; {_needs(config)}")
@@ -256,7 +256,7 @@ def _print_costs(patch: Patch) -> None:
         grid = case.grid
         blocks = config.blocks_on(grid) if isinstance(config, MHLAConfig) else (1,) * len(grid)
         if all(count <= size for count, size in zip(blocks, grid, strict=True)):
-            layer = case.model.heads, case.model.head_dim, family.attention.extra_tokens
+            layer = case.model.heads, case.model.head_dim, family.extra_tokens
             sizes = config.sizes_on(grid, *layer)
             flops = [one / 1e9 for one in (sizes.softmax_flops, sizes.flops)]
             cells = [f"{one:,.0f}" if one >= 100 else f"{one:.2f}" for one in flops]

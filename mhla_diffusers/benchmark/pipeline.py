@@ -69,10 +69,8 @@ def patcher(name: str, family: Family) -> Callable[[Any], object]:
         FileNotFoundError: no such YAML file.
     """
     if name in PATCHES:
-        if name == SPARSE and family.attention.computes != SOFTMAX:
-            raise ValueError(
-                f"patch={name!r} is for softmax attention; that of {family.name} is {family.attention.computes}."
-            )
+        if name == SPARSE and family.computes != SOFTMAX:
+            raise ValueError(f"patch={name!r} is for softmax attention; that of {family.name} is {family.computes}.")
         return partial(apply_mhla, **patch_settings(name, family.mhla_blocks))
     if name == DEFAULT:
         return apply_mhla
@@ -132,18 +130,16 @@ def benchmark_pipeline(
     image_metrics()  # raises before anything is timed
     family, device = choice.of_family, results.device
     family.default_config.replace(**changes)  # raises what is not allowed
-    names = patches or (PATCHES if family.attention.computes == SOFTMAX else LINEAR_KINDS)
+    names = patches or (PATCHES if family.computes == SOFTMAX else LINEAR_KINDS)
     patching = {UNPATCHED: None, **{name: patcher(name, family) for name in names}}
     pipe = choice.load()
-    attn = next(iter(family.attention.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
+    attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
     size = BLOCK_SIZE if SPARSE in names else None
-    shape = Shape(
-        choice.family, family.mhla_blocks, family.mhla_blocks, *family.attention.adapter_of(attn).heads(attn), size
-    )
+    shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.adapter_of(attn).heads(attn), size)
     check_operator(shape, device, results.dtype)
 
     def run() -> Any:
-        prompt = "3" if family.training.prompts_are_classes else "a seven"
+        prompt = "3" if family.calling.prompts_are_classes else "a seven"
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)])
         return sample
 

@@ -60,7 +60,7 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
 
     SANA's own attention is plain linear already, which leaves MHLA to be compared with it.
     """
-    own = family_named(tiny.family).attention.computes
+    own = family_named(tiny.family).computes
     mhla = MHLAConfig(blocks=tiny.blocks, mixing_per_head=tiny.mixing_per_head)
     if own != "softmax":
         return [Variant(f"own {own} attention", "control", None), Variant("MHLA", "mhla", mhla)]
@@ -88,7 +88,7 @@ def stages_of(variant: Variant, tiny: TinyPipeline) -> tuple[StageConfig, ...]:
     end_to_end = StageConfig(
         END_TO_END_STEPS, 5e-4, "attention", distillation, mixing_learning_rate=mixing, scheduler="cosine"
     )
-    if variant.patch is None or family_named(tiny.family).attention.computes != "softmax":
+    if variant.patch is None or family_named(tiny.family).computes != "softmax":
         return (replace(end_to_end, steps=TRANSFER_STEPS + END_TO_END_STEPS, learning_rate=2e-4, objectives=DIFFUSION),)
     return transfer, end_to_end
 

@@ -79,7 +79,7 @@ def generate_scenes(
     for start in range(0, len(scenes), _BATCH):
         prompts = [tiny.prompt(scene) for scene in scenes[start : start + _BATCH]]
         generators = [torch.Generator().manual_seed(seed + start + place) for place in range(len(prompts))]
-        output = torch.as_tensor(family.training.call(pipe, prompts, generators, output_type="np", **arguments))
+        output = torch.as_tensor(family.calling.call(pipe, prompts, generators, output_type="np", **arguments))
         pictures += output.mean(dim=-1).view(len(prompts), -1, PICTURE_SIZE, PICTURE_SIZE).unbind()
     return pictures
 

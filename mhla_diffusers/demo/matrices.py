@@ -37,7 +37,7 @@ def each_attention_matrix(
         names: of the self-attentions; None for all.
     """
     family = get_family(transformer)
-    attentions: dict[str, Any] = family.attention.self_attentions(transformer)
+    attentions: dict[str, Any] = family.self_attentions(transformer)
     chosen = list(attentions) if names is None else list(names)
     check_names(chosen, list(attentions), "self-attention")
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -51,7 +51,7 @@ def each_attention_matrix(
         batch.predict(transformer)
     grid = batch.grid(transformer)
     for name in chosen:
-        given = attention_inputs(attentions[name], *inputs[name], family.attention.adapter_of(attentions[name]), grid)
+        given = attention_inputs(attentions[name], *inputs[name], family.adapter_of(attentions[name]), grid)
         before, tokens = given.extra[0], torch.Size(grid).numel()
         here = slice(before, before + tokens)
         yield name, _matrix(attentions[name], given, family)[:, :, here, here]
@@ -62,11 +62,11 @@ def _matrix(attn: Any, given: AttentionInputs, family: Family) -> torch.Tensor:
     if runs_mhla(attn):
         weights: torch.Tensor = attn.mhla.weights(given)
         return weights
-    if family.attention.computes == "linear":
+    if family.computes == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
         normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)
         query, key = (rotated(x, given.rotary) for x in (query, key))  # RoPE rotates only the numerator
-        return torch.einsum("bqhd,bkhd->bhqk", query, key) / (normaliser + family.attention.eps)
+        return torch.einsum("bqhd,bkhd->bhqk", query, key) / (normaliser + family.eps)
     query, key = (rotated(x, given.rotary).double() for x in (given.query, given.key))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
     if given.key_mask is not None:

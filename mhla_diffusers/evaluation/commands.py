@@ -208,7 +208,7 @@ def classes(
     from ..generation.pipelines import class_count, family_named
 
     family = options["family"]
-    if not family_named(family).training.prompts_are_classes:
+    if not family_named(family).calling.prompts_are_classes:
         raise ValueError(f"{family} takes text, not classes; use mhla eval samples prompts.")
     if labels is None:
         labels = class_count(options["model"], family)
@@ -230,9 +230,9 @@ def prompts(
     from ..generation.pipelines import family_named
 
     family = family_named(options["family"])
-    if npz is not None and family.forward.makes_videos:
+    if npz is not None and family.makes_videos:
         raise ValueError(f"--npz {npz} is for images, but {family.name} makes videos.")
-    _generate(options, output, prompt_samples(read_prompts(file), per_prompt, family.training.suffix), npz)
+    _generate(options, output, prompt_samples(read_prompts(file), per_prompt, family.calling.suffix), npz)
 
 
 @samples.command("geneval")

@@ -1,4 +1,4 @@
-"""The model families that can be patched, one file each, and the table of them."""
+"""The model families that can be patched: a table of facts, and what reads it."""
 
 import copyreg
 import re
@@ -10,60 +10,18 @@ from torch import nn
 
 from ..attention.rope import Rotary
 from ..moved import where_it_went
-from .adapters import AttentionAdapter, AttentionInputs, JointAdapter
-from .allegro import ALLEGRO
-from .anyflow import ANYFLOW
-from .attentions import Attention, imported, usual_processor
-from .auraflow import AURAFLOW
-from .chroma import CHROMA
-from .chronoedit import CHRONOEDIT
-from .cogvideox import COGVIDEOX
-from .cogview4 import COGVIEW4
-from .dit import DIT
-from .easyanimate import EASYANIMATE
-from .family import Family
-from .flux import FLUX
-from .flux2 import FLUX2
-from .flux3 import FLUX3
-from .forward import Condition, Forward, Sample
-from .framepack import FRAMEPACK
-from .helios import HELIOS
-from .hunyuan_dit import HUNYUAN_DIT
-from .hunyuan_image import HUNYUAN_IMAGE
-from .hunyuan_video import HUNYUAN_VIDEO
-from .hunyuan_video15 import HUNYUAN_VIDEO15
-from .ideogram4 import IDEOGRAM4
-from .kandinsky5 import KANDINSKY5
-from .kandinsky6 import KANDINSKY6
-from .krea2 import KREA2
-from .latte import LATTE
-from .longcat import LONGCAT_IMAGE
-from .ltx import LTX
-from .ltx2 import LTX2
-from .lumina2 import LUMINA2
-from .minimax_h3 import MINIMAX_H3
-from .mochi import MOCHI
+from . import grids
+from .calling import Calling
+from .family import Counts, Family, part_of
+from .inputs import Condition, Inputs, Kwargs, Sample
+from .mhla import AttentionAdapter, AttentionInputs, imported, usual_processor
 from .models import Clip, Model
-from .pixart import PIXART
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
-from .qwenimage import QWENIMAGE
 from .refused import by_grid, why_refused
-from .sana import SANA
-from .sana_video import SANA_VIDEO
-from .sd3 import SD3
-from .skyreels_v2 import SKYREELS_V2
+from .table import FAMILIES
 from .training import Training
-from .wan import WAN
-from .wan_animate import WAN_ANIMATE
-from .z_image import Z_IMAGE
 
-_SHIPPED = (
-    ALLEGRO, ANYFLOW, AURAFLOW, CHROMA, CHRONOEDIT, COGVIDEOX, COGVIEW4, DIT, EASYANIMATE, FLUX, FLUX2, FLUX3,
-    FRAMEPACK, HELIOS, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, IDEOGRAM4, KANDINSKY5, KANDINSKY6,
-    KREA2, LATTE, LONGCAT_IMAGE, LTX, LTX2, LUMINA2, MINIMAX_H3, MOCHI, PIXART, QWENIMAGE, SANA, SANA_VIDEO,
-    SD3, SKYREELS_V2, WAN, WAN_ANIMATE, Z_IMAGE,
-)  # fmt: skip
-_FAMILIES: dict[str, Family] = {family.name: family for family in _SHIPPED}
+_FAMILIES: dict[str, Family] = {family.name: family for family in FAMILIES}
 
 _KIND_OF_CLASS = re.compile("Transformer|Model|PreTrained|For[A-Z]|Backbone|Loaders|Mixin")
 """Where the name of a class continues with its kind."""
@@ -80,7 +38,7 @@ def register_family(family: Family) -> None:
         raise ValueError(
             f"family={family!r} must be a mhla_diffusers.families.Family; see docs/add-a-model.md for one."
         )
-    for name, value in (("transformers", family.transformers), ("block_lists", family.attention.block_lists)):
+    for name, value in (("transformers", family.transformers), ("block_lists", family.block_lists)):
         if not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value):
             raise ValueError(f"{name}={value!r} of {family.name!r} must be a tuple of names, such as ({value!r},).")
     before = _FAMILIES.get(family.name)
@@ -128,16 +86,14 @@ def _lacking(family: Family, transformer: Any) -> str:
     """Return what a model with the name of a family's lacks of its attentions; empty for nothing, and for a class."""
     if isinstance(transformer, type):
         return ""
-    where = family.attention
     try:
-        attentions = where.self_attentions(transformer)
+        attentions = family.self_attentions(transformer)
         for attn in attentions.values():
-            adapter = where.adapter_of(attn)
-            needed = (adapter.inputs[0], *(("processor",) if family.is_diffusion else ()))
-            adapter.heads(attn), *(getattr(attn, name) for name in needed)
+            adapter = family.adapter_of(attn)
+            adapter.heads(attn), *(getattr(attn, name) for name in (adapter.inputs[0], "processor"))
     except AttributeError as error:
         return str(error)
-    return "" if attentions else f"no {' or '.join(where.attentions)} in {' or '.join(where.block_lists)}"
+    return "" if attentions else f"no {' or '.join(family.attentions)} in {' or '.join(family.block_lists)}"
 
 
 def get_family(transformer: Any) -> Family:
@@ -219,8 +175,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def arguments_of(transformer: nn.Module, batch: NoisedBatch) -> dict[str, Any]:
     """Return the arguments of a transformer's forward for a batch."""
-    family = get_family(transformer)
-    return family.forward.arguments(transformer, batch.hidden_states, batch.timestep, batch.conditioning)
+    inputs = trained_family(transformer).training.inputs
+    return inputs.arguments(transformer, batch.hidden_states, batch.timestep, batch.conditioning)
 
 
 def predict(model: nn.Module, batch: NoisedBatch) -> torch.Tensor:
@@ -235,8 +191,8 @@ def cross_attention_processor(attn: Any, family: Family | None = None) -> Any:
 
     Without a family, which the module does not know, every family is asked whether it recognises the module.
     """
-    family = family or next((one for one in families() if one.attention.recognises_cross(attn)), None)
-    return usual_processor(attn, "" if family is None else family.attention.cross_processor)
+    family = family or next((one for one in families() if one.adapter.recognises_cross(attn)), None)
+    return usual_processor(attn, "" if family is None else family.adapter.cross_processor)
 
 
 def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | None:
@@ -244,27 +200,28 @@ def grid_of_attention(attn: Any, rotary: Rotary | None) -> tuple[int, ...] | Non
 
     The module does not know its model, so every family is asked whether it recognises the module.
     """
-    grids = (family.attention.grid_of(attn, rotary) for family in families()) if rotary is not None else ()
+    grids = (family.adapter.grid_of(attn, rotary) for family in families()) if rotary is not None else ()
     return next((grid for grid in grids if grid is not None), None)
 
 
 def family_of_attention(attn: Any) -> Family | None:
     """Return the family of a self-attention module, or None if no family recognises it."""
-    return next((family for family in families() if family.attention.recognises(attn)), None)
+    return next((family for family in families() if family.adapter.recognises(attn)), None)
 
 
 __all__ = [
-    "Attention",
     "AttentionAdapter",
     "AttentionInputs",
+    "Calling",
     "Clip",
     "Condition",
+    "Counts",
     "DiffusionProcess",
     "Family",
     "FlowMatching",
-    "Forward",
+    "Inputs",
+    "Kwargs",
     "LearnedVarianceDDPM",
-    "JointAdapter",
     "Model",
     "NoisedBatch",
     "Sample",
@@ -276,7 +233,9 @@ __all__ = [
     "find_family",
     "get_family",
     "grid_of_attention",
+    "grids",
     "imported",
+    "part_of",
     "predict",
     "register_family",
     "supported_instead",

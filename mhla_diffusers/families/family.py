@@ -1,33 +1,44 @@
-"""What is known of a family of models.
+"""What is known of a family of models, as data.
 
 Outside of this folder a family's name is compared with that of a patch file or a command alone; nothing else depends on
 it.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, reduce
 from importlib import import_module
 from typing import Any, Literal
 
-from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, kind_of
-from .attentions import Attention
-from .forward import Condition, Forward, Kwargs, Sample, masked_text
-from .models import Clip, Model
-from .training import Training, first_picture, scaled_latents
+from torch import Tensor
 
-# what the file of a family takes from here
-__all__ = ["Attention", "Condition", "Family", "Forward", "Kwargs", "Sample", "Training"]
-__all__ += ["first_picture", "masked_text", "scaled_latents"]
+from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, kind_of
+from . import grids
+from .calling import Calling
+from .inputs import Inputs
+from .mhla import AttentionAdapter
+from .models import Clip, Model
+from .training import Training
+
+Counts = tuple[int | None, int | None]
+"""Extra tokens before and after those of the grid; None for as many as the sequence holds."""
+Reader = Callable[[Any, Mapping[str, Any]], tuple[int, ...]]
+"""Returns the token grid, given the transformer and the arguments of its forward by name."""
+
+
+def usual_latent_frames(config: Any, frames: int, stride: int) -> int:
+    """Return the latent frames of a video, of which the first frame becomes one of its own."""
+    return (frames - 1) // stride + 1
 
 
 @dataclass(kw_only=True, eq=False)
 class Family:
-    """A family of transformers that can be patched: facts, and three parts that say how its models work.
+    """A family of transformers that can be patched.
 
-    To add a model, make one and pass it to :func:`register_family`. ``docs/add-a-model.md`` has an example.
+    Sparse attention needs the first facts alone. To add a model, make one and pass it to :func:`register_family`;
+    ``docs/add-a-model.md`` has an example.
 
     Raises:
         ValueError: ``mhla_blocks`` has another number of axes than the token grid.
@@ -37,73 +48,164 @@ class Family:
     """Name in patch files, on the command line and in messages."""
     transformers: tuple[str, ...]
     """Class names of the transformers, for example ``("WanTransformer3DModel",)``."""
-    attention: Attention = Attention()
-    """Where the self-attentions are, how they are called and what they compute."""
-    forward: Forward = Forward()
-    """What the transformer's forward takes, and the token grid, time and RoPE that its arguments say."""
-    trained: Training | str = (
-        "This family can be patched, but it does not say how its models are encoded, trained and called by a pipeline; "
-        "give it trained=Training()."
-    )
-    """How its models are encoded, trained and called by a pipeline, or why they are not and what to do instead."""
     library: str = "diffusers"
     """Module that has the transformers' classes, imported when one is asked for."""
-    kind: Literal["diffusion"] = "diffusion"
-    """A diffusion model, called by a pipeline in every denoising step, or a model of transformers."""
-    mhla_blocks: tuple[int, ...] = (4, 4)
-    """MHLA block counts of a patch that gives none, at the family's default size; these have 16x16 tokens at 1024 px.
+
+    # What sparse attention needs
+
+    block_lists: tuple[str, ...] = ("transformer_blocks",)
+    """Attributes of the transformer, or dotted paths, that hold blocks; absent ones are skipped."""
+    attentions: tuple[str, ...] = ("attn1", "attn")
+    """Attributes of a block, or dotted paths, that are self-attentions over the tokens of the grid; absent ones are
+    skipped.
     """
+    axes: int = 2
+    """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
+    grid: Reader = grids.latents
+    """Reads the token grid; :mod:`.grids` has readers for latents, ids, coordinates and numbers."""
+    extra: Counts | Callable[[Mapping[str, Any]], Counts] = (0, 0)
+    """Extra tokens before and after the grid's in the sequence that an attention sees, at most one of them None; or a
+    function that counts them, given the arguments of the transformer's forward by name.
+    """
+    rows_alike: bool = False
+    """Whether an attention mask with a row per query has the same row for all queries of the grid, so that the row of
+    the grid's first token is a mask of keys. A mask between tokens, for which it is False, has no sparse form.
+    """
+    pads_behind_grid: bool = False
+    """Whether the padding of shorter samples stands behind the grid: with a mask, grids begin at different tokens."""
+    dispatches: bool = False
+    """Whether the attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
+    computes: Literal["softmax", "linear"] = "softmax"
+    """What the self-attentions compute without a patch."""
+    why_not_patched: Callable[[Any, PatchConfig], str | None] = lambda transformer, config: None
+    """Returns why a transformer cannot have these settings, and what to do instead; None if it can."""
+
+    # Sizes and costs
+
+    patch: tuple[int, ...] | None = None
+    """Latents per token along each axis, where ``patch_size`` of the configuration does not say."""
+    latents_name: str = "hidden_states"
+    """Name of the forward's argument for the latents."""
+    latent_frames: Callable[[Any, int, int], int] = usual_latent_frames
+    """Returns the latent frames of a video, given configuration, frames and the autoencoder's stride of frames."""
+    extra_tokens: int = 0
+    """Extra tokens of the longest text that the pipeline takes by default; costs are computed for this many."""
+    feed_forwards: tuple[str, ...] = ("ff", "ffn", "ff_context")
+    """Attributes of a block, or dotted paths, that are feed-forward layers."""
     squares_only: bool = False
     """Whether height and width must be equal."""
     default_clip: Clip = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     """Frames, rate and size that are generated or encoded by default."""
+    calling: Calling = Calling()
+    """How its pipelines are called."""
+
+    # MHLA, measuring and training
+
+    mhla: AttentionAdapter | None = None
+    """How MHLA reads the call of an attention; None for families that it is not trained for."""
+    mhla_blocks: tuple[int, ...] = ()
+    """MHLA block counts of a patch that gives none; by default (4, 4), of 16x16 tokens at 1024 px, or the
+    paper's (7, 3, 5) for Wan at 480p.
+    """
+    softmax_processor: str = ""
+    """Import path of a processor that computes softmax attention, if the model's own computes another."""
+    eps: float = 0.0
+    """Added to the normaliser by attention that is linear with φ = ReLU."""
+    times_per_frame: tuple[str, ...] = ()
+    """Classes of transformers in which every frame may have its own time, as causal patches are trained."""
+    inputs: Inputs = Inputs()
+    """What its forwards take, to be measured and trained."""
+    trained: Training | None = None
+    """How its models are encoded for and trained; None if they are not."""
     models: tuple[Model, ...] = ()
     """Configurations that ``mhla bench`` builds with random weights."""
 
+    adapter: AttentionAdapter = AttentionAdapter()
+    """How a processor reads the call of an attention; :attr:`mhla` where that is given."""
+
     def __post_init__(self) -> None:
+        self.mhla_blocks = self.mhla_blocks or ((4, 4) if self.axes == 2 else (7, 3, 5))
         if len(self.mhla_blocks) != self.axes:
             raise ValueError(
                 f"mhla_blocks={self.mhla_blocks} of {self.name!r} has {len(self.mhla_blocks)} axes, and its token grid "
-                f"{self.axes}; give a count for each, and the axes of the grid as forward=Forward(axes=...)."
+                f"{self.axes}; give a count for each, and the axes of the grid as axes=."
             )
+        self.adapter = self.mhla or self.adapter
+        for name in ("calling", "inputs", "trained"):
+            if (part := copy(getattr(self, name))) is not None:
+                part.family = self
+                setattr(self, name, part)
 
     @property
-    def axes(self) -> int:
-        """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
-        return self.forward.axes
+    def makes_videos(self) -> bool:
+        """Whether a sample has frames, also where they are no axis of the grid."""
+        return self.axes == 3 or self.default_clip.frames > 1
 
     @property
-    def is_diffusion(self) -> bool:
-        """Whether it is a diffusion model."""
-        return self.kind == "diffusion"
-
-    @cached_property
     def training(self) -> Training:
-        """:attr:`trained` with this family's forward; ValueError with the reason if its models are not trained."""
-        if isinstance(self.trained, str):
-            raise ValueError(f"{self.name!r}: {self.trained}")
-        training = copy(self.trained)
-        training.forward = self.forward
-        return training
+        """:attr:`trained`; ValueError if its models are not trained."""
+        if self.trained is None:
+            raise ValueError(
+                f"{self.name!r}: this family can be patched, but it does not say how its models are encoded for and "
+                "trained; give it inputs=Inputs(...) and trained=Training(). apply_mhla(pipe, calibration=...) fits a "
+                "patch without training."
+            )
+        return self.trained
+
+    # The transformer
+
+    def blocks_of(self, transformer: Any) -> dict[str, Any]:
+        """Name and module of every transformer block that has a self-attention, in the order of the layer indices."""
+        return {
+            f"{path}.{index}": block
+            for path in self.block_lists
+            for index, block in enumerate(part_of(transformer, path) or ())
+        }
+
+    def self_attentions(self, transformer: Any) -> dict[str, Any]:
+        """Name and module of every self-attention, in the order of the layer indices."""
+        return {
+            f"{name}.{path}": found
+            for name, block in self.blocks_of(transformer).items()
+            for path in self.attentions
+            if (found := part_of(block, path)) is not None
+        }
+
+    def adapter_of(self, attn: Any) -> AttentionAdapter:
+        """Return the adapter of one self-attention."""
+        return self.adapter.of(attn)
+
+    def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the forward of a transformer by name."""
+        forward: Any = type(transformer).forward
+        return {**dict(zip(_names_of_arguments(forward), args, strict=False)), **kwargs} if args else {**kwargs}
+
+    def patch_of(self, transformer: Any) -> tuple[int, ...]:
+        """Return latents per token along each axis."""
+        return self.patch or grids.patch_of(transformer, self.axes)
+
+    def grid_of_size(self, transformer: Any, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the token grid of latents of a size along each axis of the grid.
+
+        Raises:
+            ValueError: frames that do not fill the last token.
+        """
+        return grids.grid_of_size(transformer, size, self.patch)
+
+    def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
+        """Return the token grid of latents (B, C, ...), as :meth:`grid_of_size`."""
+        return self.grid_of_size(transformer, tuple(latents.shape[-self.axes :]))
+
+    # Building
 
     def transformer_class(self, name: str) -> Any:
         """Return one of :attr:`transformers`; AttributeError if the library lacks it."""
         return getattr(import_module(self.library), name)
 
-    def build(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """Make a transformer with fresh weights; AttributeError if the library lacks its class.
-
-        Args:
-            name: one of :attr:`transformers`.
-            settings: arguments of the class, or of its configuration where that is an object, as in transformers.
-        """
-        cls = self.transformer_class(name)
-        return cls(cls.config_class(**settings)) if hasattr(cls, "config_class") else cls(**settings)
-
     def class_settings(
         self, model: Model, height: int, frames: int | None = None, layers: int | None = None
     ) -> dict[str, Any]:
-        """Return the settings with which :meth:`build` makes a model.
+        """Return the arguments of the class with which a model is built.
 
         Args:
             model: which.
@@ -123,6 +225,8 @@ class Family:
         taken = {name: value for name, value in shape.items() if name in known}
         return {**taken, **model.settings, model.layers_argument: built, **others}
 
+    # The patch
+
     @property
     def default_config(self) -> PatchConfig:
         """Settings of ``apply_mhla(pipe)``: sparse attention in the place of softmax attention, else MHLA."""
@@ -137,10 +241,24 @@ class Family:
             ValueError: unknown fields, those of two attentions or of one that the family cannot have, or values that
                 are not allowed.
         """
-        kind = kind_of(settings, SparseConfig if self.attention.computes == "softmax" else MHLAConfig, MHLAConfig)
+        kind = kind_of(settings, SparseConfig if self.computes == "softmax" else MHLAConfig, MHLAConfig)
         usual: dict[str, Any] = {}
         if issubclass(kind, LinearConfig):
             usual = {"blocks": self.mhla_blocks}
-            usual |= {"rope": "before"} if self.attention.adapter.rope_by_head else {}
+            usual |= {"rope": "before"} if self.adapter.rope_by_head else {}
             usual |= {"clamp_blocks": "blocks" not in settings} if kind is MHLAConfig else {}
         return kind(**(usual | dict(settings)))
+
+
+def part_of(module: Any, path: str) -> Any:
+    """Return what a dotted path of attributes names in a module; None if it is absent."""
+    return reduce(lambda found, name: getattr(found, name, None), path.split("."), module)
+
+
+@cache
+def _names_of_arguments(method: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(method).parameters)[1:]
+
+
+# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
+vars(_names_of_arguments)["_dynamo_marked_constant"] = True

@@ -118,7 +118,151 @@ def strides_of(vae: Mapping[str, Any], *, of_videos: bool = False) -> tuple[int,
         spatial = spatial or 2 ** (len(stages) - 1)
     if spatial is None or (of_videos and temporal is None):
         raise ValueError(
-            f"The configuration of this autoencoder has no strides{' of frames' if spatial else ''}; implement "
-            "strides() in the family."
+            f"The configuration of this autoencoder has no strides{' of frames' if spatial else ''}; override "
+            "Calling.grid() in the family."
         )
     return int(temporal or 1), int(spatial)
+
+
+_SANA, _SANA_VIDEO = "SanaTransformer2DModel", "SanaVideoTransformer3DModel"
+_DIT, _PIXART, _FLUX, _SD3 = (f"{name}Transformer2DModel" for name in ("DiT", "PixArt", "Flux", "SD3"))
+_QWEN_IMAGE, _WAN, _SKYREELS = "QwenImageTransformer2DModel", "WanTransformer3DModel", "SkyReelsV2Transformer3DModel"
+_HUNYUAN_VIDEO, _LTX = "HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DModel"
+_COGVIDEOX = "CogVideoXTransformer3DModel"
+
+
+def _sana(name: str, heads: int, layers: int, cross_heads: int, cross_head_dim: int, source: str) -> Model:
+    settings = {"num_cross_attention_heads": cross_heads, "cross_attention_head_dim": cross_head_dim}
+    settings["cross_attention_dim"] = heads * 32
+    sizes, source = squares(512, 1024, 2048, 4096), f"Efficient-Large-Model/Sana_{source}M_1024px_diffusers"
+    shape = name, _SANA, heads, 32, layers, (4, 4), sizes, settings
+    return Model(*shape, stride=32, patch=1, has_rope=False, source=source)
+
+
+def _dit(name: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
+    sizes = squares(256, 512, 1024, 2048, 4096)
+    return Model(name, _DIT, heads, head_dim, layers, (4, 4), sizes, {"out_channels": 8}, **different, has_rope=False)
+
+
+def _sd3(name: str, heads: int, layers: int, **settings: Any) -> Model:
+    # the table of positions is larger than those of the checkpoints, so that 4096 px can be measured
+    usual = {"caption_projection_dim": 64 * heads, "qk_norm": "rms_norm", "pos_embed_max_size": 512}
+    return image_model(name, _SD3, heads, 64, layers, settings={**usual, **settings}, has_rope=False)
+
+
+def _wan(name: str, heads: int, ffn_dim: int, layers: int, **different: Any) -> Model:
+    usual = {"transformer": _WAN, "blocks": (7, 3, 5), "sizes": ((480, 832), (720, 1280)), "frames": 81}
+    shape = {"heads": heads, "head_dim": 128, "layers": layers, "temporal_stride": 4}
+    return Model(name, settings={"ffn_dim": ffn_dim}, **{**shape, **usual, **different})
+
+
+def _ltx(name: str, head_dim: int, layers: int) -> Model:
+    sizes, settings = ((512, 704), (704, 1216)), {"cross_attention_dim": 32 * head_dim}
+    return Model(name, _LTX, 32, head_dim, layers, (7, 3, 4), sizes, settings, frames=161, **_LTX_STRIDES)
+
+
+def _cogvideox(name: str, heads: int, layers: int, frames: int, size: tuple[int, int], **different: Any) -> Model:
+    shape = name, _COGVIDEOX, heads, 64, layers, (4, 3, 5), (size,)
+    return Model(*shape, frames=frames, temporal_stride=4, **different)
+
+
+_TINY_SANA = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32}
+_TINY_SANA |= {"caption_channels": 8, "in_channels": 4}
+_TINY_SANA_VIDEO = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 12, "cross_attention_dim": 24}
+_TINY_SANA_VIDEO |= {"caption_channels": 8, "rope_max_seq_len": 32}
+_ALPHA = {"caption_channels": 4096}
+_SIGMA = {**_ALPHA, "use_additional_conditions": False}
+_TINY_FLUX = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "pooled_projection_dim": 12, "in_channels": 16}
+_TINY_SD3 = {"caption_projection_dim": 24, "joint_attention_dim": 32, "pooled_projection_dim": 12}
+_TINY_SD3 |= {"in_channels": 4, "out_channels": 4}
+_TINY_QWEN = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "in_channels": 16, "out_channels": 4}
+_TINY_WAN = {"ffn_dim": 384, "text_dim": 64, "freq_dim": 256, "in_channels": 4, "out_channels": 4}
+_TINY_SKYREELS = {"ffn_dim": 32, "text_dim": 32, "freq_dim": 16}
+_SKYREELS_SIZES: dict[str, Any] = {"transformer": _SKYREELS, "blocks": (8, 3, 6), "frames": 97}
+_SKYREELS_SIZES["sizes"] = ((544, 960), (720, 1280))
+_TINY_HUNYUAN: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16}
+_TINY_HUNYUAN |= {"pooled_projection_dim": 12, "rope_axes_dim": (4, 4, 4)}
+_LTX_STRIDES: dict[str, Any] = {"stride": 32, "patch": 1, "temporal_stride": 8, "has_rope": False}
+_TINY_LTX = {"cross_attention_dim": 32, "caption_channels": 24, "in_channels": 8, "out_channels": 8}
+_ROPE = {"use_rotary_positional_embeddings": True}
+# 300 is what diffusers' conversion script writes: the longest side of the RoPE tables, not a usual size
+_VERSION_1_5 = {**_ROPE, "sample_height": 300, "sample_width": 300, "patch_size_t": 2, "patch_bias": False}
+_TINY_COG = {"in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32, "max_text_seq_length": 8}
+_ONE_SINGLE: dict[str, Any] = {"layers": 2, "more_layers": {"num_single_layers": 1}}
+
+MODELS: dict[str, tuple[Model, ...]] = {
+    "sana": (
+        _sana("sana-0.6b", 36, 28, 16, 72, "600"),
+        _sana("sana-1.6b", 70, 20, 20, 112, "1600"),
+        tiny_image("sana", _SANA, _TINY_SANA, head_dim=16, sizes=squares(256), stride=32, patch=1, has_rope=False),
+    ),
+    "sana_video": (
+        # as diffusers' conversion script sets it; the rest are the class's defaults
+        Model(
+            *("sana-video-2b", _SANA_VIDEO, 20, 112, 20, (7, 3, 5), ((480, 832),), {"mlp_ratio": 3.0}),
+            frames=81,
+            temporal_stride=4,
+        ),
+        tiny_video("sana_video", _SANA_VIDEO, _TINY_SANA_VIDEO),
+    ),
+    "dit": (
+        _dit("dit-s-2", 6, 64, 12),
+        _dit("dit-xl-2", 16, 72, 28, source="facebook/DiT-XL-2-256"),
+        tiny_image("dit", _DIT, {"out_channels": 8}, has_rope=False),
+    ),
+    "pixart": (
+        image_model("pixart-alpha-xl-2", _PIXART, 16, 72, 28, settings=_ALPHA, has_rope=False),
+        image_model("pixart-sigma-xl-2", _PIXART, 16, 72, 28, settings=_SIGMA, has_rope=False),
+        tiny_image("pixart", _PIXART, {"cross_attention_dim": 24, "caption_channels": 32}, has_rope=False),
+    ),
+    "flux": (
+        image_model(
+            *("flux-dev", _FLUX, 24, 128, 19), settings={"guidance_embeds": True}, more_layers={"num_single_layers": 38}
+        ),
+        tiny_image("flux", _FLUX, _TINY_FLUX, head_dim=16, **_ONE_SINGLE),
+    ),
+    "sd3": (
+        _sd3("sd3.5-medium", 24, 24, dual_attention_layers=tuple(range(13))),
+        _sd3("sd3.5-large", 38, 38),
+        tiny_image("sd3", _SD3, _TINY_SD3, has_rope=False),
+    ),
+    "qwenimage": (
+        image_model("qwen-image", _QWEN_IMAGE, 24, 128, 60),
+        tiny_image("qwenimage", _QWEN_IMAGE, _TINY_QWEN, head_dim=16),
+    ),
+    "wan": (
+        _wan("wan2.1-1.3b", 12, 8960, 30, source="Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+        _wan("wan2.1-14b", 40, 13824, 40, source="Wan-AI/Wan2.1-T2V-14B-Diffusers"),
+        # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
+        tiny_video("wan", _WAN, _TINY_WAN, heads=3, head_dim=32, layers=4),
+    ),
+    # numbers of diffusers' script that converts the checkpoints
+    "skyreels_v2": (
+        _wan("skyreels-v2-1.3b", 12, 8960, 30, **_SKYREELS_SIZES),
+        _wan("skyreels-v2-14b", 40, 13824, 40, **_SKYREELS_SIZES),
+        tiny_video("skyreels_v2", _SKYREELS, _TINY_SKYREELS),
+    ),
+    "hunyuan_video": (
+        Model(
+            *("hunyuan-video", _HUNYUAN_VIDEO, 24, 128, 20, (11, 3, 5), ((720, 1280),)),
+            frames=129,
+            temporal_stride=4,
+            more_layers={"num_single_layers": 40},
+        ),
+        tiny_video("hunyuan_video", _HUNYUAN_VIDEO, _TINY_HUNYUAN, **_ONE_SINGLE),
+    ),
+    # the class's defaults, and for the 13B models of 0.9.7 heads of 128 channels in 48 layers
+    "ltx": (
+        _ltx("ltx-video-2b", 64, 28),
+        _ltx("ltx-video-13b", 128, 48),
+        tiny_video("ltx", _LTX, _TINY_LTX, head_dim=16, sizes=((128, 192),), **_LTX_STRIDES),
+    ),
+    # numbers as in diffusers' conversion script; the pipeline of 1.5 generates 85 frames when asked for 81
+    "cogvideox": (
+        _cogvideox("cogvideox-2b", 30, 30, 49, (480, 720)),
+        _cogvideox("cogvideox-5b", 48, 42, 49, (480, 720), settings=_ROPE),
+        _cogvideox("cogvideox1.5-5b", 48, 42, 85, (768, 1360), settings=_VERSION_1_5, temporal_patch=2),
+        tiny_video("cogvideox", _COGVIDEOX, {**_TINY_COG, **_ROPE}, head_dim=16),
+    ),
+}
+"""Configurations of the families that are measured, by the family's name."""

@@ -3,11 +3,12 @@
 Classes of diffusers and transformers never change. This module is imported when a model is patched.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from types import MethodType
 from typing import Any
 
-from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention import AttentionMixin, AttentionModuleMixin
 
 _BASE, _MIXIN = "_mhla_base", "_mhla_mixin"
 """Attributes of a subclass: the library's class, and the mixin."""
@@ -64,56 +65,16 @@ def _set_class(module: Any, cls: Any) -> None:
         module._old_forward = MethodType(cls.forward, module)
 
 
+def prepare(transformer: Any, attentions: Iterable[Any]) -> None:
+    """Add methods to set processors to a transformer and its self-attentions, where their classes lack them."""
+    if not hasattr(transformer, "set_attn_processor"):
+        switch(transformer, AttentionMixin)
+    for attn in attentions:
+        if not hasattr(attn, "set_processor"):
+            switch(attn, ProcessorMethods)
+
+
 class ProcessorMethods(AttentionModuleMixin):
     """Mixin for attentions that run a processor without a method to set another."""
 
     _supports_qkv_fusion = False
-
-
-class OwnAttention:
-    """Placeholder for "no processor": the attention runs its original forward."""
-
-
-_OWN = OwnAttention()
-
-
-class WithProcessor:
-    """Mixin that gives attentions of transformers a processor, as diffusers' have."""
-
-    processor: Any = _OWN
-
-    def set_processor(self, processor: Any) -> None:
-        """Set the processor; :class:`OwnAttention` removes it."""
-        if not isinstance(processor, OwnAttention):
-            self.processor = processor
-        elif "processor" in vars(self):
-            del self.processor
-
-    def get_processor(self) -> Any:
-        """Return the processor, or a placeholder for none."""
-        return self.processor
-
-    @property
-    def has_processor(self) -> bool:
-        """Whether a processor is set, and runs in this thread."""
-        return not isinstance(self.processor, OwnAttention) and not getattr(self.processor, "is_off", False)
-
-
-def refuse_weights(dropout: float, asked: bool) -> None:
-    """Raise ValueError if a call needs softmax weights, which MHLA does not compute.
-
-    Args:
-        dropout: of the weights, in this call.
-        asked: whether the caller asks for the weights.
-    """
-    if dropout:
-        raise ValueError(
-            f"attention_dropout={dropout} drops softmax weights, which MHLA does not compute; set it to 0 in the "
-            "configuration before the model is created, or in the layers of an existing model, "
-            "attn.attention_dropout."
-        )
-    if asked:
-        raise ValueError(
-            "output_attentions=True asks for softmax weights, which MHLA does not compute. Leave it out, or call "
-            "within mhla_disabled(model); weights() of one of mhla_layers(model) returns MHLA's weight of every key."
-        )

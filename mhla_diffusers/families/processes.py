@@ -84,13 +84,10 @@ class FlowMatching(DiffusionProcess):
         shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
         timestep_scale: factor on the timestep, 1.0 but for some SANA models.
         channels: see :attr:`DiffusionProcess.channels`.
-        is_reversed: whether the transformer's time runs from the noise to the data, 1 − σ in place of σ.
     """
 
-    def __init__(
-        self, shift: float, timestep_scale: float = 1.0, channels: int | None = None, *, is_reversed: bool = False
-    ) -> None:
-        self.shift, self.timestep_scale, self.channels, self.is_reversed = shift, timestep_scale, channels, is_reversed
+    def __init__(self, shift: float, timestep_scale: float = 1.0, channels: int | None = None) -> None:
+        self.shift, self.timestep_scale, self.channels = shift, timestep_scale, channels
 
     def time_at(self, quantile: Tensor) -> Tensor:
         """Return σ of the quantiles: the sigmoid of a standard normal variable, shifted."""
@@ -106,8 +103,8 @@ class FlowMatching(DiffusionProcess):
         return (1 - sigma) * latents + sigma * noise
 
     def timestep(self, time: Tensor) -> Tensor:
-        """Return 1000 σ or 1000 (1 − σ), scaled."""
-        return (1 - time if self.is_reversed else time) * 1000 * self.timestep_scale
+        """Return 1000 σ, scaled."""
+        return time * 1000 * self.timestep_scale
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
         """Return the mean squared error to the velocity, over frames that are not clean."""
@@ -199,33 +196,22 @@ class LearnedVarianceDDPM(_DDPM):
 
 
 class VelocityDDPM(_DDPM):
-    """CogVideoX and HunyuanDiT: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents.
+    """CogVideoX: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents, up to pure noise at the last step.
 
-    Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it.
+    Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it. √β grows linearly from √0.00085
+    to √0.012 over 1000 steps, whose amplitudes are then stretched so that the last one is 0.
 
     Args:
         snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step: 3.0 for CogVideoX-2B, 1.0 (none) for the others.
-        last_beta: β of the last of 1000 steps; √β grows linearly from √0.00085 to its root.
-        ends_in_noise: whether the last step is pure noise, as in CogVideoX.
         channels: see :attr:`DiffusionProcess.channels`.
     """
 
-    def __init__(
-        self,
-        snr_shift: float = 1.0,
-        *,
-        last_beta: float = 0.012,
-        ends_in_noise: bool = True,
-        channels: int | None = None,
-    ) -> None:
-        betas = torch.linspace(0.00085**0.5, last_beta**0.5, 1000, dtype=torch.float64).square()
+    def __init__(self, snr_shift: float = 1.0, *, channels: int | None = None) -> None:
+        betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
         signal = (1 - betas).cumprod(dim=0)
-        signal = signal / (snr_shift + (1 - snr_shift) * signal)
-        if ends_in_noise:  # stretch the amplitudes so that the last one is 0
-            amplitude = signal.sqrt()
-            first, last = amplitude[0], amplitude[-1]
-            signal = ((amplitude - last) * first / (first - last)).square()
-        super().__init__(signal)
+        amplitude = (signal / (snr_shift + (1 - snr_shift) * signal)).sqrt()
+        first, last = amplitude[0], amplitude[-1]
+        super().__init__(((amplitude - last) * first / (first - last)).square())
         self.channels = channels
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:

@@ -1,23 +1,24 @@
-"""How a family's models are trained: their process, encoding latents and prompts, and calling the pipeline."""
+"""How a family's models are trained: their process, encoding clips and prompts, and generating latents."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .forward import Forward, Kwargs, Sample, undefined
-from .models import Clip
-from .packing import unpack
-from .processes import KNOWN_FRAMES, DiffusionProcess, FlowMatching
+from .calling import label_of
+from .inputs import Sample, undefined, unpack
+from .models import Clip, strides_of
+from .processes import KNOWN_FRAMES, DiffusionProcess, FlowMatching, VelocityDDPM
 
 
 @dataclass(kw_only=True, eq=False)
 class Training:
-    """How a family's models are trained, encoded for and called. A subclass overrides the methods that differ."""
+    """How a family's models are trained and encoded for. A subclass overrides the methods that differ."""
 
     ddpm: Callable[[], DiffusionProcess] | None = None
     """Makes the process of models that were not trained with flow matching."""
@@ -27,41 +28,33 @@ class Training:
     """Whether samples hold the text, padded with zeros to one length, and its mask, which are the conditions."""
     encodes_frames: bool = False
     """Whether images are encoded by an autoencoder of videos, for which an image is one frame."""
-    prompts_are_classes: bool = False
-    """Whether the model is conditioned on classes, by number or name, instead of text."""
-    forward: Forward = field(init=False)
-    """The family's, which :attr:`Family.training` sets."""
+    family: Any = field(init=False)
+    """The :class:`Family` whose models they are, which sets it."""
 
     @property
-    def suffix(self) -> str:
-        """Suffix of generated files: ``.mp4`` or ``.png``."""
-        return ".mp4" if self.forward.makes_videos else ".png"
-
-    # Training
+    def inputs(self) -> Any:
+        """What the forward takes."""
+        return self.family.inputs
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
         """Return the process that the model was trained with, by default flow matching.
 
         Channels of a picture, which a video model takes and does not predict, stay clean.
-
-        Raises:
-            ValueError: the transformer is conditioned on pictures.
         """
         config = transformer.config
-        self._check_trained_on_text(config)
         if self.ddpm is not None:
             return self.ddpm()
-        scale = 1e-3 if self.forward.takes_sigma else 1.0
-        process = FlowMatching(flow_shift, scale, is_reversed=self.forward.time_is_reversed)
-        if self.forward.makes_videos and config.in_channels != (config.get("out_channels") or config.in_channels):
+        scale = 1e-3 if self.inputs.takes_sigma else 1.0
+        process = FlowMatching(flow_shift, scale)
+        if self.family.makes_videos and config.in_channels != (config.get("out_channels") or config.in_channels):
             process.channels = int(config.out_channels)
         return process
 
     def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
         """Return the prediction for latents (B, C, ...), of their shape: by default the output, towards the noise."""
-        if self.forward.packs_latents:
-            output = unpack(output, self.forward.token_grid(transformer, latents), self.forward.patch(transformer))
-        predicted: Tensor = -output if self.forward.time_is_reversed else output
+        if self.inputs.packs_latents:
+            output = unpack(output, self.family.token_grid(transformer, latents), self.family.patch_of(transformer))
+        predicted: Tensor = output
         return predicted
 
     def prepare_for_training(self, transformer: nn.Module) -> None:
@@ -70,17 +63,6 @@ class Training:
     def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
         """Return the modules that several blocks use; FSDP2 must gather them separately."""
         return []
-
-    def needs_pictures(self, config: Any) -> bool:
-        """Whether a transformer of this configuration needs pictures beside text, and so cannot be trained here."""
-        return False
-
-    def _check_trained_on_text(self, config: Any) -> None:
-        if self.needs_pictures(config):
-            raise ValueError(
-                "This checkpoint is conditioned on pictures, which captions do not hold. It can be patched and "
-                "generates; encode and train with a text-to-video checkpoint."
-            )
 
     # Encoding
 
@@ -95,13 +77,13 @@ class Training:
             float32 (B, C, F, H, W), or (B, C, H, W) for images.
         """
         latents = self.encoded(pipe, pixels)
-        if not self.keeps_first_frame(pipe, pipe.transformer.config):
+        if not self.family.calling.begins_with_picture(pipe, pipe.transformer.config):
             return latents
         return torch.cat([self.encoded(pipe, pixels[:, :, :1]), latents[:, :, 1:]], dim=2)
 
     def encoded(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Run the autoencoder on clips, and scale their latents as :func:`scaled_latents`."""
-        found = pipe.vae.encode(pixels if self.forward.makes_videos or self.encodes_frames else pixels[:, :, 0])
+        found = pipe.vae.encode(pixels if self.family.makes_videos or self.encodes_frames else pixels[:, :, 0])
         latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
         scaled = scaled_latents(pipe.vae, latents.float())
         return scaled[:, :, 0] if self.encodes_frames else scaled
@@ -112,14 +94,18 @@ class Training:
         By default none, beside :data:`~.processes.KNOWN_FRAMES`, the number of given latent frames, where the first is
         a picture.
         """
-        return {KNOWN_FRAMES: torch.tensor(1)} if self.keeps_first_frame(pipe, pipe.transformer.config) else {}
+        return (
+            {KNOWN_FRAMES: torch.tensor(1)}
+            if self.family.calling.begins_with_picture(pipe, pipe.transformer.config)
+            else {}
+        )
 
     def picture_settings(self, pipe: Any, pixels: Tensor) -> Mapping[str, Any]:
         """Return the settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W).
 
         By default its first frame as ``image``, where prompts of videos are encoded with a picture.
         """
-        is_taken = self.forward.makes_videos and "image" in inspect.signature(pipe.encode_prompt).parameters
+        is_taken = self.family.makes_videos and "image" in inspect.signature(pipe.encode_prompt).parameters
         return {"image": first_picture(pipe, pixels)} if is_taken else {}
 
     def beside(self, pipe: Any, latents: Tensor, *pictures: Tensor) -> Tensor:
@@ -128,7 +114,7 @@ class Training:
         Raises:
             ValueError: the transformer takes another number of channels.
         """
-        frames, wanted = latents.shape[2], self.forward.channels(pipe.transformer.config)
+        frames, wanted = latents.shape[2], self.inputs.channels(pipe.transformer.config)
         filled = [functional.pad(one, (0, 0, 0, 0, 0, frames - one.shape[2])) for one in pictures]
         found = torch.cat([latents, *filled], dim=1)
         if wanted != found.shape[1]:
@@ -137,13 +123,6 @@ class Training:
                 f"the {found.shape[1]} with a first frame; give the samples as InMemoryData."
             )
         return found
-
-    def keeps_first_frame(self, pipe: Any, config: Any) -> bool:
-        """Whether a pipeline, or its class, gives its picture to the transformer as a first latent frame without noise.
-
-        ``config`` is the transformer's configuration.
-        """
-        return False
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Return the kwargs of the transformer's forward for a prompt, without a batch axis, by default ``conditions``.
@@ -154,12 +133,10 @@ class Training:
             settings: of the pipeline's call; settings that ``encode_prompt`` does not take are ignored.
 
         Raises:
-            ValueError: a prompt that the model does not know, a transformer that is conditioned on pictures, or the
-                family does not define how prompts are encoded.
+            ValueError: a prompt that the model does not know, or the family does not define how prompts are encoded.
         """
         config = pipe.transformer.config
-        self._check_trained_on_text(config)
-        conditions = self.forward.conditions_of(config)
+        conditions = self.inputs.conditions_of(config)
         if not conditions:
             raise undefined(self, "how prompts are encoded", "encode_prompt")
         usual = {"max_sequence_length": conditions[0].sizes(config)[0], **self.text_settings}
@@ -173,7 +150,7 @@ class Training:
 
     def _padded(self, embeddings: Any, masks: Any, length: int) -> Sample:
         """Return a text of one sample, padded with zeros to a length, and the mask of its tokens."""
-        text, mask = self.forward.conditions
+        text, mask = self.inputs.conditions
         # encode_prompt gives a mask, or None, or texts of a negative prompt in its place
         found = embeddings[0][masks[0].bool()] if isinstance(masks, Tensor) else embeddings[0]
         takes_part = torch.arange(length, device=found.device) < len(found)
@@ -188,102 +165,154 @@ class Training:
             chosen["do_classifier_free_guidance"] = False
         return pipe.encode_prompt(**{**chosen, "prompt": prompt})
 
-    # Calling the pipeline
-
-    def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """Return the number of classes a pipeline was trained on, read without loading it; 0 if prompts are text."""
-        return 0
-
-    def check_class(self, index: Mapping[str, Any], config: Mapping[str, Any], prompt: str) -> None:
-        """Raise ValueError for a class that a pipeline does not have, read without loading it."""
-
-    def check_prompt(self, pipe: Any, prompt: str) -> None:
-        """Raise ValueError for a class that the model does not have."""
-
-    def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
-        """Return the argument of the pipeline's call that takes the prompts."""
-        return {"prompt": list(prompts)}
-
-    def asked_frames(self, pipe: Any, frames: int) -> int:
-        """Return what the pipeline's call must be asked for to give so many frames."""
-        return frames
-
-    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
-        """Return the kwargs of the pipeline's call for frames and size, as far as it has them."""
-        height, width = clip.sizes[0]
-        frames = dict.fromkeys(("num_frames", "frames", "video_length"), self.asked_frames(pipe, clip.frames))
-        asked = {"height": height, "width": width, **frames, "use_resolution_binning": False}
-        known = inspect.signature(pipe.__call__).parameters
-        return {name: value for name, value in asked.items() if name in known}
-
-    def guidance_arguments(self, guidance: float) -> Kwargs:
-        """Return the kwargs of the pipeline's call for a guidance scale."""
-        return {"guidance_scale": guidance}
-
-    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
-        """Generate one sample per prompt.
-
-        Args:
-            pipe: the pipeline, patched or not.
-            prompts: text or classes.
-            generators: noise of every sample; on the CPU for noise that does not depend on the device.
-            **settings: further arguments of the pipeline's call.
-
-        Returns:
-            For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1], unless ``output_type`` is set.
-
-        Raises:
-            ValueError: the pipeline needs more arguments, such as a picture.
-        """
-        usual = (
-            {"output_type": "np"} if self.forward.makes_videos else {}
-        )  # some pipelines return PIL images by default
-        arguments = {**usual, **self.prompt_arguments(pipe, prompts), "generator": list(generators), **settings}
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        missing = [
-            name
-            for name, parameter in inspect.signature(pipe.__call__).parameters.items()
-            if parameter.default is parameter.empty and parameter.kind in by_name and name not in arguments
-        ]
-        if "image" not in (*arguments, *missing) and self.keeps_first_frame(pipe, pipe.transformer.config):
-            missing.append("image")
-        if missing:
-            raise ValueError(
-                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts. mhla generate takes a "
-                "picture (--image FILE); for anything else call the pipeline yourself. Train on videos of your own "
-                "(mhla encode)."
-            )
-        guider = getattr(pipe, "guider", None)  # a component that takes the guidance in place of the pipeline
-        if guider is not None and "guidance_scale" in arguments:
-            pipe.guider = guider.new(guidance_scale=arguments.pop("guidance_scale"))
-        try:
-            output = pipe(**arguments)
-        finally:
-            if guider is not None:
-                pipe.guider = guider
-        return output.frames if self.forward.makes_videos else output.images
-
     def generate_latents(
         self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
     ) -> Tensor:
         """Generate latents in the transformer's scale: (C, ...)."""
-        settings = {"num_inference_steps": steps, "output_type": "latent", **self.guidance_arguments(guidance)}
-        latents: Tensor = self.call(pipe, [prompt], [generator], **self.clip_arguments(pipe, clip), **settings)[0]
-        if self.forward.packs_latents and latents.ndim == 2:
-            grid = self.forward.grid_of_clip(pipe, pipe.transformer, clip)
-            latents = unpack(latents[None], grid, self.forward.patch(pipe.transformer))[0]
+        calling = self.family.calling
+        settings = {"num_inference_steps": steps, "output_type": "latent", **calling.guidance_arguments(guidance)}
+        settings |= calling.clip_arguments(pipe, clip)
+        latents: Tensor = calling.call(pipe, [prompt], [generator], **settings)[0]
+        if self.inputs.packs_latents and latents.ndim == 2:
+            grid = calling.grid(pipe, pipe.transformer, clip)
+            latents = unpack(latents[None], grid, self.family.patch_of(pipe.transformer))[0]
         return latents
+
+
+class SanaTraining(Training):
+    """SANA's: a factor on the timesteps, and the pipeline's instruction before the caption."""
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Return flow matching with the factor of SANA-Sprint's timesteps."""
+        return FlowMatching(flow_shift, timestep_scale=float(transformer.config.timestep_scale))
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """Encode with the pipeline's default instruction before the caption, unless the settings have another."""
+        default = inspect.signature(pipe.__call__).parameters["complex_human_instruction"].default
+        chosen = {"complex_human_instruction": default, **(settings or {})}
+        if not prompt:
+            chosen["complex_human_instruction"] = None
+        return super().encode_prompt(pipe, prompt, chosen)
+
+
+class SanaVideoTraining(SanaTraining):
+    """SANA-Video's, whose timesteps have no factor."""
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Return flow matching."""
+        return FlowMatching(flow_shift)
+
+
+class DiTTraining(Training):
+    """DiT's, conditioned on classes."""
+
+    def prepare_for_training(self, transformer: nn.Module) -> None:
+        """Disable label dropout, whose random numbers differ between processes; ``prompt_dropout`` replaces it."""
+        for module in transformer.modules():
+            if type(module).__name__ == "LabelEmbedding":
+                module.eval()
+
+    def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
+        """Return the embeddings of the first block, which the last layer uses too."""
+        from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings
+
+        return [module for module in transformer.modules() if isinstance(module, CombinedTimestepLabelEmbeddings)]
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """Return ``class_labels`` (); the empty prompt is the class after the last one."""
+        none = int(pipe.transformer.config.num_embeds_ada_norm)
+        return {"class_labels": torch.tensor(label_of(pipe, prompt) if prompt else none)}
+
+    def generate_latents(
+        self, pipe: Any, prompt: str, clip: Clip, steps: int, guidance: float, generator: torch.Generator
+    ) -> Tensor:
+        """Sample as the pipeline does up to the autoencoder, which it cannot skip."""
+        transformer, device = pipe.transformer, pipe.vae.device
+        size, channels = transformer.config.sample_size, transformer.config.in_channels
+        latents = torch.randn(1, channels, size, size, generator=generator).to(device, transformer.dtype)
+        labels = torch.stack([self.encode_prompt(pipe, text)["class_labels"] for text in (prompt, "")]).to(device)
+        pipe.scheduler.set_timesteps(steps)
+        for time in pipe.scheduler.timesteps:
+            inputs = pipe.scheduler.scale_model_input(torch.cat([latents, latents]), time)
+            output = transformer(inputs, timestep=time.to(device).expand(2), class_labels=labels).sample
+            wanted, empty = output[:, :channels].chunk(2)
+            noise = empty + guidance * (wanted - empty)
+            latents = pipe.scheduler.step(noise, time, latents).prev_sample
+        return latents[0]
+
+
+class WanTraining(Training):
+    """Wan's: image-to-video adds channels of a mask and of the first frame."""
+
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode to 16 channels; for image-to-video to 36, with a mask and the latents of the first frame."""
+        latents = super().encode_pixels(pipe, pixels)
+        if self.inputs.channels(pipe.transformer.config) == latents.shape[1]:
+            return latents
+        known = torch.ones_like(latents[:, :1, :1]).repeat(1, strides_of(pipe.vae.config, of_videos=True)[0], 1, 1, 1)
+        first = torch.cat([pixels[:, :, :1], torch.zeros_like(pixels[:, :, 1:])], dim=2)
+        return self.beside(pipe, latents, known, super().encode_pixels(pipe, first))
+
+    def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
+        """Return ``encoder_hidden_states_image`` (tokens, channels) of the first frame, if the transformer takes it."""
+        if pipe.transformer.config.image_dim is None:
+            return {}
+        return {"encoder_hidden_states_image": pipe.encode_image([first_picture(pipe, pixels)])[0]}
+
+
+class HunyuanVideoTraining(Training):
+    """HunyuanVideo's: image-to-video adds channels of the first frame, and encodes text with the picture."""
+
+    def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
+        """Encode with the picture, or without one with a black one, as the pipeline's negative prompt."""
+        every = {"latent_concat": 2, "token_replace": 4}.get(pipe.transformer.config.image_condition_type, 1)
+        usual = {"image": Image.new("RGB", (336, 336)), "image_embed_interleave": every}
+        return super().encode_text(pipe, prompt, {**usual, **settings})
+
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode to (B, 16, F, H, W); image-to-video adds channels of the first frame and, but for SkyReels, a mask."""
+        latents, config = super().encode_pixels(pipe, pixels), pipe.transformer.config
+        if config.in_channels == config.out_channels:
+            return latents
+        first = super().encode_pixels(pipe, pixels[:, :, :1])
+        mask = [torch.ones_like(first[:, :1])] if config.image_condition_type == "latent_concat" else []
+        return self.beside(pipe, latents, first, *mask)
+
+
+class CogVideoXTraining(Training):
+    """CogVideoX's: frames before channels, whole tokens of two frames."""
+
+    def prediction(self, transformer: Any, output: Any, latents: Tensor) -> Tensor:
+        """Put channels before frames."""
+        return super().prediction(transformer, output, latents).transpose(1, 2)
+
+    def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
+        """Return diffusion to pure noise with predicted velocity; 2B, without RoPE, has noisier steps."""
+        snr_shift = 1.0 if transformer.config.use_rotary_positional_embeddings else 3.0
+        return VelocityDDPM(snr_shift, channels=int(transformer.config.out_channels))
+
+    def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode to (B, 16, F, H, W); the first frame is repeated to fill its token.
+
+        In its place the pipeline generates frames that it does not decode. For image-to-video (B, 32, F, H, W), with
+        the latents of the first frame; some checkpoints have them on the autoencoder's scale, divided by its factor.
+        """
+        latents = super().encode_pixels(pipe, pixels)
+        missing = self.family.latent_frames(pipe.transformer.config, latents.shape[2], 1) - latents.shape[2]
+        latents = torch.cat([latents[:, :, :1].expand(-1, -1, missing, -1, -1), latents], dim=2)
+        if self.inputs.channels(pipe.transformer.config) == latents.shape[1]:
+            return latents
+        first, scale = super().encode_pixels(pipe, pixels[:, :, :1]), pipe.vae.config.scaling_factor
+        return self.beside(pipe, latents, first / scale**2 if pipe.vae.config.invert_scale_latents else first)
+
+    def generate_latents(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Put channels before frames."""
+        return super().generate_latents(*args, **kwargs).transpose(0, 1)
 
 
 def first_picture(pipe: Any, pixels: Tensor) -> Any:
     """Return the first frame of a clip (1, 3, F, H, W) as a PIL image."""
     return pipe.video_processor.postprocess(pixels[:, :, 0].float(), output_type="pil")[0]
-
-
-def takes_picture(pipe: Any) -> bool:
-    """Whether a pipeline, or its class, begins every video with a picture; one that takes any conditions need not."""
-    known = inspect.signature(pipe.__call__).parameters
-    return "image" in known and "conditions" not in known
 
 
 def scaled_latents(vae: Any, latents: Tensor) -> Tensor:

@@ -52,14 +52,14 @@ def generate_command(
     from .generate import SampleSet, generate, plan_samples
     from .pipelines import family_named
 
-    training = family_named(family).training
+    calling = family_named(family).calling
     rows: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts or ()]
     rows += read_prompt_table(prompt_file) if prompt_file is not None else ()
     if not rows:
-        example = "seven" if training.prompts_are_classes else '"a seven moving left"'
+        example = "seven" if calling.prompts_are_classes else '"a seven moving left"'
         raise ValueError(f"No prompt: type mhla generate {family} {example}, or give --prompt-file FILE.")
     images = [own or image for _, own in rows]
-    samples = plan_samples([prompt for prompt, _ in rows], training.suffix, seeds or (0,), images)
+    samples = plan_samples([prompt for prompt, _ in rows], calling.suffix, seeds or (0,), images)
     folder = output or Path("outputs", family)
     chosen = SampleSet(family, samples, folder, seed=None, **options)
     typer.echo(chosen.summary, err=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from ..families.training import takes_picture
+from ..families.calling import takes_picture
 from ..files import file_hash, folder_for_results
 from ..reporting import shows_bars
 from ..settings import check_value
@@ -51,7 +51,7 @@ class SampleSet(PipelineChoice):
         check_value("samples", list(self.samples), list[Any], is_filled=True)
         pictures = any(sample.image for sample in self.samples)
         check_value("batch_size", self.batch_size, int, at_least=1, at_most=1 if pictures else None)
-        suffix = self.of_family.training.suffix
+        suffix = self.of_family.calling.suffix
         wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
         if wrong is not None:
             raise ValueError(f"{self.family} generates {suffix} files, but the samples are such as {wrong!r}.")
@@ -59,7 +59,7 @@ class SampleSet(PipelineChoice):
     @property
     def choices(self) -> dict[str, Any]:
         """Everything but the prompts that determines the samples, which is recorded beside them."""
-        rate = self.video_rate if self.of_family.forward.makes_videos else None
+        rate = self.video_rate if self.of_family.makes_videos else None
         return {**super().choices, "frames_per_second": rate, "seed": self.seed}
 
     def check(self) -> None:
@@ -74,7 +74,7 @@ class SampleSet(PipelineChoice):
                 "image-to-video pipeline."
             )
         needs = takes is not None and (
-            takes.default is takes.empty or (self.of_family.forward.makes_videos and takes_picture(pipeline))
+            takes.default is takes.empty or (self.of_family.makes_videos and takes_picture(pipeline))
         )
         if needs and not all(images):
             raise ValueError(
@@ -145,7 +145,7 @@ def generate(
     with folder_for_results(config.output, lock=process == 0):
         config.check()
         _check_folder(config)
-        if config.of_family.forward.makes_videos:
+        if config.of_family.makes_videos:
             import_imageio()
         missing = []
         for sample in config.samples[process::processes]:

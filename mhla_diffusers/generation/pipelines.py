@@ -17,7 +17,7 @@ import torch
 
 from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
-from ..families import Clip, Family, families, find_family, get_family, supported_instead, trained_family
+from ..families import Clip, Family, families, find_family, get_family, supported_instead
 from ..files import content_of, read_json
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..reporting import times
@@ -77,7 +77,7 @@ class PipelineChoice:
         choose_device(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         check_value("frames_per_second", self.frames_per_second, int | None, above=0)
-        if self.frames_per_second is not None and not self.of_family.forward.makes_videos:
+        if self.frames_per_second is not None and not self.of_family.makes_videos:
             raise ValueError(
                 f"frames_per_second={self.frames_per_second} is for videos, but {self.family!r} makes images; leave it "
                 "out."
@@ -123,7 +123,7 @@ class PipelineChoice:
     @property
     def known_arguments(self) -> dict[str, Any]:
         """Steps, size, frames and guidance of the call, as far as they are known before it, defaults included."""
-        guidance = self.of_family.training.guidance_arguments(1.0)
+        guidance = self.of_family.calling.guidance_arguments(1.0)
         found = {name: x.default for name, x in inspect.signature(self.pipeline_class().__call__).parameters.items()}
         if self.model is None:
             found |= call_settings(self.family) | ({"num_frames": FRAMES} if "num_frames" in found else {})
@@ -188,7 +188,7 @@ class PipelineChoice:
         if found != {self.family}:
             raise ValueError(f"{self.model} belongs to {', '.join(found)}, but family={self.family!r} was asked for.")
         for prompt in prompts:
-            self.of_family.training.check_prompt(pipe, prompt)
+            self.of_family.calling.check_prompt(pipe, prompt)
         if self.weights is not None:
             load_result(pipe, self.weights)
             if self.patch_settings:
@@ -205,9 +205,9 @@ class PipelineChoice:
         defaults = call_settings(self.family) if self.model is None else {}
         settings = {**defaults, **self.settings, **arguments}
         if (frames := self.settings.get("num_frames")) is not None:
-            settings["num_frames"] = self.of_family.training.asked_frames(pipe, frames)
+            settings["num_frames"] = self.of_family.calling.asked_frames(pipe, frames)
         try:
-            return self.of_family.training.call(pipe, prompts, generators, **settings)
+            return self.of_family.calling.call(pipe, prompts, generators, **settings)
         except (TypeError, ValueError) as error:
             if not self.settings:
                 raise
@@ -301,15 +301,15 @@ def component_identity(model: str, component: str) -> str:
 
 def class_count(model: str | None, family: str) -> int:
     """Return the number of classes that a pipeline was trained on, read without its weights."""
-    return family_named(family).training.class_count(*_index_and_config(model, family))
+    return family_named(family).calling.class_count(*_index_and_config(model, family))
 
 
 def check_classes(model: str | None, family: str, prompts: Iterable[str]) -> None:
     """Raise ValueError for a prompt that is not a class of a pipeline for classes, read without its weights."""
-    if family_named(family).training.prompts_are_classes:
+    if family_named(family).calling.prompts_are_classes:
         found = _index_and_config(model, family)
         for prompt in prompts:
-            family_named(family).training.check_class(*found, prompt)
+            family_named(family).calling.check_class(*found, prompt)
 
 
 def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -321,9 +321,9 @@ def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], d
 
 
 def family_named(name: str) -> Family:
-    """Return the registered family of diffusion models of that name; ValueError if its pipeline cannot be called."""
-    check_choice("family", name, [family.name for family in families() if family.is_diffusion], "mhla info")
-    return trained_family(name)
+    """Return the registered family of diffusion models of that name; ValueError if there is none."""
+    check_choice("family", name, [family.name for family in families()], "mhla info")
+    return get_family(name)
 
 
 def family_of(model: str, component: str = "transformer") -> Family:
@@ -335,7 +335,7 @@ def family_of(model: str, component: str = "transformer") -> Family:
         raise ValueError(f"{model} has no component {component!r}; {known}.")
     if find_family(name) is None:
         raise ValueError(f"The {component} of {model} is {name!r}, which has no family; {supported_instead(name)}")
-    return trained_family(name)
+    return get_family(name)
 
 
 def transformers_of(model: str) -> list[str]:

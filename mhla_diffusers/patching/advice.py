@@ -10,7 +10,7 @@ from .handle import Patched
 
 def advice_on(patched: Patched, grid: tuple[int, ...]) -> dict[str, str]:
     """Return the warnings of :func:`advise` of a patched transformer on a grid: of the first of its layers."""
-    attention = patched.family.attention
+    attention = patched.family
     if attention.computes != "softmax" or not patched.layers:
         return {}
     layer = next(iter(patched.layers.values()))

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from ..attention.layout import Extra, Shape, check_extra, check_grid
 from ..config import SparseConfig, Step
 from ..families import find_family, get_family, unwrapped, why_refused
-from ..families.adapters import key_padding_mask
+from ..families.mhla import key_padding_mask
 from ..settings import check
 from .attend import EngineAttention, EngineSettings
 from .context import is_off, of_this_thread, switched_off

@@ -45,8 +45,8 @@ class TransformerCall:
     def grid(self, transformer: nn.Module) -> tuple[int, ...]:
         """Return the token grid that the transformer makes of it."""
         family = get_family(transformer)
-        arguments = family.forward.named_arguments(transformer, self.args, self.kwargs)
-        return tuple(int(size) for size in family.forward.grid_of_arguments(transformer, arguments))
+        arguments = family.named_arguments(transformer, self.args, self.kwargs)
+        return tuple(int(size) for size in family.grid(transformer, arguments))
 
     def predict(self, transformer: nn.Module) -> torch.Tensor:
         """Run it; return the output (B, output channels, ...), as the transformer's family has it."""

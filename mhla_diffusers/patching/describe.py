@@ -243,7 +243,7 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
         config.layout_on(wanted)  # raises if the blocks cannot cut the grid
     sizes, density = None, None
     if grid is not None:
-        sizes = sizes_of(attn, family, config if running else None, grid, family.attention.extra_tokens)
+        sizes = sizes_of(attn, family, config if running else None, grid, family.extra_tokens)
     if isinstance(config, CausalConfig) and config.own == "softmax":
         longest = config.blocks[0] * config.block_length, *(1 for _ in config.blocks[1:])
         own = config.sizes_on(grid or longest, 1, 1)
@@ -265,10 +265,10 @@ def sizes_of(
         grid: token grid.
         extra: extra tokens.
     """
-    heads, head_dim = family.attention.adapter_of(attn).heads(attn)
+    heads, head_dim = family.adapter_of(attn).heads(attn)
     if config is not None:
         return config.sizes_on(grid, heads, head_dim, extra)
-    if family.attention.computes != "softmax":
+    if family.computes != "softmax":
         return AttentionSizes(math.prod(grid), heads, head_dim, extra=extra)
     return AttentionSizes.of_sparse(math.prod(grid), heads, head_dim, 1, 1, 0, 1.0, extra)
 
@@ -296,13 +296,13 @@ def grids_of_size(
     grids = {}
     for name, transformer in transformers.items():
         family, kind = get_family(transformer), type(transformer).__name__
-        if num_frames is not None and not family.forward.makes_videos:
+        if num_frames is not None and not family.makes_videos:
             raise ValueError(f"num_frames={num_frames} was given, but {kind} makes images.")
         if family.squares_only and height != width:
             raise ValueError(f"{kind} takes squares only; got height={height}, width={width}.")
         frames = num_frames if num_frames is not None else family.default_clip.frames
         clip = Clip(frames, family.default_clip.fps, ((height, width),))
-        grids[name] = family.forward.grid_of_clip(pipe, transformer, clip)
+        grids[name] = family.calling.grid(pipe, transformer, clip)
         if not all(grids[name]):
             raise ValueError(f"height={height}, width={width} is too small: its token grid is {grids[name]}.")
     return grids
@@ -332,7 +332,7 @@ def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = 
     name, grid = next(iter(grids_of_size(pipe, height, width, num_frames).items()))
     transformer = find_transformers(pipe)[name]
     family = get_family(transformer)
-    usual = family.forward.grid_of_clip(pipe, transformer, family.default_clip)
+    usual = family.calling.grid(pipe, transformer, family.default_clip)
     usual_blocks = MHLAConfig(blocks=family.mhla_blocks, clamp_blocks=True).blocks_on(usual)
     wanted = [
         size * count / max(size_then, 1) for size, count, size_then in zip(grid, usual_blocks, usual, strict=True)

@@ -68,10 +68,9 @@ class Forwards:
             self.patched.transformer.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.patched.transformer.register_forward_hook(self._end, always_call=True),
         ]
-        if self.patched.family.is_diffusion:
-            self.patched.loop = DenoisingLoop(self.patched.family, pipe)
-            if hasattr(type(self.patched.transformer), CACHE_CONTEXT):
-                setattr(self.patched.transformer, CACHE_CONTEXT, self.cache_context)
+        self.patched.loop = DenoisingLoop(self.patched.family, pipe)
+        if hasattr(type(self.patched.transformer), CACHE_CONTEXT):
+            setattr(self.patched.transformer, CACHE_CONTEXT, self.cache_context)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -79,18 +78,11 @@ class Forwards:
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            for module in self._checkpointing():
-                CarryingCheckpoint.take_off(module)
+            CarryingCheckpoint.take_off(self.patched.transformer)
             give_back_limit(self)
         transformer = self.patched.transformer
         if getattr(vars(transformer).get(CACHE_CONTEXT), "__self__", None) is self:
             delattr(transformer, CACHE_CONTEXT)
-
-    def _checkpointing(self) -> list[Any]:
-        """Return the modules that hold a function for gradient checkpointing."""
-        if self.patched.family.is_diffusion:
-            return [self.patched.transformer]
-        return list(self.patched.family.attention.blocks_of(self.patched.transformer).values())
 
     def _prepare_compiling(self) -> None:
         """Raise the limit of graphs, and make what runs while torch.compile traces a forward, in no graph."""
@@ -123,10 +115,9 @@ class Forwards:
             outer = outer.outer
         # so that _end takes it back after a refusal too
         enter(CallContext(off=outer.off, of=patched, outer=outer))
-        arguments = family.forward.named_arguments(transformer, args, kwargs)
-        if family.is_diffusion:
-            self._check_processors()
-        name = family.forward.latents_name
+        arguments = family.named_arguments(transformer, args, kwargs)
+        self._check_processors()
+        name = family.latents_name
         latents = arguments.get(name)
         if latents is None:
             kind = type(transformer).__name__
@@ -135,25 +126,24 @@ class Forwards:
         for tensor in [latents] if isinstance(latents, torch.Tensor) else latents:
             for axis in range(1, tensor.ndim) if isinstance(tensor, torch.Tensor) else ():
                 torch._dynamo.mark_static(tensor, axis)
-        grid = tuple(int(size) for size in family.forward.grid_of_arguments(transformer, arguments))
+        grid = tuple(int(size) for size in family.grid(transformer, arguments))
         if 0 in grid:
             kind = type(transformer).__name__
             raise ValueError(f"{name} of {kind} are too small for one token: the token grid is {grid}.")
         is_compiled = torch.compiler.is_compiling()
         if not is_compiled and grid != patched.latest_grid:
-            is_compiled = any(block._compiled_call_impl for block in family.attention.blocks_of(transformer).values())
+            is_compiled = any(block._compiled_call_impl for block in family.blocks_of(transformer).values())
         if is_compiled:
             self._note_graph()
         self._find_split()
         if not torch.compiler.is_compiling():
             self._warn_of_call(grid)
         of_step: dict[str, Any] = {"disabled": False, "shows": False}
-        if family.is_diffusion and self._has_dense_steps(outer, transformer):
+        if self._has_dense_steps(outer, transformer):
             of_step = self._choose_attention(outer, transformer, args, kwargs, arguments)
         elif not torch.compiler.is_compiling():
             of_step["carried"] = None
-        for module in self._checkpointing():
-            CarryingCheckpoint.put_on(module)
+        CarryingCheckpoint.put_on(transformer)
         tables: dict[Any, Any] | None = None if torch.compiler.is_compiling() else {}
         enter(outer._replace(grid=grid, tables=tables, split=self._split, **of_step, of=patched, outer=outer))
 
@@ -288,7 +278,7 @@ class Forwards:
                 attn.processor = patched.processor
             elif patched.is_unfused(attn):
                 layer.original_processor, attn.processor = processor, patched.processor
-            elif (parts := patched.family.attention.perturbed_processors.get(type(processor).__name__)) is not None:
+            elif (parts := patched.family.adapter.perturbed_processors.get(type(processor).__name__)) is not None:
                 if not patched.is_off:
                     attn.processor = PerturbedMHLAProcessor(patched.running_processor(), parts)
             else:

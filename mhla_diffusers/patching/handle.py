@@ -44,7 +44,7 @@ class Patched:
     def __init__(self, transformer: nn.Module, processor: MHLAProcessor | None) -> None:
         self.transformer = transformer
         self.family: Family = get_family(transformer)
-        self.attentions: dict[str, Any] = self.family.attention.self_attentions(transformer)
+        self.attentions: dict[str, Any] = self.family.self_attentions(transformer)
         """Name and module of every self-attention, patched or not, in the order of the layer indices."""
         self.processor = processor
         self.forwards: object = None
@@ -119,7 +119,7 @@ class Patched:
             return attn.processor
         original = replaced_processor(attn)
         if original is None and any(attn is own for own in self.attentions.values()):
-            original = self.family.attention.own_processor(attn)
+            original = self.family.adapter.own_processor(attn)
         elif original is None:
             original = default_cross_attention_processor(attn, self.family)
         return with_backend_of(attn.processor, original) if isinstance(attn.processor, MHLAProcessor) else original

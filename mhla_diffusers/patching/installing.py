@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..families.patched_classes import prepare, switch_back
 from .forwards import Forwards
 from .handle import ATTRIBUTE, Patched
 from .layer import PatchedLayer, attentions_of
@@ -24,7 +25,7 @@ def install(patched: Patched, layers: Mapping[str, PatchedLayer], pipe: Any) -> 
         pipe: pipeline that calls the transformer; a transformer or None where that is not known.
     """
     processor, transformer = patched.running_processor(), patched.transformer
-    patched.family.attention.prepare(patched.transformer)
+    prepare(patched.transformer, patched.attentions.values())
     for name, layer in layers.items():
         attn = patched.attentions[name]
         layer.original_processor = processor.enter(attn)
@@ -117,4 +118,5 @@ def remove(patched: Patched, model: Any = None) -> None:
     patched.forwards = None
     if patched.is_installed:
         delattr(patched.transformer, ATTRIBUTE)
-    patched.family.attention.restore(patched.transformer)
+    for module in (patched.transformer, *patched.attentions.values()):
+        switch_back(module)

@@ -22,7 +22,7 @@ from ..attention import (
 )
 from ..attention.split import attend_split
 from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
-from ..families.adapters import AttentionAdapter, AttentionInputs
+from ..families.mhla import AttentionAdapter, AttentionInputs
 
 FLOAT32_PARAMETERS = ("mixing", "linear_log_weight")
 """Parameters of a layer that stay in float32 in any precision of the attention."""

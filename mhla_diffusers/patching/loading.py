@@ -268,9 +268,9 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dic
     found = {name: transformers[name] for name in record.transformers}
     for name, transformer in found.items():
         family = get_family(transformer)
-        attentions = family.attention.self_attentions(transformer)
+        attentions = family.self_attentions(transformer)
         attn: Any = next(iter(attentions.values()))
-        heads, head_dim = family.attention.adapter_of(attn).heads(attn)
+        heads, head_dim = family.adapter_of(attn).heads(attn)
         kind = type(transformer).__name__
         facts = {"transformer": kind, "layers": len(attentions), "heads": heads, "head_dim": head_dim}
         for what, value in facts.items():

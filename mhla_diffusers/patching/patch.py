@@ -145,7 +145,7 @@ def _tell_what_runs(patched: Patched) -> None:
         return
     config, kind = patched.config, type(patched.transformer).__name__
     runs = f"{config.attention} in {len(patched.layers)} of the {len(patched.attentions)} self-attentions of {kind}"
-    if isinstance(config, LinearConfig) and patched.family.attention.computes == "softmax":
+    if isinstance(config, LinearConfig) and patched.family.computes == "softmax":
         logger.warning(
             "%s: nothing of it is adapted yet, so the outputs are not usable. Train it, or load an adapted patch with "
             "load_mhla(). Sparse attention, apply_mhla(model), needs no training.",
@@ -460,24 +460,24 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
                 f"blocks={family.mhla_blocks}."
             )
         causal = config.causal if isinstance(config, CausalConfig) else None
-        extra = family.attention.adapter.has_extra
+        extra = family.adapter.has_extra
         check_denominator(config.feature_map, config.eps, config.normalize, extra, causal)
-        if family.attention.adapter.rope_by_head and config.rope != "before":
+        if family.adapter.rope_by_head and config.rope != "before":
             raise ValueError(
                 f"rope={config.rope!r} would need one table for all heads, and {kind} rotates every head by other "
                 "angles; set rope='before'."
             )
-    elif family.attention.computes != "softmax":
+    elif family.computes != "softmax":
         raise ValueError(
             f"{config.attention.capitalize()} approximates softmax attention, and the own attention of {kind} is "
-            f"{family.attention.computes}; patch it with MHLA, blocks={family.mhla_blocks}."
+            f"{family.computes}; patch it with MHLA, blocks={family.mhla_blocks}."
         )
-    if isinstance(config, CausalConfig) and family.attention.adapter.has_extra:
+    if isinstance(config, CausalConfig) and family.adapter.has_extra:
         raise ValueError(
             f"causal={config.causal!r} orders the tokens of the grid, and {kind} attends to extra tokens too, such as "
             "text or a class token, which have no place in that order; leave it out."
         )
-    if (why := family.attention.why_not_patched(patched.transformer, config)) is not None:
+    if (why := family.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
     if group_offloading(patched.transformer):
         raise ValueError(OFFLOADED)

@@ -14,7 +14,7 @@ from ..attention.rope import SteadyRotary, steady
 from ..attention.split import share_of
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Family, cross_attention_processor, family_of_attention, grid_of_attention
-from ..families.adapters import Arguments, AttentionAdapter, AttentionInputs
+from ..families.mhla import Arguments, AttentionAdapter, AttentionInputs
 from ..settings import check_choice
 from . import carry
 from .context import current, is_off
@@ -235,7 +235,7 @@ class MHLAProcessor:
             family = family or family_of_attention(attn)
             if family is None:
                 raise _unknown_model(attn)
-            original = family.attention.own_processor(attn)
+            original = family.adapter.own_processor(attn)
         return with_backend_of(self, original)
 
     @property
@@ -386,7 +386,7 @@ def adapter_of(attn: Any, family: Family | None = None) -> AttentionAdapter:
     if layer is not None:
         return layer.adapter
     if family is not None:
-        return family.attention.adapter_of(attn)
+        return family.adapter_of(attn)
     if getattr(attn, "add_q_proj", None) is not None:
         raise _unknown_model(attn)
     return AttentionAdapter()

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..config import Step
 from ..families import Family
+from ..families.old_adapters import scheduler_timestep, time_of
 
 _SAME = 1e-5
 """Relative difference up to which two timesteps are one, since some are scaled on their way to the transformer.
@@ -68,13 +69,13 @@ class DenoisingLoop:
 
     def step_by_timestep(self, transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         """Return the step of a forward by its timestep, which waits for the device; None if it is unknown."""
-        timestep = self.family.forward.time_of(self.family.forward.named_arguments(transformer, args, kwargs))
+        timestep = time_of(self.family.name, self.family.named_arguments(transformer, args, kwargs))
         scheduler = self.scheduler
         timesteps = getattr(scheduler, "timesteps", None)
         if timestep is None or timesteps is None or not len(timesteps):
             return None
         given = torch.as_tensor(timestep)
-        of_scheduler = self.family.forward.scheduler_timestep(transformer, given.float().max())
+        of_scheduler = scheduler_timestep(self.family.name, transformer, given.float().max())
         places = timesteps.to(of_scheduler.device).float()
         rounded, same = places, _SAME
         if given.is_floating_point():  # some pipelines round to the type of the latents before they scale

@@ -76,7 +76,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
     if any(patched.lora is not None for patched in find_patched(transformer).values()):
         _check_lora(transformer, config)
     frames_together(transformer)  # raises where it cannot be trained
-    channels, axes = family.forward.channels(transformer.config), 4 if family.forward.makes_videos else 3
+    channels, axes = family.inputs.channels(transformer.config), 4 if family.makes_videos else 3
     grids = []
     for shape in sorted(set(data.shapes)):
         if len(shape) != axes or shape[0] != channels:
@@ -84,7 +84,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
                 f"The data holds latents of shape {shape}, but {type(transformer).__name__} takes {channels} channels "
                 f"and {axes - 1} further axes. Was the data encoded for another model?"
             )
-        grid = family.forward.token_grid(transformer, torch.empty(1, *shape, device="meta"))
+        grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         grids.append(grid)
         for layer in layers.values():
             patch = layer.config
@@ -178,15 +178,15 @@ def _check_split(transformer: Any, data: TrainingData, config: TrainingConfig) -
             f"context_parallel={size} splits MHLA without a convolution, and the patch is {layer.config}; use "
             "context_parallel=1.",
         )
-    for attn in family.attention.self_attentions(transformer).values():
-        heads, _ = family.attention.adapter_of(attn).heads(attn)
+    for attn in family.self_attentions(transformer).values():
+        heads, _ = family.adapter_of(attn).heads(attn)
         check(
             heads % size == 0,
             f"context_parallel={size} does not divide the {heads} heads of this transformer; allowed is one of "
             f"{', '.join(str(degree) for degree in range(2, heads + 1) if heads % degree == 0)}.",
         )
     for shape in sorted(set(data.shapes)):  # unequal shares would weigh tokens unequally in attention transfer
-        tokens = math.prod(family.forward.token_grid(transformer, torch.empty(1, *shape, device="meta")))
+        tokens = math.prod(family.token_grid(transformer, torch.empty(1, *shape, device="meta")))
         check(
             tokens % size == 0,
             f"context_parallel={size} splits tokens evenly, but latents of shape {shape} make {tokens} tokens; use a "

@@ -138,6 +138,7 @@ def encode_command(
     """Encode videos or images with captions into latents for finetune. Resumes where it stopped."""
     import logging
 
+    from ..families import trained_family
     from ..generation.pipelines import check_classes, family_of, pipeline_source
     from .latents.encode import encode_folder
     from .latents.sources import read_sources
@@ -147,7 +148,7 @@ def encode_command(
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # before anything is loaded; captions in shards are skipped where they are no class
     captions = dict.fromkeys(item.caption for item in read_sources(source).media() if item.offset is None)
-    check_classes(model, family_of(model).name, captions)
+    check_classes(model, trained_family(family_of(model).name).name, captions)
     with folder_for_results(output, lock=False):
         clips = _clips(source, model, frames, fps, sizes, upscale)
         index = encode_folder(
@@ -169,6 +170,7 @@ def synthesize_command(
     precision: _Precision = "bf16",
 ) -> None:
     """Make latents for finetune from prompts, with the unpatched model. Resumes where it stopped."""
+    from ..families import trained_family
     from ..generation.names import read_prompts
     from ..generation.pipelines import check_classes, family_of, pipeline_source
     from .latents.encode import synthesize
@@ -177,7 +179,7 @@ def synthesize_command(
     if len(sizes or ()) > 1:
         raise ValueError(f"--size {', '.join(sizes or ())}: give one; each size needs a folder of its own.")
     lines = read_prompts(prompts)
-    check_classes(model, family_of(model).name, lines)
+    check_classes(model, trained_family(family_of(model).name).name, lines)
     with folder_for_results(output, lock=False):
         clips = _clips(None, model, frames if frames is None else [frames], None, sizes)
         pipe = _load(model, device, precision, uses_transformer=True)

@@ -78,12 +78,12 @@ def gathered_parts(transformer: Any) -> list[Any]:
     alone.
     """
     family = trained_family(transformer)
-    attentions = family.attention.self_attentions(transformer)
+    attentions = family.self_attentions(transformer)
     patched = [attn for attn in attentions.values() if hasattr(attn, "mhla")] or attentions.values()
     return [
         *patched,
         *family.training.parts_to_gather(transformer),
-        *family.attention.blocks_of(transformer).values(),
+        *family.blocks_of(transformer).values(),
         transformer,
     ]
 
@@ -140,7 +140,7 @@ def split_tokens(transformer: Any, size: int, device: torch.device, groups: int)
 
     # Under autocast a GPU norms query and key in float32. PyTorch's attention casts them down again; diffusers' split
     # softmax attention passes query, key and value to kernels as they are, in two types.
-    for attn in get_family(transformer).attention.self_attentions(transformer).values():
+    for attn in get_family(transformer).self_attentions(transformer).values():
         for norm in (getattr(attn, "norm_q", None), getattr(attn, "norm_k", None)):
             if norm is not None:
                 norm.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))

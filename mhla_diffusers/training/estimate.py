@@ -98,7 +98,7 @@ def estimate(transformer: Any, sample: Sample, config: TrainingConfig, processes
     return Estimate(
         parameters=sum(parameter.numel() for parameter in transformer.parameters()),
         latents=tuple(sample["latents"].shape),
-        tokens=math.prod(get_family(transformer).forward.token_grid(transformer, latents)),
+        tokens=math.prod(get_family(transformer).token_grid(transformer, latents)),
         stages=stages,
         processes=processes,
         split=config.context_parallel,
@@ -144,7 +144,7 @@ def _estimate_stage(
     roles: Roles, batch: NoisedBatch, config: TrainingConfig, stage: StageConfig, processes: int | None
 ) -> StageEstimate:
     """Run the forwards and backwards of one update, and count what is held beside them from shapes."""
-    transformer, family = roles.student, trained_family(roles.student)
+    transformer = roles.student
     names = trainable_names(transformer, stage.trainable)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(name in names)
@@ -160,10 +160,10 @@ def _estimate_stage(
 
     # gradients are counted separately
     hooks = [x.register_post_accumulate_grad_hook(lambda given: setattr(given, "grad", None)) for x in updated]
-    with FlopCounterMode(display=False) as counter, family.forward.without_values():
+    with FlopCounterMode(display=False) as counter:
         run()
     # separately, because PyTorch's counter keeps checkpointed activations alive
-    with _PeakMemory() as memory, family.forward.without_values():
+    with _PeakMemory() as memory:
         run()
     for hook in hooks:
         hook.remove()
@@ -196,7 +196,7 @@ def _bytes_of_quantization(transformer: nn.Module, frozen_bytes: int) -> int:
 
     Those of one block are held converted as well, since its backward pass reads them.
     """
-    blocks: dict[str, int] = dict.fromkeys(get_family(transformer).attention.blocks_of(transformer), 0)
+    blocks: dict[str, int] = dict.fromkeys(get_family(transformer).blocks_of(transformer), 0)
     saved = 0
     for place, linear in linears_of_blocks(transformer).items():
         saved += (frozen_bytes - 1) * linear.weight.numel() - 4 * linear.out_features

@@ -106,8 +106,8 @@ def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
         else:
             strides = run.shipped.temporal_stride, run.shipped.stride
             vae = dict(zip(("scale_factor_temporal", "scale_factor_spatial"), strides, strict=True))
-        latents = torch.empty(run.family.forward.latent_shape(transformer.config, vae, run.clip), device="meta")
-        shapes = run.family.forward.conditioning_shapes(transformer.config)
+        latents = torch.empty(run.family.inputs.latent_shape(transformer.config, vae, run.clip), device="meta")
+        shapes = run.family.inputs.conditioning_shapes(transformer.config)
         count = config.batch_size + config.validation.samples  # as many as there have to be
         data = InMemoryData([{"latents": latents, **shapes}] * count, shapes)
     check_fits(transformer, data, config)
@@ -142,7 +142,7 @@ class NamedRun:
         self.name = config.model if tiny is None else f"tiny-{tiny.family}"
         """As commands take it."""
         named = None if shipped is None else trained_family(shipped.transformer)
-        self.family = family = named or family_of(config.model, config.component)
+        self.family = family = named or trained_family(family_of(config.model, config.component).name)
         if isinstance(config.patch, str) and Path(config.patch).is_dir():
             read_record(Path(config.patch))
         elif isinstance(config.patch, str):
@@ -169,7 +169,7 @@ class NamedRun:
             if shipped is None:
                 name = read_json(pipeline_file(self.model, "model_index.json"))["_class_name"]
                 pipeline = getattr(diffusers, name, None)  # None for the user's own classes, which are not known here
-                picture = None if pipeline is None else family.training.keeps_first_frame(pipeline, self._settings)
+                picture = None if pipeline is None else family.calling.begins_with_picture(pipeline, self._settings)
                 cache.check_made_for(self.name, model_header(self.model, family), picture)
             if config.clip is not None:
                 is_auto = isinstance(config.clip.sizes, str)

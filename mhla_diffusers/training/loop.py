@@ -290,7 +290,7 @@ class Run:
         for _ in range(config.gradient_accumulation):
             batch = next(batches)
             tokens += len(batch.latents) * math.prod(
-                trained_family(self.transformer).forward.token_grid(self.transformer, batch.hidden_states)
+                trained_family(self.transformer).token_grid(self.transformer, batch.hidden_states)
             )
             with accelerator.accumulate(stage.model):
                 if self.is_sharded:

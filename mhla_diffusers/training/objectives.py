@@ -32,7 +32,7 @@ def stage_losses(roles: Roles, stage: StageConfig, model: torch.nn.Module, batch
         attentions = patched_attentions(roles.student) if weights.transfer else {}
         with recorded(attentions) as calls, roles.autocast():
             target = roles.teacher.predict(batch, stage.guidance, roles.empty)
-        grid = get_family(roles.student).forward.token_grid(roles.student, batch.hidden_states)
+        grid = get_family(roles.student).token_grid(roles.student, batch.hidden_states)
         split = split_of(roles.student)
         for name, attn in attentions.items():
             args, kwargs, expected = calls.pop(name)

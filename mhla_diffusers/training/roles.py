@@ -46,7 +46,7 @@ def plain_name(name: str) -> str:
 
 def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
     """Name and module of every self-attention that holds an MHLA layer; all of them in an unpatched model."""
-    attentions = get_family(transformer).attention.self_attentions(transformer)
+    attentions = get_family(transformer).self_attentions(transformer)
     return {name: attn for name, attn in attentions.items() if hasattr(attn, "mhla")} or attentions
 
 
@@ -98,7 +98,7 @@ def prepare_for_training(transformer: Any, config: TrainingConfig) -> list[str]:
 
 def linears_of_blocks(transformer: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of the blocks by name, without those of MHLA and of LoRA."""
-    blocks = tuple(f"{block}." for block in get_family(transformer).attention.blocks_of(transformer))
+    blocks = tuple(f"{block}." for block in get_family(transformer).blocks_of(transformer))
     return {
         place: module
         for place, module in transformer.named_modules()
@@ -151,7 +151,7 @@ def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
     if layers == "blocks":
         return [place.removesuffix(".base_layer") for place in linears_of_blocks(transformer)]
     attentions, family = patched_attentions(transformer).values(), get_family(transformer)
-    projections = {linear for attn in attentions for linear in family.attention.adapter_of(attn).projections(attn)}
+    projections = {linear for attn in attentions for linear in family.adapter_of(attn).projections(attn)}
     return [place for place, module in transformer.named_modules() if module in projections]
 
 

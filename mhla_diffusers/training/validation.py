@@ -56,10 +56,10 @@ class PromptSampler:
         self._pipe, self._prompts, self._component = pipe, prompts, component
         self._family = trained_family(getattr(pipe, component))
         self._frames_per_second = round(clip.fps)
-        self._settings = {**self._family.training.clip_arguments(pipe, clip), "num_inference_steps": steps}
+        self._settings = {**self._family.calling.clip_arguments(pipe, clip), "num_inference_steps": steps}
         pipe.set_progress_bar_config(disable=True)
         for prompt in prompts:
-            self._family.training.check_prompt(pipe, prompt)  # before the training, not at its first samples
+            self._family.calling.check_prompt(pipe, prompt)  # before the training, not at its first samples
 
     @torch.no_grad()
     def __call__(self, transformer: nn.Module, folder: Path) -> None:
@@ -70,8 +70,8 @@ class PromptSampler:
         try:
             for number, prompt in enumerate(self._prompts):
                 generator = torch.Generator().manual_seed(0)
-                (sample,) = self._family.training.call(self._pipe, [prompt], [generator], **self._settings)
-                write_sample(sample, folder / f"{number:02d}{self._family.training.suffix}", self._frames_per_second)
+                (sample,) = self._family.calling.call(self._pipe, [prompt], [generator], **self._settings)
+                write_sample(sample, folder / f"{number:02d}{self._family.calling.suffix}", self._frames_per_second)
         finally:
             transformer.train(training)
 

@@ -76,14 +76,14 @@ def analyze_layers(
             f"The input has {tokens} tokens; {tokens} x {tokens} attention matrices are formed up to {LARGEST_GRID}. "
             "Give a smaller resolution or fewer frames."
         )
-    attentions = family.attention.self_attentions(transformer)
+    attentions = family.self_attentions(transformer)
     patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
     found = []
     for name, matrix in each_attention_matrix(transformer, call, names):
         each(name, matrix)
         config = patched[name].config if name in patched else None
-        kind = family.attention.computes if config is None else config.short_name
-        bound, head_dim = tokens, family.attention.adapter_of(attentions[name]).heads(attentions[name])[1]
+        kind = family.computes if config is None else config.short_name
+        bound, head_dim = tokens, family.adapter_of(attentions[name]).heads(attentions[name])[1]
         if isinstance(config, MHLAConfig):
             bound = sum(min(size, head_dim) for size in block_sizes(grid, config.blocks_on(grid)))
         elif kind == "linear":
@@ -108,7 +108,7 @@ def analyze(
         ValueError: a layer or token out of range, too many tokens, or ``run`` did not reach the transformer.
     """
     component, transformer = next(iter(find_transformers(model).items()))
-    names = list(get_family(transformer).attention.self_attentions(transformer))
+    names = list(get_family(transformer).self_attentions(transformer))
     check_value("layers", list(layers), list[int], at_least=0, at_most=len(names) - 1)
     names = [names[layer] for layer in layers] or names
     calls = record_calls({component: transformer}, run)[component]

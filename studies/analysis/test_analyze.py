@@ -16,11 +16,11 @@ HEAD_DIM = 32
 
 def analyzed(pipe, folder, **settings):
     family = get_family(pipe.transformer)
-    prompt = "7" if family.training.prompts_are_classes else "a seven moving left"
+    prompt = "7" if family.calling.prompts_are_classes else "a seven moving left"
     call = {**call_settings(family.name), "num_inference_steps": 1}
 
     def run():
-        family.training.call(pipe, [prompt], [torch.Generator().manual_seed(0)], **call)
+        family.calling.call(pipe, [prompt], [torch.Generator().manual_seed(0)], **call)
 
     return analyze.analyze(pipe, run, folder, **settings)
 

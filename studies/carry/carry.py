@@ -127,7 +127,7 @@ class Costs:
     def __init__(self, transformer: Any, density: float | None, pooled: float) -> None:
         self.transformer, self.density, self.pooled, self.ran = transformer, density, pooled, 0.0
         self.calls, self.forwards = 0.0, 0
-        self.blocks = get_family(transformer).attention.self_attentions(transformer)
+        self.blocks = get_family(transformer).self_attentions(transformer)
         transformer.register_forward_pre_hook(self._count_forward)
         for attn in self.blocks.values():  # at the projection: a step cache puts itself around the attention's forward
             attn.to_q.register_forward_pre_hook(partial(self._count, attn))

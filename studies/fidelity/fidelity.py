@@ -90,7 +90,7 @@ def rows_of(tiny: TinyPipeline) -> Iterator[Row]:
     """The rows of a pipeline. SANA's own attention is linear, so there is no softmax to be sparse."""
     yield Row("MHLA, every block alike", {"mixing_init": "uniform"})
     yield Row("MHLA", {})
-    if family_named(tiny.family).attention.computes != "softmax":
+    if family_named(tiny.family).computes != "softmax":
         return
     for density in DENSITIES:
         yield Row("sparse", {"density": density})
@@ -148,7 +148,7 @@ def main() -> None:
     for family in arguments.family:
         rows, scenes = list(rows_of(TINY[family])), arguments.scenes or SCENES[family]
         measured = measure(TINY[family], rows, scenes, arguments.held_out, arguments.output)
-        lines = [(f"own {family_named(family).attention.computes} attention", "", *next(measured).cells)]
+        lines = [(f"own {family_named(family).computes} attention", "", *next(measured).cells)]
         for row, found in zip(rows, measured, strict=True):
             lines.append((row.name, density_of(row), *found.cells))
             sys.stdout.write(" | ".join(lines[-1]) + "\n")

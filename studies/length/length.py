@@ -324,7 +324,7 @@ class Study:
     def attention_errors(self, model: Any, batch: Any) -> list[float]:
         """Return ‖output − softmax's‖ / ‖softmax's‖ of every layer, on the inputs that the softmax model gives it."""
         found, hooks, side = [], [], self.size.pixels // self.size.patch
-        for name, attn in get_family(self.softmax).attention.self_attentions(self.softmax).items():
+        for name, attn in get_family(self.softmax).self_attentions(self.softmax).items():
 
             def compare(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
                 with call_context(grid=(self.size.frames, side, side)):

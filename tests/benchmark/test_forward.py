@@ -71,7 +71,7 @@ def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
 def test_the_small_case_has_two_tokens_per_block_and_axis(name):
     case = small_case(models()[name])
     transformer, inputs = on_meta(case)
-    grid = get_family(transformer).forward.token_grid(transformer, inputs["hidden_states"])
+    grid = get_family(transformer).token_grid(transformer, inputs["hidden_states"])
     assert grid == case.grid == tuple(2 * count for count in case.model.blocks)
 
 
@@ -89,9 +89,9 @@ def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
     # diffusers' DiT holds class and time embedders in every layer, which the published count does not
     count = sum(parameter.numel() for parameter in transformer.parameters())
     assert count == pytest.approx(parameters, rel=0.25 if "dit" in name else 0.02)
-    grid = get_family(transformer).forward.token_grid(transformer, inputs["hidden_states"])
+    grid = get_family(transformer).token_grid(transformer, inputs["hidden_states"])
     assert torch.Size(grid).numel() == tokens
-    attn = next(iter(get_family(transformer).attention.self_attentions(transformer).values()))
+    attn = next(iter(get_family(transformer).self_attentions(transformer).values()))
     assert (attn.heads, attn.inner_dim // attn.heads) == (case.model.heads, case.model.head_dim)
 
 

@@ -6,7 +6,7 @@ import torch
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.demo.matrices import attention_matrices, each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
-from mhla_diffusers.families.adapters import project_tokens
+from mhla_diffusers.families.mhla import project_tokens
 from mhla_diffusers.patching import TransformerCall
 
 from .. import models
@@ -17,7 +17,7 @@ def attended(model, call):
     """What every self-attention hands to its output projection: name → (B, H, N, D), and its value in that shape."""
     found, values = {}, {}
     handles = []
-    for name, attn in get_family(model).attention.self_attentions(model).items():
+    for name, attn in get_family(model).self_attentions(model).items():
 
         def note(_, args, name=name, attn=attn):
             found[name] = args[0].unflatten(-1, (attn.heads, -1)).transpose(1, 2)

@@ -21,11 +21,12 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 
-from mhla_diffusers.benchmark.cases import models, small_case
-from mhla_diffusers.families import Family, get_family
+from mhla_diffusers.benchmark.cases import small_case
+from mhla_diffusers.families import Family, Inputs, Model, get_family
 
 from ..models import FAMILIES, inputs, seeded
 from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
+from .forwards import INPUTS, MODELS
 
 TEXT_TOKENS = 6
 """Tokens of texts in inputs, which are cut to it unless a model takes whole ones alone."""
@@ -530,6 +531,21 @@ class Case:
         return get_family(self.family or self.name)
 
     @property
+    def model(self) -> Model:
+        """The tiny configuration."""
+        found = [model for model in self.of_family.models if model.is_tiny]
+        return found[0] if found else MODELS[self.of_family.name]
+
+    @property
+    def of_inputs(self) -> Inputs:
+        """What a forward takes, which the package says of those that are trained."""
+        family = self.of_family
+        if (inputs := copy.copy(INPUTS.get(family.name))) is None:
+            return family.inputs
+        inputs.family = family
+        return inputs
+
+    @property
     def grid(self) -> tuple[int, ...]:
         """Token grid of the usual inputs."""
         return self.grids[0]
@@ -546,20 +562,20 @@ class Case:
 
     def _latents(self, grid: tuple[int, ...]) -> tuple[int, ...]:
         model = _model_of(self.name)
-        sizes = [count * length for count, length in zip(grid, self.of_family.forward.patch(model), strict=True)]
+        sizes = [count * length for count, length in zip(grid, self.of_family.patch_of(model), strict=True)]
         frames = [] if self.frames is None else [self.frames]
-        return self.of_family.forward.channels(model.config), *frames, *sizes
+        return self.of_inputs.channels(model.config), *frames, *sizes
 
     def transformer(self, **config: Any) -> Any:
         """The model; arguments of the class may differ."""
-        model = models()[f"tiny-{self.of_family.name}"]
+        model = self.model
         small = small_case(model)
         settings = {**self.of_family.class_settings(model, small.height, small.frames), **self.settings, **config}
         return seeded(self.of_family.transformer_class(model.transformer), noise=self.noise, **settings)
 
     def short(self) -> Any:
         """The model with as few layers as it takes; HunyuanDiT's come in pairs."""
-        model = models()[f"tiny-{self.of_family.name}"]
+        model = self.model
         return self.transformer(**dict.fromkeys(model.more_layers, 1), **{model.layers_argument: 2 - model.layers % 2})
 
     def pipeline(self, **config: Any) -> Any:
@@ -570,7 +586,7 @@ class Case:
         """Latents and conditioning of the shapes that the family tells, for at most three samples, no two alike."""
         draw, conditioning = drawer(batch, seed), {}
         latents = draw(*self._latents(grid))
-        for name, value in self.of_family.forward.conditioning_shapes(_model_of(self.name).config).items():
+        for name, value in self.of_inputs.conditioning_shapes(_model_of(self.name).config).items():
             shape, is_float = list(value.shape), value.dtype.is_floating_point
             if not shape:
                 conditioning[name] = torch.tensor([3, 7, 1000])[:batch]
@@ -584,12 +600,12 @@ class Case:
 
     def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
         """Keyword arguments of the transformer's forward."""
-        family, grid = self.of_family, self.grids[ragged]
-        is_sigma = family.forward.takes_sigma or family.forward.time_is_reversed
+        inputs, grid = self.of_inputs, self.grids[ragged]
+        is_sigma = inputs.takes_sigma
         timestep = torch.tensor([0.5, 0.25, 0.75] if is_sigma else [500, 250, 750])[:batch]
         timestep = timestep[:1].expand(batch) if self.one_time else timestep
         latents, conditioning = self.drawn(grid, batch, seed)
-        return self.change(family.forward.arguments(_model_of(self.name), latents, timestep, conditioning), grid)
+        return self.change(inputs.arguments(_model_of(self.name), latents, timestep, conditioning), grid)
 
 
 class _Built(Case):
@@ -888,7 +904,7 @@ def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 def all_listed(name: str) -> dict[str, Any]:
     """Settings with which a patch computes the attention that it replaces: all pairs listed; one block where linear."""
     case = case_of(name)
-    if case.of_family.attention.computes == "linear":
+    if case.of_family.computes == "linear":
         # what MHLA adds to every feature as small as what SANA adds to its normaliser
         return {"blocks": (1,) * len(case.grid), "eps": 1e-15}
     return {"density": 1.0}

@@ -4,7 +4,8 @@ from functools import partial
 
 import torch
 
-from mhla_diffusers.families import Attention, Condition, Family, Forward, JointAdapter, Model, Training
+from mhla_diffusers.families import Condition, Family, Inputs, Model, Training
+from mhla_diffusers.families.old_adapters import JointAdapter
 from mhla_diffusers.families.processes import VelocityDDPM
 
 _CLASS = "CogView3PlusTransformer2DModel"
@@ -13,7 +14,7 @@ _TEXT_TOKENS = 224
 _TINY = {"in_channels": 4, "out_channels": 4, "text_embed_dim": 32, "time_embed_dim": 8}
 
 
-class CogView3PlusForward(Forward):
+class CogView3PlusInputs(Inputs):
     """The sizes of the picture are conditions that no prompt holds."""
 
     def arguments(self, transformer, latents, timestep, conditioning):
@@ -25,12 +26,12 @@ class CogView3PlusForward(Forward):
 COGVIEW3PLUS = Family(
     name="cogview3plus",
     transformers=(_CLASS,),
-    attention=Attention(
-        adapter=JointAdapter(context_first=True),  # text before the image, without RoPE
-        processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0",
-        extra_tokens=_TEXT_TOKENS,
+    extra=(None, 0),  # text before the image
+    extra_tokens=_TEXT_TOKENS,
+    adapter=JointAdapter(
+        context_first=True, processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
     ),
-    forward=CogView3PlusForward(conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)),
+    inputs=CogView3PlusInputs(conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)),
     trained=Training(ddpm=partial(VelocityDDPM, snr_shift=4.0)),  # a diffusion whose velocity the model predicts
     models=(
         Model("cogview3-plus", _CLASS, heads=64, head_dim=40, layers=30, blocks=(4, 4), sizes=((1024, 1024),)),

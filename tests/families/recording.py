@@ -10,7 +10,7 @@ def forwards(pipe: Any, **call: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     family = get_family(pipe.transformer)
     hook = pipe.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: found.append(family.forward.named_arguments(pipe.transformer, args, kwargs)),
+        lambda _, args, kwargs: found.append(family.named_arguments(pipe.transformer, args, kwargs)),
         with_kwargs=True,
     )
     pipe(**call)

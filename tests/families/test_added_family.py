@@ -103,13 +103,8 @@ class OwnTransformer(nn.Module):
 
 
 def test_a_module_of_ones_own_is_patched_saved_and_loaded(tmp_path: Any) -> None:
-    of_own = {
-        "name": "own",
-        "transformers": ("OwnTransformer",),
-        "attention": families.Attention(block_lists=("blocks",)),
-    }
-    of_own |= {"forward": families.Forward(axes=2, fixed_patch=(1, 1))}
-    register_family(families.Family(**of_own))
+    of_own = {"name": "own", "transformers": ("OwnTransformer",), "block_lists": ("blocks",)}
+    register_family(families.Family(**of_own, grid=lambda model, given: tuple(given["hidden_states"].shape[2:])))
     torch.manual_seed(0)
     model, x = OwnTransformer().eval(), torch.randn(1, 32, 8, 6)
     expected = model(x)

@@ -33,6 +33,6 @@ def test_frames_of_a_call():
     assert mhla.describe(pipe, height=64, width=96)[0].grid == (2, 4, 6)
     assert mhla.describe(pipe, height=64, width=96, num_frames=13)[0].grid == (4, 4, 6)
     usual = family.default_clip
-    assert not family.training.clip_arguments(pipe, usual)["enable_temporal_reasoning"]
-    longer = family.training.clip_arguments(pipe, type(usual)(13, 16.0, ((64, 96),)))
+    assert not family.calling.clip_arguments(pipe, usual)["enable_temporal_reasoning"]
+    longer = family.calling.clip_arguments(pipe, type(usual)(13, 16.0, ((64, 96),)))
     assert longer == {"height": 64, "width": 96, "num_frames": 13, "enable_temporal_reasoning": True}

@@ -36,11 +36,11 @@ def test_rope_at_another_size_is_the_pipelines(case):
     (given,) = forwards(pipe, **call)
     text, latents = (given[key][1:] for key in ("encoder_hidden_states", "hidden_states"))
     text = {"encoder_hidden_states": text}
-    made = family.forward.arguments(pipe.transformer, latents.transpose(1, 2), given["timestep"][1:], text)
+    made = family.inputs.arguments(pipe.transformer, latents.transpose(1, 2), given["timestep"][1:], text)
     for table, expected in zip(made["image_rotary_emb"], given["image_rotary_emb"], strict=True):
         assert torch.equal(table, expected)
-    grid = family.forward.grid_of_clip(pipe, pipe.transformer, Clip(call["num_frames"], 8.0, ((48, 32),)))
-    assert family.forward.grid_of_arguments(pipe.transformer, given) == grid
+    grid = family.calling.grid(pipe, pipe.transformer, Clip(call["num_frames"], 8.0, ((48, 32),)))
+    assert family.grid(pipe.transformer, given) == grid
 
 
 @torch.no_grad()
@@ -58,13 +58,11 @@ def test_encoding_is_the_inverse_of_what_the_pipeline_decodes(case):
     torch.testing.assert_close(
         pipe.decode_latents(latents[:, :, missing:].transpose(1, 2)), pipe.vae.decode(own).sample
     )
-    assert family.forward.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP) == latents.shape[1:]
-    assert family.forward.token_grid(pipe.transformer, latents) == family.forward.grid_of_clip(
-        pipe, pipe.transformer, CLIP
-    )
+    assert family.inputs.latent_shape(pipe.transformer.config, pipe.vae.config, CLIP) == latents.shape[1:]
+    assert family.token_grid(pipe.transformer, latents) == family.calling.grid(pipe, pipe.transformer, CLIP)
 
 
 def test_latents_that_do_not_fill_a_token_are_refused():
     model = TWO_FRAMES_CASE.transformer()
     with refused("3 latent frames", 2):
-        get_family(model).forward.token_grid(model, torch.empty(1, 4, 3, 8, 12))
+        get_family(model).token_grid(model, torch.empty(1, 4, 3, 8, 12))

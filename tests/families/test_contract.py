@@ -47,14 +47,8 @@ forms = pytest.mark.parametrize("name", FORMS)
 # of what one family shows of all: RoPE, attention that runs the feed-forward, a batch of frames
 FEW = ("flux2", "ltx", "latte")
 few_families = pytest.mark.parametrize("name", FEW)
-# every form that is trained, and every process and prediction of their own; tests/training looks at DiT and Wan
-TRAINED = (
-    *(name for name in FORMS if name not in ("framepack", "ideogram4", "minimax_h3")),
-    "cogvideox",
-    "hunyuan_dit",
-    "latte",
-    "sana_video",
-)
+# every process and prediction of their own; tests/training looks at DiT and Wan
+TRAINED = ("cogvideox", "flux", "hunyuan_video", "sana_video", "skyreels_v2")
 # attentions that tell their family, of classes with set_attn_processor
 OWN_FORM = (
     *("chronoedit", "flux", "hunyuan_dit", "ltx", "pixart", "sana", "sana_qk_norm", "sana_video"),
@@ -62,9 +56,13 @@ OWN_FORM = (
 )
 SPARSE = {"density": 0.2, "block_size": 4}
 # whose own attention is softmax attention
-SOFTMAX = tuple(name for name in RUNNING if case_of(name).of_family.attention.computes == "softmax")
+SOFTMAX = tuple(name for name in RUNNING if case_of(name).of_family.computes == "softmax")
 # half a minute each, so all but one are left to the long run; tests/benchmark counts DiT, SANA and Wan
-slowly = [pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("dit", "flux", "sana", "wan")]
+slowly = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in NAMES
+    if case_of(name).of_family.models and name not in ("dit", "flux", "sana", "wan")
+]
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -86,8 +84,8 @@ def test_apply_changes_and_remove_restores_bit_for_bit(name: str) -> None:
     own = {f"{attention}.processor" for attention in case.attentions}
     others = {key: one for key, one in attn_processors(model).items() if key not in own}
     if name in NAMES:  # what an attention gets back whose processor nobody has kept
-        for attn in case.of_family.attention.self_attentions(model).values():
-            assert type(attn.processor) is type(case.of_family.attention.own_processor(attn))
+        for attn in case.of_family.self_attentions(model).values():
+            assert type(attn.processor) is type(case.of_family.adapter.own_processor(attn))
     assert mhla.apply_mhla(model, **plain(name)) is model and mhla.is_patched(model)
     assert inspect.signature(model.forward) == before["signature"]
     assert [key.removesuffix(".mhla") for key in mhla.mhla_layers(model)] == list(case.attentions)
@@ -198,12 +196,12 @@ def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
     model, queries = case.transformer(), []
 
     def note(attn: Any, args: Any, kwargs: Any) -> None:
-        adapter = case.of_family.attention.adapter_of(attn)
+        adapter = case.of_family.adapter_of(attn)
         inputs = adapter.read(attn, adapter.arguments(args, kwargs), case.grid, tokens)
         assert inputs.extra == case.extra
         queries.append(inputs.query)
 
-    tokens, latents = torch.Size(case.grid).numel(), case.of_family.forward.latents_name
+    tokens, latents = torch.Size(case.grid).numel(), case.of_family.latents_name
     model.get_submodule(case.attentions[0]).register_forward_pre_hook(note, with_kwargs=True)
     for seed in (1, 2):
         output(model, {**case.inputs(), latents: case.inputs(seed=seed)[latents]})
@@ -428,7 +426,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
     case = case_of(name)
     model = mhla.apply_mhla(case.transformer(), **plain(name)).train()
     arguments = case.inputs(batch=case.checkpointed)
-    if not isinstance(case.of_family.trained, str):
+    if case.of_family.trained is not None:
         case.of_family.training.prepare_for_training(model)
 
     def gradients() -> list[torch.Tensor]:

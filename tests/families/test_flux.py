@@ -5,7 +5,7 @@ import torch
 from diffusers import FluxPipeline
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.flux import FLUX
+from mhla_diffusers.families import get_family
 
 from ..models import relative_change
 from ..refusals import refused
@@ -13,7 +13,7 @@ from .cases import ROUNDING, case_of, output, plain
 
 flux = case_of("flux")
 
-FAMILY = FLUX
+FAMILY = get_family("flux")
 SETTINGS = plain("flux")
 
 
@@ -33,8 +33,8 @@ def with_ids(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_ids_tell_the_grid(grid, dtype):
     """Those of the pipeline, also where bfloat16 rounds them, and in the form with a batch axis of earlier versions."""
     ids = FluxPipeline._prepare_latent_image_ids(1, *grid, torch.device("cpu"), dtype)
-    assert FAMILY.forward.grid_of_arguments(None, {"img_ids": ids}) == grid
-    assert FAMILY.forward.grid_of_arguments(None, {"img_ids": ids.clone()[None]}) == grid
+    assert FAMILY.grid(None, {"img_ids": ids}) == grid
+    assert FAMILY.grid(None, {"img_ids": ids.clone()[None]}) == grid
 
 
 @pytest.mark.parametrize("others", [(8, 8), (1, 1)], ids=str)
@@ -64,7 +64,7 @@ def test_a_model_without_embedded_guidance_is_given_none():
     latents, conditioning = torch.zeros(1, 4, 16, 16), {"encoder_hidden_states": torch.zeros(1, 6, 32)}
     for embeds in (True, False):
         model = flux.transformer(guidance_embeds=embeds, num_layers=1, num_single_layers=1)
-        arguments = FAMILY.forward.arguments(model, latents, torch.tensor([0.5]), conditioning)
+        arguments = FAMILY.inputs.arguments(model, latents, torch.tensor([0.5]), conditioning)
         assert ("guidance" in arguments) is embeds
 
 

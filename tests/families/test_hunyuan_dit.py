@@ -1,11 +1,10 @@
-"""HunyuanDiT: RoPE from the pipeline, and v-prediction."""
+"""HunyuanDiT: RoPE from the pipeline."""
 
 import pytest
 import torch
 from diffusers import HunyuanDiT2DModel
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.hunyuan_dit import HUNYUAN_DIT
 
 from ..models import assert_changed, output, relative_change, seeded
 from .cases import ROUNDING, all_listed, case_of, plain
@@ -20,7 +19,7 @@ def test_rope_and_size_are_those_of_the_pipeline(height, width):
     pipe.transformer.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
     pipe(**{**CASE.call, "height": height, "width": width, "guidance_scale": 1.0})
     latents = torch.zeros(1, 4, height // 8, width // 8)
-    found = HUNYUAN_DIT.forward.arguments(pipe.transformer, latents, torch.tensor([500]), {})
+    found = CASE.of_inputs.arguments(pipe.transformer, latents, torch.tensor([500]), {})
     for name in ("image_rotary_emb", "image_meta_size", "style"):
         torch.testing.assert_close(found[name], given[name], rtol=0, atol=0)
     assert found["timestep"].dtype == torch.float32

@@ -7,7 +7,6 @@ import torch
 from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.ltx import LTX
 
 from ..models import assert_changed, output, relative_change
 from ..refusals import refused
@@ -44,7 +43,7 @@ conditions = pytest.mark.parametrize("pieces", WITH_CONDITIONS.values(), ids=WIT
 def test_rope_in_bfloat16_is_that_of_the_model():
     """Bit for bit: both are rounded once from float32."""
     model, arguments = CASE.transformer().to(torch.bfloat16), CASE.inputs()
-    attn, adapter = model.transformer_blocks[0].attn1, LTX.attention.adapter
+    attn, adapter = model.transformer_blocks[0].attn1, CASE.of_family.adapter
     latents = arguments["hidden_states"]
     rotary = model.rope(latents, *CASE.grid, arguments["rope_interpolation_scale"])
     hidden_states = torch.randn(2, latents.shape[1], 32).bfloat16()

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.ltx2 import LTX2
 
 from ..models import assert_changed, relative_change
 from ..refusals import refused
 from .cases import ROUNDING, all_listed, case_of, drawer, output, plain
-from .recording import forwards
 
-CASE, FAMILY = case_of("ltx2"), LTX2
+CASE = case_of("ltx2")
 TOKENS = torch.Size(CASE.grid).numel()
 
 
@@ -79,36 +77,3 @@ def test_a_mask_between_tokens_is_refused():
     arguments["video_self_attention_mask"] = torch.ones(2, TOKENS, TOKENS)
     with refused((2, TOKENS, TOKENS)):
         output(model, arguments)
-
-
-def test_files_hold_no_sound_and_the_video_attends_to_none():
-    model, (latents, conditioning) = CASE.transformer(), CASE.drawn(CASE.grid, 2, seed=1)
-    timestep = torch.tensor([500, 250])
-    given = FAMILY.forward.arguments(model, latents, timestep, conditioning)
-    silent = {name: x for name, x in conditioning.items() if not name.startswith("audio")}
-    found = output(model, FAMILY.forward.arguments(model, latents, timestep, silent))
-    assert relative_change(found, output(model, {**given, "isolate_modalities": True})) < ROUNDING
-    assert_changed(found, output(model, given))
-
-
-def test_prompts_are_encoded_as_the_pipeline_hands_them_over():
-    pipe, prompts = CASE.pipeline(), ["a red ball moves", "a cat"]
-    no_guidance = dict.fromkeys(("guidance_scale", "audio_guidance_scale"), 1.0)
-    call = {**CASE.call, **no_guidance, "prompt": list(prompts), "output_type": "latent"}
-    given = forwards(pipe, **call)[0]
-    for place, prompt in enumerate(prompts):
-        found = FAMILY.training.encode_prompt(pipe, prompt, {"max_sequence_length": call["max_sequence_length"]})
-        for name, x in found.items():
-            # encoded in one batch there: the same operations, summed in another order
-            torch.testing.assert_close(x, given[name][place], rtol=1e-4, atol=1e-5)
-    told = FAMILY.forward.conditioning_shapes(pipe.transformer.config)
-    whole = FAMILY.training.encode_prompt(pipe, "")
-    assert all(x.shape == told[name].shape and x.dtype == told[name].dtype for name, x in whole.items())
-    assert torch.equal(given["sigma"], given["timestep"])
-
-
-def test_sound_of_the_default_clip():
-    """As many tokens as the pipeline makes of 121 frames at 24 a second, of an autoencoder with the real strides."""
-    clip = FAMILY.default_clip
-    tokens = FAMILY.forward.conditioning_shapes(CASE.transformer().config)["audio_hidden_states"].shape[0]
-    assert tokens == round(clip.frames / clip.fps * 16000 / 160 / 4)

@@ -1,14 +1,12 @@
 """What is particular to Lumina 2: images after texts of other lengths."""
 
-import torch
-
 import mhla_diffusers as mhla
-from mhla_diffusers.families.lumina2 import LUMINA2
+from mhla_diffusers.families import get_family
 
 from .cases import case_of, output
 
 lumina2 = case_of("lumina2")
-FAMILY = LUMINA2
+FAMILY = get_family("lumina2")
 
 
 def test_audit_compares_tokens_of_the_image_in_every_sample():
@@ -24,21 +22,11 @@ def test_text_is_an_extra_token_where_it_is_seen():
     found = {}
 
     def note(attn, args, kwargs, name):
-        found[name] = FAMILY.attention.adapter.read(
-            attn, FAMILY.attention.adapter.arguments(args, kwargs), lumina2.grid, 64
-        ).extra
+        found[name] = FAMILY.adapter.read(attn, FAMILY.adapter.arguments(args, kwargs), lumina2.grid, 64).extra
 
-    for name, attn in FAMILY.attention.self_attentions(model).items():
+    for name, attn in FAMILY.self_attentions(model).items():
         attn.register_forward_pre_hook(
             lambda attn, args, kwargs, name=name: note(attn, args, kwargs, name), with_kwargs=True
         )
     output(model, arguments)
     assert found == {"noise_refiner.0.attn": (0, 0), **{f"layers.{layer}.attn": (6, 0) for layer in range(3)}}
-
-
-def test_the_empty_prompt_is_the_negative_one():
-    pipe = lumina2.pipeline()
-    _, _, expected, mask = pipe.encode_prompt("a", True, max_sequence_length=8)
-    found = FAMILY.training.encode_prompt(pipe, "", {"max_sequence_length": 8})
-    assert torch.equal(found["encoder_hidden_states"], expected[0])
-    assert torch.equal(found["encoder_attention_mask"], mask[0])

@@ -7,9 +7,8 @@ import torch
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
 import mhla_diffusers as mhla
-from mhla_diffusers.benchmark.cases import Case, models
 from mhla_diffusers.families import Clip, trained_family
-from mhla_diffusers.families.packing import pack
+from mhla_diffusers.families.inputs import pack
 
 from ..models import assert_changed, relative_change
 from ..refusals import refused
@@ -43,23 +42,22 @@ def test_forward_gets_what_the_pipeline_gives():
     given = forwards(pipe, **SOUND_CALL, generator=torch.Generator().manual_seed(1))
     assert len(given) == 2
     first, clip = given[0], Clip(124, 24.0, ((64, 96),))
-    grid = FAMILY.forward.grid_of_clip(pipe, pipe.transformer, clip)
-    assert grid == FAMILY.forward.grid_of_arguments(pipe.transformer, first) == (37, 2, 3)
+    grid = FAMILY.calling.grid(pipe, pipe.transformer, clip)
+    assert grid == FAMILY.grid(pipe.transformer, first) == (37, 2, 3)
     latents = torch.randn(1, 24, 37, 4, 6)
     conditioning = {name: first[name] for name in ("encoder_hidden_states", "audio_hidden_states")}
-    made = FAMILY.forward.arguments(pipe.transformer, latents, torch.tensor([0.0]), conditioning)
+    made = CASE.of_inputs.arguments(pipe.transformer, latents, torch.tensor([0.0]), conditioning)
     assert torch.equal(made["hidden_states"], pack(latents, (1, 2, 2)))
     assert made["hidden_states"].shape == first["hidden_states"].shape
     for name in NAMES:
         assert torch.equal(made[name], first[name])
-    assert FAMILY.forward.time_of(given[1]) == pipe.scheduler.timesteps[1]
 
 
 @pytest.mark.parametrize(("anchors", "sound"), [(("first",), 0), (("last",), 3), (("first", "last"), 3)], ids=str)
 def test_conditioning_rows_stay_exact(anchors, sound):
     """Each is one frame before the sound, or before the video itself where there is none."""
     model, arguments = CASE.transformer(), with_pictures(anchors, sound)
-    assert FAMILY.forward.grid_of_arguments(model, arguments) == CASE.grid
+    assert FAMILY.grid(model, arguments) == CASE.grid
     expected = output(model, arguments)
     mhla.apply_mhla(model, density=1.0)
     assert relative_change(output(model, arguments), expected) < ROUNDING
@@ -94,16 +92,13 @@ def test_other_sequences_are_refused(which):
 
 def test_latent_frames_are_those_of_the_pipeline():
     for frames, latent in ((124, 37), (125, 42), (141, 42), (22, 7)):
-        assert FAMILY.forward.latent_frames(None, frames, 1) == latent
-    model = models()["minimax-h3"]
-    assert model.frames == FAMILY.default_clip.frames == 124
-    assert Case(model, 768, 1344, 124).grid == (37, 24, 42)
+        assert FAMILY.latent_frames(None, frames, 1) == latent
 
 
 def test_training_and_other_times_in_a_batch_are_refused():
     model = CASE.transformer()
-    with refused("video and sound"):
+    with refused("not say how its models are encoded for"):
         trained_family(model)
     latents, conditioning = CASE.drawn(CASE.grid, 2, seed=1)
     with refused("one time"):
-        FAMILY.forward.arguments(model, latents, torch.tensor([0.5, 0.25]), conditioning)
+        CASE.of_inputs.arguments(model, latents, torch.tensor([0.5, 0.25]), conditioning)

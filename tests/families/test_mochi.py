@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.mochi import MOCHI
+from mhla_diffusers.families import get_family
 
 from ..models import relative_change
 from .cases import ROUNDING, TEXT_TOKENS, all_listed, case_of, output
 
 CASE = case_of("mochi")
-FAMILY = MOCHI
+FAMILY = get_family("mochi")
 MASKS = {
     "whole": [1, 1, 1, 1, 1, 1],
     "none": [0, 0, 0, 0, 0, 0],

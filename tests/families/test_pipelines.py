@@ -8,48 +8,32 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families import Clip, Family, trained_family
+from mhla_diffusers.families import Clip, Family, get_family
 from mhla_diffusers.families.training import scaled_latents
 
 from .cases import Case as FamilyCase
-from .cases import case_of, output
+from .cases import case_of
 
-NAMES = (
-    *("anyflow", "auraflow", "chroma", "cogvideox", "cogvideox_two_frames", "cogview4", "flux", "flux2", "hunyuan_dit"),
-    *(
-        "hunyuan_image",
-        "hunyuan_video",
-        "hunyuan_video15",
-        "krea2",
-        "latte",
-        "longcat_image",
-        "ltx",
-        "ltx2",
-        "lumina2",
-        "mochi",
-    ),
-    *("pixart", "pixart_sigma", "qwenimage", "sana_video", "sd3", "z_image"),
-)
+NAMES = ("cogvideox", "cogvideox_two_frames", "flux", "hunyuan_video", "ltx", "pixart", "pixart_sigma", "qwenimage")
+NAMES += ("sana_video", "sd3")
+OTHERS = ("anyflow", "auraflow", "chroma", "cogview4", "flux2", "hunyuan_dit", "hunyuan_image", "hunyuan_video15")
+OTHERS += ("krea2", "latte", "longcat_image", "ltx2", "lumina2", "mochi", "z_image")
+"""Families that are not trained, whose pipelines are called all the same."""
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
 
-GUIDANCE = {"flux": 3.5, "flux2": 4.0, "hunyuan_video": 6.0}
+GUIDANCE = {"flux": 3.5, "hunyuan_video": 6.0}
 """Guidance of a call with one forward per step, where it is not 1: models that embed it take the pipeline's default."""
 
 each_family = pytest.mark.parametrize("name", NAMES)
-# text of Chroma, Qwen-Image and Z-Image is filled up, files of LTX-2 hold no sound, Lumina 2 and Mochi predict with
-# another sign, and guidance of HunyuanImage and HunyuanVideo 1.5 is a component: their own files look at that
-OF_ITS_OWN = ("chroma", "hunyuan_image", "hunyuan_video15", "ltx2", "lumina2", "mochi", "qwenimage", "z_image")
-forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_ITS_OWN])
-# the autoencoder of Flux.2 norms tokens, to which its own file looks
-normed_by_channel = pytest.mark.parametrize("name", [name for name in NAMES if name != "flux2"])
+# text of Qwen-Image is filled up: its own file looks at that
+forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name != "qwenimage"])
 # these have as many tokens as their tokenizers, which are others in a tiny pipeline
-_CUT = ("hunyuan_image", "hunyuan_video15", "ltx2", "sd3")
-real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name not in _CUT])
+real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name != "sd3"])
 
 
 def family_of(case: FamilyCase) -> Family:
-    return trained_family(case.transformer())
+    return get_family(case.transformer())
 
 
 def clip_of(case: FamilyCase) -> Clip:
@@ -81,15 +65,13 @@ def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
     prompts = [case.call["prompt"], "a cat"]
     call = {**case.call, "prompt": prompts, "guidance_scale": GUIDANCE.get(name, 1.0)}
     given = recorded(pipe, pipe.transformer, "forward", lambda: pipe(**call, generator=torch.Generator()))[0]
-    given = family.forward.named_arguments(
-        pipe.transformer, [given.pop(key) for key in list(given) if key.isdigit()], given
-    )
+    given = family.named_arguments(pipe.transformer, [given.pop(key) for key in list(given) if key.isdigit()], given)
     settings = {key: x for key, x in call.items() if key != "prompt"}
     samples = [family.training.encode_prompt(pipe, prompt, settings) for prompt in prompts]
     conditioning = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
     latents = family.training.prediction(pipe.transformer, given["hidden_states"], torch.empty(2, *case.latents))
     assert tuple(latents.shape[1:]) == case.latents
-    found = family.forward.arguments(pipe.transformer, latents, given["timestep"], conditioning)
+    found = family.inputs.arguments(pipe.transformer, latents, given["timestep"], conditioning)
     for key in found.keys() - OF_THE_REAL_AUTOENCODER.get(name, set()):
         # a prompt by itself and among others: float32 sums in another order
         expected = given[key].to(found[key].dtype) if "mask" in key else given[key]
@@ -104,7 +86,7 @@ def test_conditioning_has_the_shapes_that_are_told(name: str) -> None:
     case = case_of(name)
     family, pipe = family_of(case), case.pipeline()
     found = family.training.encode_prompt(pipe, "")
-    shapes = family.forward.conditioning_shapes(pipe.transformer.config)
+    shapes = family.inputs.conditioning_shapes(pipe.transformer.config)
     assert {key: (x.shape, x.is_floating_point()) for key, x in found.items()} == {
         key: (x.shape, x.is_floating_point()) for key, x in shapes.items()
     }
@@ -112,24 +94,24 @@ def test_conditioning_has_the_shapes_that_are_told(name: str) -> None:
         assert found["encoder_attention_mask"].any()
 
 
-@normed_by_channel
+@each_family
 def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
     """What the pipeline has when it is done, and what its autoencoder then gets."""
     case = case_of(name)
     family, pipe, clip = family_of(case), case.pipeline(), clip_of(case)
     call = {
-        **family.training.clip_arguments(pipe, clip),
+        **family.calling.clip_arguments(pipe, clip),
         "num_inference_steps": 2,
-        **family.training.guidance_arguments(3.0),
+        **family.calling.guidance_arguments(3.0),
     }
     prompt = [case.call["prompt"]]
 
     def decode() -> None:
-        family.training.call(pipe, prompt, [torch.Generator().manual_seed(3)], **call, output_type="pt")
+        family.calling.call(pipe, prompt, [torch.Generator().manual_seed(3)], **call, output_type="pt")
 
     decoded = [given.get("0", given.get("z")) for given in recorded(pipe, pipe.vae, "decode", decode)]
     found = family.training.generate_latents(pipe, prompt[0], clip, 2, 3.0, torch.Generator().manual_seed(3))
-    assert tuple(found.shape) == family.forward.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+    assert tuple(found.shape) == family.inputs.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
     torch.testing.assert_close(found[None], scaled_as(found[None], pipe.vae, decoded), rtol=1e-4, atol=1e-5)
 
 
@@ -148,10 +130,10 @@ def test_samples_are_what_files_are_written_of(name: str) -> None:
     prompts, others = [case.call["prompt"], "a cat"], ("prompt", "negative_prompt", "output_type")
     settings = {key: x for key, x in case.call.items() if key not in others}
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
-    found = family.training.call(case.pipeline(), prompts, generators, **settings)
+    found = family.calling.call(case.pipeline(), prompts, generators, **settings)
     assert len(found) == 2
     for sample in found:
-        if family.forward.makes_videos:
+        if family.makes_videos:
             assert sample.shape == (clip.frames, *clip.sizes[0], 3)
             assert 0 <= sample.min() < sample.max() <= 1
         else:
@@ -166,51 +148,22 @@ def test_pixels_become_latents_of_the_grid(name: str) -> None:
     own, encoded = pipe.vae.encode, []
     pipe.vae.encode = lambda x: encoded.append(own(x)) or encoded[-1]
     latents = family.training.encode_pixels(pipe, pixels)
-    if name not in ("cogvideox_two_frames", "flux2"):
+    if name != "cogvideox_two_frames":
         modes = [one.latent_dist.mode() if hasattr(one, "latent_dist") else one.latent for one in encoded]
         torch.testing.assert_close(latents, scaled_as(latents, pipe.vae, modes), rtol=1e-5, atol=1e-6)
-    assert tuple(latents.shape[1:]) == family.forward.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
+    assert tuple(latents.shape[1:]) == family.inputs.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
     assert tuple(latents.shape[1:]) == case.latents
-    assert family.forward.token_grid(pipe.transformer, latents) == case.grid
+    assert family.token_grid(pipe.transformer, latents) == case.grid
     again = family.training.encode_pixels(pipe, pixels.roll(1, dims=3))
     assert not torch.allclose(again, latents)
 
 
-@each_family
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_size_in_pixels_tells_the_grid(name: str) -> None:
     case = case_of(name)
     pipe, clip = case.pipeline(), clip_of(case)
     size = dict(zip(("height", "width"), clip.sizes[0], strict=True))
-    size |= {"num_frames": clip.frames} if family_of(case).forward.makes_videos else {}
+    size |= {"num_frames": clip.frames} if family_of(case).makes_videos else {}
     assert {layer.grid for layer in mhla.describe(pipe, **size)} == {case.grid}
     blocks = mhla.suggest_blocks(pipe, **size)
     assert all(1 <= count <= length for count, length in zip(blocks, case.grid, strict=True))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["lumina2", "mochi", "z_image"])
-def test_a_step_of_the_pipeline_follows_the_prediction(name: str) -> None:
-    """Sign and time, which these count the other way round, are those of the pipeline and its scheduler."""
-    case, steps = case_of(name), []
-    family, pipe, latents = family_of(case), case.pipeline(), torch.randn(1, *case.latents)
-    call = {**case.call, "guidance_scale": 0.0 if name == "z_image" else 1.0, "negative_prompt": None}
-
-    def note(*given: Any) -> dict[str, Any]:
-        steps.append(given[-1]["latents"])
-        return {}
-
-    pipe(**{**call, "output_type": "latent"}, latents=latents, callback_on_step_end=note)
-    process = family.training.process(pipe.transformer, 1.0)
-    text = family.training.encode_prompt(pipe, call["prompt"], {key: x for key, x in call.items() if key != "prompt"})
-    sigma, after = 1 - pipe.scheduler.sigmas[:2] if name == "mochi" else pipe.scheduler.sigmas[:2]
-    timestep = process.timestep(sigma[None])
-    told = family.forward.scheduler_timestep(pipe.transformer, timestep)
-    torch.testing.assert_close(told, pipe.scheduler.timesteps[:1], rtol=1e-5, atol=1e-3)
-    conditioning = {key: x[None] for key, x in text.items()}
-    arguments = family.forward.arguments(pipe.transformer, latents, timestep, conditioning)
-    velocity = family.training.prediction(pipe.transformer, output(pipe.transformer, arguments), latents)
-    torch.testing.assert_close(latents + (after - sigma) * velocity, steps[0], rtol=1e-5, atol=1e-5)
-    if name != "mochi":  # whose scheduler counts the other way round as well
-        quarter = process.timestep(torch.tensor([0.25]))
-        torch.testing.assert_close(quarter, torch.tensor([0.75]))
-        torch.testing.assert_close(family.forward.scheduler_timestep(pipe.transformer, quarter), torch.tensor([250.0]))

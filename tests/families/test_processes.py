@@ -1,7 +1,6 @@
 """Noise, times and losses against those of diffusers' schedulers."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -10,11 +9,10 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from torch.distributions import Normal, kl_divergence
 
-from mhla_diffusers.families import FlowMatching, LearnedVarianceDDPM, trained_family
+from mhla_diffusers.families import FlowMatching, LearnedVarianceDDPM
 from mhla_diffusers.families.processes import VelocityDDPM
 
 from ..refusals import refused
-from .cases import case_of
 
 
 def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
@@ -124,14 +122,9 @@ def _of_cogvideox(shift: float) -> tuple[Any, VelocityDDPM]:
     return diffusers.CogVideoXDDIMScheduler(**settings), VelocityDDPM(snr_shift=shift)
 
 
-def _of_hunyuan_dit() -> tuple[Any, VelocityDDPM]:
-    pipe = case_of("hunyuan_dit").pipeline()
-    return pipe.scheduler, trained_family(pipe.transformer).training.process(pipe.transformer, 3.0)
-
-
-@pytest.mark.parametrize("make", [lambda: _of_cogvideox(1.0), lambda: _of_cogvideox(3.0), _of_hunyuan_dit])
-def test_velocity_is_that_of_diffusers_scheduler(make: Callable[[], tuple[Any, VelocityDDPM]]) -> None:
-    scheduler, process = make()
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_velocity_is_that_of_diffusers_scheduler(shift: float) -> None:
+    scheduler, process = _of_cogvideox(shift)
     latents, noise = torch.randn(2, 5, 4, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     time = torch.tensor([0, 1, 500, 998, 999])
     batch = process.make_batch(latents, noise, (time + 0.5) / 1000, {})
@@ -139,7 +132,7 @@ def test_velocity_is_that_of_diffusers_scheduler(make: Callable[[], tuple[Any, V
     # amplitudes are float32
     expected = scheduler.add_noise(latents, noise, time)
     torch.testing.assert_close(batch.hidden_states, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(batch.hidden_states[-1], noise[-1]) == (process.signal[-1] == 0)
+    assert torch.equal(batch.hidden_states[-1], noise[-1])
     velocity = scheduler.get_velocity(latents, noise, time)
     assert process.loss(velocity, batch).max() < 1e-10
     torch.testing.assert_close(process.loss(velocity + 0.5, batch), torch.full((5,), 0.25), rtol=1e-4, atol=0)

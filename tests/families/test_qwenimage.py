@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.qwenimage import QWENIMAGE
+from mhla_diffusers.families import get_family
 
 from ..refusals import refused
 from .cases import case_of, output, plain
@@ -12,7 +12,7 @@ from .recording import forwards
 
 qwenimage = case_of("qwenimage")
 
-FAMILY = QWENIMAGE
+FAMILY = get_family("qwenimage")
 
 
 def test_prompts_are_encoded_as_the_pipeline_hands_them_over():

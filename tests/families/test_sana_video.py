@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from diffusers.models.embeddings import apply_rotary_emb
 
 from mhla_diffusers.demo.matrices import attention_matrices
-from mhla_diffusers.families import imported
-from mhla_diffusers.families.sana_video import SANA_VIDEO
+from mhla_diffusers.families import get_family, imported
 from mhla_diffusers.patching import TransformerCall
 
 from ..models import relative_change
@@ -25,7 +24,7 @@ def test_softmax_in_place_of_the_own_attention_has_its_norms_and_rope():
     cos_sin = [table[0, :, 0] for table in rotary]
     turned = [apply_rotary_emb(x, cos_sin) for x in heads[:2]]
     expected = F.scaled_dot_product_attention(*turned, heads[2]).transpose(1, 2).flatten(2)
-    attn.set_processor(imported(SANA_VIDEO.attention.softmax_processor)())
+    attn.set_processor(imported(get_family("sana_video").softmax_processor)())
     with torch.no_grad():
         torch.testing.assert_close(
             attn(hidden_states, rotary_emb=rotary), attn.to_out[0](expected), rtol=1e-5, atol=1e-5

@@ -5,14 +5,14 @@ from diffusers import LayerSkipConfig, apply_layer_skip
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families.sd3 import SD3
+from mhla_diffusers.families import get_family
 
 from ..models import relative_change
 from .cases import ROUNDING, case_of, output, plain
 
 sd3 = case_of("sd3")
 
-FAMILY = SD3
+FAMILY = get_family("sd3")
 SETTINGS = plain("sd3")
 
 
@@ -30,7 +30,7 @@ def test_normed_projections_stay_normed_when_they_are_fused():
 def test_text_has_the_tokens_of_the_real_tokenizers():
     pipe = sd3.pipeline()
     pipe.tokenizer_max_length = pipe.tokenizer.model_max_length = pipe.tokenizer_2.model_max_length = 77
-    shapes = FAMILY.forward.conditioning_shapes(pipe.transformer.config)
+    shapes = FAMILY.inputs.conditioning_shapes(pipe.transformer.config)
     found = FAMILY.training.encode_prompt(pipe, "a red ball")
     assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in shapes.items()}
 

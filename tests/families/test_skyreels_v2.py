@@ -115,7 +115,7 @@ def test_a_model_that_is_told_the_rate_is_told_24_frames_per_second() -> None:
     arguments = CASE.inputs()
     conditioning = {"encoder_hidden_states": arguments["encoder_hidden_states"]}
     latents, timestep = arguments["hidden_states"], arguments["timestep"]
-    made = get_family(model).forward.arguments(model, latents, timestep, conditioning)
+    made = get_family(model).inputs.arguments(model, latents, timestep, conditioning)
     # as the pipeline tells it, 0 for 16 frames per second and 1 for any other rate
     assert torch.equal(output(model, made), output(model, {**arguments, "fps": [1, 1]}))
     assert_changed(output(model, made), output(model, {**arguments, "fps": [0, 0]}))

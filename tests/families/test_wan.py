@@ -15,7 +15,7 @@ from ..pipelines import wan_pipeline
 def test_temporal_stride_of_four(frames):
     pipe = wan_pipeline()
     clip = Clip(frames, 16.0, ((32, 48),))
-    arguments = get_family(pipe.transformer).training.clip_arguments(pipe, clip)
+    arguments = get_family(pipe.transformer).calling.clip_arguments(pipe, clip)
     assert arguments == {"height": 32, "width": 48, "num_frames": frames}
 
 
@@ -23,8 +23,8 @@ def test_temporal_stride_of_one():
     """diffusers rounds a number of frames that the stride divides, and adds one."""
     pipe = load_tiny("wan")
     family, clip = get_family(pipe.transformer), Clip(9, 6.0, ((64, 64),))
-    settings = call_settings("wan") | family.training.clip_arguments(pipe, clip) | {"num_inference_steps": 1}
-    latents = family.training.call(
+    settings = call_settings("wan") | family.calling.clip_arguments(pipe, clip) | {"num_inference_steps": 1}
+    latents = family.calling.call(
         pipe, ["a seven"], [torch.Generator().manual_seed(0)], output_type="latent", **settings
     )
     assert latents.shape[2] == clip.frames

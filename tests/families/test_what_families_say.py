@@ -31,7 +31,7 @@ def test_grid_of_a_size(name):
 
 @pytest.mark.parametrize(
     ("name", "height", "width"),
-    [("cogvideox", 480, 720), ("hunyuan_video", 720, 1280), ("mochi", 480, 848), ("skyreels_v2", 544, 960)],
+    [("cogvideox", 480, 720), ("hunyuan_video", 720, 1280), ("skyreels_v2", 544, 960)],
 )
 def test_suggested_blocks_at_the_usual_size_are_the_defaults(name, height, width):
     pipe = case_of(name).pipeline()
@@ -60,17 +60,6 @@ def test_image_to_video_is_patched(name, settings, latents):
     expected = output(model, arguments)
     mhla.apply_mhla(pipe, **all_listed(name))
     assert relative_change(output(model, arguments), expected) < ROUNDING
-
-
-def test_image_to_video_of_hunyuan_video_15_is_not_trained():
-    case = case_of("hunyuan_video15")
-    pipe, family = case.pipeline(task_type="i2v"), case.of_family
-    for call in (
-        lambda: family.training.encode_prompt(pipe, "a"),
-        lambda: family.training.process(pipe.transformer, 7.0),
-    ):
-        with refused("pictures"):
-            call()
 
 
 @pytest.mark.parametrize("values", [{"fps": 0}, {"fps": -1.0}, {"frames": 0}, {"sizes": ()}, {"sizes": ((0, 8),)}])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families import get_family
+from mhla_diffusers.families import get_family, trained_family
 from mhla_diffusers.families.refused import REFUSED
 
 from ..refusals import refused
@@ -66,24 +66,10 @@ def test_a_class_whose_attention_has_no_grid(settings):
     assert not mhla.is_patched(model)
 
 
-def test_gradient_checkpointing_of_hunyuan_image_which_diffusers_lacks():
-    case = case_of("hunyuan_image")
-    model = case.transformer()
-    model.enable_gradient_checkpointing()
-    with refused("attention_mask", error=TypeError):
-        model(**case.inputs())
-    with refused("gradient_checkpointing: false"):
-        mhla.apply_mhla(model)(**case.inputs())
-
-
-def test_a_mean_flow_model_is_trained_on_steps_without_length():
-    arguments = case_of("hunyuan_image").of_family.forward.arguments(
-        case_of("hunyuan_image").transformer(use_meanflow=True), torch.zeros(1, 4, 8, 8), torch.tensor([500]), {}
-    )
-    assert torch.equal(arguments["timestep_r"], arguments["timestep"])
-
-
 def test_longcats_prompts_are_not_rewritten():
-    case = case_of("longcat_image")
-    pipe = case.pipeline()
-    assert case.of_family.training.prompt_arguments(pipe, ["a"])["enable_prompt_rewrite"] is False
+    assert case_of("longcat_image").of_family.calling.settings == {"enable_prompt_rewrite": False}
+
+
+def test_a_family_without_training_says_so():
+    with refused("'z_image'", "Training()", "calibration"):
+        trained_family(case_of("z_image").transformer())

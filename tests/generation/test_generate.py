@@ -12,11 +12,11 @@ import torch
 from diffusers import DiTPipeline
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
+from mhla_diffusers.families.dit import class_label
 from PIL import Image, ImageChops
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
-from mhla_diffusers.families.dit import class_label
 from mhla_diffusers.files import written_aside
 from mhla_diffusers.generation import PipelineChoice
 from mhla_diffusers.generation.generate import SampleSet, generate, name_of_prompt, plan_samples

@@ -8,11 +8,11 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from mhla_diffusers.families.wan import WAN as WAN_FAMILY
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import MHLAState
 from mhla_diffusers.families import Family, get_family, register_family
-from mhla_diffusers.families.wan import WAN as WAN_FAMILY
 from mhla_diffusers.patching import (
     attn_processors,
     calibrate_output_norm,

@@ -103,7 +103,7 @@ def test_sensitivity_is_the_change_when_one_layer_alone_is_replaced(name):
     before = output(model, inputs(name))
     sensitivities = layer_sensitivity(model, run_of(model, name))
     assert torch.equal(output(model, inputs(name)), before)
-    layers, found = list(get_family(model).attention.self_attentions(model)), list(sensitivities.values())
+    layers, found = list(get_family(model).self_attentions(model)), list(sensitivities.values())
     assert list(sensitivities) == layers
     original = output(case.build(), inputs(name))
     for index, sensitivity in enumerate(found):

@@ -60,7 +60,7 @@ def test_video_has_at_least_512_tokens():
     family = get_family(pipe.transformer)
     with torch.no_grad():
         latents = family.training.encode_pixels(pipe, torch.zeros(1, 3, 9, 64, 64))
-    grid = torch.Size(family.forward.token_grid(pipe.transformer, latents))
+    grid = torch.Size(family.token_grid(pipe.transformer, latents))
     assert grid.numel() >= 512
 
 

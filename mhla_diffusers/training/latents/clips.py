@@ -8,6 +8,7 @@ from re import fullmatch
 from typing import Any, Literal
 
 from ...families import Clip, Family
+from ...families.models import strides_of
 from ...reporting import parse_size, times
 from ...settings import Settings, allow, check
 
@@ -116,8 +117,8 @@ class Clips(Settings):
         Raises:
             ValueError: frames or sizes that the model cannot take.
         """
-        temporal, spatial = family.forward.strides(vae)
-        step = spatial * family.forward.patch(transformer)[-1]
+        temporal, spatial = strides_of(vae, of_videos=family.axes == 3)
+        step = spatial * family.patch_of(transformer)[-1]
         sizes = self.sizes
         if isinstance(sizes, str):
             sizes = _auto_sizes(self._auto_size(usual or family.default_clip), step, family.squares_only)
@@ -130,7 +131,7 @@ class Clips(Settings):
                 f"Size {times(size)} is not square, but {family.name} only makes squares; try {size[0]}x{size[0]}.",
             )
         for frames in self.lengths:
-            if family.forward.makes_videos:
+            if family.makes_videos:
                 near = max(0, round((frames - 1) / temporal)) * temporal + 1
                 fits = frames >= 1 and (frames - 1) % temporal == 0
                 check(fits, f"frames={frames} must be 1 more than a multiple of {temporal}; try {near}.")

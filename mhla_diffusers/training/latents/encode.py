@@ -60,7 +60,7 @@ def encode_folder(
     media = _check_captions(family, pipe, sources.media())
     settings = clips.settings()
     # one transformer may be that of text-to-video too, whose samples differ
-    if family.training.keeps_first_frame(pipe, pipe.transformer.config):
+    if family.calling.begins_with_picture(pipe, pipe.transformer.config):
         settings[BEGINS_WITH_PICTURE] = True
     contents = contents_of(media)
     with folder_for_results(Path(output)):
@@ -152,7 +152,7 @@ def synthesize(
     )
     family = trained_family(pipe.transformer)
     for prompt in prompts:
-        family.training.check_prompt(pipe, prompt)
+        family.calling.check_prompt(pipe, prompt)
     clips = _fitted(clips, model, family, pipe)
     check(
         len(clips.sizes) == 1 and len(clips.lengths) == 1,
@@ -211,7 +211,7 @@ def _writer(
 def _fitted(clips: Clips | None, model: str, family: Family, pipe: Any) -> Clips:
     """Return clips, or the model's own, with sizes for its pipeline; ValueError for frames or sizes it cannot take."""
     usual = usual_clip(model, family)
-    begins_with_picture = family.training.keeps_first_frame(pipe, pipe.transformer.config)
+    begins_with_picture = family.calling.begins_with_picture(pipe, pipe.transformer.config)
     return (clips or Clips.of(usual)).fitted(family, pipe.transformer, pipe.vae.config, begins_with_picture, usual)
 
 
@@ -223,7 +223,7 @@ def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[M
         problem = item.problem
         try:
             if problem is None:
-                family.training.check_prompt(pipe, item.caption)
+                family.calling.check_prompt(pipe, item.caption)
         except ValueError as error:
             problem = str(error)
             if item.offset is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...families import Clip
+from ...families import Clip, trained_family
 from ...files import read_json
 from ...generation import family_of, pipeline_file
 from ...generation.pipelines import (
@@ -78,7 +78,7 @@ class DataModel:
 
     def __init__(self, model: str) -> None:
         self.name = pipeline_source(model)
-        self.family = family_of(self.name)
+        self.family = trained_family(family_of(self.name).name)
         self.usual = usual_clip(self.name, self.family)
         self.transformer = transformer_without_weights(self.name, self.family.name)
         self.vae: dict[str, Any] = read_json(pipeline_file(self.name, "vae/config.json"))
@@ -88,16 +88,16 @@ class DataModel:
         import diffusers
 
         pipeline = getattr(diffusers, str(read_json(pipeline_file(self.name, "model_index.json"))["_class_name"]), None)
-        picture = pipeline is not None and self.family.training.keeps_first_frame(pipeline, self.transformer.config)
+        picture = pipeline is not None and self.family.calling.begins_with_picture(pipeline, self.transformer.config)
         return clips.fitted(self.family, self.transformer, self.vae, picture, self.usual)
 
     def latent_shape(self, clip: Clip) -> tuple[int, ...]:
         """Return the shape of the latents of a clip."""
-        return self.family.forward.latent_shape(self.transformer.config, self.vae, clip)
+        return self.family.inputs.latent_shape(self.transformer.config, self.vae, clip)
 
     def tokens(self, latents: tuple[int, ...]) -> int:
         """Return how many tokens self-attention has for latents of a shape."""
-        return prod(self.family.forward.token_grid(self.transformer, torch.empty(1, *latents, device="meta")))
+        return prod(self.family.token_grid(self.transformer, torch.empty(1, *latents, device="meta")))
 
     def problem_of(self, caption: str) -> str | None:
         """Return why a caption cannot be used; None for any text, unless the model takes classes."""

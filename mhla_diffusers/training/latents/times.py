@@ -29,13 +29,13 @@ def frames_together(transformer: Any) -> int | None:
     if not lengths:
         return None
     family = get_family(transformer)
-    if type(transformer).__name__ not in family.forward.times_per_frame:
+    if type(transformer).__name__ not in family.times_per_frame:
         raise ValueError(
             "A patch with causal='block' is trained with a time for every frame block, and "
             f"{type(transformer).__name__} takes one for all frames; classes of its family {family.name!r} that take "
-            f"more are: {', '.join(family.forward.times_per_frame) or 'none'}."
+            f"more are: {', '.join(family.times_per_frame) or 'none'}."
         )
-    attentions = family.attention.self_attentions(transformer)
+    attentions = family.self_attentions(transformer)
     others = [name for name in attentions if f"{name}.mhla" not in layers]
     if others:
         raise ValueError(

@@ -1,31 +1,32 @@
-"""Attention adapters: how a model calls its self-attentions, and what it expects back.
+"""How MHLA reads the call of a self-attention: before RoPE, which acts behind the feature map.
 
 A patched attention runs three steps: ``read`` makes :class:`AttentionInputs` of the arguments of the call, MHLA attends
-with these, and ``project_output`` makes the attention's return value. MHLA sees one sequence of N tokens: the token
-grid in raster order, with extra tokens such as text before or after it.
+with these, and ``project_output`` makes the attention's return value. One adapter each serves SANA, the plain attention
+of DiT and PixArt, and Wan with those that share its attention.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ..attention.layout import Extra, Shape
-from ..attention.rope import Rotary, rotary_of_complex, rotated
+from ..attention.rope import Rotary, rotary_of_complex
 from ..config import PatchConfig
 
 Arguments = Mapping[str, Any]
 """Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
 rotary_emb (RoPE as the model passes it, under any name), encoder_hidden_states_mask and perturbation_mask; and tables,
 what :meth:`AttentionAdapter.tables` made of RoPE for another layer. Those that are None are left out."""
+
+
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
-ONE_SEQUENCE = ("hidden_states", "attention_mask", "rotary_emb")
-""":attr:`AttentionAdapter.places` of attentions whose text comes in ``hidden_states``."""
 _PLACES = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
 _NAMES = {name: name for name in (*_PLACES, "encoder_hidden_states_mask", "perturbation_mask")}
 _NAMES |= dict.fromkeys(("image_rotary_emb", "freqs_cis", "query_rotary_emb"), "rotary_emb")
@@ -71,17 +72,18 @@ class AttentionAdapter:
 
     Args:
         rotary_argument: the own processors' argument name for RoPE.
+        class_path: end of the import path of the self-attentions' class, if no other family uses that class.
+        processor: import path of the processor that the library gives the self-attentions; empty for their class's
+            default, or of a class without one ``AttnProcessor2_0``.
+        cross_processor: the same of the cross-attentions.
+        perturbed_processors: class of a perturbed-attention guidance processor → number of parts of the batch; it
+            perturbs the last part.
     """
 
     has_extra: bool = False
     """Whether there are extra tokens."""
     rope_by_head: ClassVar[bool] = False
     """Whether RoPE rotates each head by different angles; :meth:`read` then applies it, before the feature map."""
-    pairs_halves: ClassVar[bool] = False
-    """Whether RoPE pairs channel i with channel i + n / 2 of the n that it rotates, as Llama's does.
-
-    MHLA pairs neighbours, so :meth:`read` then puts the channels of query and key in that order.
-    """
     places: ClassVar[tuple[str, ...]] = _PLACES
     """Names of the arguments that the attention takes, and passes to its processor, by place."""
     inputs: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
@@ -90,8 +92,42 @@ class AttentionAdapter:
     outputs: ClassVar[tuple[str, ...]] = ("to_out",)
     """Attributes that may hold the linear layer after the heads, or a list that begins with it."""
 
-    def __init__(self, rotary_argument: str = "rotary_emb") -> None:
-        self.rotary_argument = rotary_argument
+    def __init__(
+        self,
+        rotary_argument: str = "rotary_emb",
+        *,
+        class_path: str | None = None,
+        processor: str = "",
+        cross_processor: str = "",
+        perturbed_processors: Mapping[str, int] | None = None,
+    ) -> None:
+        self.rotary_argument, self.class_path = rotary_argument, class_path
+        self.processor, self.cross_processor = processor, cross_processor
+        self.perturbed_processors = perturbed_processors or {}
+
+    def of(self, attn: Any) -> "AttentionAdapter":
+        """Return the adapter of one self-attention, by default this one."""
+        return self
+
+    def own_processor(self, attn: Any) -> Any:
+        """Return a fresh processor of the kind that the library gives a self-attention."""
+        return usual_processor(attn, self.processor)
+
+    def recognises(self, attn: Any) -> bool:
+        """Whether a self-attention of an unknown model belongs to this family, by its class."""
+        path = f".{type(attn).__module__}.{type(attn).__qualname__}"
+        return self.class_path is not None and path.endswith(f".{self.class_path}")
+
+    def recognises_cross(self, attn: Any) -> bool:
+        """Whether a cross-attention of an unknown model needs this family's processor."""
+        return False
+
+    def grid_of(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+        """Return the token grid that RoPE tables of a self-attention imply; None for another model, or no grid.
+
+        With it diffusers' own ``set_attn_processor`` needs no ``grid``.
+        """
+        return None
 
     def heads(self, attn: Any) -> tuple[int, int]:
         """Return the number of heads and head dim."""
@@ -131,16 +167,7 @@ class AttentionAdapter:
         extra = self.extra(arguments, tokens)
         rotary = arguments["tables"] if "tables" in arguments else self.tables(attn, arguments)
         query, key, value = self.project(attn, arguments)
-        if rotary is not None and self.pairs_halves:
-            channels = arguments["rotary_emb"][0].shape[-1]
-            query, key = _paired(query, channels), _paired(key, channels)
-        elif rotary is not None and self.rope_by_head:
-            if self.rotates_halves(attn):
-                query, key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (query, key))
-            query, key = (rotated(x, rotary) for x in (query, key))
-            if self.rotates_halves(attn):
-                query, key = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (query, key))
-            rotary = None
+        query, key, rotary = self.rotated(attn, arguments, query, key, rotary)
         device = value.device.type
         if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
             # a norm may return float32 and projections the lower type: as in scaled_dot_product_attention
@@ -158,6 +185,12 @@ class AttentionAdapter:
             arguments.get("perturbation_mask"),
         )
 
+    def rotated(
+        self, attn: Any, arguments: Arguments, query: torch.Tensor, key: torch.Tensor, rotary: Rotary | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Rotary | None]:
+        """Return query and key, each (B, N, H, D), and the RoPE that MHLA applies: by default all of it."""
+        return query, key, rotary
+
     def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
         """Return (B, N), by default from ``attention_mask``; ValueError for one that is not a key-padding mask."""
         mask, hidden_states = arguments.get("attention_mask"), arguments["hidden_states"]
@@ -166,8 +199,7 @@ class AttentionAdapter:
     def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """Return RoPE of all tokens, (cos, sin), each (1 or B, N, 1, D), or None.
 
-        By default the model passes complex numbers (N or B, N, D / 2), tables (N, D), or tables of this shape. With
-        :attr:`rope_by_head` each is (1 or B, N, H, D).
+        By default the model passes complex numbers (N or B, N, D / 2), tables (N, D), or tables of this shape.
         """
         rotary: Any = arguments.get("rotary_emb")
         if isinstance(rotary, torch.Tensor):
@@ -180,12 +212,7 @@ class AttentionAdapter:
 
     def tables(self, attn: Any, arguments: Arguments) -> Rotary | None:
         """Return what :meth:`rotary` returns for the order of channels that :meth:`read` puts query and key in."""
-        rotary = self.rotary(attn, arguments)
-        if rotary is None or not self.pairs_halves:
-            return rotary
-        cos, sin = (_paired(table, table.shape[-1]) for table in rotary)
-        still = self.heads(attn)[1] - cos.shape[-1]  # channels that the tables lack are not rotated
-        return functional.pad(cos, (0, still), value=1.0), functional.pad(sin, (0, still))
+        return self.rotary(attn, arguments)
 
     def check_order(self, arguments: Arguments, config: PatchConfig | None) -> None:
         """Raise unless a patch sees the same later frames as the model; by default it must see all."""
@@ -212,13 +239,6 @@ class AttentionAdapter:
     def project(self, attn: Any, arguments: Arguments) -> Projected:
         """Return query, key and value of all tokens, before RoPE."""
         return project_tokens(attn, arguments["hidden_states"])
-
-    def rotates_halves(self, attn: Any) -> bool:
-        """Whether RoPE that differs between heads rotates the halves of a head against each other, not neighbours.
-
-        The tables are of neighbours all the same. diffusers calls it ``rope_type="split"``.
-        """
-        return bool(getattr(attn, "rope_type", None) == "split")
 
     def ordered(self, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
         """Reorder the output of the model's own attention, (B, N, ...), as :meth:`read` orders the tokens."""
@@ -248,161 +268,48 @@ class AttentionAdapter:
         return output[..., : heads * head_dim]
 
 
-class JointAdapter(AttentionAdapter):
-    """Joint attention: the context, usually text, is in one sequence with the tokens of the grid.
+class SanaAdapter(AttentionAdapter):
+    """SANA's; SANA 1.5 and SANA-Video norm query and key across heads, which diffusers' common processor does not."""
 
-    A context that is passed as its own argument uses its own projections (``add_q_proj``, …) if the attention has them.
-    In single-stream blocks, which have no such argument, ``hidden_states`` holds the context.
+    def recognises_cross(self, attn: Any) -> bool:
+        """Whether it norms query and key across heads."""
+        weight = getattr(attn.norm_q, "weight", None)
+        return weight is not None and weight.numel() == attn.inner_dim
 
-    Args:
-        context_first: whether the context comes before the grid.
-        rotary_argument: see :class:`AttentionAdapter`.
+
+class WanAdapter(AttentionAdapter):
+    """Wan's, and that of relatives with a copy of its class."""
+
+    def grid_of(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
+        """Read the grid from the sines."""
+        return grid_of_table(rotary[1]) if self.recognises(attn) else None
+
+
+_LAID_OUT: set[tuple[int, ...]] = set()
+"""Shapes of unflattened tables whose coordinates were checked to be the token grid."""
+
+
+def grid_of_table(table: Any) -> tuple[int, ...]:
+    """Return the token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
+
+    The table is a flattened (frames, height, width, D), and outside of inference mode a view of it. Once the
+    coordinates have been checked against that shape, the shape alone is enough, and nothing waits for the device.
     """
-
-    has_extra = True
-    text_mask: ClassVar[str | None] = None
-    """Argument that masks the context alone, (B, n); every token of the grid then takes part."""
-
-    def __init__(self, context_first: bool = False, rotary_argument: str = "image_rotary_emb") -> None:
-        super().__init__(rotary_argument)
-        self.context_first = context_first
-
-    def key_mask(self, arguments: Arguments) -> torch.Tensor | None:
-        """Return (B, N) of all tokens, bool if :attr:`text_mask` names the mask."""
-        if self.text_mask is None:
-            return super().key_mask(arguments)
-        if (mask := arguments.get(self.text_mask)) is None:
-            return None
-        return self.joined(mask.new_ones(arguments["hidden_states"].shape[:2]), mask).bool()
-
-    def rotary(self, attn: Any, arguments: Arguments) -> Rotary | None:
-        """Return RoPE of all tokens; where the model's RoPE lacks the context, the context is not rotated."""
-        rotary = super().rotary(attn, arguments)
-        if rotary is None or not (missing := _count(arguments) - rotary[0].shape[1]):
-            return rotary
-        cos, sin = rotary
-        still = cos.new_ones(len(cos), missing, *cos.shape[2:])
-        return self.joined(cos, still), self.joined(sin, torch.zeros_like(still))
-
-    def joined(self, tokens: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """Return (B, N, ...) and (B, n, ...) as one sequence."""
-        return torch.cat([context, tokens] if self.context_first else [tokens, context], dim=1)
-
-    def extra(self, arguments: Arguments, tokens: int) -> Extra:
-        """Count all tokens but the grid's; ValueError for fewer than the grid has, or more beside a context."""
-        count, context = arguments["hidden_states"].shape[1], arguments.get("encoder_hidden_states")
-        if count < tokens or (context is not None and count != tokens):
-            super().extra(arguments, tokens)
-        others = count - tokens + (context.shape[1] if context is not None else 0)
-        return (others, 0) if self.context_first else (0, others)
-
-    def project(self, attn: Any, arguments: Arguments) -> Projected:
-        """Return query, key and value of all tokens, before RoPE."""
-        own, context = project_tokens(attn, arguments["hidden_states"]), arguments.get("encoder_hidden_states")
-        if context is None:
-            return own
-        others = (project_context if _has_added(attn) else project_tokens)(attn, context)
-        query, key, value = (self.joined(x, y) for x, y in zip(own, others, strict=True))
-        return query, key, value
-
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
-        """Return the tokens of ``hidden_states``; a pair with the context if that is its own argument."""
-        own, of_context = getattr(attn, "to_out", None), getattr(attn, "to_add_out", None)
-        output = output.flatten(2)
-        if inputs.context is None:
-            return finite(_through(own, output))
-        if not _has_added(attn):
-            output, own, of_context = _through(own, output), None, None
-        count = inputs.context.shape[1]
-        at = count if self.context_first else output.shape[1] - count
-        first, last = output[:, :at], output[:, at:]
-        context, tokens = (first, last) if self.context_first else (last, first)
-        return finite(_through(own, tokens)), finite(_through(of_context, context))
-
-
-class ParallelAdapter(JointAdapter):
-    """Single-stream attention that also runs the feed-forward, as in Flux.2.
-
-    One layer, ``to_qkv_mlp_proj``, makes query, key, value and the feed-forward's hidden channels; another, ``to_out``,
-    takes heads and feed-forward together.
-    """
-
-    places = ONE_SEQUENCE
-    inputs = ("to_qkv_mlp_proj",)
-
-    def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int) -> AttentionInputs:
-        """Run the first layer, and keep the feed-forward's channels for the second."""
-        fused = attn.to_qkv_mlp_proj(arguments["hidden_states"])
-        of_heads = 3 * attn.inner_dim * fused.shape[-1] // attn.to_qkv_mlp_proj.out_features  # may be split by heads
-        projected, hidden = fused.tensor_split([of_heads], dim=-1)
-        return replace(super().read(attn, {**arguments, "projected": projected}, grid, tokens), feed_forward=hidden)
-
-    def project(self, attn: Any, arguments: Arguments) -> Projected:
-        """Split what the first layer made into heads."""
-        return _in_heads(attn, arguments["projected"].chunk(3, dim=-1), attn.norm_q, attn.norm_k)
-
-    def project_output(self, attn: Any, output: torch.Tensor, inputs: AttentionInputs) -> Any:
-        """Run the second layer on heads and feed-forward."""
-        return finite(attn.to_out(torch.cat([output.flatten(2), attn.mlp_act_fn(inputs.feed_forward)], dim=-1)))
-
-
-def without(arguments: Arguments, name: str) -> dict[str, Any]:
-    """Return the arguments but one."""
-    return {other: value for other, value in arguments.items() if other != name}
-
-
-def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
-    """Return query, key and value by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
-    if _is_fused(attn):
-        fused = attn.to_qkv(hidden_states)
-        of_keys = (fused.shape[-1] - int(attn.inner_dim)) // 2  # fewer than the queries' where heads share them
-        projected = fused.split([int(attn.inner_dim), of_keys, of_keys], dim=-1)
-    else:
-        projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-    return _in_heads(attn, projected, getattr(attn, "norm_q", None), getattr(attn, "norm_k", None))
-
-
-def project_context(attn: Any, context: torch.Tensor) -> Projected:
-    """Return query, key and value of the context by its own projections."""
-    if _is_fused(attn):
-        projected = attn.to_added_qkv(context).chunk(3, dim=-1)
-    else:
-        projected = attn.add_q_proj(context), attn.add_k_proj(context), attn.add_v_proj(context)
-    norms = (getattr(attn, name, None) for name in ("norm_added_q", "norm_added_k"))
-    return _in_heads(attn, projected, *norms)
-
-
-def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, norm_key: Any) -> Projected:
-    """Bring (B, N, H * D) to (B, N, H, D), normed; a norm across heads acts before the split, any other after it.
-
-    Keys and values that groups of heads share are repeated.
-    """
-    head_dim = int(attn.inner_dim) // int(attn.heads)  # the heads may be those of one process
-
-    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
-        weight = getattr(norm, "weight", None)
-        if weight is not None and weight.numel() == x.shape[-1]:
-            return norm(x).unflatten(-1, (-1, head_dim))
-        x = x.unflatten(-1, (-1, head_dim))
-        return x if norm is None else norm(x)
-
-    query, key, value = projected
-    shared = query.shape[-1] // key.shape[-1]
-    key, value = normed(key, norm_key), normed(value, None)
-    if shared > 1:
-        key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
-    return normed(query, norm_query), key, value
-
-
-def _paired(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """Return channels i and i + n / 2 of the first n as neighbours; the others stay where they are."""
-    pairs = x[..., :channels].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    return pairs if channels == x.shape[-1] else torch.cat([pairs, x[..., channels:]], dim=-1)
-
-
-def finite(output: torch.Tensor) -> torch.Tensor:
-    """Clip float16 to its range, as diffusers' own linear attention does: infinity would spread."""
-    return output.clip(-_FLOAT16_MAX, _FLOAT16_MAX) if output.dtype == torch.float16 else output
+    laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
+    if laid_out in _LAID_OUT:
+        return laid_out
+    if not hasattr(table, "token_grid"):  # all layers of a forward get the same table
+        # an axis has a third of the channels; that of frames also the remainder
+        height = 2 * (table.shape[-1] // 6)
+        frames = table.shape[-1] - 2 * height
+        # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
+        at_zero = table[0, :, 0, [0, frames, frames + height]] == 0
+        along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
+        table.token_grid = tuple(torch.stack(along).tolist())
+    if table.token_grid == laid_out:
+        _LAID_OUT.add(table.token_grid)
+    grid: tuple[int, ...] = table.token_grid
+    return grid
 
 
 def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
@@ -434,6 +341,44 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
     return (mask - mask.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(mask.dtype).min)).exp()
 
 
+def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
+    """Return query, key and value by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
+    if _is_fused(attn):
+        fused = attn.to_qkv(hidden_states)
+        of_keys = (fused.shape[-1] - int(attn.inner_dim)) // 2  # fewer than the queries' where heads share them
+        projected = fused.split([int(attn.inner_dim), of_keys, of_keys], dim=-1)
+    else:
+        projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+    return _in_heads(attn, projected, getattr(attn, "norm_q", None), getattr(attn, "norm_k", None))
+
+
+def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, norm_key: Any) -> Projected:
+    """Bring (B, N, H * D) to (B, N, H, D), normed; a norm across heads acts before the split, any other after it.
+
+    Keys and values that groups of heads share are repeated.
+    """
+    head_dim = int(attn.inner_dim) // int(attn.heads)  # the heads may be those of one process
+
+    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        weight = getattr(norm, "weight", None)
+        if weight is not None and weight.numel() == x.shape[-1]:
+            return norm(x).unflatten(-1, (-1, head_dim))
+        x = x.unflatten(-1, (-1, head_dim))
+        return x if norm is None else norm(x)
+
+    query, key, value = projected
+    shared = query.shape[-1] // key.shape[-1]
+    key, value = normed(key, norm_key), normed(value, None)
+    if shared > 1:
+        key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
+    return normed(query, norm_query), key, value
+
+
+def finite(output: torch.Tensor) -> torch.Tensor:
+    """Clip float16 to its range, as diffusers' own linear attention does: infinity would spread."""
+    return output.clip(-_FLOAT16_MAX, _FLOAT16_MAX) if output.dtype == torch.float16 else output
+
+
 def _count(arguments: Arguments) -> int:
     """Return the number of tokens: the grid's and any context passed separately."""
     context = arguments.get("encoder_hidden_states")
@@ -445,12 +390,18 @@ def _is_fused(attn: Any) -> bool:
     return bool(getattr(attn, "fused_projections", False))
 
 
-def _has_added(attn: Any) -> bool:
-    return getattr(attn, "add_q_proj", None) is not None
+def part_of(block: Any, path: str) -> Any:
+    """Return what a dotted path of attributes names in a block; None if it is absent."""
+    return reduce(lambda found, name: getattr(found, name, None), path.split("."), block)
 
 
-def _through(projection: Any, output: torch.Tensor) -> torch.Tensor:
-    """Apply the output projection, if any: one module, or a linear layer and dropout."""
-    for module in projection if isinstance(projection, nn.ModuleList) else [projection]:
-        output = module(output) if module is not None else output
-    return output
+def usual_processor(attn: Any, path: str = "") -> Any:
+    """Return a fresh processor: of an import path, else of the default of an attention's class."""
+    own = None if path else getattr(type(attn), "_default_processor_cls", None)
+    return (own or imported(path or "diffusers.models.attention_processor.AttnProcessor2_0"))()
+
+
+def imported(path: str) -> Any:
+    """Import what a dotted path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)

@@ -1,0 +1,259 @@
+"""How a family's pipelines are called: prompts, sizes, guidance, and what comes back."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .models import Clip, strides_of
+
+Kwargs = dict[str, Any]
+"""Keyword arguments of a call."""
+_SHOWN_LABELS = 12
+"""In an error; ImageNet has a thousand."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Calling:
+    """How a family's pipelines are called. A subclass overrides the methods that differ."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of every call that differ from the pipeline's defaults."""
+    prompts_are_classes: bool = False
+    """Whether the model is conditioned on classes, by number or name, instead of text."""
+    family: Any = field(init=False)
+    """The :class:`Family` whose pipelines they are, which sets it."""
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of generated files: ``.mp4`` or ``.png``."""
+        return ".mp4" if self.family.makes_videos else ".png"
+
+    def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """Return the number of classes a pipeline was trained on, read without loading it; 0 if prompts are text."""
+        return 0
+
+    def check_class(self, index: Mapping[str, Any], config: Mapping[str, Any], prompt: str) -> None:
+        """Raise ValueError for a class that a pipeline does not have, read without loading it."""
+
+    def check_prompt(self, pipe: Any, prompt: str) -> None:
+        """Raise ValueError for a class that the model does not have."""
+
+    def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
+        """Return the argument of the pipeline's call that takes the prompts."""
+        return {"prompt": list(prompts)}
+
+    def asked_frames(self, pipe: Any, frames: int) -> int:
+        """Return what the pipeline's call must be asked for to give so many frames."""
+        return frames
+
+    def made_frames(self, pipe: Any, frames: int) -> int:
+        """Return how many frames the pipeline makes when it is asked for a number."""
+        return frames
+
+    def grid(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Return the token grid of what a pipeline generates for frames and a size in pixels."""
+        temporal, spatial = strides_of(pipe.vae.config, of_videos=self.family.axes == 3)
+        size = [side // spatial for side in clip.sizes[0]]
+        if self.family.axes == 3:
+            frames = self.made_frames(pipe, clip.frames)
+            size.insert(0, self.family.latent_frames(transformer.config, frames, temporal))
+        return self.family.grid_of_size(transformer, tuple(size))
+
+    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
+        """Return the kwargs of the pipeline's call for frames and size, as far as it has them."""
+        height, width = clip.sizes[0]
+        frames = dict.fromkeys(("num_frames", "frames", "video_length"), self.asked_frames(pipe, clip.frames))
+        asked = {"height": height, "width": width, **frames, "use_resolution_binning": False}
+        known = inspect.signature(pipe.__call__).parameters
+        return {name: value for name, value in asked.items() if name in known}
+
+    def guidance_arguments(self, guidance: float) -> Kwargs:
+        """Return the kwargs of the pipeline's call for a guidance scale."""
+        return {"guidance_scale": guidance}
+
+    def begins_with_picture(self, pipe: Any, config: Any) -> bool:
+        """Whether a pipeline, or its class, gives its picture to the transformer as a first latent frame without noise.
+
+        ``config`` is the transformer's configuration.
+        """
+        return False
+
+    def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
+        """Generate one sample per prompt.
+
+        Args:
+            pipe: the pipeline, patched or not.
+            prompts: text or classes.
+            generators: noise of every sample; on the CPU for noise that does not depend on the device.
+            **settings: further arguments of the pipeline's call.
+
+        Returns:
+            For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1], unless ``output_type`` is set.
+
+        Raises:
+            ValueError: the pipeline needs more arguments, such as a picture.
+        """
+        usual = {"output_type": "np"} if self.family.makes_videos else {}  # some pipelines return PIL images by default
+        arguments = {
+            **usual,
+            **self.settings,
+            **self.prompt_arguments(pipe, prompts),
+            "generator": list(generators),
+            **settings,
+        }
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        missing = [
+            name
+            for name, parameter in inspect.signature(pipe.__call__).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind in by_name and name not in arguments
+        ]
+        if "image" not in (*arguments, *missing) and self.begins_with_picture(pipe, pipe.transformer.config):
+            missing.append("image")
+        if missing:
+            raise ValueError(
+                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts. mhla generate takes a "
+                "picture (--image FILE); for anything else call the pipeline yourself. Train on videos of your own "
+                "(mhla encode)."
+            )
+        guider = getattr(pipe, "guider", None)  # a component that takes the guidance in place of the pipeline
+        if guider is not None and "guidance_scale" in arguments:
+            pipe.guider = guider.new(guidance_scale=arguments.pop("guidance_scale"))
+        try:
+            output = pipe(**arguments)
+        finally:
+            if guider is not None:
+                pipe.guider = guider
+        return output.frames if self.family.makes_videos else output.images
+
+
+class WanCalling(Calling):
+    """Wan's, whose pipelines round frames to a multiple of the temporal stride plus one."""
+
+    def asked_frames(self, pipe: Any, frames: int) -> int:
+        """Leave out the frame that the pipeline adds where its temporal stride divides them, as 1 always does."""
+        return frames - (pipe.vae_scale_factor_temporal == 1)
+
+    def made_frames(self, pipe: Any, frames: int) -> int:
+        """Round as the pipeline does."""
+        stride, _ = strides_of(pipe.vae.config, of_videos=True)
+        return frames if frames % stride == 1 else frames // stride * stride + 1
+
+
+class ChronoEditCalling(WanCalling):
+    """With temporal reasoning the first steps denoise all frames, later ones only the first and the last."""
+
+    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
+        """Add temporal reasoning, which other frames than five need."""
+        return {**super().clip_arguments(pipe, clip), "enable_temporal_reasoning": clip.frames != 5}
+
+
+class WanAnimateCalling(WanCalling):
+    """The driving video determines the number of segments."""
+
+    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
+        """Return the size, and frames of a segment."""
+        height, width = clip.sizes[0]
+        return {"height": height, "width": width, "segment_frame_length": clip.frames}
+
+
+class TrueGuidanceCalling(Calling):
+    """Qwen-Image's pipeline guides only if it is given a negative prompt."""
+
+    def guidance_arguments(self, guidance: float) -> Kwargs:
+        """Ask for classifier-free guidance, with the negative prompt of the pipeline's documentation."""
+        return {"true_cfg_scale": guidance, **({"negative_prompt": " "} if guidance > 1 else {})}
+
+
+class PictureCalling(Calling):
+    """Image-to-video by the pipeline's class, with the transformer of text-to-video, as of LTX-Video."""
+
+    def begins_with_picture(self, pipe: Any, config: Any) -> bool:
+        """Whether the pipeline is for image-to-video."""
+        return takes_picture(pipe)
+
+
+class HunyuanVideoCalling(Calling):
+    """Image-to-video by the transformer's kind."""
+
+    def begins_with_picture(self, pipe: Any, config: Any) -> bool:
+        """Whether it is the model that takes a picture as the first latent frame."""
+        return bool(config.get("image_condition_type") == "token_replace")
+
+
+class MiniMaxH3Calling(Calling):
+    """A modular pipeline, which may lack the autoencoder."""
+
+    def grid(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
+        """Take the stride from the pipeline."""
+        sides = (side // pipe.vae_spatial_compression_ratio for side in clip.sizes[0])
+        return self.family.grid_of_size(transformer, (self.family.latent_frames(None, clip.frames, 1), *sides))
+
+
+@dataclass(kw_only=True, eq=False)
+class ClassCalling(Calling):
+    """DiT's pipeline takes classes, by number or by a name of its labels."""
+
+    prompts_are_classes: bool = True
+
+    def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+        """Return the labelled classes; all classes of the transformer if there are no labels."""
+        return len(index.get("id2label") or {}) or int(config["num_embeds_ada_norm"])
+
+    def check_class(self, index: Mapping[str, Any], config: Mapping[str, Any], prompt: str) -> None:
+        """Raise ValueError unless the pipeline has the class, one of the names that DiTPipeline reads."""
+        named = index.get("id2label") or {}
+        labels = {name.strip(): int(label) for label, names in named.items() for name in names.split(",")}
+        if labels or "num_embeds_ada_norm" in config:  # else it is not a DiT, which loading says
+            class_label(prompt, labels, config.get("num_embeds_ada_norm", 0))
+
+    def check_prompt(self, pipe: Any, prompt: str) -> None:
+        """Raise ValueError unless the pipeline has the class."""
+        label_of(pipe, prompt)
+
+    def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
+        """Give the classes as ``class_labels``."""
+        return {"class_labels": [label_of(pipe, prompt) for prompt in prompts]}
+
+
+def takes_picture(pipe: Any) -> bool:
+    """Whether a pipeline, or its class, begins every video with a picture; one that takes any conditions need not."""
+    known = inspect.signature(pipe.__call__).parameters
+    return "image" in known and "conditions" not in known
+
+
+def label_of(pipe: Any, prompt: str) -> int:
+    """Return the number of a class of a pipeline; ValueError if it has no such class."""
+    return class_label(prompt, pipe.labels, pipe.transformer.config.num_embeds_ada_norm)
+
+
+def class_label(prompt: str, labels: Mapping[str, int], count: int) -> int:
+    """Return the number of a class, from its number, its name, or a phrase that ends in its name, such as "a seven".
+
+    Args:
+        prompt: the class.
+        labels: name → number of the classes that a pipeline was trained on.
+        count: classes of its transformer, all of which are meant if there are no labels.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    numbers = {int(label) for label in labels.values()} or range(count)
+    text = prompt.strip()
+    number = text.lstrip("0") or text[-1:]
+    if number in map(str, numbers):
+        return int(number)
+    lower = {name.lower(): label for name, label in labels.items()}
+    for name in (text, *text.split()[-1:]):
+        # case-sensitive first: "Cardigan" is a dog of ImageNet, "cardigan" is not
+        label = labels.get(name, lower.get(name.lower()))
+        if label is not None:
+            return int(label)
+    names = sorted(labels)
+    more = f" and {len(names) - _SHOWN_LABELS} more" if len(names) > _SHOWN_LABELS else ""
+    or_name = f", or one of its labels: {', '.join(names[:_SHOWN_LABELS])}{more}" if names else "; it has no labels"
+    raise ValueError(
+        f"{prompt!r} is not a class of this DiT; give a number from {min(numbers)} to {max(numbers)}{or_name}."
+    )

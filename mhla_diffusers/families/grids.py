@@ -1,0 +1,324 @@
+"""Readers of the token grid: functions of a transformer and of the named arguments of its forward.
+
+Each returns (frames, height, width) or (height, width) in tokens. Those that read values of a tensor read them once,
+because it waits for the device; in a compiled graph the grid is then a constant, which every call checks on the device.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Arguments = Mapping[str, Any]
+"""Arguments of a transformer's forward, by name."""
+Grid = tuple[int, ...]
+Found = TypeVar("Found")
+
+_KEPT = "_mhla_kept"
+"""Attribute of a tensor."""
+_IMAGE = 2
+"""Ideogram 4's indicator of an image's token."""
+
+
+# The grid is the latents' shape
+
+
+def patch_of(transformer: Any, axes: int) -> tuple[int, ...]:
+    """Return latents per token and axis, by ``patch_size`` and ``patch_size_t`` of the configuration."""
+    size = transformer.config.patch_size
+    if not isinstance(size, int):
+        return tuple(size)
+    frames = getattr(transformer.config, "patch_size_t", None) or 1
+    return (size, size) if axes == 2 else (frames, size, size)
+
+
+def grid_of_size(transformer: Any, size: tuple[int, ...], patch: tuple[int, ...] | None = None) -> Grid:
+    """Return the token grid of latents of a size, (H, W) or (F, H, W).
+
+    Args:
+        transformer: whose configuration gives the patch, if none is given.
+        size: of the latents.
+        patch: latents per token along each axis.
+
+    Raises:
+        ValueError: frames that do not fill the last token.
+    """
+    patch = patch or patch_of(transformer, len(size))
+    if len(size) == 3 and size[0] % patch[0]:
+        raise ValueError(
+            f"{size[0]} latent frames are no multiple of {patch[0]}, the latent frames of a token of this "
+            f"{type(transformer).__name__}; give a multiple, as mhla encode and mhla synthesize do."
+        )
+    return tuple(side // length for side, length in zip(size, patch, strict=True))
+
+
+def latents(transformer: Any, arguments: Arguments) -> Grid:
+    """Latents are (B, C, H, W) or (B, C, F, H, W)."""
+    return grid_of_size(transformer, arguments["hidden_states"].shape[2:])
+
+
+def frames_first(transformer: Any, arguments: Arguments) -> Grid:
+    """Latents are (B, F, C, H, W)."""
+    _, frames, _, *size = arguments["hidden_states"].shape
+    return grid_of_size(transformer, (frames, *size))
+
+
+def each_frame(transformer: Any, arguments: Arguments) -> Grid:
+    """Latents are (B, C, F, H, W), and every frame attends to itself."""
+    return grid_of_size(transformer, arguments["hidden_states"].shape[3:])
+
+
+def kandinsky(transformer: Any, arguments: Arguments) -> Grid:
+    """Latents are (B, F, H, W, C); ValueError for attention in another order of the tokens."""
+    if arguments.get("sparse_params") is not None:
+        raise ValueError(
+            "sparse_params reorder the tokens for attention that is sparse already (nabla), as models of 10 seconds "
+            "have it. Run this pipeline without the patch: remove_mhla(pipe)."
+        )
+    return grid_of_size(transformer, arguments["hidden_states"].shape[1:-1])
+
+
+def cogview4(transformer: Any, arguments: Arguments) -> Grid:
+    """Latents are (B, C, H, W); ValueError for samples of several sizes in one row."""
+    others = sorted((arguments.get("attention_kwargs") or {}).keys() - {"scale"})
+    if others or isinstance(arguments.get("image_rotary_emb"), list):
+        raise ValueError(
+            f"attention_kwargs={others} and lists of RoPE tables pack and mask samples of several sizes, as "
+            "CogView4TrainingAttnProcessor does. Run samples of other sizes one after another, or "
+            "remove_mhla(transformer)."
+        )
+    return latents(transformer, arguments)
+
+
+def list_of_images(transformer: Any, arguments: Arguments) -> Grid:
+    """``x`` is a list of images (C, F, H, W); ValueError for several of a sample, of several sizes, or of a video."""
+    images, patch = arguments["x"], arguments.get("patch_size", 2)
+    if isinstance(images[0], list):
+        raise ValueError(
+            f"x holds {len(images[0])} pictures for a sample, and a patch takes one, not one with others as its "
+            "context, as in Z-Image-Omni. Run this pipeline without the patch: remove_mhla(pipe)."
+        )
+    sizes = {tuple(image.shape[1:]) for image in images}
+    (frames, height, width), *others = sizes
+    if others or frames != 1:
+        raise ValueError(
+            f"x holds images of the sizes {sorted(sizes)}, (frames, height, width) of latents: a patch takes one size "
+            "for a batch, of one frame. Run images of other sizes one after another."
+        )
+    return height // patch, width // patch
+
+
+# The grid is passed as numbers
+
+
+def numbers(transformer: Any, arguments: Arguments) -> Grid:
+    """The grid is ``num_frames``, ``height`` and ``width``; ValueError unless all of them are given."""
+    found = [arguments[name] for name in ("num_frames", "height", "width") if arguments.get(name) is not None]
+    if len(found) != 3:
+        raise ValueError(
+            f"{len(found)} of num_frames, height and width are given: a patch needs all three, the latents' size, "
+            "as the pipelines pass them."
+        )
+    return tuple(found)
+
+
+def coordinates_or_numbers(transformer: Any, arguments: Arguments) -> Grid:
+    """The grid is that of ``video_coords`` (B, 3, N), if given, else numbers."""
+    if (coordinates := arguments.get("video_coords")) is None:
+        return numbers(transformer, arguments)
+    grid = _grid_of_coordinates(coordinates)
+    return compiled_for(grid, lambda: _lie_on(grid, coordinates[0]))
+
+
+def image_shapes(transformer: Any, arguments: Arguments) -> Grid:
+    """``img_shapes`` holds the grid of every picture, alike for the batch; ValueError unless they are one picture."""
+    first = arguments["img_shapes"][0]
+    pictures = first if isinstance(first, list) else [first]
+    (frames, height, width), *others = pictures
+    if others or frames != 1:
+        raise ValueError(
+            f"img_shapes={pictures} are {len(pictures)} pictures of {frames} frame(s): a patch takes one picture, not "
+            "one with others as its context, as in Qwen-Image-Edit and Qwen-Image-Layered. Run this pipeline without "
+            "the patch: remove_mhla(pipe)."
+        )
+    return height, width
+
+
+# The grid is read from the places of tokens
+
+
+def image_ids(transformer: Any, arguments: Arguments) -> Grid:
+    """``img_ids`` (N, 3 or 4) or (B, N, 3 or 4) are picture, row and column of every token of one picture.
+
+    Raises:
+        ValueError: several pictures, given here or cached.
+    """
+    for name in ("kv_cache_mode", "image_cond_hidden_states"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{name} is for reference pictures, which a patch does not take. Run this pipeline without the patch: "
+                "remove_mhla(pipe)."
+            )
+    return grid_of_ids(arguments["img_ids"])
+
+
+def position_ids(transformer: Any, arguments: Arguments) -> Grid:
+    """``position_ids`` (N, 3) are those of the text, then picture, row and column of the image's tokens."""
+    return grid_of_ids(arguments["position_ids"], arguments["encoder_hidden_states"].shape[1])
+
+
+def ideogram4(transformer: Any, arguments: Arguments) -> Grid:
+    """Every row ends in one image, whose places ``position_ids`` gives; ValueError for several images in a row."""
+    places, *others = (arguments[name] for name in ("position_ids", "indicator", "segment_ids"))
+    grid = _grid_of_images(places, *others)
+    return compiled_for(grid, lambda: _lie_on((1, *grid), places[0].T))
+
+
+def minimax_h3(transformer: Any, arguments: Arguments) -> Grid:
+    """The rows end in the generated video, whose places ``position_ids`` gives; ValueError for another layout."""
+    places, *others = (arguments[name] for name in ("position_ids", "video_indices", "timestep_indices"))
+    grid = _grid_of_rows(places, *others)
+    return compiled_for(grid, lambda: _lie_on(grid, places.T))
+
+
+# Reading values
+
+
+def read_once(read: Callable[..., Found]) -> Callable[..., Found]:
+    """Decorator of a function that reads values of tensors: cached on the first one until its values change.
+
+    A compiled graph takes the result as a constant. A tensor made in inference mode has no version counter, so it is
+    read every time.
+    """
+
+    @wraps(read)
+    def reading(tensor: Any, *others: Any) -> Found:
+        version, kept = _version(tensor), getattr(tensor, _KEPT, None)
+        if kept is not None and kept[0] == version and (version is not None or tensor.is_meta):
+            found: Found = kept[1]
+            return found
+        found = read(tensor, *others)
+        keep_with(tensor, found)
+        return found
+
+    # the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
+    vars(reading)["_dynamo_marked_constant"] = True
+    return reading
+
+
+def keep_with(tensor: Tensor, found: Any) -> None:
+    """Store on a tensor what a :func:`read_once` function would read from it, for tensors without values."""
+    setattr(tensor, _KEPT, (_version(tensor), found))
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def compiled_for(grid: tuple[int, ...], lie_on_it: Callable[[], Tensor]) -> tuple[int, ...]:
+    """Return the grid; a compiled graph checks in every call that the tokens still lie on it: bool ()."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(lie_on_it(), "compiled for another token grid")
+    return grid
+
+
+def grid_of_ids(ids: Tensor, first: int = 0) -> tuple[int, int]:
+    """Return the height and width of ids of one picture, which begin with token ``first``; see :func:`_grid_of_ids`."""
+    height, width = _grid_of_ids(ids, first)
+    compiled_for((height, width), lambda: (_lengths(ids, first) == ids.new_tensor([width, height])).all())
+    return height, width
+
+
+def _lengths(ids: Tensor, first: int) -> Tensor:
+    """Count the tokens of the first token's row and of its column: (2,)."""
+    tokens = (ids[0] if ids.ndim == 3 else ids)[first:]
+    return (tokens == tokens[0]).sum(dim=0)[1:3]
+
+
+@read_once
+def _grid_of_ids(ids: Tensor, first: int) -> tuple[int, int]:
+    """Return the height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
+
+    Counts the tokens of the first token's row and of its column. A second picture adds to both counts, and bfloat16
+    rounds no larger number to 0.
+    """
+    width, height = _lengths(ids, first).tolist()
+    if height * width != ids.shape[-2] - first:
+        raise ValueError(
+            f"Ids of {ids.shape[-2] - first} tokens, {width} in a first row and {height} in a first column, are not "
+            "one picture in raster order: a patch takes no others as its context, as in Flux Kontext "
+            "and in Flux.2 with reference pictures. Run this pipeline without the patch: remove_mhla(pipe)."
+        )
+    return height, width
+
+
+@read_once
+def _grid_of_coordinates(coordinates: Tensor) -> tuple[int, ...]:
+    """Return the grid of coordinates (B, 3, N): time, height and width of every token.
+
+    It begins at the first token of time 0. Tokens before it are conditioning frames, at later times.
+    """
+    places = coordinates[0].cpu()
+    at_zero = (places[0] == 0).nonzero()
+    grid = _grid_of_places(places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :])
+    if grid is None:
+        raise ValueError(
+            f"video_coords of {places.shape[1]} tokens are not a token grid: from the first token of time 0 on "
+            "they must be whole frames in raster order, as LTXConditionPipeline gives them."
+        )
+    return grid
+
+
+def _grid_of_places(places: Tensor) -> tuple[int, ...] | None:
+    """Return the grid of tokens in raster order, (3, N) times, rows and columns; None if they are no grid."""
+    width = _rising(places[2])
+    height = _rising(places[1, ::width])
+    grid = places.shape[1] // (height * width), height, width
+    return grid if 0 < places.shape[1] == math.prod(grid) and bool(_lie_on(grid, places)) else None
+
+
+def _lie_on(grid: tuple[int, ...], places: Tensor) -> Tensor:
+    """Whether the last tokens of places (3, N) are whole frames of a grid in raster order: bool ()."""
+    time, row, column = places[:, places.shape[1] - math.prod(grid) :].unflatten(1, grid)
+    rising = (row.diff(dim=1) > 0).all() & (column.diff(dim=2) > 0).all()
+    return rising & (time == time[:, :1, :1]).all() & (row == row[:1, :, :1]).all() & (column == column[:1, :1]).all()
+
+
+def _rising(values: Tensor) -> int:
+    """Return the length of the strictly increasing run at the start; at least 1."""
+    falls = (values.diff() <= 0).nonzero()
+    return int(falls[0]) + 1 if len(falls) else max(1, len(values))
+
+
+@read_once
+def _grid_of_images(places: Tensor, indicator: Tensor, segments: Tensor) -> tuple[int, int]:
+    """Read the grid of the image that ends every row, as the pipeline makes them."""
+    is_image = indicator == _IMAGE
+    tokens = int(is_image[0].sum())
+    image, own = places[:, places.shape[1] - tokens :], segments == segments[:, -1:]
+    grid = _grid_of_places(image[0].T)
+    fits = is_image[:, len(is_image[0]) - tokens :].all() & (is_image.sum(dim=1) == tokens).all()
+    if grid is None or grid[0] > 1 or not (fits & (image == image[0]).all() & (own | (indicator == 0)).all()):
+        raise ValueError(
+            "A row does not hold text and, last, one image in raster order, of one size in the batch. Several "
+            "samples packed into a row cannot be patched: run one after another, or remove_mhla(transformer)."
+        )
+    return grid[1], grid[2]
+
+
+@read_once
+def _grid_of_rows(places: Tensor, video: Tensor, times: Tensor) -> tuple[int, ...]:
+    """Read the grid of the generated rows: last, without a gap, of one time; rows of given videos have another."""
+    rows = torch.arange(len(places) - len(video), len(places), device=video.device)
+    others = ((video != rows) | (times[video] != times[-1])).nonzero()
+    generated = places[int(others[-1]) + 1 - len(video) if len(others) else -len(video) :]
+    grid = _grid_of_places(generated.T)
+    if grid is None or len(generated[:, 0].unique()) < grid[0]:
+        raise ValueError(
+            "The sequence does not end in one token grid in raster order, as MiniMax-H3's pipeline makes it. Several "
+            "videos in one sequence cannot be patched: run one after another, or remove_mhla(transformer)."
+        )
+    return grid
