@@ -1,31 +1,44 @@
 """CLIP score: how well images show their prompts."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..devices import choose_device
-from .extractors import load_whole
+from ..generation.pipelines import check_network
 
 
 class ClipScorer:
     """100 times the cosine of image and text embeddings; SANA's numbers use OpenAI's ViT-L/14.
+
+    By transformers: torchmetrics 1.9 fails with its version 5, and cuts the end token off long prompts.
 
     Args:
         model: Hub id or folder of a CLIP model with its processor.
         device: where it runs; "auto" for a GPU if there is one.
 
     Raises:
-        ValueError: no such device, or weights that are damaged or do not fit the model.
+        FileNotFoundError: no such folder, and it is not in the cache and cannot be had from the Hub.
+        ValueError: no such device, or weights that do not fit the model's config.json.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
+        from safetensors import SafetensorError
         from transformers import CLIPModel, CLIPProcessor
 
-        self._device = choose_device(device)
-        self._model = load_whole(CLIPModel, model).to(self._device).eval()
-        self._processor = CLIPProcessor.from_pretrained(model)
+        self._device, is_here = choose_device(device), _is_here(model)
+        try:
+            clip, found = CLIPModel.from_pretrained(model, output_loading_info=True, local_files_only=is_here)
+        except SafetensorError as error:
+            raise ValueError(f"The weights of {model} are damaged: {error}. Download them again.") from error
+        if missing := sorted(found["missing_keys"]):  # transformers fills in random values
+            raise ValueError(
+                f"The weights of {model} lack {len(missing)} tensors such as {missing[0]}. Download them again."
+            )
+        self._model = clip.to(self._device).eval()
+        self._processor = CLIPProcessor.from_pretrained(model, local_files_only=is_here)
 
     @torch.no_grad()
     def __call__(self, images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
@@ -38,3 +51,20 @@ class ClipScorer:
         output = self._model(**inputs)
         # the model's embeddings have length 1
         return 100 * (output.image_embeds.float() * output.text_embeds.float()).sum(dim=-1).cpu()
+
+
+def _is_here(model: str) -> bool:
+    """Return whether a model needs no download; FileNotFoundError at once if it does and the Hub is out of reach."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if Path(model).is_dir() or isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return True
+        check_network()  # since the Hub's client would try for most of a minute
+    except (HFValidationError, OSError) as error:
+        raise FileNotFoundError(
+            f"{model} is not a folder and cannot be had from the Hub: {error} "
+            "Download a CLIP model with hf download NAME --local-dir FOLDER, and give the folder."
+        ) from error
+    return False

@@ -1,6 +1,6 @@
 """``mhla eval``."""
 
-import warnings
+import shlex
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +12,18 @@ from ..generation.names import expand_options, pipeline_options, read_prompts, v
 from ..generation.record import Sample
 from ..reporting import show_progress, text_table
 from .geneval import geneval_samples, geneval_score, read_geneval_metadata, write_geneval_metadata
-from .samples import class_samples, prompt_samples
-from .vbench import DIMENSIONS, read_augmented, read_results, read_suite, run_vbench, suite_videos, total_scores
+from .samples import class_samples, prompt_samples, require_samples
+from .vbench import (
+    DIMENSIONS,
+    RESULT_FOLDER,
+    read_augmented,
+    read_results,
+    read_suite,
+    run_vbench,
+    suite_videos,
+    total_scores,
+    vbench_commands,
+)
 
 app = typer.Typer(help="Quality of generated images and videos.", no_args_is_help=True)
 samples = typer.Typer(
@@ -26,10 +36,10 @@ _SET = Annotated[Path, typer.Argument(help="Folder of the set.")]
 _NPZ = Annotated[Path | None, typer.Option(help="Also write all images into this npz, in ADM's format.")]
 
 _OUTPUT = Annotated[Path | None, typer.Option(help="JSON file to write too.")]
-_WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of Inception, or folder of a DINOv2.")]
+_WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of Inception.")]
 _EXTRACTOR = Annotated[
     str,
-    typer.Option(help="adm, clean, dinov2, or package.module:callable: uint8 images (B, 3, H, W) to features."),
+    typer.Option(help="adm, clean, or package.module:callable: uint8 images (B, 3, H, W) to features."),
 ]
 _DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
 
@@ -44,16 +54,14 @@ def fid(
     batch_size: Annotated[int, typer.Option(min=1, help="Images per call of the extractor.")] = 50,
     output: _OUTPUT = None,
 ) -> None:
-    """FID and, if the extractor supports them, sFID, Inception score, precision, recall and KID."""
+    """FID and what else the extractor has features for; adm: sFID, Inception score, precision, recall; clean: KID."""
     from .extractors import load_extractor
     from .fid import measure_images
 
-    chosen = load_extractor(extractor, weights, device)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        scores = measure_images(samples, reference, chosen, batch_size=batch_size)
-    remarks = [str(warning.message) for warning in caught if warning.category is UserWarning]
-    _report({"extractor": chosen.name, **scores} | ({"remarks": remarks} if remarks else {}), output)
+    scores, remarks = measure_images(
+        samples, reference, load_extractor(extractor, weights, device), batch_size=batch_size
+    )
+    _report({"extractor": extractor, **scores, **({"remarks": remarks} if remarks else {})}, output)
 
 
 def _report(result: dict[str, Any], output: Path | None) -> None:
@@ -67,32 +75,37 @@ def _report(result: dict[str, Any], output: Path | None) -> None:
 
 @app.command()
 def vbench(
-    videos: Annotated[Path | None, typer.Argument(help="Folder of the suite's videos.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder of the set, of mhla eval samples vbench.")] = None,
     source: Annotated[list[Path] | None, typer.Option("--from", help="Results of VBench: files or folders.")] = None,
     suite: Annotated[Path | None, typer.Option(help="VBench_full_info.json, which comes with VBench.")] = None,
-    vbench_python: Annotated[Path | None, typer.Option(help="Python of VBench's own environment.")] = None,
+    program: Annotated[
+        Path | None, typer.Option("--vbench", help="bin/vbench of VBench's own environment; without it, commands only.")
+    ] = None,
     flickering: Annotated[
         Path | None, typer.Option(help="The folder filtered_videos of VBench's static_filter.py, for its dimension.")
     ] = None,
     dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Repeatable; default: all.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for results, totals and the log.")] = Path("outputs/vbench"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, … of that environment.")] = "cuda",
+    output: _OUTPUT = None,
 ) -> None:
-    """Run VBench in its own environment, or read its results: Quality, Semantic, Total and the dimensions."""
+    """Run VBench's command for each dimension, or print it, or read results: Quality, Semantic, Total."""
     if source:
         scores = read_results(source)
-    elif videos is None or suite is None or vbench_python is None:
-        raise ValueError("Give --from with results, or the folder of videos with --suite and --vbench-python.")
+    elif folder is None or suite is None:
+        raise ValueError("Give --from with results, or the folder of a set with --suite.")
     else:
-        chosen = tuple(dimensions or DIMENSIONS)
-        run = run_vbench(vbench_python, suite, videos, output, dimensions=chosen, device=device, flickering=flickering)
-        for name, score, now in run:
-            typer.echo(f"{name}: {score:.4f}{'' if now else ' (before)'}")
-        if set(chosen) != set(DIMENSIONS):
+        name = "vbench" if program is None else str(program)
+        commands = vbench_commands(suite, folder, dimensions or DIMENSIONS, flickering=flickering, program=name)
+        if program is None:
+            typer.echo("\n".join(map(shlex.join, commands.values())))
             return
-        scores = read_results([output])
+        scores = {}
+        for dimension, score in run_vbench(commands, folder / RESULT_FOLDER):
+            typer.echo(f"{dimension}: {score:.4f}")
+            scores[dimension] = score
+        if len(scores) < len(DIMENSIONS):
+            return
     totals = total_scores(scores)  # raises if dimensions are missing
-    _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output / "vbench.json")
+    _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output)
 
 
 @app.command()
@@ -105,11 +118,10 @@ def clip(
 ) -> None:
     """CLIP score as SANA reports it: 100 times the cosine of image and prompt, averaged."""
     from .clip import ClipScorer
-    from .compare import Variant, score_samples
-    from .samples import require_samples
+    from .compare import score_samples
 
-    found = Variant(samples.name, samples, require_samples(samples), {})  # before a model is asked of the Hub
-    scores = score_samples(found, "clip_score", ClipScorer(model, device), batch_size)
+    listed = require_samples(samples)  # before a model is asked of the Hub
+    scores = score_samples(samples, listed, "clip_score", ClipScorer(model, device), batch_size)
     _report({"model": model, "samples": len(scores), "clip_score": float(scores.mean())}, output)
 
 
@@ -142,7 +154,7 @@ def compare_variants(
     from .clip import ClipScorer
     from .compare import SampleScore, compare_sets, read_variants
     from .extractors import load_callable, load_extractor
-    from .report import difference_table, score_table, similarity_table, write_report
+    from .report import interval_table, score_table, write_report
 
     read_variants(sets)  # before a model is asked of the Hub
     scores: dict[str, SampleScore] = {}
@@ -157,18 +169,16 @@ def compare_variants(
     similarities, missing = load_similarities(device) if similarity else ({}, [])
     variants, remarks = compare_sets(
         sets,
-        reference=reference,
-        extractor=load_extractor(extractor, weights, device) if reference is not None else None,
+        reference=None if reference is None else (reference, load_extractor(extractor, weights, device)),
         sample_scores=scores,
         similarities=similarities,
     )
-    for header, rows in (score_table(variants), difference_table(variants), similarity_table(variants)):
+    for header, rows in (score_table(variants), interval_table(variants)):
         if rows:
             typer.echo(f"{text_table(header, rows, right=True)}\n")
     for remark in (*missing, *remarks):
         typer.echo(remark)
-    report = write_report(variants, output, remarks=remarks, reference=reference, shown=shown)
-    typer.echo(f"Wrote {report}")
+    typer.echo(f"Wrote {write_report(variants, output, remarks, shown)}")
 
 
 def set_options(

@@ -1,4 +1,4 @@
-"""Distances between sets of any features, and the Inception score."""
+"""The Fréchet distance between sets of any features, and the other scores of the ADM suite."""
 
 import torch
 
@@ -6,13 +6,11 @@ Moments = tuple[torch.Tensor, torch.Tensor]
 """Mean (D,) and covariance (D, D) of features, float64."""
 
 _CHUNK = 1000
-"""Features per computation, so that memory does not grow with their number."""
-_ROUNDING = 1e-3
-"""Share of the largest value that counts as rounding in statistics."""
+"""Rows of a matrix of distances that are computed at a time."""
 
 
 def moments(features: torch.Tensor) -> Moments:
-    """Return mean and unbiased covariance of features (n, D), which may be memory-mapped.
+    """Return mean and unbiased covariance of features (n, D).
 
     Raises:
         ValueError: another shape, or fewer than two features.
@@ -21,13 +19,8 @@ def moments(features: torch.Tensor) -> Moments:
         raise ValueError(
             f"Features must have the shape (n, D), got {tuple(features.shape)}; a covariance needs at least 2."
         )
-    chunks = features.detach().split(_CHUNK)
-    mean = torch.stack([chunk.double().sum(dim=0) for chunk in chunks]).sum(dim=0).cpu() / len(features)
-    scatter = torch.zeros(len(mean), len(mean), dtype=torch.float64)
-    for chunk in chunks:
-        centred = chunk.double().cpu() - mean
-        scatter += centred.T @ centred
-    return mean, scatter / (len(features) - 1)
+    values = features.detach().cpu().double()
+    return values.mean(dim=0), values.T.cov()
 
 
 def frechet_distance(first: torch.Tensor | Moments, second: torch.Tensor | Moments) -> float:
@@ -63,14 +56,6 @@ def frechet_distance(first: torch.Tensor | Moments, second: torch.Tensor | Momen
     return float((mean - other_mean).square().sum() + covariance.trace() + other_covariance.trace() - 2 * overlap)
 
 
-def is_covariance(matrix: torch.Tensor) -> bool:
-    """Return whether a matrix (D, D) is symmetric and has no negative eigenvalues, up to rounding of float32."""
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        return False
-    smallest = -_ROUNDING * matrix.abs().max()
-    return bool((matrix - matrix.T).abs().max() <= -smallest and torch.linalg.eigvalsh(matrix)[0] >= smallest)
-
-
 def inception_score(probabilities: torch.Tensor, split: int = 5000) -> float:
     """Return exp of the mean KL divergence of predictions from their mean, averaged over splits, as ADM's suite does.
 
@@ -87,36 +72,11 @@ def inception_score(probabilities: torch.Tensor, split: int = 5000) -> float:
     return sum(scores) / len(scores)
 
 
-def kernel_distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the unbiased squared maximum mean discrepancy with the kernel (x·y / D + 1)³, over all pairs of features.
-
-    KID on Inception features, which packages estimate from random subsets of 1000. Suitable for small sets; can be
-    slightly negative.
-
-    Args:
-        first: features (n, D), at least two.
-        second: features (m, D), at least two.
-    """
-
-    def kernels(some: torch.Tensor, others: torch.Tensor) -> float:
-        """Sum the kernel over all pairs."""
-        parts = (chunk.double() @ other.double().T for chunk in some.split(_CHUNK) for other in others.split(_CHUNK))
-        return sum(float((part / some.shape[1] + 1).pow(3).sum()) for part in parts)
-
-    def within(features: torch.Tensor) -> float:
-        """Average the kernel over the pairs of different features."""
-        own = sum(float((x.double().square().mean(dim=1) + 1).pow(3).sum()) for x in features.split(_CHUNK))
-        return (kernels(features, features) - own) / (len(features) * (len(features) - 1))
-
-    across = kernels(first, second) / (len(first) * len(second))
-    return within(first) + within(second) - 2 * across
-
-
 def precision_recall(reference: torch.Tensor, samples: torch.Tensor, neighbours: int = 3) -> tuple[float, float]:
     """Return the fraction of samples in the manifold of the reference, and vice versa (Kynkäänniemi et al., 2019).
 
     A manifold is the union of balls around its points, each reaching to the k-th nearest neighbour; k is 3 in ADM's
-    suite. The package prdc holds all distances at once, 20 GB of 50 000 samples.
+    suite.
 
     Args:
         reference: features (n, D), more than ``neighbours``.

@@ -381,7 +381,7 @@ def pipeline_file(model: str, name: str) -> Path:
 
     try:
         if not isinstance(try_to_load_from_cache(model, name), str):
-            _check_network()  # since the Hub's client would try for half a minute
+            check_network()  # since the Hub's client would try for half a minute
         return Path(hf_hub_download(model, name))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
@@ -393,7 +393,7 @@ def pipeline_file(model: str, name: str) -> Path:
         ) from error
 
 
-def _check_network() -> None:
+def check_network() -> None:
     """Raise OSError if the Hub cannot be reached and nothing stands between that would know the way."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 

@@ -1,4 +1,4 @@
-"""Similarity of two samples from the same noise: PSNR and SSIM by torchmetrics, LPIPS by the package of its authors."""
+"""Similarity of two samples from the same noise: PSNR, SSIM and LPIPS by torchmetrics."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ..devices import choose_device
-from ..lazy import installing
 
 Similarity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps frames and reference frames, both uint8 (F, 3, H, W), to a value for each: (F,), NaN if they are too small."""
@@ -62,27 +61,25 @@ def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], list[
         return lambda frames, reference: measure(frames.to(place), reference.to(place)).cpu()
 
     found: dict[str, Similarity] = {}
-    missing = []
     try:
         image_metrics()
         found = {"psnr": on_device(psnr), "ssim": on_device(ssim)}
     except ImportError as error:
-        missing.append(f"PSNR and SSIM are left out: {error}.")
+        return found, [f"PSNR, SSIM and LPIPS are left out: {error}."]
     weights = Path(torch.hub.get_dir(), "checkpoints", _ALEXNET)
-    try:
-        import lpips
-    except (ImportError, RuntimeError) as error:
-        missing.append(f"LPIPS is left out: lpips cannot be imported ({error}); {installing('eval')}.")
-        return found, missing
     if not weights.is_file():
         source = f"https://download.pytorch.org/models/{_ALEXNET}"
-        missing.append(f"LPIPS is left out: there is no {weights}. Download it from {source}.")
-        return found, missing
-    model = lpips.LPIPS(net="alex", verbose=False).to(place)
+        return found, [f"LPIPS is left out: there is no {weights}. Download it from {source}."]
+    try:
+        from torchmetrics.image import LearnedPerceptualImagePatchSimilarity
+
+        model = LearnedPerceptualImagePatchSimilarity("alex", reduction="none").to(place)
+    except (ImportError, RuntimeError) as error:  # no torchvision, or one of another torch
+        return found, [f"LPIPS is left out: it needs a torchvision that matches your torch ({error})."]
 
     def distance(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         if min(frames.shape[2:]) < _SMALLEST_LPIPS:
             return torch.full((len(frames),), torch.nan)
-        return torch.as_tensor(model(frames / 127.5 - 1, reference / 127.5 - 1)).flatten()
+        return torch.as_tensor(model(frames / 127.5 - 1, reference / 127.5 - 1)).view(len(frames))
 
-    return {**found, "lpips": on_device(distance)}, missing
+    return {**found, "lpips": on_device(distance)}, []

@@ -159,7 +159,7 @@ def transfer_loss(teacher: nn.Module, student: nn.Module, row: torch.Tensor) -> 
         def learn(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             with torch.enable_grad():
                 found, expected = ours(*args, **kwargs)[0].float(), output[0].float()
-            losses.append((found - expected).square().sum() / expected.square().sum())
+                losses.append((found - expected).square().sum() / expected.square().sum())
 
         return theirs.register_forward_hook(learn, with_kwargs=True)
 

@@ -1,14 +1,16 @@
 """CLIP scores with a tiny CLIP of random weights."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, PreTrainedTokenizerFast
 
 from mhla_diffusers.evaluation.clip import ClipScorer
-from mhla_diffusers.evaluation.compare import Variant, score_samples
+from mhla_diffusers.evaluation.compare import score_samples
 from mhla_diffusers.evaluation.images import read_sample
 from mhla_diffusers.generation.record import Sample, write_sample_list
 
@@ -58,8 +60,7 @@ def test_scores_are_cosines_of_image_and_prompt(clip_folder, tmp_path):
     prompts = ["a cat", "a red dog", "a", "dog", "a cat"]
     samples = [Sample(f"{number:04d}.png", text) for number, text in enumerate(prompts)]
     write_sample_list(samples, folder)
-    found = Variant("set", folder, samples, {})
-    scores = score_samples(found, "clip_score", ClipScorer(str(clip_folder)), batch_size=2)
+    scores = score_samples(folder, samples, "clip_score", ClipScorer(str(clip_folder)), batch_size=2)
     with torch.no_grad():
         expected = [expected_score(clip_folder, read_sample(folder / one.file), one.text) for one in samples]
     assert scores.tolist() == pytest.approx(expected, abs=1e-3)
@@ -78,12 +79,24 @@ def test_sets_are_looked_at_before_a_model_is_looked_for(tmp_path):
         assert "has no samples.json" in str(ended.exception)
 
 
-def test_batches_of_nothing_are_refused(tmp_path):
-    for command in (("clip", tmp_path), ("fid", tmp_path, tmp_path)):
-        shown = mhla("eval", *command, "--batch-size", 0)
-        assert shown.exit_code == 2 and "--batch-size" in shown.output
-    with refused("batch_size=0"):
-        score_samples(Variant("set", tmp_path, [Sample("0.png", "a")], {}), "clip_score", len, 0)
+def test_a_model_that_is_not_here_is_said_at_once(tmp_path, monkeypatch):
+    """The Hub's client would try for most of a minute."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = write_pictures(tmp_path / "set", 1, size=16)
+    write_sample_list([Sample("0000.png", "a")], folder)
+    for model in ("openai/clip-vit-large-patch14", tmp_path / "no-model"):
+        ended = mhla("eval", "clip", folder, "--model", model)
+        assert isinstance(ended.exception, FileNotFoundError)
+        assert f"{model} is not a folder" in str(ended.exception) and "hf download" in str(ended.exception)
+
+
+def test_weights_that_lack_tensors_are_refused(clip_folder, tmp_path):
+    shutil.copytree(clip_folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("visual_projection.weight")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with refused(tmp_path, "visual_projection.weight"):
+        ClipScorer(str(tmp_path))
 
 
 def test_long_prompts_are_cut_and_videos_refused(clip_folder):

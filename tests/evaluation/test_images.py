@@ -43,11 +43,11 @@ def test_what_holds_no_images_is_refused(tmp_path):
         ("absent", FileNotFoundError, "absent"),
         ("empty", FileNotFoundError, "empty"),
         ("text.npz", ValueError, r"text\.npz"),
-        ("objects.npz", ValueError, r"object \(1,\)"),
+        ("objects.npz", ValueError, r"objects\.npz"),
         ("floats.npz", ValueError, r"float64 \(2, 4, 4, 3\)"),
         ("none.npz", ValueError, r"uint8 \(0, 4, 4, 3\)"),
         ("flat.npz", ValueError, r"uint8 \(2, 0, 4, 3\)"),
-        ("other.npz", ValueError, "arr_0, .*images.npy"),
+        ("other.npz", ValueError, r"arr_0 .*float64 \(0,\)"),
     ):
         with pytest.raises(error, match=message):
             Images(tmp_path / name)

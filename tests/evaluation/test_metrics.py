@@ -7,7 +7,6 @@ import torch
 from mhla_diffusers.evaluation.metrics import (
     frechet_distance,
     inception_score,
-    kernel_distance,
     moments,
     precision_recall,
 )
@@ -76,28 +75,3 @@ def test_precision_and_recall_of_hand_made_points():
 def test_precision_and_recall_tell_lost_quality_from_lost_variety():
     precision, recall = precision_recall(normal(1200, 4), 0.1 * normal(1100, 4, seed=1))
     assert precision > 0.9 and recall < 0.3
-
-
-@pytest.mark.parametrize("count", [4, 7])
-def test_kernel_distance_is_that_of_the_definition(count):
-    first, second = normal(4, 2), normal(count, 2, seed=1)
-
-    def k(x, y):
-        return float((x @ y / 2 + 1) ** 3)
-
-    pairs = [[k(x, y) for i, x in enumerate(z) for j, y in enumerate(z) if i != j] for z in (first, second)]
-    within = [sum(values) / len(values) for values in pairs]
-    across = sum(k(x, y) for x in first for y in second) / (4 * count)
-    assert kernel_distance(first, second) == pytest.approx(sum(within) - 2 * across, rel=1e-9)
-
-
-def test_kernel_distance_of_large_sets_is_that_of_all_pairs():
-    first, second = normal(1500, 4), normal(1200, 4, seed=1) + 0.5
-
-    def mean(x, y, count):
-        kernel = (x @ y.T / 4 + 1) ** 3
-        return float(kernel.sum() - (kernel.trace() if x is y else 0)) / count
-
-    expected = mean(first, first, 1500 * 1499) + mean(second, second, 1200 * 1199)
-    expected -= 2 * mean(first, second, 1500 * 1200)
-    assert kernel_distance(first, second) == pytest.approx(expected, rel=1e-9)

@@ -127,11 +127,13 @@ def test_vbench_s_videos_are_named_after_its_prompts(tmp_path):
     asked = (tmp_path / "out", suite, "--augmented", tmp_path / "augmented.txt", *FAST, "--batch-size", "5")
     made = samples("vbench", *asked, "--family", "wan")
     assert made.exit_code == 0, made.output
-    assert sorted(file.name for file in (tmp_path / "out").glob("*.mp4")) == [f"a seven-{n}.mp4" for n in range(5)]
+    assert sorted(file.name for file in (tmp_path / "out" / "videos").iterdir()) == [
+        f"a seven-{n}.mp4" for n in range(5)
+    ]
     listed = json.loads((tmp_path / "out" / "samples.json").read_text())
-    assert listed[4] == {"file": "a seven-4.mp4", "text": "a seven moving left"}
+    assert listed[4] == {"file": "videos/a seven-4.mp4", "text": "a seven moving left"}
     refused = samples("vbench", *asked, "--family", "sana")
-    assert "sana generates .png files, but the samples are such as 'a seven-0.mp4'" in str(refused.exception)
+    assert "sana generates .png files, but the samples are such as 'videos/a seven-0.mp4'" in str(refused.exception)
 
 
 @pytest.mark.slow

@@ -32,18 +32,6 @@ def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
     )
 
 
-def test_reversed_flow_matching_counts_what_is_left_of_the_noise() -> None:
-    """The same times as those of diffusers' scheduler, told as 1000 (1 − σ), or scaled as 1 − σ."""
-    scheduler, quantile = FlowMatchEulerDiscreteScheduler(shift=3.0), torch.tensor([0.1, 0.5, 0.9])
-    forwards, backwards = FlowMatching(shift=3.0), FlowMatching(shift=3.0, is_reversed=True)
-    assert backwards.time_at(quantile).equal(forwards.time_at(quantile))
-    sigma = scheduler.sigmas[[0, 400, 999]]
-    told = (1000 - scheduler.timesteps[[0, 400, 999]]) / 1000
-    torch.testing.assert_close(backwards.timestep(sigma), 1000 * told, rtol=0, atol=1e-3)
-    scaled = FlowMatching(shift=3.0, timestep_scale=1e-3, is_reversed=True)
-    torch.testing.assert_close(scaled.timestep(sigma), told, rtol=0, atol=1e-6)
-
-
 def test_a_step_along_the_true_velocity_denoises() -> None:
     process = FlowMatching(shift=3.0)
     latents, noise = torch.randn(2, 3, 4, 8, 8)

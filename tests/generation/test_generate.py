@@ -17,6 +17,7 @@ from PIL import Image, ImageChops
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import apply_mhla, families, mhla_layers, save_mhla
+from mhla_diffusers.families.calling import class_label
 from mhla_diffusers.files import written_aside
 from mhla_diffusers.generation import PipelineChoice
 from mhla_diffusers.generation.generate import SampleSet, generate, name_of_prompt, plan_samples
@@ -419,7 +420,7 @@ def test_pictures_are_shown_to_an_image_to_video_pipeline(tmp_path, monkeypatch)
         given.append((prompts[0], settings["image"].getpixel((0, 0))))
         return [torch.zeros(5, 16, 16, 3)]
 
-    monkeypatch.setattr(families.wan.WanTraining, "call", call)
+    monkeypatch.setattr(families.calling.WanCalling, "call", call)
     for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
         Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
     (tmp_path / "prompts.csv").write_text("text,image\na cat,blue.png\na dog,\n")

@@ -71,9 +71,12 @@ REFUSED = {
     "tiny pipeline": (lambda: pipeline_folder("flux"), "'flux'...dit, sana, wan"),
     "class of a family": (lambda: register_family(Family), "Family'>"),
     "no family": (lambda: register_family(None), "family=None"),
-    "family with blocks of other axes": (lambda: replace(WAN_FAMILY, mhla_blocks=(4, 4)), "mhla_blocks=(4, 4)...3"),
+    "family with blocks of other axes": (
+        lambda: replace(get_family("wan"), mhla_blocks=(4, 4)),
+        "mhla_blocks=(4, 4)...3",
+    ),
     "family of one name": (
-        lambda: register_family(replace(WAN_FAMILY, transformers="SomeTransformer2DModel")),
+        lambda: register_family(replace(get_family("wan"), transformers="SomeTransformer2DModel")),
         "transformers='SomeTransformer2DModel'",
     ),
     "family of a pipeline": (lambda: get_family(wan_pipeline()), "WanPipeline is a pipeline"),

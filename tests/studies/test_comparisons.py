@@ -4,6 +4,9 @@ import csv
 import json
 
 import pytest
+import torch
+
+from mhla_diffusers.evaluation.metrics import frechet_distance
 
 from ..scripts import load_script, run_script
 
@@ -98,6 +101,23 @@ def test_what_ships_is_judged_against_the_control(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(script.Yardstick, "generate", None)
     run_script(script, monkeypatch, *asked)
     assert json.loads((tmp_path / "quality.json").read_text()) == results
+
+
+@pytest.mark.parametrize("spread", [0.6, 0.8, 1.4])
+def test_the_interval_of_a_frechet_distance_covers_the_truth_although_few_samples_raise_it(spread, monkeypatch):
+    bootstrap = load_script("studies/quality/quality.py", monkeypatch).bootstrap
+    channels, samples, runs = 16, 100, 12
+    target = torch.zeros(channels, dtype=torch.float64), torch.eye(channels, dtype=torch.float64)
+    covered = 0
+    for seed in range(runs):
+        one, other = torch.randn(2, samples, channels, generator=torch.Generator().manual_seed(seed))
+
+        def difference(chosen, one=one, other=spread * other):
+            return frechet_distance(other[chosen], target) - frechet_distance(one[chosen], target)
+
+        interval = bootstrap(difference, samples, 100, seed)
+        covered += interval["low"] <= channels * (spread - 1) ** 2 <= interval["high"]
+    assert covered >= runs - 1
 
 
 def test_gap_is_that_between_linear_attention_and_the_control(tmp_path, monkeypatch):
