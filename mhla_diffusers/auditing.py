@@ -10,7 +10,6 @@ import torch
 
 from .attention.held import weight_held
 from .config import Step
-from .families import get_family
 from .files import write_json
 from .patching.calibrate import (
     check_reached,
@@ -22,7 +21,7 @@ from .patching.calibrate import (
     spread_calls,
 )
 from .patching.context import call_context, current
-from .patching.finding import require_layers, require_patched, supported_transformers
+from .patching.finding import require_layers, require_patched
 from .patching.layer import SparseLayer, layer_of
 from .patching.processor import adapter_of, attention_inputs, tokens_of_grid
 from .reporting import require_matplotlib, text_table
@@ -154,16 +153,9 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         The audit; print it to see where the error is.
 
     Raises:
-        ValueError: if the model is not patched, its patch is disabled, or ``run`` did not reach
-            every layer.
+        ValueError: if the model is not patched, its patch is disabled, or ``run`` did not reach every layer.
     """
     check_run(run)
-    for transformer in supported_transformers(model).values():
-        if not (family := get_family(transformer)).is_diffusion:
-            raise ValueError(
-                "audit() compares what a diffusion model predicts in its denoising steps, and "
-                f"{type(transformer).__name__} is a {family.kind} model, which has none."
-            )
     require_layers(model)
     running = {name: patched for name, patched in require_patched(model).items() if patched.running_attentions()}
     if not running:

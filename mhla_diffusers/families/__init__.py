@@ -60,8 +60,8 @@ from .z_image import Z_IMAGE
 _SHIPPED = (
     ALLEGRO, ANYFLOW, AURAFLOW, CHROMA, CHRONOEDIT, COGVIDEOX, COGVIEW4, DIT, EASYANIMATE, FLUX, FLUX2, FLUX3,
     FRAMEPACK, HELIOS, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO, HUNYUAN_VIDEO15, IDEOGRAM4, KANDINSKY5, KANDINSKY6,
-    KREA2, LATTE, LONGCAT_IMAGE, LTX, LTX2, LUMINA2, MINIMAX_H3, MOCHI, PIXART, QWENIMAGE, SANA, SANA_VIDEO,
-    SD3, SKYREELS_V2, WAN, WAN_ANIMATE, Z_IMAGE,
+    KREA2, LATTE, LONGCAT_IMAGE, LTX, LTX2, LUMINA2, MINIMAX_H3, MOCHI, PIXART, QWENIMAGE, SANA, SANA_VIDEO, SD3,
+    SKYREELS_V2, WAN, WAN_ANIMATE, Z_IMAGE,
 )  # fmt: skip
 _FAMILIES: dict[str, Family] = {family.name: family for family in _SHIPPED}
 
@@ -133,8 +133,7 @@ def _lacking(family: Family, transformer: Any) -> str:
         attentions = where.self_attentions(transformer)
         for attn in attentions.values():
             adapter = where.adapter_of(attn)
-            needed = (adapter.inputs[0], *(("processor",) if family.is_diffusion else ()))
-            adapter.heads(attn), *(getattr(attn, name) for name in needed)
+            adapter.heads(attn), *(getattr(attn, name) for name in (adapter.inputs[0], "processor"))
     except AttributeError as error:
         return str(error)
     return "" if attentions else f"no {' or '.join(where.attentions)} in {' or '.join(where.block_lists)}"

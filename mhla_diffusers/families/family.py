@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, kind_of
 from .attentions import Attention
@@ -48,8 +48,6 @@ class Family:
     """How its models are encoded, trained and called by a pipeline, or why they are not and what to do instead."""
     library: str = "diffusers"
     """Module that has the transformers' classes, imported when one is asked for."""
-    kind: Literal["diffusion"] = "diffusion"
-    """A diffusion model, called by a pipeline in every denoising step, or a model of transformers."""
     mhla_blocks: tuple[int, ...] = (4, 4)
     """MHLA block counts of a patch that gives none, at the family's default size; these have 16x16 tokens at 1024 px.
     """
@@ -71,11 +69,6 @@ class Family:
     def axes(self) -> int:
         """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
         return self.forward.axes
-
-    @property
-    def is_diffusion(self) -> bool:
-        """Whether it is a diffusion model."""
-        return self.kind == "diffusion"
 
     @cached_property
     def training(self) -> Training:

@@ -321,8 +321,8 @@ def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], d
 
 
 def family_named(name: str) -> Family:
-    """Return the registered family of diffusion models of that name; ValueError if its pipeline cannot be called."""
-    check_choice("family", name, [family.name for family in families() if family.is_diffusion], "mhla info")
+    """Return the registered family of that name; ValueError if its pipeline cannot be called."""
+    check_choice("family", name, [family.name for family in families()], "mhla info")
     return trained_family(name)
 
 

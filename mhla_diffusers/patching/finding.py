@@ -50,12 +50,7 @@ def _without_family(model: Any) -> str:
 
 def supported_transformers(model: Any) -> dict[str, nn.Module]:
     """Find what :func:`find_transformers` finds, or nothing."""
-    is_alone = isinstance(model, nn.Module)
-    return {
-        name: module
-        for name, module in _modules(model).items()
-        if (family := find_family(module)) is not None and (is_alone or family.is_diffusion)
-    }
+    return {name: module for name, module in _modules(model).items() if find_family(module) is not None}
 
 
 def _modules(model: Any) -> dict[str, nn.Module]:

@@ -68,10 +68,9 @@ class Forwards:
             self.patched.transformer.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.patched.transformer.register_forward_hook(self._end, always_call=True),
         ]
-        if self.patched.family.is_diffusion:
-            self.patched.loop = DenoisingLoop(self.patched.family, pipe)
-            if hasattr(type(self.patched.transformer), CACHE_CONTEXT):
-                setattr(self.patched.transformer, CACHE_CONTEXT, self.cache_context)
+        self.patched.loop = DenoisingLoop(self.patched.family, pipe)
+        if hasattr(type(self.patched.transformer), CACHE_CONTEXT):
+            setattr(self.patched.transformer, CACHE_CONTEXT, self.cache_context)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -79,18 +78,11 @@ class Forwards:
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            for module in self._checkpointing():
-                CarryingCheckpoint.take_off(module)
+            CarryingCheckpoint.take_off(self.patched.transformer)
             give_back_limit(self)
         transformer = self.patched.transformer
         if getattr(vars(transformer).get(CACHE_CONTEXT), "__self__", None) is self:
             delattr(transformer, CACHE_CONTEXT)
-
-    def _checkpointing(self) -> list[Any]:
-        """Return the modules that hold a function for gradient checkpointing."""
-        if self.patched.family.is_diffusion:
-            return [self.patched.transformer]
-        return list(self.patched.family.attention.blocks_of(self.patched.transformer).values())
 
     def _prepare_compiling(self) -> None:
         """Raise the limit of graphs, and make what runs while torch.compile traces a forward, in no graph."""
@@ -124,8 +116,7 @@ class Forwards:
         # so that _end takes it back after a refusal too
         enter(CallContext(off=outer.off, of=patched, outer=outer))
         arguments = family.forward.named_arguments(transformer, args, kwargs)
-        if family.is_diffusion:
-            self._check_processors()
+        self._check_processors()
         name = family.forward.latents_name
         latents = arguments.get(name)
         if latents is None:
@@ -148,12 +139,11 @@ class Forwards:
         if not torch.compiler.is_compiling():
             self._warn_of_call(grid)
         of_step: dict[str, Any] = {"disabled": False, "shows": False}
-        if family.is_diffusion and self._has_dense_steps(outer, transformer):
+        if self._has_dense_steps(outer, transformer):
             of_step = self._choose_attention(outer, transformer, args, kwargs, arguments)
         elif not torch.compiler.is_compiling():
             of_step["carried"] = None
-        for module in self._checkpointing():
-            CarryingCheckpoint.put_on(module)
+        CarryingCheckpoint.put_on(transformer)
         tables: dict[Any, Any] | None = None if torch.compiler.is_compiling() else {}
         enter(outer._replace(grid=grid, tables=tables, split=self._split, **of_step, of=patched, outer=outer))
 

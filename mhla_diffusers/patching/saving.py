@@ -250,7 +250,7 @@ def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -
             "give base=the unpatched model, or base_model=its Hub id."
         )
     kind = patched.family.transformer_class(type(patched.transformer).__name__)
-    is_pipeline = patched.family.is_diffusion and not Path(base_model, "config.json").is_file()
+    is_pipeline = not Path(base_model, "config.json").is_file()
     loaded: nn.Module = kind.from_pretrained(base_model, **({"subfolder": name} if is_pipeline else {}))
     return loaded
 
