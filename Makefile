@@ -1,7 +1,6 @@
 # make demo   set everything up, compare softmax, linear attention and MHLA on a tiny trained pipeline, and time them
 # make quick  what to run before every commit: checks and the fast tests, in under two minutes
 # make test   set everything up and run the tests
-# make studies  a small run of every study, minutes
 # make check  lint, types, structure
 # make studies  the tests of studies/, each study on small settings; minutes
 # make gpu    the tests that use a GPU: run them first on a new card

@@ -154,8 +154,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         The audit; print it to see where the error is.
 
     Raises:
-        ValueError: if the model is not patched, its patch is disabled, or ``run`` did not reach
-            every layer.
+        ValueError: if the model is not patched, its patch is disabled, or ``run`` did not reach every layer.
     """
     check_run(run)
     running = {name: patched for name, patched in require_patched(model).items() if not patched.is_off}

@@ -1,5 +1,6 @@
 """Where commands, presets and families that left the package went; an error quotes the line."""
 
+_LANGUAGE = "Language models are a study: studies/language/mhla_llama.py patches a Llama."
 _BY_GRID = (
     "Sparse attention runs in it without a family: apply_mhla(model, grid=(16, 16), extra=(1, 0)), with a class token."
 )
@@ -11,13 +12,15 @@ MOVED: dict[str, str] = {
     "deit": _BY_GRID,
     "dig": "DiG is in the history of the repository alone; no table needs it.",
     "dinov2": "studies/real_weights/dinov2.py registers it; apply_mhla(model, grid=…) needs no family.",
-    "llama": "Language models are a study: studies/language/mhla_llama.py patches a Llama.",
+    "llama": _LANGUAGE,
     "pooled-vit": "studies/classify/pooled_vit.py registers it.",
     "siglip": _BY_GRID,
     "tiny-wan-4-steps": "Distillation to four steps is a study, studies/few_steps/, and ships no patch.",
     "vit": _BY_GRID,
     "DeiTForImageClassification": _BY_GRID,
     "DiGTransformer2DModel": "DiG is in the history of the repository alone; no table needs it.",
+    "LlamaForCausalLM": _LANGUAGE,
+    "LlamaModel": _LANGUAGE,
     "ViTForImageClassification": _BY_GRID,
     "ViTModel": _BY_GRID,
 }

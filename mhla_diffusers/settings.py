@@ -27,8 +27,6 @@ Place = tuple[str | int, ...]
 Kind = TypeVar("Kind", bound="Settings")
 
 _WORDS: dict[Any, str] = {bool: "True or False", str: "text", Path: "a path", list: "a list", type(None): "None"}
-_SCRIPTS = {"stages": "mhla finetune"}
-"""A setting that every configuration of one script has and those of the others lack."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +153,6 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
         return cls.read(content)
     except ValueError as error:
         path = error.path if isinstance(error, SettingError) else ()
-        own = {item.name for item in fields(cls)}
-        script = next((name for key, name in _SCRIPTS.items() if isinstance(content, dict) and key in content), None)
-        if script is not None and not own & _SCRIPTS.keys() & content.keys():
-            raise ValueError(f"{source} is a configuration of {script}; run that, or give another file.") from error
         related = {key: override for key, override in changed.items() if key[: len(path)] == path[: len(key)]}
         is_overridden = any(key == path[: len(key)] for key in related)  # then no line of the file is to blame
         place = f"{source}, line {_line_of(text, path)}" if path and not is_overridden else str(source)

@@ -13,7 +13,6 @@ from mhla_diffusers.settings import Settings, allow, check_choice, check_value, 
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
 
 STAGE = {"steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": {"diffusion": 1}}
-RECIPE = {"steps": 10, "batch_size": 1, "learning_rate": 1.0, "variants": {"MHLA": "softmax"}, "model": "vit"}
 CLASSES = [
     # class, fields without a default
     (SparseConfig, {}),

@@ -153,7 +153,7 @@ def test_plain_linear_attention_is_what_sana_has():
 def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
     """So what weights of softmax need grows with their number, and not with its square."""
     monkeypatch.setattr(operator, "free_bytes", lambda device: 10 * 2 * 4 * 2 * 64**2)
-    case = Case(models()["tiny-dit"], 64, 64, batch=10)
+    case = Case(models()["tiny-dit"], 128, 128, batch=10)
     assert softmax_backends(case, CPU)["math"] is None
     assert softmax_backends(replace(case, batch=11), CPU)["math"] is not None
 

@@ -114,7 +114,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--train --model dit-s-2", "--train --model tiny-dit --layers 1 --seconds 0.01"),
     (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
     (r"--model tiny-wan --steps 20", "--model tiny-wan --steps 1 --frames 6 --repetitions 1"),
-    (r"--batch 8$", "--batch 1"),
 ]  # fmt: skip
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""
 

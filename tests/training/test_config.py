@@ -97,6 +97,6 @@ def test_a_precision_has_several_spellings_and_one_meaning(path: Path, meant: st
 
 def test_settings_of_a_stage_keep_their_places() -> None:
     """Settings that are added come last, so that a call by position means what it did."""
-    stage = StageConfig(2, 1e-3, "lora", ObjectiveWeights(distillation=1.0), 5e-3, 4, "blocks", None, "cosine", 1)
+    stage = StageConfig(2, 1e-3, "lora", ObjectiveWeights(distillation=1.0), 5e-3, 4, "blocks", "cosine", 1)
     assert (stage.mixing_learning_rate, stage.lora_rank, stage.lora_layers) == (5e-3, 4, "blocks")
     assert (stage.scheduler, stage.warmup_steps, stage.guidance) == ("cosine", 1, 1.0)
