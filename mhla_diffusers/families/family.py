@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache, reduce
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 

@@ -244,7 +244,8 @@ FAMILIES = (
         trained=training.Training(text_settings={"prompt_2": None, "prompt_3": None, "max_sequence_length": 256})),
     # diffusion forcing's mask of later frames lies between tokens
     _family("skyreels_v2", "SkyReelsV2Transformer3DModel", **_OF_WAN, default_clip=_clip(97, 24.0, 544, 960),
-        calling=WanCalling(), mhla=WanAdapter(class_path="transformer_skyreels_v2.SkyReelsV2Attention"), mhla_blocks=(8, 3, 6),
+        calling=WanCalling(), mhla=WanAdapter(class_path="transformer_skyreels_v2.SkyReelsV2Attention"),
+        mhla_blocks=(8, 3, 6),
         times_per_frame=("SkyReelsV2Transformer3DModel",), inputs=inputs.SkyReelsInputs(conditions=_WAN_TEXT),
         trained=training.WanTraining()),
     # 2.1 text- and image-to-video, 2.2 A14B with two transformers, 2.2 TI2V-5B, VACE

@@ -163,7 +163,7 @@ class EngineAttention:
         output = None
         if reason:
             self._stay_dense(reason, query.shape, logging.INFO if asked_for else logging.WARNING)
-            shows = reason == _DENSE_STEP and step is not None and self.settings.config.shows(step)
+            shows = reason == _DENSE_STEP and step is not None and self.settings.config.records_residual(step)
             if shows and carried and not obstacle:
                 assert dense is not None
                 output, sparse = dense(), self._attend_sparsely(query, key, value, grid, extra, key_mask)
@@ -238,7 +238,7 @@ class EngineAttention:
         for part in parts:
             name = part, self._calls_in_step[part, layer]
             self._calls_in_step[part, layer] += 1
-            if config.shows(step):
+            if config.records_residual(step):
                 self._shown.add(name)
             elif part and name not in self._halves:  # a solver that evaluates this step once more
                 name = part, 0

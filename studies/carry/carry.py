@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+from mhla_diffusers.patching.context import current
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.similarity import psnr, ssim
-from mhla_diffusers.patching.context import current
 from mhla_diffusers.patching.processor import MHLAProcessor
 from mhla_diffusers.tiny import TINY, load_tiny
 

@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
+from mhla_diffusers.families.old_adapters import JointAdapter
 
 from mhla_diffusers.families import Condition, Family, Inputs, Model, Training
-from mhla_diffusers.families.old_adapters import JointAdapter
 from mhla_diffusers.families.processes import VelocityDDPM
 
 _CLASS = "CogView3PlusTransformer2DModel"

@@ -12,7 +12,6 @@ import torch
 from diffusers import DiTPipeline
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3CoreDenoiseStep
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import MiniMaxH3ModularPipeline
-from mhla_diffusers.families.dit import class_label
 from PIL import Image, ImageChops
 from safetensors.torch import load_file, save_file
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from mhla_diffusers.families.wan import WAN as WAN_FAMILY
 
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import MHLAState

@@ -10,12 +10,12 @@ import torch
 from diffusers import FirstBlockCacheConfig
 from hypothesis import given
 from hypothesis import strategies as st
+from mhla_diffusers.patching.carry import FIRST_FADING, Difference
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mhla_diffusers as mhla
 from mhla_diffusers.config import MHLAConfig, SparseConfig, Step
 from mhla_diffusers.patching import carry, find_patched
-from mhla_diffusers.patching.carry import FIRST_FADING, Difference
 
 from ..attention.problems import relative_error
 from ..models import bytes_alive

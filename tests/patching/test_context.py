@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
+from mhla_diffusers.patching.context import CallContext, call_context, current
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mhla_diffusers as mhla
 from mhla_diffusers.config import Step
-from mhla_diffusers.patching.context import CallContext, call_context, current
 
 from ..models import FAMILIES, inputs, output, patched
 from ..refusals import refused
