@@ -32,8 +32,8 @@ AUTOMATIC = "auto:"
 MOST_BLOCKS = 8192
 """Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
 MOST_BLOCK_SIZE = 1024
-USUAL_REFRESH, FEWEST_REFRESHED = 0.2, 20
-"""What refresh="auto" is, and from how many steps on (studies/carry)."""
+FEW_STEPS = 10
+"""With fewer denoising steps a share of first or last ones is one step, and none is repeated."""
 
 
 def _layers(choice: Any) -> LayerChoice:
@@ -68,13 +68,8 @@ _LENGTH = allow(
     test=lambda length: length > 0,
 )
 _STEPS = allow(
-    words="a number of denoising steps such as 3, or a fraction of them from 0.0 to 1.0",
+    words="a number of denoising steps such as 3, or a share of them from 0.0 to 1.0",
     test=lambda steps: steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1,
-)
-_REFRESH = allow(
-    words="a number of denoising steps from 2 on, a fraction of them such as 0.2 (in a command also 20%), 'auto', or "
-    "None (in a command none) for never",
-    test=lambda steps: steps == "auto" or (steps > 1 if isinstance(steps, int) else 0 < steps <= 1),
 )
 
 
@@ -88,25 +83,22 @@ class PatchConfig(Settings):
     """Which layers: "all", a fraction such as "2/3" or 0.5, a list of indices, or "auto:2/3" for that fraction, chosen
     by ``apply_mhla(..., calibration=…)``, which records the list here.
     """
-    softmax_steps: int | float = field(default=0, metadata=_STEPS)
-    """First denoising steps of a pipeline's call in which the patch is disabled and all layers use the original
-    attention: a number of steps, or as a float a fraction of them, rounded up. 1 is one step, 1.0 is all steps.
+    dense_first: int | float = field(default=0, metadata=_STEPS)
+    """First denoising steps of a pipeline's call in which all layers use the original attention: a number of steps, or
+    as a float a share of them, rounded up. 1 is one step.
     """
-    softmax_last: int | float = field(default=0, metadata=_STEPS)
-    """Last denoising steps in which it is, as ``softmax_steps``."""
-    refresh: int | float | Literal["auto"] | None = field(default=None, metadata=_REFRESH)
-    """After how many denoising steps the original attention runs again, from the first steps on: 2 or more, or as a
-    float a fraction of all steps, at least two. None for never; "auto" for a fifth of the steps where there are at
-    least 20.
-    """
-    carry: bool = True
-    """Whether what the patched attentions lose at a step of the original attention is added at the steps that follow
-    (:mod:`mhla_diffusers.patching.carry`).
-    """
-    carry_dtype: CarryType = "int8"
-    """How this is kept: "int8" with a scale per token, or "bfloat16"."""
-    carry_device: Literal["model", "cpu"] = "model"
-    """Where: on the device of the model, or in pinned memory of the machine, from where it is read ahead."""
+    dense_last: int | float = field(default=0, metadata=_STEPS)
+    """Last denoising steps in which they do, as ``dense_first``."""
+    dense_every: int = field(default=0, metadata=allow(at_least=0, example=10))
+    """After how many denoising steps, counted from the first ones on, they do so again; 0 for never."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shares = sum(steps for steps in (self.dense_first, self.dense_last) if isinstance(steps, float))
+        check(
+            shares < 1 and self.dense_every != 1,
+            f"{self.dense_words} makes every step dense, so the patch would never run; lower it, or remove the patch.",
+        )
 
     @property
     def short_name(self) -> str:
@@ -116,36 +108,40 @@ class PatchConfig(Settings):
     @property
     def has_dense_steps(self) -> bool:
         """Whether all layers run the original attention in some denoising steps, as far as these are known."""
-        return bool(self.softmax_steps or self.softmax_last or self.refresh)
-
-    @property
-    def asks_for_dense_steps(self) -> bool:
-        """Whether they do by more than ``refresh="auto"``, so that it is a mistake where no steps are known."""
-        return bool(self.softmax_steps or self.softmax_last or self.refresh not in ("auto", None))
+        return bool(self.dense_first or self.dense_last or self.dense_every)
 
     @property
     def dense_words(self) -> str:
         """The settings that choose these steps, for errors and logs."""
-        chosen = {name: getattr(self, name) for name in ("softmax_steps", "softmax_last", "refresh")}
-        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value and value != "auto")
+        chosen = {name: getattr(self, name) for name in ("dense_first", "dense_last", "dense_every")}
+        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value)
 
     def is_dense(self, step: "Step") -> bool:
         """Whether all layers run the original attention in a denoising step."""
-        first, last = (_count_of(steps, step.count) for steps in (self.softmax_steps, self.softmax_last))
+        first, last = (_count_of(steps, step.count) for steps in (self.dense_first, self.dense_last))
         if step.index < first or step.index >= step.count - last:
             return True
-        refresh = self.refresh
-        if refresh == "auto":
-            refresh = USUAL_REFRESH if step.count >= FEWEST_REFRESHED else None
-        if refresh is None:
-            return False
-        every = refresh if isinstance(refresh, int) else max(2, round(refresh * step.count))
-        return (step.index - max(first, 1) + 1) % every == 0
+        is_repeated = self.dense_every and step.count >= FEW_STEPS
+        return bool(is_repeated and (step.index - first + 1) % self.dense_every == 0)
+
+    def dense_steps(self, count: int) -> tuple[int, ...]:
+        """Return the indices of the dense steps of a call of so many; all ways to say them count them here."""
+        return tuple(index for index in range(count) if self.is_dense(Step(index, count)))
+
+    def check_steps(self, count: int) -> None:
+        """Raise ValueError for a number of dense steps that a call of so many does not have."""
+        for name in ("dense_first", "dense_last"):
+            steps = getattr(self, name)
+            check(
+                not isinstance(steps, int) or steps <= count,
+                f"{name}={steps} names more than the {count} denoising steps of this call; give at most {count}, or a "
+                "share such as 0.2.",
+            )
 
     def records_residual(self, step: "Step") -> bool:
         """Whether a dense step measures what the patched attentions lose, for later steps or to see how it fades."""
         following = [Step(index, step.count) for index in range(step.index + 1, min(step.index + 3, step.count))]
-        return self.carry and self.is_dense(step) and not all(self.is_dense(one) for one in following)
+        return self.is_dense(step) and not all(self.is_dense(one) for one in following)
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
         """Return what the cost of an attention with these settings depends on.
@@ -188,7 +184,15 @@ class SparseConfig(PatchConfig):
     """
 
     attention: ClassVar[str] = "sparse attention"
-    refresh: int | float | Literal["auto"] | None = field(default="auto", metadata=_REFRESH)
+    dense_first: int | float = field(default=0.2, metadata=_STEPS)
+    dense_last: int | float = field(default=1, metadata=_STEPS)
+    dense_every: int = field(default=10, metadata=allow(at_least=0, example=10))
+    dense_layers: int = field(default=1, metadata=allow(at_least=0))
+    """How many of the first self-attentions, in the order of execution, stay as they are."""
+    correct: bool = True
+    """Whether the error that dense steps measure corrects the steps that follow
+    (:mod:`mhla_diffusers.patching.residual`).
+    """
     density: float = field(default=DEFAULT_DENSITY, metadata=allow(above=0, at_most=1, example=0.05))
     """Fraction of all pairs of uniform blocks in the lists. At 1 the attention is softmax attention."""
     block_size: int | None = field(default=None, metadata=_SIZE)
@@ -211,6 +215,11 @@ class SparseConfig(PatchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rule_on((1,))  # raises if the sizes do not divide each other
+
+    @property
+    def profile(self) -> str:
+        """Name of the profile that these settings are; empty for others."""
+        return next((name for name, settings in PROFILES.items() if SparseConfig(**settings) == self), "")
 
     def rule_on(self, grid: Sequence[int]) -> ContentRule:
         """Return how lists are chosen on a token grid."""
@@ -426,6 +435,12 @@ class CausalConfig(LinearConfig):
         return self.normalize and (self.causal == "token" or self.own == "softmax")
 
 
+PROFILES: dict[str, dict[str, Any]] = {
+    "faithful": {},
+    "balanced": {"density": 0.05, "dense_first": 0.1, "dense_last": 0, "dense_layers": 0},
+    "fast": {"density": 0.025, "dense_first": 1, "dense_last": 0, "dense_layers": 0},
+}
+"""Name → settings of :class:`SparseConfig` that differ from its defaults, which are the first (docs/settings.md)."""
 KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)
 
 
@@ -499,8 +514,10 @@ class Step:
 
 
 def _count_of(steps: int | float, count: int) -> int:
-    """Return a number of steps, given as such or as a fraction of all, rounded up."""
-    return steps if isinstance(steps, int) else math.ceil(steps * count - 1e-9)
+    """Return a number of steps, given as such or as a share of all, rounded up; of few steps any share is one."""
+    if isinstance(steps, int):
+        return steps
+    return min(1, math.ceil(steps)) if count < FEW_STEPS else math.ceil(steps * count - 1e-9)
 
 
 def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
@@ -580,12 +597,10 @@ def load_patch(name_or_path: str | Path) -> Patch:
         if str(name_or_path) not in patch_names():
             if gone := where_it_went(name_or_path):
                 raise ValueError(f"There is no patch {str(name_or_path)!r} any more.{gone}")
-            known = ["default", *patch_names(), *adapted_patch_names()]  # which commands take, for apply_mhla(pipe)
+            known = [*PROFILES, *patch_names(), *adapted_patch_names()]
             near = "" if path.parts[1:] else nearest(name_or_path, known, count=3, cutoff=0.4)
             hint = f"; {near}" if near else ", and no such folder." if path.parts[1:] else "."
-            if str(name_or_path) == "default":
-                hint = ": it is each family's own, which apply_mhla(model) gives."
-            elif adapted_patch_folder(str(name_or_path)) is not None:
+            if adapted_patch_folder(str(name_or_path)) is not None:
                 hint = f": it is adapted, with weights; load_mhla(model, {str(name_or_path)!r}) opens it, or --weights."
             elif str(name_or_path) and path.is_dir():
                 hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."

@@ -24,7 +24,7 @@ Order = Literal["content", "curve"]
 """Order of the keys in blocks."""
 Far = Literal["first-order", "means"]
 """How blocks that are not listed take part; see :mod:`mhla_diffusers.attention.sparse`."""
-DEFAULT_DENSITY = 0.025
+DEFAULT_DENSITY = 0.1
 """Part of all pairs of uniform blocks in the lists."""
 _BLOCK_SIZES = (64, 32, 16, 8, 4)
 """Default sizes of uniform blocks: 64 fill one block of a matrix product."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and_largest
-from ..config import FEWEST_REFRESHED, USUAL_REFRESH, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
+from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
 from ..settings import check_value
@@ -21,6 +21,9 @@ from .processor import MHLAProcessor
 from .residual import residual_bytes
 
 logger = logging.getLogger(__name__)
+
+USUAL_STEPS = 50
+"""Denoising steps of a call that settings are described for."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class LayerDescription:
     def residual_bytes(self) -> int:
         """What its residual takes, for one sample and branch of the guidance; 0 without one, or a grid."""
         config, sizes = self.config, self.sizes
-        if sizes is None or not isinstance(config, SparseConfig) or not (config.has_dense_steps and config.carry):
+        if sizes is None or not isinstance(config, SparseConfig) or not (config.has_dense_steps and config.correct):
             return 0
         return residual_bytes(sizes.tokens + sizes.extra, sizes.heads * sizes.head_dim)
 
@@ -133,7 +136,7 @@ class Description(list[LayerDescription]):
             if name in ("layer", "attention", "grid") or any(cell not in ("-", "0") for cell in cells)
         }
         lines.append(text_table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)]))
-        lines += dict.fromkeys(_dense_steps(layer.config) for layer in self if layer.has_dense_steps)
+        lines += dict.fromkeys(dense_in_words(layer.config) for layer in self if layer.config and layer.has_dense_steps)
         if held := sum(layer.residual_bytes for layer in self):
             lines.append(
                 f"residuals of these take {scaled(held, 1024, 'B')} per sample, {scaled(2 * held, 1024, 'B')} with "
@@ -164,23 +167,24 @@ class Description(list[LayerDescription]):
         return "\n".join(lines)
 
 
-def _dense_steps(config: PatchConfig | None) -> str:
-    """Say in which denoising steps the original attention runs, and what comes of it."""
-    assert config is not None
+def steps_in_words(indices: Sequence[int], count: int) -> str:
+    """Say which of so many steps are meant, counted from 1: "steps 1-10, 20, 30, 40, 50 of 50"; empty for none."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    parts = [f"{run[0] + 1}" if len(run) == 1 else f"{run[0] + 1}-{run[-1] + 1}" for run in runs]
+    return f"{'step' if len(indices) == 1 else 'steps'} {', '.join(parts)} of {count}" if parts else ""
 
-    def words(steps: int | float) -> str:
-        return f"{steps:.0%} of the steps" if isinstance(steps, float) else "step" if steps == 1 else f"{steps} steps"
 
-    parts = [f"the first {words(config.softmax_steps)}"] if config.softmax_steps else []
-    parts += [f"the last {words(config.softmax_last)}"] if config.softmax_last else []
-    if isinstance(config.refresh, int):
-        parts.append(f"one step of every {config.refresh}")
-    elif refresh := USUAL_REFRESH if config.refresh == "auto" else config.refresh:
-        where = f", where there are {FEWEST_REFRESHED} or more" if config.refresh == "auto" else ""
-        parts.append(f"{math.ceil(1 / refresh - 1e-9)} steps, evenly spread{where}")
-    corrects = isinstance(config, SparseConfig) and config.carry
-    end = "; the error measured there corrects the steps that follow" if corrects else ""
-    return f"full attention in {' and in '.join(parts)}{end}"
+def dense_in_words(config: PatchConfig, count: int = USUAL_STEPS) -> str:
+    """Say where full attention runs in a call of so many steps: "dense in steps 1-10, 20 of 20 and in layer 0"."""
+    layers = getattr(config, "dense_layers", 0)
+    of_layers = "" if not layers else "layer 0" if layers == 1 else f"layers 0-{layers - 1}"
+    places = [part for part in (steps_in_words(config.dense_steps(count), count), of_layers) if part]
+    return f"dense in {' and in '.join(places)}" if places else "dense in no step"
 
 
 def describe(
@@ -227,7 +231,7 @@ def describe(
     for component, transformer in transformers.items():
         prefix = f"{component}." if len(transformers) > 1 else ""
         patched = handles.get(component) or Patched(transformer, SparseConfig(), get_family(transformer))
-        layers.errors += patched.error_words()
+        layers.errors += tuple(filter(None, [patched.error_words()]))
         layers.inactive_lora = layers.inactive_lora or patched.inactive_lora()
         for name, attn in patched.attentions.items():
             layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))

@@ -16,6 +16,7 @@ from ..attention.call import check_denominator
 from ..attention.layout import check_grid
 from ..config import (
     AUTOMATIC,
+    PROFILES,
     CausalConfig,
     LayerChoice,
     LinearConfig,
@@ -68,7 +69,8 @@ def apply_mhla(
     Args:
         model: a pipeline (all its supported transformers are patched), an object with ``transformer`` and
             ``scheduler``, or one transformer.
-        patch: settings, the name of a preset, or the path of a patch YAML; None for the family's defaults.
+        patch: settings, a profile ("faithful", "balanced" or "fast"), the name of a preset, or the path of a patch
+            YAML; None for the family's defaults: "faithful", or MHLA where a model's own attention is linear.
         backend: of MHLA, see :func:`mhla_diffusers.attention.mhla_attention`.
         calibration: with ``layers="auto:2/3"``, runs the model on typical inputs, for example
             ``lambda: pipe("a cat", num_inference_steps=4)``. Those layers are replaced whose replacement alone moves
@@ -117,7 +119,9 @@ def apply_mhla(
 
 def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings: Mapping[str, Any]) -> PatchConfig:
     """Return the settings of a patch for a model of a family; ValueError for those of another family."""
-    chosen = load_patch(patch) if isinstance(patch, str | Path) else patch
+    chosen: Any = patch
+    if isinstance(patch, str | Path):
+        chosen = SparseConfig(**PROFILES[str(patch)]) if str(patch) in PROFILES else load_patch(patch)
     if isinstance(chosen, Patch):
         if chosen.family != family.name:
             raise ValueError(
@@ -125,7 +129,8 @@ def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings
                 f"to {family.name!r}."
             )
         chosen = chosen.config
-    return family.complete(settings) if chosen is None else chosen.replace(**settings)
+    config: PatchConfig = family.complete(settings) if chosen is None else chosen.replace(**settings)
+    return config
 
 
 def _plan_by_grid(
@@ -575,8 +580,11 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
         raise ValueError(why)
     found = list(patched.attentions.items())
     indices = choose_layers(config.layers, len(found))
+    if isinstance(config, SparseConfig):
+        indices = [index for index in indices if index >= config.dense_layers]
     if not indices:
-        raise ValueError(f"layers={config.layers!r} chooses none of the {len(found)} layers.")
+        words = f"layers={config.layers!r}, dense_layers={getattr(config, 'dense_layers', 0)}"
+        raise ValueError(f"{words}: none of the {len(found)} layers is patched; leave one.")
     chosen = dict(found[index] for index in indices)
     if isinstance(config, LinearConfig):
         if group_offloading(patched.transformer):

@@ -2,7 +2,8 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ class Patched:
         self.lora: str | None = None
         """Name of the LoRA that belongs to the patch; None without one."""
         self.errors: dict[tuple[int, int], torch.Tensor] = {}
-        """By place of an attention: its relative error at the latest dense step, without and with correction."""
+        """:attr:`Run.errors` of the latest call."""
         self._watch: Watch | None = None
         self._hooks: list[Any] = []
         self._warned: set[str] = set()
@@ -267,8 +268,12 @@ class Patched:
             )
             return call
         run, step, timesteps = sampling
+        if run.errors is not self.errors:
+            config.check_steps(step.count)
+            self.errors = run.errors
+            weakref.finalize(run, self._log_end, run.errors, config.dense_steps(step.count))
         call = call._replace(step=step, is_dense=config.is_dense(step), run=run)
-        if not (isinstance(config, SparseConfig) and config.carry):
+        if not (isinstance(config, SparseConfig) and config.correct):
             return call
         branch, begins = run.branch(self, step, timesteps, conditions)
         records = config.records_residual(step)
@@ -348,21 +353,35 @@ class Patched:
 
     # What dense steps have measured
 
-    def note_error(self, place: tuple[int, int], error: torch.Tensor) -> None:
-        """Keep the relative error of an attention, on its device: without and with the correction of earlier steps."""
-        self.errors[place] = error
+    def error_words(self) -> str:
+        """Say how far the attentions were from full attention at the latest dense step; empty before one.
 
-    def error_words(self) -> tuple[str, ...]:
-        """Return a line about the latest dense step of the latest call; none before one. Reads the device."""
+        Reads the device.
+        """
         if not self.errors:
-            return ()
+            return ""
         before, after = torch.stack(list(self.errors.values())).float().cpu().unbind(dim=1)
-        number, _ = list(self.errors)[int(after.argmax())]
-        worst = self.names[number] if self.names else f"attention {int(after.argmax())}"
+        number, part = list(self.errors)[int(after.argmax())]
+        worst = self.names[number] if self.names else f"attention {part}"
         return (
             f"error of an attention at the latest dense step {after.median():.0%} (median), {after.max():.0%} "
-            f"({worst}); {before.median():.0%} before correction",
+            f"({worst}); {before.median():.0%} before correction"
         )
+
+    def _log_end(self, errors: Mapping[tuple[int, int], torch.Tensor], dense: Sequence[int]) -> None:
+        """Log what the dense steps of a call that has ended measured; warn where sparse attention is far off."""
+        if errors is not self.errors or not errors:
+            return
+        logger.info("corrected from %d dense steps; %s", len(dense), self.error_words())
+        median = float(torch.stack(list(errors.values())).float().cpu()[:, 1].median())
+        if median > FAR_OFF:
+            logger.warning(
+                "The attentions of %s are %.0f %% off in the median at dense steps; a higher density than %s brings "
+                "them closer, and mhla tune finds one.",
+                type(self.transformer).__name__,
+                100 * median,
+                getattr(self.config, "density", "that of the patch"),
+            )
 
     def _warn_of_lora(self) -> None:
         """Warn once of a LoRA of the patch that does not run."""
@@ -391,6 +410,8 @@ class Patched:
         )
 
 
+FAR_OFF = 0.3
+"""Median relative error of the attentions at dense steps from which a warning is due."""
 _FIRST = torch.tensor(0, device="cpu")
 """Number of the layer of a model without a family, whose calls of attention are counted instead."""
 

@@ -221,7 +221,7 @@ class MHLAProcessor:
     def _check_own_form(self, layer: MHLALayer | None) -> None:
         """Raise ValueError for settings that need what diffusers' own ``set_attn_processor`` does not keep or pass."""
         config = self.config
-        if config.layers != "all" or config.asks_for_dense_steps:
+        if config.layers != "all" or config.has_dense_steps:
             refused = config.dense_words if config.layers == "all" else f"layers={config.layers!r}"
             raise ValueError(
                 f"{refused} cannot be honoured when diffusers' own set_attn_processor puts the processor on every "

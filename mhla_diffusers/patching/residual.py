@@ -187,8 +187,8 @@ class Run:
         self._branches: dict[int, list[BranchState]] = {}
         self._used: set[BranchState] = set()
         """Those of the present step."""
-        self.errors: dict[tuple[int, int, int], torch.Tensor] = {}
-        """By model, layer and call of attention: :attr:`Residual.error` of the latest dense step."""
+        self.errors: dict[tuple[int, int], torch.Tensor] = {}
+        """By number of a layer and of the call that it made: :attr:`Residual.error` of the latest dense step."""
 
     def branch(self, owner: object, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
         """Return the branch that a forward belongs to, and whether the forward begins a step.

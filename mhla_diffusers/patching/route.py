@@ -137,7 +137,8 @@ def _attend(
             halves = zip(call.branches, exact.flatten(2).chunk(count), found.flatten(2).chunk(count), strict=True)
             for branch, one, other in halves:
                 residual = branch.record(place, one, other, call.step.index)
-                call.patch.note_error(place, residual.error)
+                if call.run is not None:
+                    call.run.errors[place] = residual.error
         return exact
     output = sparse(query, key, value, call, fit, request)
     if tally is not None:
