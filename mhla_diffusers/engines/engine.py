@@ -131,7 +131,7 @@ class Engine:
         kept = branches if config.carry and config.has_dense_steps else ()
         return Call(
             self, grid, extra, step=step, is_dense=config.is_dense(step), records_residual=bool(kept) and
-            config.shows(step), branches=kept, run=self.run, tally=self.tally,
+            config.records_residual(step), branches=kept, run=self.run, tally=self.tally,
         )  # fmt: skip
 
     def end(self) -> None:
