@@ -119,9 +119,9 @@ class PatchConfig(Settings):
     def is_dense(self, step: "Step") -> bool:
         """Whether all layers run the original attention in a denoising step."""
         first, last = (_count_of(steps, step.count) for steps in (self.dense_first, self.dense_last))
-        if step.index < first or step.index >= step.count - last:
+        if step.index < first or (last and step.count and step.index >= step.count - last):
             return True
-        is_repeated = self.dense_every and step.count >= FEW_STEPS
+        is_repeated = self.dense_every and (not step.count or step.count >= FEW_STEPS)
         return bool(is_repeated and (step.index - first + 1) % self.dense_every == 0)
 
     def dense_steps(self, count: int) -> tuple[int, ...]:
@@ -140,7 +140,8 @@ class PatchConfig(Settings):
 
     def records_residual(self, step: "Step") -> bool:
         """Whether a dense step measures what the patched attentions lose, for later steps or to see how it fades."""
-        following = [Step(index, step.count) for index in range(step.index + 1, min(step.index + 3, step.count))]
+        end = min(step.index + 3, step.count or math.inf)
+        following = [Step(index, step.count) for index in range(step.index + 1, int(end))]
         return self.is_dense(step) and not all(self.is_dense(one) for one in following)
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
@@ -510,7 +511,7 @@ class Step:
     index: int
     """From 0."""
     count: int
-    """Number of all steps."""
+    """Number of all steps; 0 if it is unknown."""
 
 
 def _count_of(steps: int | float, count: int) -> int:

@@ -3,7 +3,7 @@
 ComfyUI loads ``pipelines/comfyui-mhla``, or any file in ``custom_nodes`` with the line
 ``from mhla_diffusers.engines.comfyui import comfy_entrypoint``. The node sets three things on a clone of the model: an
 attention override, which attends; a wrapper of the diffusion model, which reads token grid, text length and step once
-per call; and a wrapper of the sampler, which ends the count of :class:`.attend.EngineAttention`.
+per call; and a wrapper of the sampler, which ends the count of :class:`.engine.Engine`.
 
 ComfyUI has one attention override per model. Its node Model Attention Backend, which calls
 ``ModelPatcher.set_model_optimized_attention``, replaces the one before; its Model Sparse Attention, in
@@ -13,6 +13,7 @@ ComfyUI has one attention override per model. Its node Model Attention Backend, 
 import inspect
 import logging
 import math
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,12 @@ from typing import Any
 
 import torch
 
-from ..attention.layout import Extra
 from ..config import SparseConfig, Step
-from ..patching.attend import EngineAttention, EngineSettings, read_layers
+from ..patching.call import Call
+from ..patching.route import Request
 from ..settings import check
-from .environment import read_value
+from .engine import Engine
+from .settings import EngineSettings, read_settings
 
 Override = Callable[..., torch.Tensor]
 """Attention that ComfyUI calls with its own attention, query, key, value, number of heads and options."""
@@ -46,15 +48,13 @@ _PREVIOUS = "mhla_previous"
 
 
 @dataclass
-class _ModelCall:
-    """What the attentions know of one call of the diffusion model."""
+class _Forward:
+    """What the attentions know of one forward of the diffusion model."""
 
-    grid: tuple[int, ...] | None = None
-    extra: Extra = (0, 0)
+    call: Call = field(default_factory=Call)
     references: tuple[str, ...] = ()
     """Names of inputs that add tokens of other pictures to the sequence."""
     double_blocks: int = 0
-    step: Step | None = None
     attended: int = 0
     """Self-attentions over the grid so far."""
 
@@ -63,14 +63,16 @@ class _ModelCall:
 class _Patch:
     """State that the override and the wrappers of one patched model share."""
 
-    attention: EngineAttention
+    engine: Engine
     window: tuple[float, float]
     """Where of a sampling sparse attention begins and ends, 0 to 1."""
     sigmas: tuple[float, float] = (math.inf, 0.0)
     """Its sigmas in the present sampling."""
-    call: ContextVar[_ModelCall | None] = field(default_factory=lambda: ContextVar("mhla_call", default=None))
-    calls: int = 0
-    """Calls of the diffusion model in the present sampling."""
+    forward: ContextVar[_Forward | None] = field(default_factory=lambda: ContextVar("mhla_forward", default=None))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a forward finds its branches, as ComfyUI may give every GPU a thread."""
+    forwards: int = 0
+    """Those of the diffusion model in the present sampling."""
     reached: bool = False
     """Whether any attention came to the override in the present sampling."""
 
@@ -97,8 +99,7 @@ def patch_model(model: Any, settings: EngineSettings, *, start_percent: float = 
     options = dict(clone.model_options.get("transformer_options", {}))
     previous = options.get(_OVERRIDE)
     _refuse_core_sparse(previous)
-    attention = EngineAttention(settings, logging.getLogger(__name__), finds_ends=False)
-    patch = _Patch(attention, (start_percent, end_percent))
+    patch = _Patch(Engine(settings, logging.getLogger(__name__)), (start_percent, end_percent))
     wrappers = {kind: dict(by_key) for kind, by_key in options.get("wrappers", {}).items()}
     for kind, wrapper in (  # kinds of ComfyUI's WrappersMP
         ("diffusion_model", _wrap_diffusion_model(patch)),
@@ -130,6 +131,7 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
     back. Without one it takes query, key and value out of their containers first.
     """
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # in a graph layer and step would be constants
     def override(
         func: Override,
         q: torch.Tensor,
@@ -144,71 +146,58 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
     ) -> torch.Tensor:
         patch.reached = True
         options = kwargs.get("transformer_options") or {}
-        call = patch.call.get() or _ModelCall()
-        grid, extra = _place(call, options)
+        forward = patch.forward.get() or _Forward(Call(patch.engine, tally=patch.engine.tally))
+        call = _placed(forward.call, options)
         head_dim = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+        keywords = {"mask": mask, "attn_precision": attn_precision, **kwargs}
+        keywords |= {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
 
         def tokens_first(x: torch.Tensor) -> torch.Tensor:
             return x.transpose(1, 2) if skip_reshape else x.unflatten(2, (-1, head_dim))
 
-        query, key, value = tokens_first(q), tokens_first(k), tokens_first(v)
-        keywords = {"mask": mask, "attn_precision": attn_precision, **kwargs}
-        keywords |= {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-
         def attend_densely() -> torch.Tensor:
             return previous(func, q, k, v, heads, **keywords) if previous else func(q, k, v, heads, **keywords)
 
-        def dense() -> torch.Tensor:
+        def own(*_: torch.Tensor) -> torch.Tensor:
             output = attend_densely()
             return output.transpose(1, 2) if skip_output_reshape else output.unflatten(2, (-1, head_dim))
 
-        output = None
-        if _is_over_grid(query, key, mask, grid):
-            output = patch.attention.attend(
-                query,
-                key,
-                value,
-                grid,
-                extra=extra,
-                layer=_layer(call, options),
-                step=call.step,
-                obstacle=_obstacle(call, query, mask, kwargs.get("scale"), grid, extra),
-                parts=_parts(options, len(query)),
-                dense=dense,
-            )
-            call.attended += 1
-        if output is None:
+        query, key, value = tokens_first(q), tokens_first(k), tokens_first(v)
+        if not _is_over_grid(query, key, mask, call.grid):
             return attend_densely()
+        by_head = mask[:, None] if mask is not None and mask.ndim == 3 else mask
+        request = Request(by_head, scale=kwargs.get("scale"), own=own)
+        layer, reason = _layer(forward, options), _references(forward, call, query)
+        forward.attended += 1
+        output = patch.engine.attend(query, key, value, call, layer, request, reason)
         return output.transpose(1, 2) if skip_output_reshape else output.flatten(2)
 
     setattr(override, _PREVIOUS, previous)
     return override
 
 
-def _parts(options: Mapping[str, Any], batch: int) -> list[Hashable]:
-    """Return the name of every part of a batch: the prompt and, where a video is sampled in windows, its frames.
+def _names(options: Mapping[str, Any], batch: int) -> list[Hashable]:
+    """Return the name of every equal part of a batch: the prompt and, where a video is sampled in windows, its frames.
 
     ComfyUI puts prompts into one batch or not, by the memory that is free at each call.
     """
-    names = options.get("uuids") or options.get("cond_or_uncond") or ("",)
+    prompts = options.get("uuids") or ("",)
     window = tuple(getattr(options.get("context_window"), "index_list", ()))
-    return [(name, window) for name in names] if batch % len(names) == 0 else [(tuple(names), window)]
+    is_split = batch % len(prompts) == 0 and len(set(prompts)) == len(prompts)
+    return [(name, window) for name in (prompts if is_split else (tuple(prompts),))]
 
 
-def _place(call: _ModelCall, options: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, Extra]:
-    """Return the token grid and the numbers of tokens before and after it."""
+def _placed(call: Call, options: Mapping[str, Any]) -> Call:
+    """Return a call with what its attentions alone know of the grid and of the tokens before and after it."""
     packed = options.get("minimax_h3_layout")
     if packed is not None:
-        for start, end, kind in packed.segments:
-            if kind == "video":
-                return call.grid, (start, packed.seq_len - end)
-    told = options.get("grid_sizes")  # of Wan
-    return (call.grid if told is None else tuple(told)), call.extra
+        start, end = next((start, end) for start, end, kind in packed.segments if kind == "video")
+        return call._replace(extra=(start, packed.seq_len - end))
+    sizes = options.get("grid_sizes")  # of Wan
+    return call if sizes is None else call._replace(grid=tuple(map(int, sizes)))
 
 
-def _is_over_grid(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, grid: tuple[int, ...] | None
-) -> bool:
+def _is_over_grid(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, grid: tuple[int, ...]) -> bool:
     """Whether an attention is over the token grid, and not over text or audio, nor from one to another.
 
     With guides, LTX attends from some tokens of the grid to all, with a mask.
@@ -219,33 +208,23 @@ def _is_over_grid(
     return mask is not None and 0 < tokens <= key.shape[1]
 
 
-def _layer(call: _ModelCall, options: Mapping[str, Any]) -> int:
+def _layer(forward: _Forward, options: Mapping[str, Any]) -> int:
     """Return the number of the layer, single blocks behind double ones.
 
     LTX, and Wan before ComfyUI 0.11, do not name the block; they attend over the grid once in each.
     """
     index = options.get("block_index")
     if index is None:
-        return call.attended
-    return int(index) + (call.double_blocks if options.get("block_type") == "single" else 0)
+        return forward.attended
+    return int(index) + (forward.double_blocks if options.get("block_type") == "single" else 0)
 
 
-def _obstacle(
-    call: _ModelCall,
-    query: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    grid: tuple[int, ...] | None,
-    extra: Extra,
-) -> str:
-    """Return why an attention cannot be sparse; empty if nothing of ComfyUI's forbids it."""
-    if mask is not None:
-        return "a mask"
-    if scale is not None and not math.isclose(scale, query.shape[-1] ** -0.5, rel_tol=1e-6):
-        return f"scale {scale:g} is not that of {query.shape[-1]} channels"
-    if grid is not None and call.references and query.shape[1] != math.prod(grid) + sum(extra):
-        return f"reference tokens ({', '.join(call.references)}) share the sequence"
-    return ""
+def _references(forward: _Forward, call: Call, query: torch.Tensor) -> str:
+    """Return that reference tokens, which have no place on the grid, share the sequence; empty if none do."""
+    known = math.prod(call.grid) + sum(count or 0 for count in call.extra)
+    if not forward.references or query.shape[1] == known:
+        return ""
+    return f"reference tokens ({', '.join(forward.references)}) share the sequence"
 
 
 def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
@@ -257,16 +236,16 @@ def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
         options = inputs.get("transformer_options") or {}
         override = options.get(_OVERRIDE)
         _refuse_core_sparse(override)
-        patch.calls += 1
+        patch.forwards += 1
         if getattr(override, "__qualname__", "").startswith("ModelPatcher.set_model_optimized_attention."):
             # a Model Attention Backend behind the node, which knows no other override
             options[_OVERRIDE] = _make_override(patch, override)
         _choose_steps(patch, options)
-        token = patch.call.set(_read_call(executor.class_obj, inputs, options, args[0]))
+        token = patch.forward.set(_read_forward(patch, executor.class_obj, inputs, options, args[0]))
         try:
             return executor(*args, **kwargs)
         finally:
-            patch.call.reset(token)
+            patch.forward.reset(token)
 
     return diffusion_model
 
@@ -275,23 +254,23 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
     """Return the wrapper that logs one line per sampling, also where nothing reached the override."""
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        patch.calls, patch.reached = 0, False
+        patch.forwards, patch.reached = 0, False
         sigma_at = executor.class_obj.model_patcher.get_model_object("model_sampling").percent_to_sigma
         patch.sigmas = float(sigma_at(patch.window[0])), float(sigma_at(patch.window[1]))
-        attention = patch.attention
+        tally = patch.engine.tally
         try:
             output = executor(*args, **kwargs)
-            if attention.is_all_dense:
-                attention.logger.warning(
+            if tally.dense and not tally.sparse:
+                tally.logger.warning(
                     "MHLA changed nothing in this sampling: %s. refresh none has no dense steps, a wider window fewer; "
                     "a smaller min_tokens takes shorter sequences.",
-                    attention.summary(),
+                    tally.summary(),
                 )
             return output
         finally:
-            attention.end_of_call()
-            if patch.calls and not patch.reached:
-                attention.logger.warning(
+            patch.engine.end()
+            if patch.forwards and not patch.reached:
+                tally.logger.warning(
                     "MHLA: no attention reached the node, so all were dense: a node behind it set another attention, "
                     "which then goes before it, or this ComfyUI is older than attention overrides (0.3.60)."
                 )
@@ -303,29 +282,35 @@ def _choose_steps(patch: _Patch, options: Mapping[str, Any]) -> None:
     """Make those steps of a sampler dense whose sigmas lie outside the window."""
     schedule = options.get("sample_sigmas")
     if schedule is not None:
-        (start, end), settings = patch.sigmas, patch.attention.settings
+        (start, end), settings = patch.sigmas, patch.engine.settings
         first, last = int((schedule[:-1] > start).sum()), int((schedule[:-1] < end).sum())
         config = replace(settings.config, softmax_steps=first, softmax_last=last)
-        patch.attention.settings = replace(settings, config=config)
+        patch.engine.settings = replace(settings, config=config)
 
 
-def _read_call(model: Any, inputs: Mapping[str, Any], options: Mapping[str, Any], latent: Any) -> _ModelCall:
+def _read_forward(
+    patch: _Patch, model: Any, inputs: Mapping[str, Any], options: Mapping[str, Any], latent: Any
+) -> _Forward:
     """Read the inputs of a diffusion model, by their names in its ``_forward``."""
-    call = _ModelCall(step=_step(options))
+    latent = latent[0] if isinstance(latent, list | tuple) else latent  # video before audio
+    step, engine = _step(options), patch.engine
+    with patch.lock:
+        if step is not None:
+            engine.run.begin(step)
+        branches = tuple(engine.run.named(name) for name in _names(options, len(latent)))
     known = [base.__name__ for base in type(model).__mro__ if base.__name__ in _TEXT_INPUTS]
     if not known:
-        return call
-    latent = latent[0] if isinstance(latent, list | tuple) else latent  # video before audio
-    call.grid = _token_grid(latent, getattr(model, "patch_size", 1))
+        return _Forward(engine.filled((), (0, 0), step, ()))
     text = [inputs[name] for name in _TEXT_INPUTS[known[0]] if inputs.get(name) is not None]
     length = sum(one.shape[1] for one in text)
     double_blocks = getattr(model, "double_blocks", ())
     # before ComfyUI 0.14 HunyuanVideo has its text behind the grid, and its blocks say so
     flipped = any(getattr(block, "flipped_img_txt", False) for block in double_blocks)
-    call.extra = (0, length) if flipped else (length, 0)
-    call.references = tuple(name for name in _REFERENCE_INPUTS if inputs.get(name) is not None)
-    call.double_blocks = len(double_blocks)
-    return call
+    grid = _token_grid(latent, getattr(model, "patch_size", 1))
+    call = engine.filled(grid, (0, length) if flipped else (length, 0), step, branches)
+    if step is not None:  # the sampler may evaluate its last step once more, and the residuals end with the sampling
+        call = call._replace(step=replace(step, count=0))
+    return _Forward(call, tuple(name for name in _REFERENCE_INPUTS if inputs.get(name) is not None), len(double_blocks))
 
 
 def _token_grid(latent: torch.Tensor, patch_size: int | tuple[int, ...] | list[int]) -> tuple[int, ...]:
@@ -344,41 +329,32 @@ def _step(options: Mapping[str, Any]) -> Step | None:
     return Step(int((schedule[:-1] - sigma).abs().argmin()), len(schedule) - 1)
 
 
-def read_settings(
-    density: float,
-    refresh: str,
-    carry_device: str,
-    softmax_layers: str,
-    block_size: str,
-    order: str,
-    min_tokens: int,
-) -> EngineSettings:
-    """Return the settings of a node's inputs.
-
-    Args:
-        density: fraction of all pairs of blocks that attend exactly.
-        refresh: after how many steps one is dense, as a number or a share of them, from the first or the dense ones at
-            the start on; "auto", or "none" for never.
-        carry_device: where what dense steps show is kept, "model" or "cpu".
-        softmax_layers: layers that stay dense, such as "0,1" or "0-3".
-        block_size: tokens per block; "auto" fits it to the grid.
-        order: which keys a block holds, "content" or "curve".
-        min_tokens: shorter sequences stay dense.
-
-    Raises:
-        ValueError: a value is not allowed.
-    """
-    chosen: dict[str, Any] = {"refresh": read_value(refresh), "carry_device": carry_device, "order": order}
-    chosen |= {"density": float(density), "block_size": None if block_size == "auto" else int(block_size)}
-    return EngineSettings(SparseConfig(**chosen), read_layers(softmax_layers), min_tokens)
-
-
 def make_node() -> Any:
     """Return the node's class, which needs ComfyUI."""
     from comfy_api.latest import io
 
-    def share(name: str, default: float, tooltip: str) -> Any:
-        return io.Float.Input(name, default=default, min=0.0, max=1.0, step=0.01, tooltip=tooltip)
+    def share(name: str, default: float, least: float, step: float, tooltip: str) -> Any:
+        return io.Float.Input(name, default=default, min=least, max=1.0, step=step, tooltip=tooltip)
+
+    inputs = [
+        io.Model.Input("model"),
+        share("density", SparseConfig.density, 0.005, 0.005, "Share of all pairs of token blocks that attend exactly; "
+              "the others take part through their means and states. Less is faster, more is closer, 1 is dense."),
+        share("start_percent", 0.0, 0.0, 0.01, "Where of the sampling, by sigma, sparse attention begins. Before it "
+              "attention is dense: there the layout of the picture forms."),
+        share("end_percent", 1.0, 0.0, 0.01, "Where of the sampling, by sigma, sparse attention ends."),
+        io.String.Input("refresh", default="auto", tooltip="Dense attention again after so many of this sampler's "
+                        "steps, from the first on: a number, a share such as 0.1 for about ten dense steps, auto for "
+                        "five where there are 20 steps or more, or none. They correct the steps that follow."),
+        io.String.Input("softmax_layers", default="", tooltip="Layers with dense attention, from 0, such as 0,1 or "
+                        "0-3; single blocks count on from the double ones. Empty for none."),
+        io.Combo.Input("block_size", options=["auto", "16", "32", "64", "128"], default="auto",
+                       tooltip="Tokens per block. auto fits it to the number of tokens: 64 for videos."),
+        io.Combo.Input("order", options=["content", "curve"], default="content", tooltip="Which keys share a block. "
+                       "content: keys that are alike, sorted in every head. curve: neighbours."),
+        io.Int.Input("min_tokens", default=EngineSettings.min_tokens, min=0, max=1_000_000,
+                     tooltip="Shorter sequences keep dense attention, which is as fast there."),
+    ]  # fmt: skip
 
     class MHLASparseAttention(io.ComfyNode):
         """Makes the self-attention of a model sparse."""
@@ -393,70 +369,7 @@ def make_node() -> Any:
                 description="Sparse attention, without training, in the self-attention of Wan, Flux, HunyuanVideo, "
                 "LTX, Qwen-Image and MiniMax-H3. Cross-attention is untouched. The log says after every sampling how "
                 "many attentions were sparse, and why the others were not.",
-                inputs=[
-                    io.Model.Input("model"),
-                    io.Float.Input(
-                        "density",
-                        default=SparseConfig.density,
-                        min=0.005,
-                        max=1.0,
-                        step=0.005,
-                        tooltip="Share of all pairs of token blocks that attend exactly; the others take part through "
-                        "their means and states. Less is faster, more is closer. 1 is dense attention.",
-                    ),
-                    share(
-                        "start_percent",
-                        0.0,
-                        "Where of the sampling, by sigma, sparse attention begins. Before it attention is dense: there "
-                        "the layout of the picture forms.",
-                    ),
-                    share(
-                        "end_percent",
-                        1.0,
-                        "Where of the sampling, by sigma, sparse attention ends. After it attention is dense.",
-                    ),
-                    io.String.Input(
-                        "refresh",
-                        default="auto",
-                        tooltip="Dense attention again after so many of this sampler's steps, from the first on: a "
-                        "number, a share such as 0.1 for about ten dense steps, auto for five where there are 20 "
-                        "steps or more, or none. What sparse attention loses there is added at the steps that follow, "
-                        "fading.",
-                    ),
-                    io.Combo.Input(
-                        "carry_device",
-                        options=["model", "cpu"],
-                        default="model",
-                        tooltip="Where what dense steps show is kept: with the model, 3 GB for Wan 1.3B and 13 GB for "
-                        "Wan 14B at 480x832x81; or in the machine's memory.",
-                    ),
-                    io.String.Input(
-                        "softmax_layers",
-                        default="",
-                        tooltip="Layers with dense attention, from 0, such as 0,1 or 0-3; single blocks count on from "
-                        "the double ones. Empty for none.",
-                    ),
-                    io.Combo.Input(
-                        "block_size",
-                        options=["auto", "16", "32", "64", "128"],
-                        default="auto",
-                        tooltip="Tokens per block. auto fits it to the number of tokens: 64 for videos.",
-                    ),
-                    io.Combo.Input(
-                        "order",
-                        options=["content", "curve"],
-                        default="content",
-                        tooltip="Which keys share a block. content: keys that are alike, sorted in every head. "
-                        "curve: neighbours.",
-                    ),
-                    io.Int.Input(
-                        "min_tokens",
-                        default=4096,
-                        min=0,
-                        max=1_000_000,
-                        tooltip="Shorter sequences keep dense attention, which is as fast there.",
-                    ),
-                ],
+                inputs=inputs,
                 outputs=[io.Model.Output()],
             )
 
@@ -464,7 +377,8 @@ def make_node() -> Any:
         def execute(cls, model: Any, start_percent: float, end_percent: float, **inputs: Any) -> Any:
             """Return the patched clone of a model."""
             window = {"start_percent": start_percent, "end_percent": end_percent}
-            return io.NodeOutput(patch_model(model, read_settings(**inputs), **window))
+            given = {name: value for name, value in inputs.items() if (name, value) != ("block_size", "auto")}
+            return io.NodeOutput(patch_model(model, read_settings(given), **window))
 
     return MHLASparseAttention
 

@@ -2,12 +2,12 @@
 """SGLang plug-in: sparse self-attention in the transformers that SGLang 0.5.23 serves.
 
 SGLang calls :func:`activate` in each of its processes (entry point group ``sglang.multimodal_gen.plugins``). It does
-nothing unless ``MHLA_DENSITY`` or ``MHLA_PATCH`` is set; :func:`.environment.settings_from_environment` lists the
+nothing unless ``MHLA_DENSITY`` or ``MHLA_PATCH`` is set; :func:`.settings.settings_from_environment` lists the
 variables. The attention backend that SGLang chooses stays, and attends wherever sparse attention cannot.
 """
 
-import atexit
 import functools
+import logging
 import math
 import os
 import re
@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from ..attention.layout import Shape
 from ..config import Step
-from ..patching.attend import EngineAttention
-from .environment import settings_from_environment
+from ..patching.route import Request
+from .engine import Engine
+from .settings import settings_from_environment
 
 _VERSION = "0.5.23"
 """Version of SGLang that this was written for and is tested with."""
@@ -50,15 +52,13 @@ def activate() -> None:
         return
     if version("sglang") != _VERSION:
         logger.warning("MHLA: this is SGLang %s; only %s is tested", version("sglang"), _VERSION)
-    attention = EngineAttention(settings, logger)
-    atexit.register(attention.end_of_call)
-    choose = functools.partial(_choose_backend, attention)
+    choose = functools.partial(_choose_backend, Engine(settings, logger))
     HookRegistry.register(f"{_ATTENTION}.selector.get_attn_backend", choose, HookType.AROUND)
     for layer in ("USPAttention", "LocalAttention"):
         HookRegistry.register(f"{_ATTENTION}.layer.{layer}.forward", _attend_in_layer, HookType.AROUND)
 
 
-def _choose_backend(attention: EngineAttention, choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _choose_backend(engine: Engine, choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the backend that SGLang chooses, made sparse for the self-attention of a transformer that denoises."""
     from sglang.multimodal_gen.runtime.layers.attention.selector import get_component_attn_backend_name
 
@@ -67,9 +67,9 @@ def _choose_backend(attention: EngineAttention, choose: Callable[..., Any], *arg
     if kwargs.get("is_cross_attention") or (component is not None and not _denoises(component)):
         return dense
     if dense.get_enum().is_sparse:
-        attention.logger.warning("MHLA: dense attention is replaced, and %s is sparse; it stays", dense.get_enum())
+        engine.tally.logger.warning("MHLA: dense attention is replaced, and %s is sparse; it stays", dense.get_enum())
         return dense
-    return _sparse_backend(attention, dense)
+    return _sparse_backend(engine, dense)
 
 
 def _denoises(component: str) -> bool:
@@ -80,9 +80,9 @@ def _denoises(component: str) -> bool:
 
 
 @functools.cache
-def _sparse_backend(attention: EngineAttention, dense: type[Any]) -> type[Any]:
+def _sparse_backend(engine: Engine, dense: type[Any]) -> type[Any]:
     """Return a subclass of a backend, with its name and abilities, whose implementation is sparse."""
-    settings = {"attention": attention, "dense_class": dense.get_impl_cls()}
+    settings = {"engine": engine, "dense_class": dense.get_impl_cls()}
     implementation = type(f"Sparse{dense.get_impl_cls().__name__}", (SparseImplementation,), settings)
     methods = {
         "get_impl_cls": staticmethod(lambda: implementation),
@@ -107,7 +107,7 @@ class SparseImplementation:
         kwargs: more of what SGLang's implementation takes.
     """
 
-    attention: EngineAttention
+    engine: Engine
     dense_class: type[Any]
 
     def __init__(
@@ -134,13 +134,7 @@ class SparseImplementation:
         self.is_packed_video = packed_trailing_padding
         number = re.match(r"(?:transformer_)?blocks\.(\d+)\.", prefix)
         self.layer = int(number[1]) if number else None
-        self.obstacle = ""
-        if causal:
-            self.obstacle = "it is causal"
-        elif not math.isclose(softmax_scale, head_size**-0.5):
-            self.obstacle = f"its scores are multiplied by {softmax_scale:g}, not by 1/sqrt({head_size})"
-        elif self.attention.settings.softmax_layers and self.layer is None:
-            self.obstacle = f"MHLA_SOFTMAX_LAYERS is set, and layer {prefix!r} has no number"
+        self.request = Request(is_causal=causal, scale=softmax_scale)
         self.extra = (0, 0)
         """Tokens before and after the grid's in the present call."""
         self.calls = 0
@@ -150,51 +144,49 @@ class SparseImplementation:
             raise AttributeError(name)
         return getattr(self.dense, name)
 
-    @torch.compiler.disable  # compiled code would count once, when it is traced
     def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        obstacle: str = "",
-        dense: Callable[[], torch.Tensor] | None = None,
-    ) -> torch.Tensor | None:
-        """Attend to (B, N, H, D) sparsely, or return None for dense attention, which ``dense`` is."""
+        dense: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """Attend to (B, N, H, D) sparsely, or as ``dense`` does."""
         self.calls += 1
         if self.is_cross_attention:
-            return None
-        return self.attention.attend(
-            query,
-            key,
-            value,
-            _grid(),
-            extra=self.extra,
-            layer=self.layer,
-            step=_step(self.attention),
-            obstacle=obstacle or self.obstacle,
-            dense=dense,
-        )
+            return dense()
+        request = self.request._replace(own=lambda *_: dense())
+        call = self.engine.call(_grid(), self.extra, *_step(), self.layer)
+        return self.engine.attend(query, key, value, call, self.layer, request)
 
+    def stay_dense(self, query: torch.Tensor, reason: str) -> None:
+        """Count an attention that SGLang's implementation answers."""
+        self.calls += 1
+        if not self.is_cross_attention:
+            self.engine.tally.note_dense(reason, query, logging.WARNING)
+
+    @torch.compiler.disable  # compiled code would count once, when it is traced
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: Any = None, **kwargs: Any
     ) -> Any:
         """Attend to (B, N, H, D); with ``return_softmax_lse`` densely, and return the log-sum-exp too."""
-
-        def dense() -> Any:
-            return self.dense.forward(query, key, value, attn_metadata, **kwargs)
-
-        output = self.attend(query, key, value, _RING if kwargs.get("return_softmax_lse") else "", dense)
-        return dense() if output is None else output
+        dense = functools.partial(self.dense.forward, query, key, value, attn_metadata, **kwargs)
+        if kwargs.get("return_softmax_lse"):
+            self.stay_dense(query, _RING)
+            return dense()
+        return self.attend(query, key, value, dense)
 
     def forward_into(self, *args: Any) -> bool:
         """Return False: SGLang then calls :meth:`forward`."""
         return False
 
+    @torch.compiler.disable
     def forward_ring_kv_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         """Attend densely to a part of the keys, all of them (N, H, D)."""
-        self.attend(query[None], key[None], value[None], obstacle=_RING)
+        self.stay_dense(query, _RING)
         return self.dense.forward_ring_kv_chunk(query, key, value)
 
+    @torch.compiler.disable
     def forward_varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **bounds: Any
     ) -> torch.Tensor:
@@ -205,14 +197,17 @@ class SparseImplementation:
         ends: tuple[int, ...] = bounds.get("cu_seqlens_host") or ()
         tokens = ends[1] if self.is_packed_video and len(ends) == 3 else len(query)
         is_one = ends in ((0, tokens), (0, tokens, len(query)))
+        if not is_one:
+            self.stay_dense(query[None], f"several sequences are packed into one, with ends {ends or 'unknown'}")
+            return self.dense.forward_varlen(query, key, value, **bounds)
         if self.is_packed_video:
             self.extra = (max(tokens - math.prod(_grid() or (tokens,)), 0), 0)
-        output = self.attend(
-            *(x[None, :tokens] for x in (query, key, value)),
-            obstacle="" if is_one else f"several sequences are packed into one, with ends {ends or 'unknown'}",
-        )
-        if output is None:
-            return self.dense.forward_varlen(query, key, value, **bounds)
+
+        def dense() -> torch.Tensor:
+            output: torch.Tensor = self.dense.forward_varlen(query, key, value, **bounds)[None, :tokens]
+            return output
+
+        output = self.attend(query[None, :tokens], key[None, :tokens], value[None, :tokens], dense)
         return torch.cat((output[0], query.new_zeros(len(query) - tokens, *query.shape[1:])))
 
 
@@ -230,36 +225,37 @@ def _attend_and_count(forward: Callable[..., Any], layer: Any, *args: Any, **kwa
     implementation.extra = (kwargs.get("num_replicated_prefix", 0), kwargs.get("num_replicated_suffix", 0))
     output = forward(layer, *args, **kwargs)
     if implementation.calls == calls:
-        tensors = args if len(args) >= 3 else (kwargs["q"], kwargs["k"], kwargs["v"])
-        implementation.attend(*tensors[:3], obstacle="SGLang attends with a mask or padding itself")
+        query = args[0] if args else kwargs["q"]
+        implementation.stay_dense(query, "SGLang attends with a mask or padding itself")
     return output
 
 
-def _grid() -> tuple[int, ...] | None:
-    """Return the token grid (F, Hg, Wg) of the request; None if SGLang does not give it."""
+def _forward_batch() -> Any:
+    """Return SGLang's context and the request in it; (None, None) outside of denoising."""
     from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context_or_none
-    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
     context = get_forward_context_or_none()
-    shape = getattr(context.forward_batch, "raw_latent_shape", None) if context else None
+    return (None, None) if context is None or context.forward_batch is None else (context, context.forward_batch)
+
+
+def _grid() -> Shape:
+    """Return the token grid (F, Hg, Wg) of the request; empty if SGLang does not give it."""
+    from sglang.multimodal_gen.runtime.server_args import get_global_server_args
+
+    shape = getattr(_forward_batch()[1], "raw_latent_shape", None)
     model = get_global_server_args().pipeline_config.dit_config
     patch = getattr(model, "patch_size", None)
     if isinstance(patch, int):
         patch = (getattr(model, "patch_size_t", 1), patch, patch)
     if shape is None or len(shape) != 5 or patch is None:
-        return None
+        return ()
     return tuple(size // length for size, length in zip(shape[2:], patch, strict=True))
 
 
-def _step(attention: EngineAttention) -> Step | None:
-    """Return the denoising step of the request; None outside of denoising."""
-    from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context_or_none
-
-    context = get_forward_context_or_none()
-    if context is None or context.forward_batch is None:
-        return None
-    batch = context.forward_batch
+def _step() -> tuple[Step | None, Any]:
+    """Return the denoising step and the request that it belongs to; None outside of denoising."""
+    context, batch = _forward_batch()
+    if batch is None:
+        return None, None
     count = batch.num_inference_steps if batch.timesteps is None else len(batch.timesteps)
-    if count == 1:
-        attention.end_with(batch)
-    return Step(int(context.current_timestep), count)
+    return Step(int(context.current_timestep), count), batch

@@ -2,14 +2,12 @@
 
 The package's entry point in the group ``vllm_omni.general_plugins`` calls :func:`register` in every process of the
 engine. ``DIFFUSION_ATTENTION_BACKEND=MHLA`` selects the backend, and the ``MHLA_`` variables set it
-(:func:`.environment.settings_from_environment`). Written for vLLM-Omni 0.30.0.
+(:func:`.settings.settings_from_environment`). Written for vLLM-Omni 0.30.0.
 """
 
-import atexit
 import math
 from functools import cache
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from aenum import extend_enum
@@ -22,16 +20,15 @@ from vllm_omni.diffusion.attention.selector import HEAD_SIZE_UNKNOWN, get_attn_b
 from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
 from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
-from ..attention.layout import Extra
-from ..config import Step
-from ..patching.attend import EngineAttention
+from ..attention.layout import Extra, Shape
+from ..config import SparseConfig, Step
+from ..patching.route import Request
 from ..settings import check
-from .environment import settings_from_environment
+from .engine import Engine
+from .settings import settings_from_environment
 
 NAME = "MHLA"
 """Name by which users select the backend."""
-_ATTENTIONS: "WeakSet[MHLAImpl]" = WeakSet()
-"""Those of the models that this process has."""
 
 
 def register() -> None:
@@ -41,14 +38,9 @@ def register() -> None:
 
 
 @cache
-def engine_attention() -> EngineAttention:
-    """Return what all layers of this process attend with, with settings from the environment.
-
-    Its line about a call that was not over is logged when the process ends.
-    """
-    attention = EngineAttention(settings_from_environment(), init_logger("vllm_omni.mhla"))
-    atexit.register(attention.end_of_call)
-    return attention
+def engine() -> Engine:
+    """Return what all layers of this process attend with, with settings from the environment."""
+    return Engine(settings_from_environment(), init_logger("vllm_omni.mhla"))
 
 
 def _dense_backend(head_dim: int = HEAD_SIZE_UNKNOWN) -> type[AttentionBackend]:
@@ -130,16 +122,10 @@ class MHLAImpl(AttentionImpl):
             # nobody selected it, so that it may do without its kernel where that does not fit
             **{**extra_impl_args, "backend_explicit": False},
         )
-        self.attention = engine_attention()
+        self.engine = engine()
         self.is_cross = role == "cross"
         self.layer = extract_layer_index(prefix) if any(part.isdigit() for part in prefix.split(".")) else None
-        self._layers_are_checked = False
-        _ATTENTIONS.add(self)
-        self.obstacle = ""
-        if causal:
-            self.obstacle = "causal attention"
-        elif not math.isclose(softmax_scale, head_size**-0.5, rel_tol=1e-4):
-            self.obstacle = f"scores are scaled by {softmax_scale:.4g} instead of 1/sqrt({head_size})"
+        self.request = Request(is_causal=causal, scale=softmax_scale)
 
     # The engine compiles the blocks of its models. Inside a graph the counters would not advance, and
     # step and layer would be constants, so that each new value would recompile.
@@ -162,52 +148,26 @@ class MHLAImpl(AttentionImpl):
         Returns:
             (B, N, H, D) in the type of ``query``; zero for tokens that are padding.
         """
-        output = None
         # the role of some models' cross-attention has a name of their own, such as "longcat_video.avatar_audio"
-        if not self.is_cross and query.shape[1] == key.shape[1]:
-            output = self._sparse(query, key, value, attn_metadata or AttentionMetadata())
-        return self.dense.forward(query, key, value, attn_metadata) if output is None else output
+        if self.is_cross or query.shape[1] != key.shape[1]:
+            return self.dense.forward(query, key, value, attn_metadata)
+        metadata = attn_metadata or AttentionMetadata()
+        (grid, extra), tokens = _video(metadata), query.shape[1]
+        used = min(tokens, math.prod(grid) + sum(extra)) if grid else tokens
+        obstacle = _masked(metadata, tokens, used)
+        if obstacle:
+            used = tokens
 
-    def _sparse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor | None:
-        """Attend to the tokens before the padding, or return None for dense attention."""
-        tokens, unknown_layer = query.shape[1], self._unknown_layer()
-        grid, extra = _video(metadata)
-        used = math.prod(grid) + sum(extra) if grid else tokens
-        step, unknown_step = _step(self.attention)
-        output = self.attention.attend(
-            query[:, :used],
-            key[:, :used],
-            value[:, :used],
-            grid,
-            extra=extra,
-            layer=self.layer,
-            step=step,
-            obstacle=self.obstacle or unknown_step or unknown_layer or _masked(metadata, tokens, used),
-            dense=lambda: self.dense.forward(query, key, value, metadata)[:, :used],
+        def own(*_: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.dense.forward(query, key, value, metadata)[:, :used]
+            return output
+
+        context = get_forward_context() if is_forward_context_available() else None
+        call = self.engine.call(grid, extra, _step(context, self.engine.config), context, self.layer)
+        output = self.engine.attend(
+            query[:, :used], key[:, :used], value[:, :used], call, self.layer, self.request._replace(own=own), obstacle
         )
-        return None if output is None else functional.pad(output, (0, 0, 0, 0, 0, tokens - used))
-
-    def _unknown_layer(self) -> str:
-        """Return why it is unknown whether this layer stays dense; empty if it is known.
-
-        Raises:
-            ValueError: at the first call, when all layers are there, a layer that is to stay dense is none of them.
-        """
-        dense = self.attention.settings.softmax_layers
-        if not dense:
-            return ""
-        given = f"MHLA_SOFTMAX_LAYERS={','.join(map(str, dense))}"
-        if not self._layers_are_checked:
-            known = {one.layer for one in _ATTENTIONS if one.layer is not None and not one.is_cross}
-            check(
-                not known or known.issuperset(dense),
-                f"{given} names layers that are not there; the numbers of this model's are "
-                f"{', '.join(map(str, sorted(known)))}.",
-            )
-            self._layers_are_checked = True
-        return f"the layer has no number, on which {given} depends" if self.layer is None else ""
+        return functional.pad(output, (0, 0, 0, 0, 0, tokens - used))
 
 
 def _check_parallelism() -> None:
@@ -222,15 +182,15 @@ def _check_parallelism() -> None:
         )
 
 
-def _video(metadata: AttentionMetadata) -> tuple[tuple[int, ...] | None, Extra]:
-    """Return the grid of the video that is made, None if unknown, and the tokens before and after it that count."""
+def _video(metadata: AttentionMetadata) -> tuple[Shape, Extra]:
+    """Return the grid of the video that is made, empty if unknown, and the tokens before and after it that count."""
     layout = metadata.video_layout
     for span in layout.video_spans if layout else ():
         if span.role == "target":
-            return span.latent_grid, (span.start, layout.used_len - span.start - span.length)
+            return tuple(span.latent_grid), (span.start, layout.used_len - span.start - span.length)
     if layout is None or layout.latent_grid is None:
-        return None, (0, 0)
-    return layout.latent_grid, (layout.prefix_len or 0, 0)
+        return (), (0, 0)
+    return tuple(layout.latent_grid), (layout.prefix_len or 0, 0)
 
 
 def _masked(metadata: AttentionMetadata, tokens: int, used: int) -> str:
@@ -246,18 +206,19 @@ def _masked(metadata: AttentionMetadata, tokens: int, used: int) -> str:
     return "" if mask is None or (mask.ndim == 2 and used < tokens) else f"a mask of shape {tuple(mask.shape)}"
 
 
-def _step(attention: EngineAttention) -> tuple[Step | None, str]:
-    """Return the denoising step, None if unknown, and why that keeps attention dense."""
-    first_steps = attention.settings.config.softmax_steps
-    context = get_forward_context() if is_forward_context_available() else None
+def _step(context: Any, config: SparseConfig) -> Step | None:
+    """Return the denoising step, None if unknown.
+
+    Raises:
+        ValueError: the settings depend on the number of steps, and the model does not tell it.
+    """
     if context is None or context.denoise_step_idx is None:
-        return None, f"the step is unknown, on which MHLA_SOFTMAX_STEPS={first_steps} depends" if first_steps else ""
+        return None
     count = context.total_denoise_steps
+    shares = config.softmax_last or any(isinstance(steps, float) for steps in (config.softmax_steps, config.refresh))
     check(
-        count is not None or not first_steps or isinstance(first_steps, int),
-        f"MHLA_SOFTMAX_STEPS={first_steps} is a share of a number of steps that this model does not tell its "
-        "attention; give a number of steps such as MHLA_SOFTMAX_STEPS=4.",
+        count is not None or not shares,
+        f"{config.dense_words} depends on the number of steps, which this model does not tell its attention. Give "
+        "counts from the first step on, such as MHLA_SOFTMAX_STEPS=4 or MHLA_REFRESH=10.",
     )
-    if count in (None, 1):
-        attention.end_with(context)
-    return Step(context.denoise_step_idx, count or 0), ""
+    return Step(context.denoise_step_idx, count or 0)

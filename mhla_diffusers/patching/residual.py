@@ -12,6 +12,7 @@ found by a fixed random projection with one power step (Halko et al., arXiv 0909
 """
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -184,7 +185,8 @@ class Run:
     def __init__(self) -> None:
         self.step: Step | None = None
         self._timesteps: object = None
-        self._branches: dict[int, list[BranchState]] = {}
+        self._branches: dict[Hashable, list[BranchState]] = {}
+        """By the model's id, or an engine's name."""
         self._used: set[BranchState] = set()
         """Those of the present step."""
         self.errors: dict[tuple[int, int], torch.Tensor] = {}
@@ -193,8 +195,7 @@ class Run:
     def branch(self, owner: object, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
         """Return the branch that a forward belongs to, and whether the forward begins a step.
 
-        A branch is recognised by its conditions, and by its order within a step where these are made anew. One that a
-        whole step did not use has ended, as at the end of guidance or where another expert takes over.
+        A branch is recognised by its conditions, and by its order within a step where these are made anew.
         """
         latest = self.step
         if (
@@ -204,12 +205,8 @@ class Run:
             or timesteps is not self._timesteps
         ):
             self.clear()
-        begins = self.step != step
-        if begins:
-            for branches in self._branches.values():
-                branches[:] = [one for one in branches if one in self._used]
-            self._used.clear()
-        self.step, self._timesteps = step, timesteps
+        begins = self.begin(step)
+        self._timesteps = timesteps
         branches = self._branches.setdefault(id(owner), [])
         free = [one for one in branches if one not in self._used]
         same = [one for one in free if conditions is not None and one.conditions() is conditions]
@@ -219,6 +216,27 @@ class Run:
         self._used.add(found)
         found.enter(conditions)
         return found, begins
+
+    def begin(self, step: Step) -> bool:
+        """Begin a forward, and return whether it begins a step.
+
+        A branch that a whole step did not use has ended, as at the end of guidance or where another expert takes over.
+        """
+        begins = self.step != step
+        if begins:
+            for branches in self._branches.values():
+                branches[:] = [one for one in branches if one in self._used]
+            self._used.clear()
+        self.step = step
+        return begins
+
+    def named(self, name: Hashable) -> BranchState:
+        """Return the branch of a name, for an engine that tells its branches apart itself."""
+        branches = self._branches.setdefault(name, [])
+        if not branches:
+            branches.append(BranchState())
+        self._used.add(branches[0])
+        return branches[0]
 
     def clear(self) -> None:
         """Forget everything, as after a forward that failed."""

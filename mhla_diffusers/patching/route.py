@@ -44,9 +44,13 @@ class Request(NamedTuple):
     """The dispatcher's backend that the user has chosen; None for the active one."""
     parallel: Any = None
     """diffusers' configuration of several processes, for the dispatcher."""
+    own: Callable[..., torch.Tensor] | None = None
+    """An engine's own attention, of the same tensors; None for diffusers and PyTorch."""
 
     def exact(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return what the model's own attention gives, (B, N, H, D)."""
+        if self.own is not None:
+            return self.own(query, key, value)
         if self.dispatches:
             from diffusers.models.attention_dispatch import dispatch_attention_fn
 
@@ -214,8 +218,9 @@ def sparse(
     config, tokens, device = call.patch.config, query.shape[1], query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as scaled_dot_product_attention casts
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    if request.scale is not None:
-        query = query * (request.scale * math.sqrt(query.shape[-1]))
+    factor = 1.0 if request.scale is None else request.scale * math.sqrt(query.shape[-1])
+    if not math.isclose(factor, 1, rel_tol=1e-6):
+        query = query * factor
     if key.shape[2] != query.shape[2]:
         key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
     before, after = fit.extra

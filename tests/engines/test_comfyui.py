@@ -13,19 +13,20 @@ from torch.nn import functional
 
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import SparseConfig
-from mhla_diffusers.engines.comfyui import patch_model, read_settings
+from mhla_diffusers.engines.comfyui import patch_model
+from mhla_diffusers.engines.settings import read_settings
 from tests.refusals import refused
 
-GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 24, 7
+GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 20, 7
+"""So few channels that residuals lose nothing at their rank."""
 LATENT = torch.zeros(2, 4, 3, 15, 20)
 """Padded to whole patches of (1, 2, 2) it has the tokens of the grid."""
 FOLDER = Path(__file__).parents[2] / "pipelines" / "comfyui-mhla"
-DEFAULTS = {"density": 0.15, "refresh": "none", "carry_device": "model", "softmax_layers": ""}
-DEFAULTS |= {"block_size": "auto", "order": "content"}
+DEFAULTS = {"density": 0.15, "refresh": "none", "min_tokens": 0}
 
 
 def settings(**changed):
-    return read_settings(**{**DEFAULTS, "min_tokens": 0, **changed})
+    return read_settings({**DEFAULTS, **changed})
 
 
 class ModelPatcher:
@@ -57,6 +58,7 @@ def dense(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, sk
     if not skip_reshape:
         head_dim = q.shape[-1] // heads
         q, k, v = (x.unflatten(2, (-1, head_dim)).transpose(1, 2) for x in (q, k, v))
+    mask = mask[:, None] if mask is not None and mask.ndim == 3 else mask
     output = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=kwargs.get("scale"), enable_gqa=kwargs.get("enable_gqa", False)
     )
@@ -216,7 +218,7 @@ def test_minimax_tells_where_its_video_stands():
 
 def test_cross_attention_and_text_pass_unseen(caplog):
     patched = patch_model(ModelPatcher(), settings())
-    query, text = torch.randn(2, 240, 72), torch.randn(2, TEXT, 72)
+    query, text = torch.randn(2, 240, HEADS * HEAD_DIM), torch.randn(2, TEXT, HEADS * HEAD_DIM)
     mask = torch.zeros(2, 1, 1, TEXT)
 
     def attentions(options):
@@ -236,8 +238,7 @@ def test_cross_attention_and_text_pass_unseen(caplog):
 @pytest.mark.parametrize(
     ("model", "tokens", "given", "inputs", "reason"),
     [
-        (WanModel, 240, {"mask": torch.zeros(240, 240)}, {}, "a mask"),
-        (WanModel, 240, {"scale": 0.5}, {}, "scale 0.5 is not that of 24 channels"),
+        (WanModel, 240, {"mask": torch.zeros(240, 240)}, {}, "a mask between tokens"),
         (Lumina, 240, {}, {}, "the token grid is unknown"),
         (WanModel, 250, {}, {}, "250 tokens are not those of the grid 3x8x10 and 0 others"),
         (WanModel, 260, {}, {"reference_latent": LATENT}, "reference tokens (reference_latent) share the sequence"),
@@ -253,22 +254,46 @@ def test_what_cannot_be_sparse_is_dense_with_the_reason(caplog, model, tokens, g
     assert lines(caplog)[-1] == f"sparse in 0 of 1 attentions, 1 dense: {reason}"
 
 
-def test_grouped_queries_and_guided_tokens_are_dense_with_the_reason(caplog):
-    patched = patch_model(ModelPatcher(), settings())
-    query, key, value = (x.transpose(1, 2) for x in tensors())
+def test_grouped_queries_another_scale_and_hidden_keys_are_sparse(caplog):
+    query, key, value = tensors()
+    hidden = (torch.arange(240) < 200).expand(2, 1, -1)  # as PyTorch and ComfyUI have it, (B, 1 or N, N)
+    flat = [x.flatten(2) for x in (query, key, value)]
+    first_head = [x[:, :, :1] for x in (key, value)]
 
     def attentions(options):
-        kwargs = {"transformer_options": options, "skip_reshape": True}
-        grouped = attend(query, key[:, :1], value[:, :1], HEADS, enable_gqa=True, **kwargs)
-        flat = attend(*(x.transpose(1, 2).flatten(2) for x in (query, key, value)), HEADS, transformer_options=options)
-        return grouped, flat, attend(query[:, :, :9], key, value, HEADS, torch.zeros(9, 240), **kwargs)
+        heads_first = [x.transpose(1, 2) for x in (query, *first_head)]
+        grouped = {"enable_gqa": True, "skip_reshape": True}
+        return [
+            attend(*heads_first, HEADS, transformer_options=options, **grouped),
+            attend(*flat, HEADS, transformer_options=options, scale=0.1),
+            attend(*flat, HEADS, hidden, transformer_options=options),
+        ]
 
+    patched = patch_model(ModelPatcher(), settings())
     (outputs,) = sample(patched, lambda: WanModel(attentions).forward(patched))
-    torch.testing.assert_close(outputs[0], attentions({})[0], atol=0, rtol=0)
-    told = lines(caplog)
-    assert "key (2, 240, 1, 24) and value (2, 240, 1, 24) differ in shape from query" in told[0]
-    assert told[1].endswith("a mask")
-    assert told[2].startswith("sparse in 1 of 3 attentions")
+    scaled = query * (0.1 * HEAD_DIM**0.5)
+    masked = sparse_attention(query, key, value, GRID, density=0.15, key_mask=hidden[:, 0]).flatten(2)
+    expected = [
+        operator(query, *(x.expand(-1, -1, HEADS, -1) for x in first_head)),
+        operator(scaled, key, value),
+        masked,
+    ]
+    for output, one in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, one, atol=1e-6, rtol=0)
+    assert lines(caplog) == ["sparse in 3 of 3 attentions"]
+    exact = WanModel(attentions).forward(patch_model(ModelPatcher(), settings(density=1.0)))
+    for output, one in zip(exact, attentions({}), strict=True):
+        torch.testing.assert_close(output, one, atol=1e-5, rtol=0)
+
+
+def test_guided_tokens_are_dense_and_counted(caplog):
+    patched = patch_model(ModelPatcher(), settings())
+    query, key, value = (x.transpose(1, 2) for x in tensors())
+    guided = query[:, :, :9], key, value, HEADS, torch.zeros(9, 240)
+    model = WanModel(lambda options: attend(*guided, skip_reshape=True, transformer_options=options))
+    (output,) = sample(patched, lambda: model.forward(patched))
+    torch.testing.assert_close(output, attend(*guided, skip_reshape=True, transformer_options={}), atol=0, rtol=0)
+    assert lines(caplog)[-1].startswith("sparse in 0 of 1 attentions, 1 dense: 9 queries of 240 keys")
 
 
 SCHEDULE = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0])
@@ -521,7 +546,7 @@ def test_a_second_node_replaces_the_first(caplog):
     (output,) = sample(patched, lambda: WanModel(self_attention()).forward(patched, options={"block_index": 0}))
     torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
     told = lines(caplog)
-    assert told[0] == "dense attention for query (2, 240, 3, 24): layers 0"
+    assert told[0] == "dense attention for query (2, 240, 3, 20): layers 0."
     assert told[-1] == "sparse in 0 of 1 attentions, 1 dense: layers 0"
 
 
@@ -575,15 +600,14 @@ def test_wrong_inputs_are_refused(given, words):
 
 
 def test_inputs_become_settings():
-    found = settings(block_size="32", softmax_layers=" 0, 3-5 ", refresh="0.1", min_tokens=5, carry_device="cpu")
-    assert (found.config.block_size, found.config.refresh, found.config.carry_device) == (32, 0.1, "cpu")
+    found = settings(block_size="32", softmax_layers=" 0, 3-5 ", refresh="0.1", min_tokens=5)
+    assert (found.config.block_size, found.config.refresh) == (32, 0.1)
     assert (found.softmax_layers, found.min_tokens) == ((0, 3, 4, 5), 5)
     assert [settings(refresh=text).config.refresh for text in ("auto", "7", "none")] == ["auto", 7, None]
     assert settings().config.block_size is None
 
 
-INPUTS = ["density", "start_percent", "end_percent", "refresh", "carry_device", "softmax_layers", "block_size", "order"]
-INPUTS += ["min_tokens"]
+INPUTS = ["density", "start_percent", "end_percent", "refresh", "softmax_layers", "block_size", "order", "min_tokens"]
 
 
 @pytest.fixture(scope="module")

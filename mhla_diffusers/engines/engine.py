@@ -1,0 +1,148 @@
+"""The running call of an engine's model: its settings, its residuals, and a count of what was sparse."""
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+
+from ..attention.layout import Extra, Shape
+from ..config import SparseConfig, Step
+from ..patching.call import Call, Tally
+from ..patching.residual import BranchState, Run
+from ..patching.route import Request, attend
+from .settings import EngineSettings
+
+
+class Engine:
+    """Sparse attention of one model in an engine: its settings, the residuals of the running call, and a count.
+
+    Every reason for dense attention is logged once for each shape of query, as a warning unless the settings ask for
+    it, and every call of the model ends with a line such as "sparse in 1,160 of 1,200 attentions, 40 dense: dense
+    steps".
+
+    Args:
+        settings: what to do.
+        logger: of the engine, so that the lines stand among its own.
+    """
+
+    def __init__(self, settings: EngineSettings, logger: logging.Logger) -> None:
+        self.settings = settings
+        self.tally = Tally(logger)
+        self.run = Run()
+        self._layers: set[int] = set()
+        """Those that have attended in the running call."""
+        self._in_forward: set[int] = set()
+        """Those that have attended in the present forward."""
+        self._forward = 0
+        """Number of the present forward within its step."""
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def config(self) -> SparseConfig:
+        """Settings of the attention."""
+        return self.settings.config
+
+    def note_error(self, place: tuple[int, int], error: torch.Tensor) -> None:
+        """Take the error that a dense step has measured, which an engine shows nowhere."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: Call,
+        layer: int | None,
+        request: Request,
+        obstacle: str = "",
+    ) -> torch.Tensor:
+        """Answer an attention, and count it.
+
+        Args:
+            query: (B, N, H, D) after RoPE.
+            key: like ``query``.
+            value: like ``key``.
+            call: of :meth:`call`, or one that the engine has filled.
+            layer: number of the layer, from 0; None if it is unknown, which has no residuals.
+            request: what else the model asks for, and the engine's own attention.
+            obstacle: why this attention cannot be sparse, as far as the route cannot know; empty for nothing.
+
+        Returns:
+            (B, N, H, D).
+        """
+        settings, chosen = self.settings, ""
+        if layer is None:
+            call = call._replace(branches=())
+        else:
+            self._layers.add(layer)
+        if layer in settings.softmax_layers:
+            chosen = f"layers {', '.join(map(str, settings.softmax_layers))}"
+        elif query.shape[1] < settings.min_tokens:
+            chosen = f"fewer than {settings.min_tokens:,} tokens"
+        elif not obstacle:
+            obstacle = self._unknown(call, layer)
+        if chosen or obstacle:
+            self.tally.note_dense(chosen or obstacle, query, logging.INFO if chosen else logging.WARNING)
+            return request.exact(query, key, value)
+        return attend(query, key, value, call, torch.tensor(layer or 0, device="cpu"), 0, request)
+
+    def _unknown(self, call: Call, layer: int | None) -> str:
+        """Return what an engine does not tell and the attention depends on; empty for nothing."""
+        if not call.grid:
+            return "the token grid is unknown"
+        if call.step is None and self.config.asks_for_dense_steps:
+            return f"the step is unknown, on which {self.config.dense_words} depends"
+        if layer is None and (layers := self.settings.softmax_layers):
+            return f"the layer has no number, on which softmax_layers {', '.join(map(str, layers))} depends"
+        return ""
+
+    def call(self, grid: Shape, extra: Extra, step: Step | None, owner: Any, layer: int | None) -> Call:
+        """Return the running call for an attention of an engine that does not say where a forward begins.
+
+        One begins where a layer attends again. Branches of the guidance are known by the order of their forwards.
+
+        Args:
+            grid: token grid; empty if the engine does not give it.
+            extra: tokens before and after it.
+            step: the denoising step; None if it is unknown.
+            owner: what lives as long as the call; the call ends when it is gone, or the next one comes with another.
+            layer: that attends; None if its number is unknown.
+        """
+        if step is None:
+            return self.filled(grid, extra, None, ())
+        latest, waiting = self.run.step, None if self._end is None else self._end.peek()
+        if waiting is None or waiting[0] is not owner or (latest is not None and step.index < latest.index):
+            if self._end is not None:
+                self._end()
+            self._end = weakref.finalize(owner, self.end)
+        begins = self.run.begin(step)
+        if begins or layer in self._in_forward:
+            self._forward = 0 if begins else self._forward + 1
+            self._in_forward.clear()
+        if layer is not None:
+            self._in_forward.add(layer)
+        return self.filled(grid, extra, step, (self.run.named(self._forward),))
+
+    def filled(self, grid: Shape, extra: Extra, step: Step | None, branches: tuple[BranchState, ...]) -> Call:
+        """Return a call with what the settings say of its step."""
+        config = self.config
+        if step is None:
+            return Call(self, grid, extra, tally=self.tally)
+        kept = branches if config.carry and config.has_dense_steps else ()
+        return Call(
+            self, grid, extra, step=step, is_dense=config.is_dense(step), records_residual=bool(kept) and
+            config.records_residual(step), branches=kept, run=self.run, tally=self.tally,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """End a call of the model: log its line, and forget what it measured."""
+        absent = set(self.settings.softmax_layers) - self._layers
+        if absent and self._layers and self.run.step is not None and self.run.step.index:
+            names = ", ".join(map(str, sorted(absent)))
+            self.tally.log_once(
+                logging.WARNING, f"softmax_layers names {names}, and the model has 0 to {max(self._layers)}"
+            )
+        self.tally.end()
+        self.run.clear()
+        self._layers.clear()
+        self._in_forward.clear()
