@@ -16,7 +16,7 @@ from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 from .generation.commands import GenerateCommand, generate_command
-from .generation.names import DEFAULT, DENSITY, REFRESH, expand_options, parse_patch_settings, pipeline_options
+from .generation.names import expand_options, patch_options, pipeline_options
 from .moved import where_it_went
 from .reporting import set_quiet
 from .training.commands import (
@@ -78,7 +78,9 @@ def main(
 
 
 @app.command()
+@expand_options(patch_options)
 def info(
+    options: dict[str, Any],
     patch: Annotated[
         str | None, typer.Option(help="Show one patch: name, YAML path, or folder of a saved patch.")
     ] = None,
@@ -90,24 +92,21 @@ def info(
     ] = None,
     size: Annotated[str | None, typer.Option(help="Of the model: 720x1280, or 512; default: its first size.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    density: Annotated[float | None, typer.Option(help=DENSITY)] = None,
-    refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps of a call; default: 50.")] = None,
 ) -> None:
     """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
     from .benchmark.info import configs_of, print_any_patch, print_info, print_model, report
 
-    own = patch == DEFAULT
-    counted: dict[str, Any] = {"size": size, "frames": frames, "density": density, "refresh": refresh, "steps": steps}
-    given = {"patch": patch if own else None, **counted}
+    changes: dict[str, Any] = options["patch_settings"]
+    given = {"size": size, "frames": frames, "steps": steps, **changes}
     if model is None and any(value is not None for value in given.values()):
-        names = ", ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
+        names = ", ".join(f"--{name.replace('_', '-')} {x}" for name, x in given.items() if x is not None)
         raise ValueError(f"{names} belongs to a model: give --model as well, such as wan2.1-1.3b.")
     if model is not None and as_report:
         raise ValueError("--report and --model ask for different things; give one of them.")
     if model is not None:
-        chosen = None if own or patch is None else configs_of(patch)[0]
-        print_model(model, size, frames, chosen, parse_patch_settings(density, None, refresh), steps or 50)
+        chosen = None if patch is None else configs_of(patch)[0]
+        print_model(model, size, frames, chosen, changes, steps or 50)
     elif as_report:
         typer.echo(report(patch))
     elif patch is None:
@@ -117,7 +116,7 @@ def info(
 
 
 @app.command()
-@expand_options(pipeline_options)
+@expand_options(pipeline_options, patch_options)
 def audit(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
     prompt: Annotated[str, typer.Argument(help="What to generate; a class for dit.")],

@@ -32,6 +32,8 @@ AUTOMATIC = "auto:"
 MOST_BLOCKS = 8192
 """Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
 MOST_BLOCK_SIZE = 1024
+USUAL_STEPS = 50
+"""Denoising steps of a call that settings are described for."""
 FEW_STEPS = 10
 """With fewer denoising steps a share of first or last ones is one step, and none is repeated."""
 
@@ -442,6 +444,8 @@ PROFILES: dict[str, dict[str, Any]] = {
     "fast": {"density": 0.025, "dense_first": 1, "dense_last": 0, "dense_layers": 0},
 }
 """Name → settings of :class:`SparseConfig` that differ from its defaults, which are the first (docs/settings.md)."""
+NOTHING_DENSE: dict[str, Any] = {"dense_first": 0, "dense_last": 0, "dense_every": 0, "dense_layers": 0}
+"""Settings of :class:`SparseConfig` by which it runs in every step and layer."""
 KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)
 
 
@@ -511,13 +515,14 @@ class Step:
     index: int
     """From 0."""
     count: int
-    """Number of all steps; 0 if it is unknown."""
+    """Number of all steps; 0 if it is unknown, where a share is one of :data:`USUAL_STEPS`."""
 
 
 def _count_of(steps: int | float, count: int) -> int:
     """Return a number of steps, given as such or as a share of all, rounded up; of few steps any share is one."""
     if isinstance(steps, int):
         return steps
+    count = count or USUAL_STEPS
     return min(1, math.ceil(steps)) if count < FEW_STEPS else math.ceil(steps * count - 1e-9)
 
 
@@ -587,13 +592,16 @@ def adapted_patch_names() -> list[str]:
 
 
 def load_patch(name_or_path: str | Path) -> Patch:
-    """Read a patch by its name or from a YAML file.
+    """Read a profile or a patch by its name, or a patch from a YAML file; a profile has no family.
 
     Raises:
         ValueError: unknown name (the message has the nearest ones), or a file with unknown or missing keys.
         FileNotFoundError: a path that does not exist.
     """
     path = Path(name_or_path)
+    if str(name_or_path) in PROFILES:
+        name = str(name_or_path)
+        return Patch("", "", f"the profile {name!r} of sparse attention", SparseConfig(**PROFILES[name]))
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in patch_names():
             if gone := where_it_went(name_or_path):

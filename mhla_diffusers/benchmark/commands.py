@@ -1,11 +1,11 @@
 """``mhla bench``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..generation.names import DENSITY, REFRESH, SOFTMAX_STEPS, parse_patch_settings
+from ..generation.names import expand_options, patch_options
 
 if TYPE_CHECKING:
     import torch
@@ -115,21 +115,20 @@ def bench_transformer(
 
 
 @bench.command("pipeline")
+@expand_options(patch_options)
 def bench_pipeline(
+    options: dict[str, Any],
     model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, or Hub id or folder.")] = "tiny-dit",
     patch: Annotated[
         list[str] | None,
         typer.Option(
-            help="As rows name them, default, a preset, a YAML file, or a saved patch; several. All kinds if left out."
+            help="As rows name them, a profile, a preset, a YAML file, a saved patch; several. Default: all kinds."
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    density: Annotated[float | None, typer.Option(help=DENSITY)] = None,
-    softmax_steps: Annotated[str | None, typer.Option(help=SOFTMAX_STEPS)] = None,
-    refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Calls of each, after one to warm up.")] = 3,
     device: _Device = "auto",
     dtype: _DType = None,
@@ -152,8 +151,7 @@ def bench_pipeline(
     settings = {name: value for name, value in given.items() if value is not None}
     choice = choose_pipeline(model, device=str(place), dtype=str(precision).removeprefix("torch."), settings=settings)
     results = Results("pipeline", place, precision, output)
-    changes = parse_patch_settings(density, softmax_steps, refresh)
-    benchmark_pipeline(choice, patch or (), results, changes=changes, repetitions=repetitions)
+    benchmark_pipeline(choice, patch or (), results, changes=options["patch_settings"], repetitions=repetitions)
     results.finish()
 
 

@@ -18,7 +18,6 @@ from ..config import (
     Patch,
     PatchConfig,
     SparseConfig,
-    Step,
     adapted_patch_folder,
     adapted_patch_names,
     load_patch,
@@ -26,6 +25,7 @@ from ..config import (
     patch_names,
 )
 from ..families import families
+from ..patching.describe import dense_in_words
 from ..patching.loading import check_file, read_record
 from ..reporting import scaled, text_table, times, wrap
 from ..tiny import TINY
@@ -147,7 +147,7 @@ def print_model(
         size: such as "720x1280"; the model's first one for None.
         frames: of a video; the model's for None.
         patch: name of its family and its settings; that of ``apply_mhla(pipe)`` for None.
-        changes: settings that change those of the patch, such as density and refresh.
+        changes: settings that change those of the patch, such as density.
         steps: number of denoising steps of a call, dense ones included.
 
     Raises:
@@ -156,7 +156,7 @@ def print_model(
     case, *larger = choose_cases([name], size and [size], None if frames is None else [frames])
     family = case.family
     of_family, config = patch or (family.name, family.default_config)
-    if of_family != family.name:
+    if of_family not in ("", family.name):
         raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
     config = config.replace(**changes)
     plain, patched = count_forward(case), count_forward(case, config)
@@ -169,9 +169,9 @@ def print_model(
     _say(f"patched: {summary_of(config)}; {_needs(config)}")
     _say(f"one forward: {cost} → {cost_after}, counted: a factor of at most {whole / left:.2f}")
     if config.has_dense_steps:
-        dense = sum(config.is_dense(Step(index, steps)) for index in range(steps))
+        dense = len(config.dense_steps(steps))
         most_of_call = steps * whole / (dense * whole + (steps - dense) * left)
-        _say(f"with {dense} dense step{'s' * (dense != 1)} of {steps}: at most {most_of_call:.2f}")
+        _say(f"{dense_in_words(config, steps)}: a call at most {most_of_call:.2f}")
     typer.echo()
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))

@@ -17,7 +17,6 @@ import torch
 from ..config import adapted_patch_folder, load_patch
 from ..families import Family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
-from ..generation.names import DEFAULT
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
 from ..reporting import progress
@@ -60,7 +59,7 @@ def patcher(name: str, family: Family) -> Callable[[Any], object]:
     """Return what puts a patch on a pipeline.
 
     Args:
-        name: one of ``PATCHES``, "default" for the family's own, a preset, a YAML file, or the name, folder or Hub id
+        name: one of ``PATCHES``, a profile, a preset, a YAML file, or the name, folder or Hub id
             of a saved patch.
         family: of the pipeline.
 
@@ -72,8 +71,6 @@ def patcher(name: str, family: Family) -> Callable[[Any], object]:
         if name == SPARSE and family.computes != SOFTMAX:
             raise ValueError(f"patch={name!r} is for softmax attention; that of {family.name} is {family.computes}.")
         return partial(apply_mhla, **patch_settings(name, family.mhla_blocks))
-    if name == DEFAULT:
-        return apply_mhla
     saved, is_file = adapted_patch_folder(name) or name, Path(name).suffix in (".yaml", ".yml")
     if Path(name).is_dir() and not Path(name, CONFIG_NAME).is_file():
         raise ValueError(f"patch={name!r} holds no saved patch: {CONFIG_NAME} is missing; save one with save_mhla.")
@@ -118,7 +115,7 @@ def benchmark_pipeline(
         choice: the pipeline and the settings of its call.
         patches: names that :func:`patcher` takes; all kinds that the family takes if empty.
         results: gets a row per patch for the whole call and for each of its parts.
-        changes: settings that change those of all patches, such as ``density`` and ``refresh``.
+        changes: settings that change those of all patches, such as ``density``.
         repetitions: calls of each.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, is_automatic
+from ..config import NOTHING_DENSE, LinearConfig, MHLAConfig, PatchConfig, SparseConfig, is_automatic
 from ..families import NoisedBatch, Sample, trained_family
 from ..generation.pipelines import family_named
 from ..patching import apply_mhla, load_mhla, mhla_layers
@@ -70,7 +70,7 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
         Variant("plain linear", "linear", MHLAConfig(blocks=one_block, mixing_learnable=False, mixing_clip=False)),
         Variant("MHLA", "mhla", mhla),
         Variant("MHLA hybrid 2/3", "hybrid", mhla.replace(layers="2/3")),
-        Variant("sparse, 5 %", "sparse", SparseConfig(density=0.05, block_size=tiny.block_size, refresh=None)),
+        Variant("sparse, 5 %", "sparse", SparseConfig(density=0.05, block_size=tiny.block_size, **NOTHING_DENSE)),
     ]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..config import SparseConfig, Step
+from ..config import PROFILES, SparseConfig, Step
 from ..patching.call import Call
 from ..patching.route import Request
 from ..settings import check
@@ -64,10 +64,6 @@ class _Patch:
     """State that the override and the wrappers of one patched model share."""
 
     engine: Engine
-    window: tuple[float, float]
-    """Where of a sampling sparse attention begins and ends, 0 to 1."""
-    sigmas: tuple[float, float] = (math.inf, 0.0)
-    """Its sigmas in the present sampling."""
     forward: ContextVar[_Forward | None] = field(default_factory=lambda: ContextVar("mhla_forward", default=None))
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a forward finds its branches, as ComfyUI may give every GPU a thread."""
@@ -77,7 +73,7 @@ class _Patch:
     """Whether any attention came to the override in the present sampling."""
 
 
-def patch_model(model: Any, settings: EngineSettings, *, start_percent: float = 0.0, end_percent: float = 1.0) -> Any:
+def patch_model(model: Any, settings: EngineSettings) -> Any:
     """Return a clone of a model whose self-attention is sparse.
 
     An override that the model already has becomes the dense attention; one of ours is replaced.
@@ -85,21 +81,15 @@ def patch_model(model: Any, settings: EngineSettings, *, start_percent: float = 
     Args:
         model: ComfyUI's ``ModelPatcher``, which stays as it is.
         settings: what to do.
-        start_percent: where of the sampling, by the model's sigmas, sparse attention begins: 0 to 1.
-        end_percent: where it ends; dense attention runs before and after.
 
     Raises:
         ValueError: the start is not before the end, or ComfyUI's Model Sparse Attention is on the model.
     """
-    check(
-        0 <= start_percent < end_percent <= 1,
-        f"start_percent={start_percent:g} must be below end_percent={end_percent:g}, both from 0 to 1.",
-    )
     clone = model.clone()
     options = dict(clone.model_options.get("transformer_options", {}))
     previous = options.get(_OVERRIDE)
     _refuse_core_sparse(previous)
-    patch = _Patch(Engine(settings, logging.getLogger(__name__)), (start_percent, end_percent))
+    patch = _Patch(Engine(settings, logging.getLogger(__name__)))
     wrappers = {kind: dict(by_key) for kind, by_key in options.get("wrappers", {}).items()}
     for kind, wrapper in (  # kinds of ComfyUI's WrappersMP
         ("diffusion_model", _wrap_diffusion_model(patch)),
@@ -240,7 +230,6 @@ def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
         if getattr(override, "__qualname__", "").startswith("ModelPatcher.set_model_optimized_attention."):
             # a Model Attention Backend behind the node, which knows no other override
             options[_OVERRIDE] = _make_override(patch, override)
-        _choose_steps(patch, options)
         token = patch.forward.set(_read_forward(patch, executor.class_obj, inputs, options, args[0]))
         try:
             return executor(*args, **kwargs)
@@ -255,15 +244,13 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         patch.forwards, patch.reached = 0, False
-        sigma_at = executor.class_obj.model_patcher.get_model_object("model_sampling").percent_to_sigma
-        patch.sigmas = float(sigma_at(patch.window[0])), float(sigma_at(patch.window[1]))
         tally = patch.engine.tally
         try:
             output = executor(*args, **kwargs)
             if tally.dense and not tally.sparse:
                 tally.logger.warning(
-                    "MHLA changed nothing in this sampling: %s. refresh none has no dense steps, a wider window fewer; "
-                    "a smaller min_tokens takes shorter sequences.",
+                    "MHLA changed nothing in this sampling: %s. dense_first and dense_last lower leave more steps "
+                    "sparse; a smaller min_tokens takes shorter sequences.",
                     tally.summary(),
                 )
             return output
@@ -276,16 +263,6 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
                 )
 
     return outer_sample
-
-
-def _choose_steps(patch: _Patch, options: Mapping[str, Any]) -> None:
-    """Make those steps of a sampler dense whose sigmas lie outside the window."""
-    schedule = options.get("sample_sigmas")
-    if schedule is not None:
-        (start, end), settings = patch.sigmas, patch.engine.settings
-        first, last = int((schedule[:-1] > start).sum()), int((schedule[:-1] < end).sum())
-        config = replace(settings.config, softmax_steps=first, softmax_last=last)
-        patch.engine.settings = replace(settings, config=config)
 
 
 def _read_forward(
@@ -333,21 +310,24 @@ def make_node() -> Any:
     """Return the node's class, which needs ComfyUI."""
     from comfy_api.latest import io
 
-    def share(name: str, default: float, least: float, step: float, tooltip: str) -> Any:
-        return io.Float.Input(name, default=default, min=least, max=1.0, step=step, tooltip=tooltip)
+    def share(name: str, step: float, tooltip: str) -> Any:
+        return io.Float.Input(name, default=-1.0, min=-1.0, max=1.0, step=step, tooltip=tooltip)
+
+    def count(name: str, tooltip: str) -> Any:
+        return io.Int.Input(name, default=-1, min=-1, max=1000, tooltip=tooltip)
 
     inputs = [
         io.Model.Input("model"),
-        share("density", SparseConfig.density, 0.005, 0.005, "Share of all pairs of token blocks that attend exactly; "
-              "the others take part through their means and states. Less is faster, more is closer, 1 is dense."),
-        share("start_percent", 0.0, 0.0, 0.01, "Where of the sampling, by sigma, sparse attention begins. Before it "
-              "attention is dense: there the layout of the picture forms."),
-        share("end_percent", 1.0, 0.0, 0.01, "Where of the sampling, by sigma, sparse attention ends."),
-        io.String.Input("refresh", default="auto", tooltip="Dense attention again after so many of this sampler's "
-                        "steps, from the first on: a number, a share such as 0.1 for about ten dense steps, auto for "
-                        "five where there are 20 steps or more, or none. They correct the steps that follow."),
-        io.String.Input("softmax_layers", default="", tooltip="Layers with dense attention, from 0, such as 0,1 or "
-                        "0-3; single blocks count on from the double ones. Empty for none."),
+        io.Combo.Input("profile", options=list(PROFILES), default="faithful", tooltip="faithful keeps the first fifth "
+                       "of the steps dense, balanced a tenth, fast one step. -1 below takes the profile's value."),
+        share("density", 0.005, "Share of all pairs of token blocks that attend exactly; the others take "
+              "part through their means and states. Less is faster, more is closer, 1 is dense."),
+        share("dense_first", 0.01, "Share of the first steps with dense attention: there the layout of the "
+              "picture forms."),
+        count("dense_last", "Last steps with dense attention."),
+        count("dense_every", "Dense attention again after so many steps; these steps correct those that follow. 0 for "
+              "never."),
+        count("dense_layers", "First layers with dense attention; single blocks count on from the double ones."),
         io.Combo.Input("block_size", options=["auto", "16", "32", "64", "128"], default="auto",
                        tooltip="Tokens per block. auto fits it to the number of tokens: 64 for videos."),
         io.Combo.Input("order", options=["content", "curve"], default="content", tooltip="Which keys share a block. "
@@ -374,11 +354,10 @@ def make_node() -> Any:
             )
 
         @classmethod
-        def execute(cls, model: Any, start_percent: float, end_percent: float, **inputs: Any) -> Any:
+        def execute(cls, model: Any, profile: str, **inputs: Any) -> Any:
             """Return the patched clone of a model."""
-            window = {"start_percent": start_percent, "end_percent": end_percent}
-            given = {name: value for name, value in inputs.items() if (name, value) != ("block_size", "auto")}
-            return io.NodeOutput(patch_model(model, read_settings(given), **window))
+            given = {name: value for name, value in inputs.items() if value not in ("auto", -1)}
+            return io.NodeOutput(patch_model(model, read_settings(given, SparseConfig(**PROFILES[profile]))))
 
     return MHLASparseAttention
 

@@ -75,8 +75,8 @@ class Engine:
             call = call._replace(branches=())
         else:
             self._layers.add(layer)
-        if layer in settings.softmax_layers:
-            chosen = f"layers {', '.join(map(str, settings.softmax_layers))}"
+        if layer is not None and layer < self.config.dense_layers:
+            chosen = f"the first {self.config.dense_layers} layers"
         elif query.shape[1] < settings.min_tokens:
             chosen = f"fewer than {settings.min_tokens:,} tokens"
         elif not obstacle:
@@ -90,10 +90,10 @@ class Engine:
         """Return what an engine does not tell and the attention depends on; empty for nothing."""
         if not call.grid:
             return "the token grid is unknown"
-        if call.step is None and self.config.asks_for_dense_steps:
+        if call.step is None and self.config.has_dense_steps:
             return f"the step is unknown, on which {self.config.dense_words} depends"
-        if layer is None and (layers := self.settings.softmax_layers):
-            return f"the layer has no number, on which softmax_layers {', '.join(map(str, layers))} depends"
+        if layer is None and self.config.dense_layers:
+            return f"the layer has no number, on which dense_layers={self.config.dense_layers} depends"
         return ""
 
     def call(self, grid: Shape, extra: Extra, step: Step | None, owner: Any, layer: int | None) -> Call:
@@ -128,7 +128,7 @@ class Engine:
         config = self.config
         if step is None:
             return Call(self, grid, extra, tally=self.tally)
-        kept = branches if config.carry and config.has_dense_steps else ()
+        kept = branches if config.correct and config.has_dense_steps else ()
         return Call(
             self, grid, extra, step=step, is_dense=config.is_dense(step), records_residual=bool(kept) and
             config.records_residual(step), branches=kept, run=self.run, tally=self.tally,
@@ -136,12 +136,6 @@ class Engine:
 
     def end(self) -> None:
         """End a call of the model: log its line, and forget what it measured."""
-        absent = set(self.settings.softmax_layers) - self._layers
-        if absent and self._layers and self.run.step is not None and self.run.step.index:
-            names = ", ".join(map(str, sorted(absent)))
-            self.tally.log_once(
-                logging.WARNING, f"softmax_layers names {names}, and the model has 0 to {max(self._layers)}"
-            )
         self.tally.end()
         self.run.clear()
         self._layers.clear()

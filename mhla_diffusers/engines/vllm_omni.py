@@ -21,7 +21,7 @@ from vllm_omni.diffusion.config import get_current_diffusion_config_or_none
 from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
 from ..attention.layout import Extra, Shape
-from ..config import SparseConfig, Step
+from ..config import Step
 from ..patching.route import Request
 from ..settings import check
 from .engine import Engine
@@ -163,7 +163,7 @@ class MHLAImpl(AttentionImpl):
             return output
 
         context = get_forward_context() if is_forward_context_available() else None
-        call = self.engine.call(grid, extra, _step(context, self.engine.config), context, self.layer)
+        call = self.engine.call(grid, extra, _step(context), context, self.layer)
         output = self.engine.attend(
             query[:, :used], key[:, :used], value[:, :used], call, self.layer, self.request._replace(own=own), obstacle
         )
@@ -206,19 +206,8 @@ def _masked(metadata: AttentionMetadata, tokens: int, used: int) -> str:
     return "" if mask is None or (mask.ndim == 2 and used < tokens) else f"a mask of shape {tuple(mask.shape)}"
 
 
-def _step(context: Any, config: SparseConfig) -> Step | None:
-    """Return the denoising step, None if unknown.
-
-    Raises:
-        ValueError: the settings depend on the number of steps, and the model does not tell it.
-    """
+def _step(context: Any) -> Step | None:
+    """Return the denoising step, None if unknown; of an unknown number a share is one of 50."""
     if context is None or context.denoise_step_idx is None:
         return None
-    count = context.total_denoise_steps
-    shares = config.softmax_last or any(isinstance(steps, float) for steps in (config.softmax_steps, config.refresh))
-    check(
-        count is not None or not shares,
-        f"{config.dense_words} depends on the number of steps, which this model does not tell its attention. Give "
-        "counts from the first step on, such as MHLA_SOFTMAX_STEPS=4 or MHLA_REFRESH=10.",
-    )
-    return Step(context.denoise_step_idx, count or 0)
+    return Step(context.denoise_step_idx, context.total_denoise_steps or 0)

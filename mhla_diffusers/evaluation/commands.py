@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..files import check_unique, write_json
-from ..generation.names import expand_options, pipeline_options, read_prompts, video_options
+from ..generation.names import expand_options, patch_options, pipeline_options, read_prompts, video_options
 from ..generation.record import Sample
 from ..reporting import show_progress, text_table
 from .geneval import geneval_samples, geneval_score, read_geneval_metadata, write_geneval_metadata
@@ -191,7 +191,7 @@ def set_options(
     return {"family": family, "seed": seed, "batch_size": batch_size, "device": device}
 
 
-_SAMPLES = expand_options(pipeline_options, video_options, set_options)
+_SAMPLES = expand_options(pipeline_options, patch_options, video_options, set_options)
 
 
 @samples.command()

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from .names import expand_options, pipeline_options, read_prompt_table, video_options
+from .names import expand_options, patch_options, pipeline_options, read_prompt_table, video_options
 
 
 class GenerateCommand(TyperCommand):
@@ -26,7 +26,7 @@ class GenerateCommand(TyperCommand):
             raise
 
 
-@expand_options(pipeline_options, video_options)
+@expand_options(pipeline_options, patch_options, video_options)
 def generate_command(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
     options: dict[str, Any],

@@ -70,32 +70,6 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-DEFAULT = "default"
-"""Name of the patch that a family has of its own, as ``apply_mhla(pipe)`` takes it."""
-DENSITY = "Of sparse attention, 0.025 by default."
-SOFTMAX_STEPS = "First steps of the model's own attention: 2, or 10% of them."
-REFRESH = "Run the model's own attention again after so many steps, and carry what it shows: 10, 20%, auto or none."
-
-
-def parse_patch_settings(density: float | None, softmax_steps: str | None, refresh: str | None) -> dict[str, Any]:
-    """Parse these settings of a patch as a command gives them; those that it does not give are left out."""
-    steps = {"softmax_steps": softmax_steps, "refresh": refresh}
-    given = {name: _parse_steps(text) for name, text in steps.items() if text is not None}
-    return given if density is None else {"density": density, **given}
-
-
-def _parse_steps(text: str) -> int | float | str | None:
-    """Parse a number of steps such as 3, a fraction such as 0.2 or 20%, or none; other text the settings refuse."""
-    if text == "none":
-        return None
-    try:
-        if text.endswith("%"):
-            return float(text.removesuffix("%")) / 100
-        return int(text) if text.removeprefix("-").isdigit() else float(text)
-    except ValueError:
-        return text
-
-
 def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that a pipeline's ``__call__`` lacks or annotates otherwise, or not finite ones."""
     parameters = inspect.signature(pipeline.__call__, eval_str=True).parameters
@@ -123,11 +97,8 @@ def pipeline_options(
     ] = None,
     patch: Annotated[
         str | None,
-        typer.Option(help="default: sparse attention, needs no training; or a preset or YAML file, untrained."),
+        typer.Option(help="Profile (faithful, balanced, fast), which needs no training; or a preset or YAML file."),
     ] = None,
-    density: Annotated[float | None, typer.Option(help=DENSITY)] = None,
-    softmax_steps: Annotated[str | None, typer.Option(help=SOFTMAX_STEPS)] = None,
-    refresh: Annotated[str | None, typer.Option(help=REFRESH)] = None,
     weights: Annotated[
         str | None, typer.Option(help="Result of mhla finetune, or folder or Hub id of a patch.")
     ] = None,
@@ -147,8 +118,37 @@ def pipeline_options(
     if dtype is None:
         dtype = "float32" if choose_device(device).type == "cpu" else "bfloat16"
     named = {"model": model, "patch": patch, "weights": weights, "device": device, "dtype": dtype}
-    changes = parse_patch_settings(density, softmax_steps, refresh)
-    return {**named, "patch_settings": changes, "settings": parse_settings(settings or ())}
+    return {**named, "settings": parse_settings(settings or ())}
+
+
+def patch_options(
+    density: Annotated[
+        float | None, typer.Option(help="Share of block pairs that attend exactly; .1 if faithful.")
+    ] = None,
+    dense_first: Annotated[
+        str | None, typer.Option(help="First steps with full attention: 3, or 0.2 or 20% of them.")
+    ] = None,
+    dense_last: Annotated[str | None, typer.Option(help="Last steps with full attention, likewise.")] = None,
+    dense_every: Annotated[
+        int | None, typer.Option(help="Full attention again after so many steps, to correct the others; 0: never.")
+    ] = None,
+    dense_layers: Annotated[int | None, typer.Option(help="First layers with full attention.")] = None,
+) -> dict[str, Any]:
+    """Return settings that change those of a patch, as ``patch_settings``."""
+    shares = {"dense_first": dense_first, "dense_last": dense_last}
+    given: dict[str, Any] = {name: _parse_steps(text) for name, text in shares.items() if text is not None}
+    given |= {"density": density, "dense_every": dense_every, "dense_layers": dense_layers}
+    return {"patch_settings": {name: value for name, value in given.items() if value is not None}}
+
+
+def _parse_steps(text: str) -> int | float | str:
+    """Parse a number of steps such as 3, or a share such as 0.2 or 20%; other text the settings refuse."""
+    try:
+        if text.endswith("%"):
+            return float(text.removesuffix("%")) / 100
+        return int(text) if text.removeprefix("-").isdigit() else float(text)
+    except ValueError:
+        return text
 
 
 def video_options(frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None) -> dict[str, Any]:

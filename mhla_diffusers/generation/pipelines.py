@@ -24,7 +24,7 @@ from ..reporting import times
 from ..settings import check_choice, check_value, nearest
 from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES, FRAMES_PER_SECOND, PICTURE_SIZE
-from .names import DEFAULT, check_settings
+from .names import check_settings
 
 _MODULAR_INDEX = "modular_model_index.json"
 _MODULAR = (
@@ -44,10 +44,9 @@ class PipelineChoice:
     model: str | None = None
     """Hub id or folder; None, or such as "tiny-wan", for the tiny pipeline that ships with the package."""
     patch: str | None = None
-    """Name or YAML file of a patch to apply, untrained; "default" for the family's own."""
+    """Profile, or name or YAML file of a patch to apply, untrained."""
     patch_settings: dict[str, Any] = field(default_factory=dict)
-    """Settings that change those of the patch, such as density and refresh; alone they are of the family's own patch.
-    """
+    """Settings that change those of the patch, such as density; alone they are of the family's own patch."""
     weights: str | None = None
     """Result of ``mhla finetune``, or the folder or Hub id of a patch."""
     frames_per_second: int | None = None
@@ -89,11 +88,6 @@ class PipelineChoice:
         return family_named(self.family)
 
     @property
-    def named_patch(self) -> str | None:
-        """Name or YAML file of the patch; None for the family's own, and without one."""
-        return None if self.patch == DEFAULT else self.patch
-
-    @property
     def video_rate(self) -> int:
         """Frames per second of written videos."""
         if self.frames_per_second is not None:
@@ -112,7 +106,7 @@ class PipelineChoice:
             **{name: getattr(self, name) for name in names},
             "call": self.known_arguments,
             "model_content": None if self.model is None else content_of(Path(self.model)),
-            "patch_content": None if self.named_patch is None else load_patch(self.named_patch).config.to_dict(),
+            "patch_content": None if self.patch is None else load_patch(self.patch).config.to_dict(),
             "weights_content": None if weights is None else content_of(weights),
         }
 
@@ -153,13 +147,13 @@ class PipelineChoice:
 
     @property
     def _patch_config(self) -> PatchConfig:
-        if self.named_patch is not None:
-            return load_patch(self.named_patch).config.replace(**self.patch_settings)
+        if self.patch is not None:
+            return load_patch(self.patch).config.replace(**self.patch_settings)
         return self.of_family.complete(self.patch_settings)
 
     def check(self) -> None:
         """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline."""
-        if self.named_patch is not None or (self.weights is None and self.patch_settings):
+        if self.patch is not None or (self.weights is None and self.patch_settings):
             _ = self._patch_config
         if self.settings or self.model is not None:
             check_settings(self.pipeline_class(), self.settings)
@@ -194,7 +188,7 @@ class PipelineChoice:
             if self.patch_settings:
                 change_mhla(pipe, **self.patch_settings)
         elif self.patch is not None or self.patch_settings:
-            apply_mhla(pipe, self.named_patch, **self.patch_settings)
+            apply_mhla(pipe, self.patch, **self.patch_settings)
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:

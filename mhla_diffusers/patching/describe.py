@@ -10,7 +10,7 @@ from torch import nn
 
 from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and_largest
-from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
+from ..config import USUAL_STEPS, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
 from ..settings import check_value
@@ -21,9 +21,6 @@ from .processor import MHLAProcessor
 from .residual import residual_bytes
 
 logger = logging.getLogger(__name__)
-
-USUAL_STEPS = 50
-"""Denoising steps of a call that settings are described for."""
 
 
 @dataclass(frozen=True)

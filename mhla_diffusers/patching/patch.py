@@ -16,7 +16,6 @@ from ..attention.call import check_denominator
 from ..attention.layout import check_grid
 from ..config import (
     AUTOMATIC,
-    PROFILES,
     CausalConfig,
     LayerChoice,
     LinearConfig,
@@ -119,11 +118,9 @@ def apply_mhla(
 
 def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings: Mapping[str, Any]) -> PatchConfig:
     """Return the settings of a patch for a model of a family; ValueError for those of another family."""
-    chosen: Any = patch
-    if isinstance(patch, str | Path):
-        chosen = SparseConfig(**PROFILES[str(patch)]) if str(patch) in PROFILES else load_patch(patch)
+    chosen: Any = load_patch(patch) if isinstance(patch, str | Path) else patch
     if isinstance(chosen, Patch):
-        if chosen.family != family.name:
+        if chosen.family not in ("", family.name):
             raise ValueError(
                 f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), but the model belongs "
                 f"to {family.name!r}."

@@ -20,7 +20,7 @@ import torch
 
 from mhla_diffusers import MHLAConfig, SparseConfig
 from mhla_diffusers.benchmark.measure import Row, time_interleaved
-from mhla_diffusers.config import PatchConfig
+from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, TRANSFER_STEPS, Adaptation, held_out_curve
 from mhla_diffusers.families import predict
 from mhla_diffusers.reporting import mean_and_spread, write_table
@@ -29,7 +29,7 @@ from mhla_diffusers.training import ObjectiveWeights, StageConfig
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""
-_SPARSE = SparseConfig(density=0.05, block_size=4, refresh=None)
+_SPARSE = SparseConfig(density=0.05, block_size=4, **NOTHING_DENSE)
 ATTENTIONS: dict[str, PatchConfig | None] = {
     "softmax, trained on": None,
     "plain linear": MHLAConfig(blocks=(1, 1, 1), mixing_learnable=False, mixing_clip=False),

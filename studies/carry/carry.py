@@ -28,6 +28,7 @@ from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConf
 from mhla_diffusers.patching.context import current
 
 from mhla_diffusers import apply_mhla
+from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.similarity import psnr, ssim
@@ -59,22 +60,22 @@ class Row:
     density: float | None = None
     """None leaves the model as it is."""
     dense: dict[str, Any] = field(default_factory=dict)
-    """``softmax_steps`` and so on."""
+    """``dense_first`` and so on."""
     cache: str = ""
     """Such as "First Block Cache 0.05": a name of ``CACHES`` and its number."""
 
     @property
     def name(self) -> tuple[str, str, str, str]:
         """The first columns."""
-        dense = ", ".join(f"{key} {value}" for key, value in self.dense.items() if not key.startswith("carry"))
-        carried = ("" if not dense else self.dense.get("carry_dtype", "yes")) if self.dense.get("carry", True) else "no"
+        dense = ", ".join(f"{key} {value}" for key, value in self.dense.items() if key != "correct")
+        carried = ("" if not dense else "yes") if self.dense.get("correct", True) else "no"
         return "" if self.density is None else f"{self.density:g}", dense, carried, self.cache
 
 
 def rows_of(steps: int) -> list[Row]:
     """What is tried, what decides most first."""
-    cheap, dear, between = ({"refresh": steps // number} for number in (5, 10, 7))
-    dropped = {"carry": False}
+    cheap, dear, between = ({"dense_every": steps // number} for number in (5, 10, 7))
+    dropped = {"correct": False}
     caches = ["First Block Cache 0.05", "First Block Cache 0.1"]
     rows = [Row(density, cheap) for density in (0.05, 0.025, 0.15)] + [Row(0.05, dear), Row(0.05)]
     rows += [Row(0.05, cheap | dropped), Row(0.05, dear | dropped), Row(0.15, dear), Row(0.025), Row(0.15), Row(0.4)]
@@ -88,16 +89,16 @@ def rows_of(steps: int) -> list[Row]:
     others = ["TaylorSeer 2", "TaylorSeer 3", "MagCache 0.02", "MagCache 0.06"]
     rows += [Row(cache=cache) for cache in others] + [Row(0.15, cheap, cache) for cache in others]
     rows += [Row(density, {}, others[0]) for density in (0.25, 0.4, 0.15)]
-    seldom = {"refresh": round(0.35 * steps)}
+    seldom = {"dense_every": round(0.35 * steps)}
     rows += [Row(0.15, seldom), Row(0.1, seldom), Row(0.1, cheap)]
-    rows += [Row(0.05, between), Row(0.025, dear), Row(0.05, {"softmax_steps": 2} | cheap), Row(0.25)]
-    rows += [Row(0.05, {"softmax_steps": steps // 5}), Row(0.05, {"softmax_steps": steps // 5} | dropped)]
-    return [*rows, Row(0.05, cheap | {"carry_dtype": "bfloat16"}), Row(0.15, cheap | dropped)]
+    rows += [Row(0.05, between), Row(0.025, dear), Row(0.05, {"dense_first": 2} | cheap), Row(0.25)]
+    rows += [Row(0.05, {"dense_first": steps // 5}), Row(0.05, {"dense_first": steps // 5} | dropped)]
+    return [*rows, Row(0.15, cheap | dropped)]
 
 
 def coarse_rows(steps: int) -> list[Row]:
     """Rows whose blocks of keys hold as many tokens as --key-block-size says."""
-    refreshed = {"refresh": steps // 5}
+    refreshed = {"dense_every": steps // 5}
     return [Row(0.025), Row(0.15), Row(0.025, refreshed), Row(0.05, refreshed)]
 
 
@@ -154,7 +155,7 @@ class Costs:
 
 def pipeline(family: str, steps: int, row: Row, yardstick: Yardstick, key_block_size: int | None) -> tuple[Any, Costs]:
     """A fresh pipeline of a row, and what counts what it does."""
-    pipe, settings = load_tiny(family), {"refresh": None} | row.dense
+    pipe, settings = load_tiny(family), NOTHING_DENSE | row.dense
     if key_block_size is not None:
         settings |= {"block_size": 2 * key_block_size, "key_block_size": key_block_size}
     if row.density is not None:

@@ -28,12 +28,13 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
 from mhla_diffusers import SparseConfig, apply_mhla
+from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.demo.adaptation import digit_latents
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.tiny import TINY, load_tiny
 
 TINY_WAN = TINY["wan"]
-PATCHES = {"softmax": None, "sparse": SparseConfig(density=0.05, block_size=TINY_WAN.block_size, refresh=None)}
+PATCHES = {"softmax": None, "sparse": SparseConfig(density=0.05, block_size=TINY_WAN.block_size, **NOTHING_DENSE)}
 """Student → its patch; None for the model's own attention."""
 TIMES = (1.0, 0.9, 0.75, 0.5)
 """σ of four even steps, shifted by 3 as the pipeline's scheduler shifts them."""

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import MHLAConfig, SparseConfig
-from mhla_diffusers.config import PatchConfig
+from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.files import read_json, write_json, written_aside
@@ -80,7 +80,7 @@ class Row:
         tiny = adaptation.tiny
         config: PatchConfig
         if "density" in self.settings:
-            config = SparseConfig(block_size=tiny.block_size, **({"refresh": None} | self.settings))
+            config = SparseConfig(block_size=tiny.block_size, **(NOTHING_DENSE | self.settings))
         else:
             config = MHLAConfig(blocks=tiny.blocks, mixing_per_head=True, **self.settings)
         return adaptation.patched(config)

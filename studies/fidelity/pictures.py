@@ -16,6 +16,7 @@ from fidelity import Row
 
 from mhla_diffusers import apply_mhla, audit
 from mhla_diffusers.auditing import draw_audit
+from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.demo.judging import generate_scenes
 from mhla_diffusers.files import written_aside
@@ -24,7 +25,7 @@ from mhla_diffusers.tiny import TINY, load_tiny
 
 FOLDER = Path("studies/fidelity")
 DENSITIES = (0.25, 0.15, 0.05, 0.025)
-_SPARSE = {"density": 0.025, "refresh": None}
+_SPARSE = {"density": 0.025, **NOTHING_DENSE}
 
 
 def adaptation_of(family: str) -> Adaptation:

@@ -25,7 +25,7 @@ from scenes import Clips, ColourClassifier, Scenes, fine_detail, look, train_cla
 
 from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla, mhla_layers
 from mhla_diffusers.benchmark import measure
-from mhla_diffusers.config import PatchConfig
+from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, train_or_go_on
 from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
@@ -121,7 +121,7 @@ def rows_of(size: Size) -> list[Row]:
     _, usual, large = size.block_sizes
 
     def sparse(density: float, block_size: int = usual) -> SparseConfig:
-        return SparseConfig(density=density, block_size=block_size, refresh=None)
+        return SparseConfig(density=density, block_size=block_size, **NOTHING_DENSE)
 
     first = [Row("softmax"), Row("plain linear", plain), Row("MHLA", mhla)]
     first += [Row(f"sparse {density:.0%}", sparse(density)) for density in size.densities]

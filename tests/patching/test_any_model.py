@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+from mhla_diffusers.patching.attend import EngineAttention, EngineSettings
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.families.refused import BY_GRID
-from mhla_diffusers.patching.attend import EngineAttention, EngineSettings
 
 from ..models import assert_changed, seeded
 from ..refusals import refused

@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
+from mhla_diffusers.engines.environment import settings_from_environment
+from mhla_diffusers.patching.attend import EngineAttention, EngineSettings
 from mhla_diffusers.patching.carry import FIRST_FADING
 from torch.nn import functional
 
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import CausalConfig, MHLAConfig, SparseConfig, Step, load_patch
-from mhla_diffusers.engines.environment import settings_from_environment
-from mhla_diffusers.patching.attend import EngineAttention, EngineSettings
 
 from ..refusals import refused
 
