@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from ..attention import (
     MHLACall,
-    MHLAState,
     attend,
     clip_mixing_,
     extend_mixing,
@@ -138,8 +137,6 @@ class MHLALayer(nn.Module):
         *,
         backend: str = "auto",
         split: ProcessGroup | None = None,
-        state: MHLAState | None = None,
-        keep: bool = True,
     ) -> torch.Tensor:
         """Attend.
 
@@ -147,19 +144,14 @@ class MHLALayer(nn.Module):
             inputs: what to attend with.
             backend: see :func:`mhla_attention`.
             split: the processes over which the tokens are split; None for one process.
-            state: of :meth:`new_state`, whose sequence these tokens go on.
-            keep: whether they belong to its past from now on.
 
         Returns:
             (B, N, H, D), before the output projection of the attention.
 
         Raises:
             ValueError: with ``causal="block"`` a grid that ends within a frame block, and whatever
-                :func:`mhla_attention`, :func:`~mhla_diffusers.attention.split.attend_split` and
-                :meth:`MHLAState.step` refuse.
+                :func:`mhla_attention` and :func:`~mhla_diffusers.attention.split.attend_split` refuse.
         """
-        if state is not None:
-            return self._step(state, inputs, keep)
         call = self.call(inputs)
         if split is not None:
             if self.convolution is not None:
@@ -208,7 +200,10 @@ class MHLALayer(nn.Module):
             mixing=mixing,
             grid=call_grid,
             blocks=blocks,
-            **self._formula(),
+            feature_map=config.feature_map,
+            rope=config.rope,
+            normalize=config.normalize,
+            eps=config.eps,
             rotary=inputs.rotary,
             key_mask=inputs.key_mask,
             output_norm=self.output_norm,
@@ -226,63 +221,6 @@ class MHLALayer(nn.Module):
         """Gate of the tokens, (B, N, H, D)."""
         projected: torch.Tensor = gate(inputs.hidden_states)
         return projected.unflatten(-1, (self.heads, -1))
-
-    def new_state(self, grid: tuple[int, ...], backend: str = "auto") -> MHLAState:
-        """Begin a sequence that goes on: every step gives some tokens to :meth:`forward`.
-
-        Args:
-            grid: token grid of a step, or of anything with the same axes behind the first.
-            backend: see :func:`mhla_attention`.
-
-        Raises:
-            ValueError: the patch is not causal.
-        """
-        config = self.config
-        if not isinstance(config, CausalConfig):
-            raise ValueError(
-                "A sequence that goes on needs a patch whose queries see the past alone; patch with causal='token' or "
-                "causal='block' and a block_length."
-            )
-        # weights come with every step, as here they may be offloaded, and may be trained between two steps
-        return MHLAState(
-            None,
-            (config.blocks[0] * config.block_length, *grid[1:]),
-            config.blocks,
-            causal=config.causal,
-            beyond=config.beyond,
-            backend=backend,
-            **self._formula(),
-        )
-
-    def _step(self, state: MHLAState, inputs: AttentionInputs, keep: bool) -> torch.Tensor:
-        """The next step of a state, with the weights of now."""
-        assert isinstance(self.config, CausalConfig)
-        self.config.grid_from(inputs.grid)  # raises unless it ends with a frame block
-        weights: dict[str, Any] = {
-            "mixing": self.mixing.clamp_min(0) if self.config.needs_positive_mixing else self.mixing,
-            "output_norm": self.output_norm,
-            "linear_weight": self._weight,
-        }
-        return state.step(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            rotary=inputs.rotary,
-            key_mask=inputs.key_mask,
-            output_gate=None if self.gate is None else self._gate(self.gate, inputs),
-            keep=keep,
-            **weights,
-        )
-
-    def _formula(self) -> dict[str, Any]:
-        """Which linear attention it is."""
-        config = self.config
-        return {
-            "feature_map": config.feature_map,
-            "rope": config.rope,
-            "normalize": config.normalize,
-            "eps": config.eps,
-        }
 
     @torch.no_grad()
     def clip_mixing_(self) -> None:

@@ -55,7 +55,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'pipe\("a cat", num_inference_steps=4', f'pipe("a cat", {WAN_CALL}'),
     (r'pipe\("a cat surfing", num_frames=81, height=480, width=832', f'pipe("a cat surfing", {WAN_CALL}'),
     (r'torch\.device\("cuda"\)', 'torch.device("cpu")'),
-    (r'\*\*call_settings\("wan"\)', '**{**call_settings("wan"), "num_inference_steps": 1, "num_frames": 2}'),
     (
         r'pipe\.load_lora_weights\("your-lora"\)',
         'pipe.transformer.add_adapter(__import__("peft").LoraConfig(r=2, target_modules=["to_q"]))',
@@ -129,7 +128,6 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
     (r"^mhla eval vbench .*--vbench ", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
-    (r"^python studies/", "it takes minutes to hours"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 

@@ -219,9 +219,10 @@ def _encode_until_a_signal(folder: Path, number: signal.Signals | None, from_fil
     if not model.is_dir():
         pipe.save_pretrained(model)
     encode_prompt, calls = pipe.encode_prompt, count()
+    third = 3 if from_files else 5  # the first is the empty prompt; what generates encodes a prompt once more
 
     def encode_and_send(*arguments: Any, **named: Any) -> Any:
-        if number is not None and next(calls) == 3:  # the first is the empty prompt
+        if number is not None and next(calls) == third:
             os.kill(os.getpid(), number)
         return encode_prompt(*arguments, **named)
 
