@@ -14,7 +14,7 @@ JOBS ?= 2
 # each process takes a run of whole files, whose fixtures are then made once, and helps the other at the end
 PARALLEL = -n $(JOBS) --dist worksteal
 # tests of the mathematics, of patching and of what has no model in it; make test runs all
-QUICK := tests/attention/test_layout.py tests/attention/test_linear.py tests/attention/test_api.py \
+QUICK := tests/attention/test_layout.py tests/attention/test_eager.py tests/attention/test_api.py \
 	tests/attention/test_mixing.py tests/patching/test_layer.py tests/patching/test_handle.py \
 	tests/families/test_added_family.py tests/test_config.py
 
@@ -46,7 +46,7 @@ $(VENV)/triton-oldest: $(VENV)/ready
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --no-deps --upgrade --target $@ triton==$(OLDEST_TRITON)
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) --durations=25
 
 studies: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest studies

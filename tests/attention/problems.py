@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
 
 from mhla_diffusers.attention import (
     BlockLists,
@@ -18,9 +21,12 @@ from mhla_diffusers.attention import (
     sparse_attention,
 )
 from mhla_diffusers.attention.call import DEFAULT_DENSITY, ContentRule
-from mhla_diffusers.attention.layout import block_count
+from mhla_diffusers.attention.layout import block_count, frame_block_starts
 from mhla_diffusers.attention.triton.backend import FEATURE_MAPS
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where kernels run, through Triton's interpreter on a CPU."""
+BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.gpu)]
 POSITIVE_MAPS = [name for name in FEATURE_MAPS if name != "identity"]
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
@@ -33,6 +39,9 @@ GRIDS = [
     ((5, 7, 3), (2, 3, 2)),
     ((3, 5, 4), (1, 2, 1)),
 ]
+EVERYTHING = {"rotary": True, "mask": True, "norm": True, "gate": True, "per_head": True}
+BEFORE = {"rotary": True, "rope": "before"}
+TEXT_AND_MASK = {"extra": (2, 3), "mask": True}
 
 
 @dataclass
@@ -72,6 +81,28 @@ class Problem:
         gradients = {n: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for n, leaf in leaves.items()}
         return {"output": output.detach()} | gradients
 
+    def to(self, device: torch.device | str = DEVICE, dtype: torch.dtype | None = None) -> "Problem":
+        """The same on a device, with the four-dimensional tensors, which models compute, in ``dtype`` if given."""
+
+        def move(x: Any) -> Any:
+            if isinstance(x, BlockLists):
+                return replace(x, keys=x.keys.to(device))
+            return x.to(device) if isinstance(x, torch.Tensor) else x
+
+        tensors = {name: x.to(dtype or x.dtype) if x.ndim == 4 else x for name, x in self.tensors.items()}
+        tensors = {name: move(x) for name, x in tensors.items()}
+        return replace(self, tensors=tensors, options={name: tree_map(move, x) for name, x in self.options.items()})
+
+    def of_length(self, tokens: int) -> "Problem":
+        """The same of a sequence that ends before the grid does."""
+        whole = math.prod(self.grid)
+        tensors = {n: x[:, :tokens] if x.ndim == 4 and x.shape[1] == whole else x for n, x in self.tensors.items()}
+        shorter = {"rotary": tuple(x[:, :tokens] for x in self.options.get("rotary", ()))}
+        if "key_mask" in self.options:
+            shorter["key_mask"] = self.options["key_mask"][:, :tokens]
+        options = {name: shorter.get(name, value) for name, value in self.options.items()}
+        return replace(self, tensors=tensors, options=options)
+
 
 def reference(**arguments: Any) -> torch.Tensor:
     """The reference with the arguments of the operators, for :meth:`Problem.run`."""
@@ -95,20 +126,25 @@ def make_problem(
     batch: int = 2,
     heads: int = 2,
     head_dim: int = 8,
-    rotary: bool = False,
-    mask: bool = False,
+    rotary: bool | str = False,
+    mask: bool | str = False,
     norm: bool = False,
     gate: bool = False,
     per_head: bool = False,
     linear_branch: bool = False,
     extra: tuple[int, int] = (0, 0),
+    tokens: int | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Problem:
-    """Random float32 tensors of a problem; the mixing matrix is the initial one, shaken."""
+    """Random float32 tensors of a problem; the mixing matrix is the initial one, shaken.
+
+    ``rotary="own"`` draws angles for every sample, ``mask="weights"`` weights of the keys; ``tokens`` ends the sequence
+    before the grid does.
+    """
     generator = torch.Generator().manual_seed(seed)
-    tokens = math.prod(grid) + sum(extra)
-    shape = (batch, tokens, heads, head_dim)
+    count = math.prod(grid) + sum(extra)
+    shape = (batch, count, heads, head_dim)
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator)
@@ -123,15 +159,17 @@ def make_problem(
     if linear_branch:
         tensors["linear_weight"] = 0.5 + torch.rand(heads, generator=generator)
     if rotary:
-        angles = draw(1, tokens, 1, head_dim // 2).repeat_interleave(2, dim=-1)
+        samples = batch if rotary == "own" else 1
+        angles = draw(samples, count, 1, head_dim // 2).repeat_interleave(2, dim=-1)
         options["rotary"] = (angles.cos(), angles.sin())
     if mask:
-        keep = torch.rand(batch, tokens, generator=generator) > 0.3
-        keep[:, 0] = True
-        options["key_mask"] = keep
+        weights = torch.rand(batch, count, generator=generator)
+        options["key_mask"] = weights if mask == "weights" else weights > 0.3
+        options["key_mask"][:, 0] = 1
     if any(extra):
         options["extra"] = extra
-    return Problem(tensors, grid, blocks, options)
+    problem = Problem(tensors, grid, blocks, options)
+    return problem if tokens is None else problem.of_length(tokens)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -151,39 +189,10 @@ def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str)
 
 def errors_of(problem: Problem, dtype: torch.dtype, attend: Callable[..., torch.Tensor]) -> dict[str, float]:
     """Relative error of output and every gradient; the reference sees the inputs as rounded to ``dtype``."""
-    rounded = Problem(
-        {name: tensor.to(dtype).float() for name, tensor in problem.tensors.items()},
-        problem.grid,
-        problem.blocks,
-        problem.options,
-    )
+    rounded = replace(problem, tensors={name: x.to(dtype).float() for name, x in problem.tensors.items()})
     expected = rounded.run(reference, torch.float64)
     found = rounded.run(attend, dtype)
     return {name: relative_error(found[name], expected[name]) for name in expected}
-
-
-MASKED = {
-    "linear": {"norm": True, "gate": True, "rotary": True},
-    "not normalised": {"normalize": False},
-    "sparse": {"lists": BlockLists.from_mask(16, torch.eye(2, dtype=torch.bool).expand(2, -1, -1))},
-    "sparse by content": {"block_size": 16, "density": 0.5},
-    "extra": {"extra": (2, 3)},
-    "causal by token": {"causal": "token", "linear_branch": True},
-    "causal by token, linear": {"causal": "token"},
-    "causal by block": {"causal": "block", "linear_branch": True},
-}
-"""Kinds of calls for :func:`masked_problem`."""
-
-
-def masked_problem(kind: str) -> Problem:
-    """A problem of three samples, of the first of which no key takes part."""
-    options = {"batch": 3, "head_dim": 16, "mask": True} | MASKED[kind]
-    if kind.startswith("sparse"):
-        problem = make_sparse_problem((24,), 16, constants="lists" in options, **options)
-    else:
-        problem = make_problem((24,), (4,), **options)
-    problem.options["key_mask"][0] = False
-    return problem
 
 
 def random_lists(
@@ -194,9 +203,10 @@ def random_lists(
     heads: int = 2,
     density: float = 0.3,
     seed: int = 0,
+    samples: int = 1,
 ) -> BlockLists:
     """Lists of random blocks, in places empty."""
-    shape = heads, block_count(grid, size), block_count(grid, key_size)
+    shape = samples, heads, block_count(grid, size), block_count(grid, key_size)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
     return BlockLists.from_mask(size, mask, key_block_size=key_size, order=order)
 
@@ -209,38 +219,96 @@ def make_sparse_problem(
     order: str = "content",
     density: float = 0.3,
     constants: bool = True,
+    lists: BlockLists | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Problem:
     """Random float32 tensors of sparse attention, with lists, β and γ given; without ``constants`` the operator's own.
 
-    Lists are random and in places empty, unless the options say otherwise.
+    Lists are random and in places empty, unless given.
     """
-    of_lists = ("lists", "block_size", "key_block_size")
-    given = {name: options.pop(name) for name in of_lists if name in options}
     problem = make_problem(grid, (1,) * len(grid), seed=seed, **options)
     heads = problem.tensors["query"].shape[2]
     del problem.tensors["mixing"]
-    if not given and constants:
-        given = {"lists": random_lists(grid, size, key_size or size, order, heads, density, seed)}
-    elif "lists" not in given:
-        given = {"block_size": size, "key_block_size": key_size or size, "order": order, "density": density} | given
+    own: dict[str, Any] = {"block_size": size, "key_block_size": key_size or size, "order": order, "density": density}
     if constants:
         make = torch.Generator().manual_seed(seed)
-        given["pooled_bias"] = 0.3 * torch.randn(heads, generator=make)
+        own = {"lists": lists or random_lists(grid, size, key_size or size, order, heads, density, seed)}
+        own["pooled_bias"] = 0.3 * torch.randn(heads, generator=make)
         if options.get("far", "first-order") == "first-order":
-            given["state_weight"] = 1.2 * torch.rand(heads, generator=make)
-    return Problem(problem.tensors, grid, None, problem.options | given)
+            own["state_weight"] = 1.2 * torch.rand(heads, generator=make)
+    return Problem(problem.tensors, grid, None, problem.options | own)
 
 
-def check_empty_sample(problem: Problem, attend: Callable[..., torch.Tensor]) -> None:
-    """The first sample gets 0 and gives no gradient, and the others are as without it."""
-    found = problem.run(attend)
-    assert all(x.isfinite().all() for x in found.values())
-    for name in ("output", "query", "key", "value"):
-        assert not found[name][0].any(), name
-    of_samples = ("query", "key", "value", "output_gate")
-    tensors = {name: x[1:] if name in of_samples else x for name, x in problem.tensors.items()}
-    options = problem.options | {"key_mask": problem.options["key_mask"][1:]}
-    others = Problem(tensors, problem.grid, problem.blocks, options).run(attend)
-    torch.testing.assert_close(found["output"][1:], others["output"])
+_MHLA = partial(make_problem, (3, 3, 5), (2, 2, 2))
+_CAUSAL = partial(make_problem, (17,), (5,), causal="token")
+_LISTS = partial(make_sparse_problem, (3, 3, 5), 16)
+_BY_CONTENT = partial(_LISTS, constants=False)
+KINDS: dict[str, tuple[Callable[..., Problem], dict[str, Any]]] = {
+    "MHLA": (_MHLA, EVERYTHING),
+    "MHLA, RoPE before": (_MHLA, BEFORE | {"feature_map": "softmax"}),
+    "MHLA, not normalised": (_MHLA, BEFORE | {"normalize": False, "feature_map": "identity"}),
+    "text": (_MHLA, EVERYTHING | {"extra": (2, 5), "linear_branch": True}),
+    "text, RoPE before": (_MHLA, BEFORE | {"extra": (0, 5)}),
+    "causal by token": (_CAUSAL, {"rotary": True, "mask": True, "feature_map": "elu+1"}),
+    "causal by token, softmax": (_CAUSAL, {"rotary": True, "linear_branch": True, "gate": True}),
+    "causal by block": (partial(_MHLA, causal="block"), {"mask": True}),
+    "causal by block, softmax": (partial(_MHLA, causal="block"), {"linear_branch": True, "norm": True}),
+    "lists": (_LISTS, {"rotary": True, "mask": True}),
+    "lists, means": (_LISTS, {"far": "means"}),
+    "lists, text": (_LISTS, {"order": "curve", "extra": (2, 5)}),
+    "all listed": (_LISTS, {"density": 1.1, "mask": True}),
+    "by content": (_BY_CONTENT, {"rotary": True}),
+    "by content, means": (_BY_CONTENT, {"far": "means", "mask": True}),
+    "by content, text": (partial(make_sparse_problem, (3, 3, 5), 32, key_size=16, constants=False), TEXT_AND_MASK),
+}
+"""One small problem of every kind of call, which both backends run."""
+
+
+def problem_of(kind: str, **changes: Any) -> Problem:
+    """A problem of :data:`KINDS` with some options changed."""
+    make, options = KINDS[kind]
+    return make(**{"head_dim": 16} | options | changes)
+
+
+@st.composite
+def drawn_problems(draw: st.DrawFn, kind: str, *, kernels: bool = False) -> Problem:
+    """A problem of any size and options: MHLA, "text", "causal" or "sparse"; for ``kernels`` one that they can run."""
+
+    def flags(*names: str) -> dict[str, bool]:
+        return {name: draw(st.booleans()) for name in names}
+
+    sizes: dict[str, Any] = {
+        "head_dim": 2 * draw(st.integers(1, 20 if kernels else 8)),
+        "seed": draw(st.integers(0, 999)),
+    }
+    sizes |= {"batch": draw(st.integers(1, 2)), "heads": draw(st.integers(1, 2))}
+    counts = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+    blocks = tuple(draw(counts.filter(lambda found: not kernels or math.prod(found) <= 6)))
+    grid = tuple(count + draw(st.integers(0, 3 if kernels else 5)) for count in blocks)
+    extra = draw(st.sampled_from([(1, 0), (0, 1), (2, 3), (0, 18), (40, 1)]))
+    if kind == "sparse":
+        options = {
+            "density": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
+            "far": draw(st.sampled_from(["first-order", "means"])),
+            "order": draw(st.sampled_from(["content", "curve"])),
+            "key_size": 16 if kernels else draw(st.integers(1, 6)),
+            "extra": draw(st.sampled_from([(0, 0), extra])),
+        }
+        size = options["key_size"] * draw(st.sampled_from([1, 2] if kernels else [1, 2, 4]))
+        return make_sparse_problem(grid, size, **options, **sizes, **flags("rotary", "mask"))
+    options = flags(*EVERYTHING)
+    options |= {"rope": draw(st.sampled_from(["after", "before"])), "feature_map": draw(st.sampled_from(POSITIVE_MAPS))}
+    if kind == "MHLA":
+        return make_problem(grid, blocks, normalize=draw(st.booleans()), **options, **sizes)
+    options |= flags("linear_branch")
+    if kind == "text":
+        return make_problem(grid, blocks, extra=extra, **options, **sizes)
+    # with relu and RoPE after it a normaliser may be nearly nothing beside the weights, and any rounding large then
+    options["feature_map"] = "elu+1"
+    causal, rows = draw(st.sampled_from(["token", "block"])), draw(st.integers(1, 5))
+    first = rows + draw(st.integers(0, 20 if causal == "token" else 4))
+    grid, blocks = ((first,), (rows,)) if causal == "token" else ((first, 2, 3), (rows, 1, draw(st.integers(1, 3))))
+    ends = range(1, first + 1) if causal == "token" else frame_block_starts(grid, blocks)[1:]
+    tokens = draw(st.sampled_from(list(ends)))
+    return make_problem(grid, blocks, causal=causal, tokens=tokens, **options, **sizes)

@@ -20,12 +20,9 @@ from mhla_diffusers.attention.layout import (
     block_lengths,
     block_sizes,
     blocks_of_range,
-    check_layout,
     hilbert_curve,
     layout_of,
 )
-
-from ..refusals import refused
 
 grids = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
 
@@ -153,18 +150,3 @@ def test_operators_of_the_order(place, count):
     for operator, inputs in ((to_blocks_operator, (x, *place, True)), (from_blocks_operator, (rows, *place, count))):
         torch.library.opcheck(operator, inputs)
         assert torch.autograd.gradgradcheck(lambda given, f=operator, rest=inputs[1:]: f(given, *rest), inputs[:1])
-
-
-@pytest.mark.parametrize(
-    ("grid", "blocks", "words"),
-    [
-        ((4, 3, 8), (2, 5, 2), "height...3...5"),
-        ((4, 6), (2, 2, 2), "(2, 2, 2)...(4, 6)"),
-        ((4,), (0,), "blocks=(0,)"),
-        ((4,), (2.0,), "blocks=(2.0,)"),
-        ((1, 1, 1, 1), (1, 1, 1, 1), "grid=(1, 1, 1, 1)"),
-    ],
-)
-def test_bad_layouts(grid, blocks, words):
-    with refused(words):
-        check_layout(grid, blocks)

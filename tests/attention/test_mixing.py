@@ -7,8 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers.attention import clip_mixing_, initial_mixing, mhla_attention, resize_mixing
 
-from ..refusals import refused
-
 COUNTS = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
@@ -33,11 +31,6 @@ def test_locality_measures_distance_on_the_block_grid():
     row = torch.tensor([0, 1, 2, 1, 2**0.5, 5**0.5])
     expected = 1 - row / farthest
     torch.testing.assert_close(mixing[0], expected / expected.sum())
-
-
-def test_unknown_initialisation():
-    with refused("'random'", "'locality'", "'uniform'", "'identity'"):
-        initial_mixing((2,), "random")
 
 
 def test_clipping_leaves_the_open_interval():

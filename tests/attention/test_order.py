@@ -88,16 +88,3 @@ def test_blocks_by_content_come_closer_to_softmax():
         for order in ("content", "curve")
     ]
     assert errors[0] < 0.5 * errors[1]
-
-
-@pytest.mark.parametrize("order", ["content", "curve"])
-def test_nan_stays_in_its_sample(order):
-    """On a grid with padding, behind which NaN must not be sorted."""
-    make = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 75, 2, 8, generator=make) for _ in range(3))
-    rule = ContentRule(4, 0.2, order=order)
-    call = SparseCall(query=query, key=key, value=value, grid=(5, 3, 5), sparse=rule)
-    expected = attend(call, "eager")[1]
-    key[0] = torch.nan
-    found = attend(call, "eager")
-    assert found[0].isnan().all() and torch.equal(found[1], expected)

@@ -1,14 +1,191 @@
-"""What a state of causal MHLA keeps, what is done with it, and what it refuses."""
+"""Causal MHLA step by step: a state goes on as the whole sequence, sees nothing later, and keeps little."""
 
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mhla_diffusers.attention import MHLAState, extend_mixing, initial_mixing, mhla_attention
+from mhla_diffusers.attention import (
+    MHLACall,
+    MHLAState,
+    extend_mixing,
+    initial_mixing,
+    mhla_attention,
+    reference_weights,
+)
+from mhla_diffusers.attention.layout import frame_block_starts
 from mhla_diffusers.attention.mixing import causal_mixing
 
 from ..refusals import refused
+from .problems import BACKENDS, BEFORE, Problem, drawn_problems, make_problem, reference, relative_error
+from .test_eager import CAUSAL_OPTIONS
+
+ROUNDING = 1e-11
+"""Of float64 sums in another order, relative to the largest."""
+LAYOUTS = [
+    ((12,), (4,), "token"),
+    ((17,), (5,), "token"),
+    ((6,), (1,), "token"),
+    ((4, 4, 6), (2, 2, 3), "block"),
+    ((5, 3, 4), (3, 2, 1), "block"),
+]
+BOTH = LAYOUTS[1], LAYOUTS[4]
+by_layout = pytest.mark.parametrize(("grid", "blocks", "causal"), BOTH)
+by_branch = pytest.mark.parametrize("linear_branch", [False, True])
+
+
+def streamed(
+    problem: Problem, cuts: list[int], dtype: torch.dtype = torch.float64, **more: Any
+) -> tuple[torch.Tensor, MHLAState]:
+    """The sequence in steps that end at ``cuts``, each tried once without being kept."""
+    tensors = {name: tensor.to(dtype) for name, tensor in problem.tensors.items()}
+    options = dict(problem.options)
+    rotary, mask, gate = options.pop("rotary", None), options.pop("key_mask", None), tensors.get("output_gate")
+    kept = {name: tensors[name] for name in ("output_norm", "linear_weight") if name in tensors}
+    state = MHLAState(tensors["mixing"], problem.grid, problem.blocks, **kept, **options, **more)
+    found = []
+    for start, end in pairwise([0, *cuts]):
+        here = slice(start, end)
+        step = {name: tensors[name][:, here] for name in ("query", "key", "value")}
+        step["rotary"] = None if rotary is None else tuple(table[:, here].to(dtype) for table in rotary)
+        step |= {
+            "key_mask": None if mask is None else mask[:, here],
+            "output_gate": None if gate is None else gate[:, here],
+        }
+        tried = state.step(**step, keep=False)
+        assert state.length == start
+        found.append(state.step(**step))
+        assert torch.equal(tried, found[-1])
+    return torch.cat(found, dim=1), state
+
+
+def ends_of(grid: tuple[int, ...], blocks: tuple[int, ...], causal: str) -> list[int]:
+    """Where steps may end."""
+    return list(range(1, grid[0] + 1)) if causal == "token" else frame_block_starts(grid, blocks)[1:]
+
+
+def all_cuts(*layout: Any) -> list[list[int]]:
+    """Whole, as small as it goes, and in between."""
+    ends = ends_of(*layout)
+    return [[ends[-1]], ends, [*ends[1:-1:2], ends[-1]], [ends[0], ends[-1]] if len(ends) > 1 else ends]
+
+
+@pytest.mark.parametrize("options", CAUSAL_OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_state_goes_on_as_the_whole_sequence(layout, options):
+    grid, blocks, causal = layout
+    problem = make_problem(grid, blocks, causal=causal, **options)
+    expected = problem.run(reference, torch.float64)["output"]
+    for cuts in all_cuts(*layout):
+        found, state = streamed(problem, cuts)
+        assert state.length == math.prod(grid)
+        assert (found - expected).abs().max() <= ROUNDING * expected.abs().max(), cuts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [BEFORE, {"linear_branch": True, "mask": True}], ids=["linear", "softmax"])
+@pytest.mark.parametrize(("layout", "cuts"), [(LAYOUTS[0], [5, 6, 7, 12]), (LAYOUTS[3], [48, 96])])
+def test_a_state_goes_on_with_the_kernels(layout, cuts, options):
+    grid, blocks, causal = layout
+    problem = make_problem(grid, blocks, causal=causal, batch=1, heads=1, **options).to()
+    expected = problem.run(reference, torch.float64)["output"]
+    found, _ = streamed(problem, cuts, dtype=torch.float32, backend="triton")
+    assert relative_error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"linear_branch": True}, {"per_head": True, "normalize": False, "norm": True}], ids=str
+)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[3]], ids=str)
+def test_a_state_goes_beyond_its_grid(layout, options):
+    grid, blocks, causal = layout
+    longer = (3 * grid[0], *grid[1:]), (3 * blocks[0], *blocks[1:])
+    problem = make_problem(*longer, causal=causal, **options)
+    trained = make_problem(grid, blocks, **options).tensors["mixing"]
+    problem.tensors["mixing"] = extend_mixing(trained.double(), blocks, longer[1][0])
+    expected = problem.run(reference, torch.float64)["output"]
+    within = Problem(problem.tensors | {"mixing": trained}, grid, blocks, problem.options)
+    sizes = set()
+    for cuts in all_cuts(*longer, causal):
+        found, state = streamed(within, cuts, beyond="relative")
+        assert (found - expected).abs().max() <= ROUNDING * expected.abs().max(), cuts
+        sizes.add(state.nbytes)
+    assert len(sizes) == 1
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(drawn_problems("causal"), st.data())
+def test_a_state_cut_anywhere(problem: Problem, data: st.DataObject) -> None:
+    tokens = problem.tensors["query"].shape[1]
+    ends = [end for end in ends_of(problem.grid, problem.blocks, problem.options["causal"]) if end < tokens]
+    cuts = sorted(data.draw(st.sets(st.sampled_from(ends)))) if ends else []
+    expected = problem.run(reference, torch.float64)["output"]
+    found, _ = streamed(problem, [*cuts, tokens])
+    assert relative_error(found, expected) <= ROUNDING
+
+
+@by_branch
+@by_layout
+def test_the_reference_gives_no_weight_to_later_tokens(grid, blocks, causal, linear_branch):
+    problem = make_problem(grid, blocks, causal=causal, linear_branch=linear_branch, mask=True)
+    weights = reference_weights(MHLACall(**problem.tensors, **problem.settings))
+    assert (weights.sum(dim=-1) - 1).abs().max() <= ROUNDING
+    place = torch.bucketize(torch.arange(math.prod(grid)), torch.tensor(ends_of(grid, blocks, causal)), right=True)
+    assert not weights[:, :, place[:, None] < place].any()
+
+
+@by_branch
+@by_layout
+def test_what_comes_later_changes_nothing(grid, blocks, causal, linear_branch):
+    """Not even the last bit, where the same operations are done for a token whatever stands behind it."""
+    problem = make_problem(grid, blocks, causal=causal, linear_branch=linear_branch, rotary=True)
+    before = problem.attend()
+    for end in ends_of(grid, blocks, causal)[:-1]:
+        changed = {name: problem.tensors[name].clone() for name in ("query", "key", "value")}
+        for x in changed.values():
+            x[:, end:] = torch.randn_like(x[:, end:])
+        after = problem.attend(**changed)
+        assert torch.equal(before[:, :end], after[:, :end])
+        assert not torch.equal(before[:, end:], after[:, end:])
+
+
+@by_branch
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_queries_that_see_masked_keys_alone_get_nothing_however_the_sequence_is_cut(layout, linear_branch):
+    """A sample without a key, and one whose first keys are masked, as padding on the left."""
+    grid, blocks, causal = layout
+    problem = make_problem(grid, blocks, causal=causal, linear_branch=linear_branch)
+    count, starts = math.prod(grid), frame_block_starts(grid, blocks)
+    hidden = count if len(starts) == 2 else starts[1]
+    problem.options["key_mask"] = torch.arange(count).expand(2, -1) >= torch.tensor(
+        [[count], [hidden - (causal == "token")]]
+    )
+    expected, found = problem.run(reference, torch.float64), problem.run(mhla_attention, torch.float64)
+    for name, value in found.items():
+        assert value.isfinite().all() and relative_error(value, expected[name]) <= ROUNDING, name
+    assert not found["output"][0].any() and not found["output"][1, : hidden - 1].any()
+    assert found["output"][1, hidden:].any(dim=-1).all()
+    for cuts in all_cuts(*layout):
+        assert (streamed(problem, cuts)[0] - found["output"]).abs().max() <= ROUNDING, cuts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_huge_scores_within_the_own_block(backend):
+    """Softmax that is one key's alone, beside a linear branch that is nothing: no infinity meets another."""
+    problem = make_problem((12,), (4,), causal="token", linear_branch=True).to()
+    problem.tensors["query"] *= 1e4
+    dtype, rounding = (torch.float64, ROUNDING) if backend == "eager" else (torch.float32, 1e-5)
+    found = problem.run(mhla_attention, dtype, backend=backend)
+    assert all(x.isfinite().all() for x in found.values())
+    expected = problem.run(reference, torch.float64)["output"]
+    assert (found["output"] - expected).norm() <= 1e4 * rounding * expected.norm()
+
+
+# A state of 16 tokens in 4 blocks
 
 MIXING = initial_mixing((4,))
 BATCH, HEADS, DIM = 2, 2, 8
@@ -20,16 +197,15 @@ def tokens(count: int, batch: int = BATCH, seed: int = 0) -> tuple[torch.Tensor,
     return tuple(torch.randn(batch, count, HEADS, DIM, generator=generator) for _ in range(3))
 
 
-def new_state(**settings: Any) -> MHLAState:
-    return MHLAState(MIXING, (16,), (4,), **({"causal": "token"} | settings))
+def new_state(linear_branch: bool = False, **given: Any) -> MHLAState:
+    own = {"linear_weight": torch.ones(HEADS)} if linear_branch else {}
+    return MHLAState(given.pop("mixing", MIXING), (16,), (4,), **({"causal": "token"} | own | given))
 
 
-@pytest.mark.parametrize("linear_branch", [False, True])
-def test_what_it_takes_does_not_grow_with_the_sequence(linear_branch: bool) -> None:
+@by_branch
+def test_what_it_takes_does_not_grow_with_the_sequence(linear_branch):
     """M summaries of D (D + 1) floats a head at most, beside a cache of keys and values of 2 N D."""
-    settings = {"linear_weight": torch.ones(HEADS)} if linear_branch else {}
-    state = new_state(beyond="relative", **settings)
-    sizes = []
+    state, sizes = new_state(linear_branch, beyond="relative"), []
     for step in range(80):
         state.step(*tokens(1, seed=step))
         sizes.append(state.nbytes)
@@ -38,12 +214,10 @@ def test_what_it_takes_does_not_grow_with_the_sequence(linear_branch: bool) -> N
     # the mixture that the open frame block sees is kept too, in the place of a further summary
     assert max(sizes) <= of_summaries * 5 / 4 + of_open_block
     assert max(sizes[:32]) == max(sizes[32:])
-    assert sizes[-1] == 3 * of_summaries // 4
-    of_cache = 4 * BATCH * HEADS * 2 * DIM
-    assert sizes[-1] < 80 * of_cache
+    assert sizes[-1] == 3 * of_summaries // 4 < 80 * 4 * BATCH * HEADS * 2 * DIM
 
 
-def test_reset_begins_another_sequence() -> None:
+def test_reset_begins_another_sequence():
     state = new_state()
     first = state.step(*tokens(10))
     state.reset()
@@ -53,38 +227,33 @@ def test_reset_begins_another_sequence() -> None:
     assert state.step(*tokens(3, batch=5)).shape[0] == 5
 
 
-@pytest.mark.parametrize("linear_branch", [False, True])
-def test_reorder_picks_samples(linear_branch: bool) -> None:
-    settings = {"linear_weight": torch.ones(HEADS)} if linear_branch else {}
-    state = new_state(**settings)
+@by_branch
+def test_reorder_picks_samples(linear_branch):
+    state = new_state(linear_branch)
     begin, rest = tokens(6, batch=3), tokens(3, batch=2, seed=1)
     state.step(*begin)
     order = torch.tensor([2, 0])
     state.reorder(order)
-    found = state.step(*rest)
     whole = [torch.cat([a[order], b], dim=1) for a, b in zip(begin, rest, strict=True)]
-    expected = mhla_attention(*whole, MIXING, (16,), (4,), causal="token", **settings)
-    assert torch.allclose(found, expected[:, 6:], atol=1e-6)
+    expected = mhla_attention(*whole, MIXING, (16,), (4,), causal="token", **state.settings)
+    torch.testing.assert_close(state.step(*rest), expected[:, 6:], rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
-def test_the_past_is_mixed_once_for_all_denoising_steps() -> None:
+def test_steps_that_are_not_kept_may_learn():
+    """The past is mixed once for all denoising steps; a mixture without gradients is of no use in one that learns."""
     state = new_state(causal="block")
     state.step(*tokens(12))
     state.step(*tokens(4, seed=1), keep=False)
-    mixture = state._earlier
-    assert mixture is not None
-    state.step(*tokens(4, seed=2), keep=False)
-    assert state._earlier is mixture
-    with torch.enable_grad():  # a mixture without gradients is of no use here
+    with torch.enable_grad():
         mixing = MIXING.clone().requires_grad_()
         state.step(*tokens(4, seed=3), mixing=mixing, keep=False).sum().backward()
     assert mixing.grad is not None and (mixing.grad[3, :3] != 0).all()
 
 
-@pytest.mark.parametrize("linear_branch", [False, True])
+@by_branch
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_that_fails_leaves_nothing_behind(linear_branch: bool, error: type[BaseException]) -> None:
+def test_a_step_that_fails_leaves_nothing_behind(linear_branch, error):
     """Though the error comes when the first of three frame blocks is over."""
 
     class Failing(torch.overrides.TorchFunctionMode):
@@ -96,8 +265,7 @@ def test_a_step_that_fails_leaves_nothing_behind(linear_branch: bool, error: typ
                 raise error("out of memory")
             return func(*args, **(kwargs or {}))
 
-    settings: dict[str, Any] = {"linear_weight": torch.ones(HEADS)} if linear_branch else {}
-    state, other = new_state(**settings), new_state(**settings)
+    state, other = new_state(linear_branch), new_state(linear_branch)
     for one in (state, other):
         one.step(*tokens(5))
     with pytest.raises(error), Failing():
@@ -106,36 +274,30 @@ def test_a_step_that_fails_leaves_nothing_behind(linear_branch: bool, error: typ
     assert torch.equal(state.step(*tokens(9, seed=1)), other.step(*tokens(9, seed=1)))
 
 
-def test_weights_of_a_step_stand_in_place_of_those_of_the_state() -> None:
-    weights: dict[str, Any] = {"mixing": MIXING, "linear_weight": torch.full((HEADS,), 2.0)}
-    weights["output_norm"] = torch.rand(DIM)
-    state = MHLAState(None, (16,), (4,), causal="token")
+def test_weights_of_a_step_stand_in_place_of_those_of_the_state():
+    weights = {"mixing": MIXING, "linear_weight": torch.full((HEADS,), 2.0), "output_norm": torch.rand(DIM)}
+    state = new_state(mixing=None)
     whole = mhla_attention(*tokens(16), grid=(16,), blocks=(4,), causal="token", **weights)
     parts = zip(*(x.split([9, 7], dim=1) for x in tokens(16)), strict=True)
-    assert torch.allclose(torch.cat([state.step(*part, **weights) for part in parts], dim=1), whole, atol=1e-6)
-    state.reset()
-    with refused("mixing", "NoneType"):
-        state.step(*tokens(1))
+    found = torch.cat([state.step(*part, **weights) for part in parts], dim=1)
+    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("linear_branch", [False, True])
-def test_gradients_flow_through_steps(linear_branch: bool) -> None:
-    weight = torch.ones(HEADS, dtype=torch.float64, requires_grad=True)
-    settings = {"linear_weight": weight} if linear_branch else {}
+@by_branch
+def test_gradients_flow_through_steps(linear_branch):
+    own = {"linear_weight": torch.ones(HEADS, dtype=torch.float64, requires_grad=True)} if linear_branch else {}
     mixing = MIXING.double().requires_grad_()
     leaves = [x.double().requires_grad_() for x in tokens(13)]
-    differentiated = [*leaves, mixing, *settings.values()]
-    expected = mhla_attention(*leaves, mixing, (16,), (4,), causal="token", **settings)
-    state = MHLAState(mixing, (16,), (4,), causal="token", **settings)
+    expected = mhla_attention(*leaves, mixing, (16,), (4,), causal="token", **own)
+    state = new_state(mixing=mixing, **own)
     parts = zip(*(x.split([5, 1, 7], dim=1) for x in leaves), strict=True)
     found = torch.cat([state.step(*part) for part in parts], dim=1)
     upstream = torch.randn_like(expected)
-    of_found = torch.autograd.grad(found, differentiated, upstream)
-    for a, b in zip(of_found, torch.autograd.grad(expected, differentiated, upstream), strict=True):
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    of_found, of_whole = (torch.autograd.grad(x, [*leaves, mixing, *own.values()], upstream) for x in (found, expected))
+    torch.testing.assert_close(of_found, of_whole, rtol=1e-9, atol=1e-12)
 
 
-def test_inference_first_and_training_after() -> None:
+def test_inference_first_and_training_after():
     state = new_state()
     with torch.inference_mode():
         state.step(*tokens(6))
@@ -143,24 +305,22 @@ def test_inference_first_and_training_after() -> None:
     with torch.no_grad():
         state.step(*tokens(1, seed=2))
     state.reset()
-    query, key, value = (x.requires_grad_() for x in tokens(6))
-    state.step(query, key, value).sum().backward()
-    assert all(x.grad is not None for x in (query, key, value))
+    leaves = [x.requires_grad_() for x in tokens(6)]
+    state.step(*leaves).sum().backward()
+    assert all(x.grad is not None for x in leaves)
 
 
-@pytest.mark.parametrize("linear_branch", [False, True])
+@by_branch
 @pytest.mark.parametrize("causal", ["token", "block"])
-def test_autocast_changes_nothing(causal: str, linear_branch: bool) -> None:
-    settings = {"causal": causal, **({"linear_weight": torch.ones(HEADS)} if linear_branch else {})}
-    plain, cast = new_state(**settings), new_state(**settings)
+def test_autocast_changes_nothing(causal, linear_branch):
+    plain, cast = (new_state(linear_branch, causal=causal) for _ in range(2))
     for seed in range(3):
-        given = tokens(4, seed=seed)
         with torch.autocast("cpu", torch.bfloat16):
-            found = cast.step(*given)
-        assert torch.equal(found, plain.step(*given))
+            found = cast.step(*tokens(4, seed=seed))
+        assert torch.equal(found, plain.step(*tokens(4, seed=seed)))
 
 
-def test_rows_of_an_extended_mixing_matrix() -> None:
+def test_rows_of_an_extended_mixing_matrix():
     mixing = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
     longer = extend_mixing(mixing, (4,), 7)
     assert torch.equal(longer[:4, :4], causal_mixing(mixing, (4,), own=True))
@@ -170,49 +330,8 @@ def test_rows_of_an_extended_mixing_matrix() -> None:
         torch.testing.assert_close(longer[row, : row + 1], mixing[3, 3 - distance] * shares)
         torch.testing.assert_close(longer[row].sum(), mixing[3].sum())  # the past weighs as much as in the last row
         assert not longer[row, row + 1 :].any()
-    with refused("blocks=(4,)", 3):
-        extend_mixing(mixing, (4,), 3)
-    with refused("blocks=(1,)", 4):
-        extend_mixing(torch.ones(1, 1), (1,), 4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"causal": "words"}, "'words'"),
-        ({"beyond": "further"}, "'further'...'error'...'relative'"),
-        ({"backend": "tritn"}, "'tritn'...'triton'"),
-        ({"feature_map": "rellu"}, "'rellu'...'relu'"),
-        ({"rope": "never"}, "rope='never'"),
-        ({"output_norm": torch.ones(3)}, "output_norm...(8,)...(3,)"),
-    ],
-)
-def test_settings_that_do_not_go(settings: dict[str, Any], message: str) -> None:
-    with refused(message):
-        new_state(**settings).step(*tokens(1))
+def test_settings_that_are_not_of_a_state():
     with refused("sparse", error=TypeError):
         new_state(sparse=None)
-
-
-def test_blocks_of_two_lengths_are_not_carried_on() -> None:
-    with refused("15 tokens", 4):
-        MHLAState(MIXING, (15,), (4,), causal="token", beyond="relative")
-    with refused("4 tokens in 1 block"):
-        MHLAState(torch.ones(1, 1), (4,), (1,), causal="token", beyond="relative")
-
-
-def test_tokens_that_do_not_fit() -> None:
-    state = new_state()
-    state.step(*tokens(10))
-    with refused("batch of 2", 3, "reset()"):
-        state.step(*tokens(1, batch=3))
-    with refused(10, 7, 16, "beyond='relative'"):
-        state.step(*tokens(7))
-    with refused("query"):
-        state.step(*(x[0] for x in tokens(1)))
-    with refused("rotary"):
-        state.step(*tokens(1), rotary=(torch.ones(1, 2, 1, 8),) * 2)
-    assert state.length == 10
-    frames = MHLAState(MIXING, (4, 2, 2), (4, 1, 1), causal="block")
-    with refused("4 tokens", "query has 3"):
-        frames.step(*tokens(3))

@@ -60,6 +60,13 @@ def table():
         return [row | {name: int(row[name]) for name in COMPILED} for row in csv.DictReader(file)]
 
 
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Rows of today's kernels, and how many variants of each several resolutions need, by problem."""
+    rows, *variants = compiler("rows", folder=tmp_path_factory.mktemp("cache"))
+    return rows, variants
+
+
 def installed(table):
     """Rows of the Triton that is installed, which on a machine with CUDA may be another than the pinned one."""
     rows = [row for row in table if row["triton"] == triton.__version__]
@@ -68,9 +75,9 @@ def installed(table):
     return rows
 
 
-def test_the_table_is_of_todays_kernels_and_launches(table, tmp_path):
+def test_the_table_is_of_todays_kernels_and_launches(table, said):
     """If this fails, run ``make kernels`` and look at what changed in kernels.csv."""
-    [expected] = compiler("rows", folder=tmp_path)
+    expected, _ = said
     assert [{name: row[name] for name in expected[0]} for row in installed(table)] == expected
 
 
@@ -113,8 +120,8 @@ def test_kernels_fit(architecture, table):
             assert report["wgmma"] >= 12, report
 
 
-def test_another_resolution_compiles_nothing(tmp_path):
-    for name, counts in compiler("variants", folder=tmp_path):
+def test_another_resolution_compiles_nothing(said):
+    for name, counts in said[1]:
         # states are added up of keys, and as gradients of queries; rows have gradients of queries, keys and values; and
         # the LSE has one of the grid's queries alone
         several = {"states_kernel": 2, "rows_gradient_kernel": 3, "listed_dq_kernel": 2 if name == "text" else 1}

@@ -11,43 +11,23 @@ import pytest
 import torch
 
 from mhla_diffusers import apply_mhla, mhla_layers
-from mhla_diffusers.attention import BlockLists, mhla_attention, sparse_attention
+from mhla_diffusers.attention import mhla_attention, sparse_attention
 from mhla_diffusers.benchmark.cases import models, small_case
 from mhla_diffusers.benchmark.measure import free_bytes
 
-from ..problems import Problem, make_problem, make_sparse_problem, random_lists, relative_error
-from .test_kernels import EVERYTHING
+from ..problems import KINDS, Problem, random_lists, relative_error
+from ..problems import problem_of as small_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 GPU = torch.device("cuda")
-GRID, SIZE = (3, 8, 8), 16
-PROBLEMS = {
-    "plain": make_problem(GRID, (1, 2, 2), head_dim=16, **EVERYTHING),
-    "text": make_problem(GRID, (1, 2, 2), head_dim=16, extra=(2, 30), rope="before", **EVERYTHING),
-    "sparse": make_sparse_problem(GRID, SIZE, head_dim=16, rotary=True, mask=True),
-    "sparse by content": make_sparse_problem(GRID, SIZE, head_dim=16, rotary=True, mask=True, constants=False),
-    "sparse by content, means": make_sparse_problem(GRID, SIZE, head_dim=16, constants=False, far="means"),
-    "causal": make_problem((64,), (4,), head_dim=16, causal="token", rotary=True, rope="before"),
-}
-by_kind = pytest.mark.parametrize("kind", PROBLEMS)
+by_kind = pytest.mark.parametrize("kind", KINDS)
 OF_LAYERS = 5e-2
 """Largest relative error in bfloat16 of a transformer, whose layers round one after the other."""
 
 
-def moved(x, device=GPU):
-    """Tensors, pairs of them and block lists on a device."""
-    if isinstance(x, tuple):
-        return tuple(moved(one, device) for one in x)
-    if isinstance(x, BlockLists):
-        return replace(x, keys=x.keys.to(device))
-    return x.to(device) if isinstance(x, torch.Tensor) else x
-
-
 def problem_of(kind: str, device: torch.device | str = GPU) -> Problem:
     """On a GPU in bfloat16; what has one number per head or block stays float32."""
-    problem = PROBLEMS[kind]
-    tensors = {name: x.bfloat16() if x.ndim == 4 else x for name, x in moved(tuple(problem.tensors.items()), device)}
-    return Problem(tensors, problem.grid, problem.blocks, dict(moved(tuple(problem.options.items()), device)))
+    return small_problem(kind).to(device, torch.bfloat16)
 
 
 def by_kernels(problem: Problem):
@@ -68,7 +48,10 @@ def test_offsets_beyond_32_bits(many):
     needed, free = 18 * 2 * math.prod(size), free_bytes(GPU)
     if needed > free:
         pytest.skip(f"it needs {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free")
-    lists = moved(random_lists((tokens,), 64, 32, heads=heads, density=0.05)) if "sparse" in many else None
+    lists = None
+    if "sparse" in many:
+        lists = random_lists((tokens,), 64, 32, heads=heads, density=0.05)
+        lists = replace(lists, keys=lists.keys.to(GPU))
     weights = {name: torch.ones(heads, device=GPU) for name in ("pooled_bias", "state_weight")}
 
     def attend(x: torch.Tensor, blocks: int) -> list[torch.Tensor]:

@@ -7,12 +7,11 @@ some of it is copied by code of which modes see nothing, so functions that do it
 
 import math
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from mhla_diffusers import MHLAConfig, SparseConfig
 from mhla_diffusers.attention import BlockLists, sparse_attention
@@ -20,9 +19,8 @@ from mhla_diffusers.attention.triton import backend
 from mhla_diffusers.families import AttentionInputs
 from mhla_diffusers.patching.layer import MHLALayer, SparseLayer
 
-from ..problems import make_problem, make_sparse_problem
+from ..problems import KINDS, problem_of
 from .meta import Operators, nothing_launched
-from .test_kernels import EVERYTHING
 
 MADE_FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor)
 
@@ -94,42 +92,15 @@ def test_what_waits_is_seen(wait):
         wait(x, index)
 
 
-GRID, SIZE, BLOCKS = (3, 4, 6), 16, (2, 2, 2)
-PROBLEMS = {
-    "MHLA": make_problem(GRID, BLOCKS, **EVERYTHING),
-    "MHLA, RoPE before, not normalised": make_problem(GRID, BLOCKS, rotary=True, rope="before", normalize=False),
-    "causal by token": make_problem((17,), (5,), causal="token", rotary=True, mask=True, feature_map="elu+1"),
-    "causal by token, softmax": make_problem((17,), (5,), causal="token", rotary=True, linear_branch=True),
-    "causal by block": make_problem(GRID, BLOCKS, causal="block", mask=True),
-    "causal by block, softmax": make_problem(GRID, BLOCKS, causal="block", rotary=True, linear_branch=True),
-    "text": make_problem(GRID, BLOCKS, extra=(2, 30), linear_branch=True, **EVERYTHING),
-    "text, RoPE before": make_problem(GRID, BLOCKS, extra=(0, 30), rotary=True, rope="before"),
-    "lists": make_sparse_problem(GRID, SIZE, rotary=True, mask=True),
-    "lists, means": make_sparse_problem(GRID, SIZE, far="means"),
-    "lists, text": make_sparse_problem(GRID, SIZE, order="curve", extra=(2, 30)),
-    "all pairs listed": make_sparse_problem(GRID, SIZE, density=1.1, mask=True),
-    "by content": make_sparse_problem(GRID, SIZE, constants=False, rotary=True),
-    "by content, means": make_sparse_problem(GRID, SIZE, constants=False, far="means", mask=True),
-    "by content, text": make_sparse_problem(GRID, 32, key_size=SIZE, constants=False, extra=(2, 3), mask=True),
-}
-
-
-def on_meta(x):
-    if isinstance(x, BlockLists):
-        return replace(x, keys=x.keys.to("meta"))
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), x)
-
-
 @pytest.mark.parametrize("backend", ["triton", "eager"])
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_nothing_waits_for_the_device(name, backend):
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_waits_for_the_device(kind, backend):
     """Forward and backward."""
-    problem = PROBLEMS[name]
-    tensors = {key: x.to("meta").requires_grad_() for key, x in problem.tensors.items()}
-    settings = {key: on_meta(x) for key, x in problem.settings.items()}
+    problem = problem_of(kind, batch=1).to("meta")
+    tensors = {key: x.requires_grad_() for key, x in problem.tensors.items()}
 
     def attend():
-        output = problem.attention(**tensors, **settings, backend=backend)
+        output = problem.attend(**tensors, backend=backend)
         torch.autograd.backward((output,), (torch.empty_like(output),))
 
     twice(attend)
@@ -140,7 +111,7 @@ def test_nothing_in_a_layer_waits(kind):
     """MHLA at a grid of fewer rows than blocks, for which the mixing matrix is carried over."""
     with torch.device("meta"):
         if kind == "sparse":
-            layer = SparseLayer(SparseConfig(density=0.3, block_size=SIZE), 2, 8)
+            layer = SparseLayer(SparseConfig(density=0.3, block_size=16), 2, 8)
         else:
             config = MHLAConfig(blocks=(2, 4, 2), output_gate=True, convolution=3, clamp_blocks=True)
             layer = MHLALayer(config, 2, 8, 16)

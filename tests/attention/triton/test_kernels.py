@@ -1,276 +1,387 @@
-"""The Triton kernels against the float64 reference: output and every gradient.
+"""Every operator of the kernels by itself against what it computes, written out in float64: outputs and gradients."""
 
-On a machine without a GPU they run through Triton's interpreter, on one with a GPU there.
-"""
-
-import functools
 import math
-from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import BlockLists, mhla_attention
+from mhla_diffusers.attention import BlockLists, sparse
+from mhla_diffusers.attention.blocks import in_order
+from mhla_diffusers.attention.layout import layout_of
+from mhla_diffusers.attention.merge import under_common_sum
+from mhla_diffusers.attention.order import stretch_of
+from mhla_diffusers.attention.precision import EMPTY
 from mhla_diffusers.attention.triton import tiles
+from mhla_diffusers.attention.triton.branches import given_blocks
+from mhla_diffusers.attention.triton.first_order import content_mixing, sampled_correction
+from mhla_diffusers.attention.triton.listed import listed, transpose_lists
+from mhla_diffusers.attention.triton.merge import merge
+from mhla_diffusers.attention.triton.pooled import pooled
+from mhla_diffusers.attention.triton.tiles import states_dtype
 
-from ..problems import (
-    GRIDS,
-    POSITIVE_MAPS,
-    Problem,
-    check_empty_sample,
-    errors_against_reference,
-    errors_of,
-    make_problem,
-    masked_problem,
-    reference,
-    relative_error,
-)
+from ...refusals import refused
+from ..problems import relative_error
+from .test_choose import words_of
 
-pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-# The bound of the issue: IEEE float32 sums of positive terms stay far below it, tf32 (3e-4) far above.
-FLOAT32_TOLERANCE = 1e-5
-# Relative to the eager backend, which rounds once, at the end: the kernels round features and, in bfloat16, states too.
-HALF_TO_EAGER = 2.5
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+FLOAT32 = 2e-6
+"""Relative error of float32 sums of some hundred terms; weights are off by the rounding of their logits."""
+ROUNDED = {torch.float32: FLOAT32, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Of what is summed in float32 and rounded once: half an eps of each number at most."""
 
 
-def on_device(problem: Problem) -> Problem:
-    def move(x):
-        if isinstance(x, tuple):
-            return tuple(map(move, x))
-        if isinstance(x, BlockLists):
-            return replace(x, keys=x.keys.to(DEVICE))
-        return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
-
-    tensors, options = ({name: move(x) for name, x in d.items()} for d in (problem.tensors, problem.options))
-    return Problem(tensors, problem.grid, problem.blocks, options)
+def several(dtype):
+    """Of what is made of rounded factors or terms too."""
+    return ROUNDED[dtype] * (1 if dtype == torch.float32 else 2)
 
 
-TRITON = functools.partial(mhla_attention, backend="triton")
+drawn = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def check(problem, dtype=torch.float32, leave_out=(), attend=TRITON):
-    problem = on_device(problem)
-    found = errors_of(problem, dtype, attend)
-    found = {name: error for name, error in found.items() if name not in leave_out}
-    if dtype == torch.float32:
-        allowed = dict.fromkeys(found, FLOAT32_TOLERANCE)
-    else:
-        eager = errors_against_reference(problem, dtype, "eager")
-        allowed = {name: max(torch.finfo(dtype).eps, HALF_TO_EAGER * error) for name, error in eager.items()}
-    for name, error in found.items():
-        assert error <= allowed[name], f"{name}: relative error {error:.2e}, allowed {allowed[name]:.2e}"
-
-
-EVERYTHING = {"rotary": True, "mask": True, "norm": True, "gate": True, "per_head": True}
-
-
-@pytest.mark.parametrize(("grid", "blocks"), [case for case in GRIDS if math.prod(case[1]) <= 12 and len(case[0]) != 2])
-def test_grids(grid, blocks):
-    check(make_problem(grid, blocks, batch=1, rotary=True))
-
-
-@pytest.mark.parametrize("feature_map", POSITIVE_MAPS)
-@pytest.mark.parametrize("rope", [None, "after", "before"])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_feature_maps_and_rope(feature_map, rope, normalize):
-    options = {"rotary": True, "rope": rope} if rope else {}
-    check(make_problem((5, 7), (2, 2), heads=1, feature_map=feature_map, normalize=normalize, **options))
-
-
-@pytest.mark.parametrize("kind", ["linear", "sparse", "sparse by content", "extra", "causal by token"])
-def test_a_sample_without_a_key_gets_nothing(kind):
-    problem = on_device(masked_problem(kind))
-    check_empty_sample(problem, functools.partial(problem.attention, backend="triton"))
-
-
-def test_identity_feature_map_needs_no_normaliser():
-    check(make_problem((7, 9), (2, 2), heads=1, feature_map="identity", normalize=False))
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_everything_at_once(dtype, normalize):
-    check(make_problem((5, 7, 3), (2, 3, 1), batch=1, head_dim=32, normalize=normalize, **EVERYTHING), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [1, 5, 72, 128, 200, 256])
-def test_head_dims(head_dim, dtype):
-    # with few channels normaliser and norm each cancel most of the query, and its gradient would be noise
-    scaled = head_dim > 5
-    options = {"rotary": head_dim % 2 == 0, "norm": scaled, "normalize": scaled}
-    check(make_problem((5, 9), (1, 2), batch=1, heads=1, head_dim=head_dim, **options), dtype)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has its own tiles, which all other tests run with")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [72, 128])
-def test_tiles_of_a_real_card(head_dim, dtype, monkeypatch):
-    """The interpreter's own tiles are smaller than those that Wan and DiT run with."""
+@pytest.fixture
+def tiles_of_a_card(monkeypatch):
+    """Tiles of an H100, larger than the interpreter's, but for products in TF32."""
     monkeypatch.setattr(tiles, "architecture_of", lambda _: "sm_90")
-    problem = make_problem(
-        (3, 5, 14), (1, 1, 2), batch=1, heads=1, head_dim=head_dim, rotary=True, mask=True, norm=True
-    )
-    check(problem, dtype)
 
 
-@pytest.mark.parametrize("feature_map", ["elu+1", "softmax"])
-def test_feature_maps_in_half_precision(feature_map):
-    check(make_problem((7, 9), (2, 2), heads=1, head_dim=32, rotary=True, feature_map=feature_map), torch.bfloat16)
+def check(operator, definition, leaves, rounding=0.0, of_outputs=ROUNDED.get, of_gradients=several):
+    """Hold outputs and gradients to the definition; returns the outputs.
+
+    Their bounds are ``of_outputs`` and ``of_gradients`` of a type; ``rounding`` is that of float32 logits, by which a
+    weight is off.
+    """
+    dtype = leaves[0].dtype
+    own = [x.detach().requires_grad_() for x in leaves]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    found, expected = operator(*own), definition(*wide)
+    make = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=make).to(x.dtype) for x in found]
+    of_found = torch.autograd.grad(found, own, upstream)
+    of_expected = torch.autograd.grad(expected, wide, [x.double() for x in upstream])
+    bounds = *(of_outputs(x.dtype) for x in found), *(of_gradients(dtype) for _ in own)
+    for ours, right, bound in zip((*found, *of_found), (*expected, *of_expected), bounds, strict=True):
+        assert ours.shape == right.shape
+        error = relative_error(ours.detach(), right.detach())
+        assert error <= max(bound, rounding), f"relative error {error:.2e}, allowed {max(bound, rounding):.2e}"
+    return [x.detach() for x in found]
 
 
-@pytest.mark.parametrize("eps", [1e-6, 0.3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_floor_of_relu_counts_above_and_below(eps, dtype):
-    """Every other query and key has no positive channel, so that all it says is the floor."""
-    problem = make_problem((61,), (2,), batch=1, eps=eps)
-    for name in ("query", "key"):
-        problem.tensors[name][:, ::2] = -problem.tensors[name][:, ::2].abs()
-    check(problem, dtype)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the entry of the interpreter is changed")
-@pytest.mark.parametrize("feature_map", ["relu", "softmax"])
-def test_states_read_in_parts(feature_map, monkeypatch):
-    """As on cards with little shared memory, and for 256 channels."""
-    monkeypatch.setattr(tiles, "TILES", dict.fromkeys(tiles.TILES, {"": ((16, 16, 4, 1),) * 4}))
-    check(make_problem((49,), (2,), batch=1, heads=1, head_dim=40, feature_map=feature_map, rotary=True))
-
-
-@pytest.mark.parametrize("head_dim", [24, 72, 112])
-def test_softmax_of_very_negative_channels(head_dim):
-    """Padded channels are no channels: beside inputs around -100 the exponential of 0 would be infinite."""
-    problem = make_problem((3, 4), (1, 2), batch=1, heads=1, head_dim=head_dim, rotary=True, feature_map="softmax")
-    shifted = {name: x - 100 if name in ("query", "key") else x for name, x in problem.tensors.items()}
-    problem.options["rope"] = "after"
-    check(Problem(shifted, problem.grid, problem.blocks, problem.options))
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_long_block_is_shared_out(dtype, normalize):
-    """Plain linear attention, M = 1: several programs, several tiles each, the last one partly empty."""
-    problem = make_problem(
-        (1187,), (1,), batch=1, heads=1, head_dim=32, rotary=True, mask=True, gate=True, normalize=normalize
-    )
-    # with the normaliser, the only entry of the mixing matrix cancels: its gradient is 0 and what is found is noise
-    check(problem, dtype, leave_out=("mixing",) if normalize else ())
-
-
-def test_parts_are_summed_in_the_same_order_every_time():
-    problem = on_device(make_problem((1187,), (1,), batch=1, heads=1, head_dim=32))
-    first, second = problem.run(TRITON), problem.run(TRITON)
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-
-
-@st.composite
-def problems(draw):
-    axes = draw(st.integers(1, 3))
-    blocks = tuple(draw(st.lists(st.integers(1, 3), min_size=axes, max_size=axes).filter(lambda b: math.prod(b) <= 6)))
-    grid = tuple(count + draw(st.integers(0, 7)) for count in blocks)
-    return make_problem(
-        grid,
-        blocks,
-        batch=draw(st.integers(1, 2)),
-        heads=draw(st.integers(1, 2)),
-        head_dim=2 * draw(st.integers(1, 20)),
-        seed=draw(st.integers(0, 2**16)),
-        rope=draw(st.sampled_from(["after", "before"])),
-        feature_map=draw(st.sampled_from(POSITIVE_MAPS)),
-        **{name: draw(st.booleans()) for name in (*EVERYTHING, "normalize")},
+def rounding_of(query, key):
+    """float32 rounds a logit by eps of its size."""
+    return (
+        torch.finfo(torch.float32).eps * float((query.double() @ key.double().mT).abs().max()) * query.shape[-1] ** -0.5
     )
 
 
-# A drawn output norm may stand over a nearly zero output, or a row of features over a nearly zero normaliser, and then
-# float32 itself is worse than the bound: such a draw is held to the eager backend's float32 error.
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(problems(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_drawn_problems(problem, dtype):
-    problem = on_device(problem)
-    found = errors_against_reference(problem, dtype, "triton")
-    eager = errors_against_reference(problem, dtype, "eager")
-    for name, error in found.items():
-        one_rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
-        allowed = max(FLOAT32_TOLERANCE, one_rounding, HALF_TO_EAGER * eager[name])
-        assert error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
+# Softmax over listed blocks, and over the means of all others
 
 
-def fused_projection(batch, tokens, heads, head_dim):
-    return [x.unflatten(2, (heads, head_dim)) for x in torch.randn(batch, tokens, 3 * heads * head_dim).chunk(3, -1)]
+def softmax_over(sees, bias):
+    """Output and LSE of queries that see some keys; both 0 where there is none, as :func:`hidden` makes them."""
+
+    def definition(query, key, value):
+        logits = (query @ key.mT) * query.shape[-1] ** -0.5 + bias.double()
+        something = sees.any(-1)
+        logits = torch.where(sees, logits, torch.where(something, -math.inf, 0.0)[..., None])
+        lse = logits.logsumexp(-1)
+        return ((logits - lse[..., None]).exp() * something[..., None]) @ value, lse * something
+
+    return definition
 
 
-def heads_before_tokens(batch, tokens, heads, head_dim):
-    return [torch.randn(batch, heads, tokens, head_dim).transpose(1, 2) for _ in range(3)]
+def hidden(operator, *others):
+    """The operator with the LSE of a query that sees nothing, which is EMPTY, as 0."""
+
+    def attend(*rows):
+        output, lse = operator(*rows, *others)
+        return output, lse.masked_fill(lse == torch.tensor(EMPTY), 0)
+
+    return attend
 
 
-def channels_not_last(batch, tokens, heads, head_dim):
-    return [torch.randn(batch, head_dim, tokens, heads).permute(0, 2, 3, 1) for _ in range(3)]
+def listed_problem(tokens=75, *, extra=9, rows=16, groups=2, width=3, head_dim=16, masked=False, causal=False, seed=0):
+    """Lists of unlike blocks with random counts; the last block of the grid and of extra tokens have padding."""
+    torch.manual_seed(seed)
+    layout = layout_of((tokens,), rows, extra)
+    exists, blocks = layout.order >= 0, layout.blocks
+    query_blocks = blocks if causal else layout.grid_blocks
+    query = torch.randn(groups, query_blocks * rows, head_dim)
+    key, value = (torch.randn(groups, blocks * rows, head_dim) * exists[:, None] for _ in range(2))
+    bias = torch.zeros(1, blocks * rows)
+    if masked:
+        bias = torch.rand(1, blocks * rows).log().where(torch.rand(1, blocks * rows) < 0.7, -math.inf)
+        bias[:, :rows] = -math.inf
+    bias[:, ~exists] = -math.inf
+    indices = torch.rand(groups * query_blocks, blocks).argsort(1)[:, :width].sort(1).values.int()
+    width = indices.shape[1]
+    counts = torch.randint(0, width + 1, (len(indices),), dtype=torch.int32)
+    counts[0], counts[-1] = 0, width
+    counted = torch.arange(width) < counts[:, None]
+    lists = torch.zeros(len(indices), blocks + 1, dtype=torch.bool)
+    lists.scatter_(1, indices.where(counted, blocks).long(), value=True)
+    sees = lists[:, :blocks].view(groups, query_blocks, blocks).repeat_interleave(rows, 1).repeat_interleave(rows, 2)
+    sees &= (bias > -math.inf)[:, None]
+    sees = sees.tril() if causal else sees
+    flat = indices + torch.arange(groups, dtype=torch.int32).repeat_interleave(query_blocks)[:, None] * blocks
+    others = bias if masked else None, flat.where(counted, 2**31 - 1), counts
+    operator = hidden(listed, *others, head_dim**-0.5, [tokens], rows, extra, causal)
+    return operator, softmax_over(sees, bias.expand(groups, -1)[:, None]), [query, key, value]
 
 
-def expanded(batch, tokens, heads, head_dim):
-    return [
-        torch.randn(1, tokens, heads, head_dim).expand(batch, -1, -1, -1),
-        torch.randn(batch, tokens, 1, head_dim).expand(-1, -1, heads, -1),
-        torch.randn(batch, 1, heads, 1).expand(-1, tokens, -1, head_dim),
-    ]
+def pooled_problem(
+    blocks=40, *, query_blocks=2, groups=2, samples=1, rows=16, head_dim=16, density=0.3, masked=False, seed=0
+):
+    torch.manual_seed(seed)
+    query = torch.randn(groups, query_blocks * rows, head_dim)
+    key, value = (torch.randn(groups, blocks, head_dim) for _ in range(2))
+    bias = torch.randint(1, 17, (samples, blocks)).float().log()
+    if masked:
+        bias[torch.rand(samples, blocks) < 0.3] = -math.inf
+    is_listed = torch.rand(groups * query_blocks, blocks) < density
+    is_listed[0] = True
+    sees = ~is_listed.unflatten(0, (groups, -1)).repeat_interleave(rows, 1)
+    by_group = bias.repeat_interleave(groups // samples, 0)[:, None]
+    operator = hidden(pooled, bias, words_of(is_listed), head_dim**-0.5)
+    return operator, softmax_over(sees & (by_group > -math.inf), by_group), [query, key, value]
 
 
-def every_other_token_and_not_aligned(batch, tokens, heads, head_dim):
-    return [torch.randn(batch, 2 * tokens, heads, head_dim + 1)[:, ::2, :, 1:] for _ in range(3)]
+def check_softmax(make, *, dtype=torch.float32, change=lambda rows: rows, **options):
+    operator, definition, rows = make(**options)
+    rows = [x.to(dtype) for x in change(rows)]
+    output, lse = check(operator, definition, rows, rounding_of(*rows[:2]), of_outputs=several)
+    assert not output[lse == 0].any() and (lse == 0).any()
 
 
-@pytest.mark.parametrize(
-    "strided",
-    [fused_projection, heads_before_tokens, channels_not_last, expanded, every_other_token_and_not_aligned],
+SOFTMAX = {
+    "key mask": (listed_problem, {"masked": True}),
+    "blocks of 32": (listed_problem, {"rows": 32, "groups": 1}),
+    "padded channels": (listed_problem, {"head_dim": 24, "extra": 0}),
+    "padded channels, key mask": (listed_problem, {"head_dim": 40, "masked": True}),
+    "causal": (listed_problem, {"causal": True, "extra": 0}),
+    # float32 has tiles of 16 queries and 32 keys
+    "blocks of 64 cut": (listed_problem, {"tokens": 110, "rows": 64, "groups": 1}),
+    "cut, causal": (
+        listed_problem, {"tokens": 110, "rows": 64, "extra": 0, "groups": 1, "causal": True, "masked": True}
+    ),
+    "pooled, key mask of each sample": (pooled_problem, {"groups": 4, "samples": 2, "masked": True}),
+    "pooled, blocks of 128": (pooled_problem, {"rows": 128, "groups": 1}),
+    "pooled, wide rows": (pooled_problem, {"head_dim": 128, "rows": 64, "groups": 1}),
+    "pooled, all listed": (pooled_problem, {"density": 1.1}),
+    "pooled, many queries in few splits": (pooled_problem, {"query_blocks": 11, "groups": 1, "head_dim": 24}),
+    **{f"{count} pooled keys": (pooled_problem, {"blocks": count}) for count in (1, 31, 32, 33, 64, 97)},
+    **{f"{make.__name__}, {dtype}": (make, {"head_dim": 32, "dtype": dtype})
+       for make, dtype in product((listed_problem, pooled_problem), DTYPES[1:])},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "options"), SOFTMAX.values(), ids=SOFTMAX)
+def test_softmax(make, options):
+    check_softmax(make, **options)
+
+
+either = pytest.mark.parametrize("make", [listed_problem, pooled_problem])
+
+
+@either
+def test_softmax_without_gradient_of_the_lse(make):
+    operator, definition, rows = make()
+    check(lambda *x: operator(*x)[:1], lambda *x: definition(*x)[:1], rows, rounding_of(*rows[:2]))
+
+
+@either
+def test_logits_far_below_zero(make):
+    """Padded rows have logits of 0, beside which the real ones vanish: neither may they leak, nor overflow."""
+    check_softmax(make, seed=1, change=lambda rows: [rows[0].abs() * 8, -rows[1].abs() * 8, rows[2]])
+
+
+@either
+def test_head_dims_beyond_the_table(make):
+    with refused("512"):
+        check_softmax(make, head_dim=512)
+
+
+@drawn
+@given(
+    make=st.sampled_from((listed_problem, pooled_problem)),
+    count=st.integers(1, 70),
+    head_dim=st.sampled_from((16, 20, 32)),
+    masked=st.booleans(),
+    seed=st.integers(0, 99),
+    more=st.integers(0, 20),
+    density=st.sampled_from((0.0, 0.5, 0.95)),
 )
-def test_strides(strided):
-    torch.manual_seed(0)
-    query, key, value = (x.to(DEVICE) for x in strided(2, 24, 2, 8))
-    mixing, gate = torch.rand(4, 4, device=DEVICE), strided(2, 24, 2, 8)[0].to(DEVICE)
-    before = [x.clone() for x in (query, key, value, gate)]
-
-    def run(copy):
-        leaves = [(x.contiguous() if copy else x).detach().requires_grad_() for x in (query, key, value)]
-        output = mhla_attention(*leaves, mixing, (4, 6), (2, 2), output_gate=gate, backend="triton")
-        output.sum().backward()
-        return [output.detach(), *(leaf.grad for leaf in leaves)]
-
-    for view, copy in zip(run(False), run(True), strict=True):
-        assert torch.equal(view, copy)
-    for now, then in zip((query, key, value, gate), before, strict=True):
-        assert torch.equal(now, then)
+def test_drawn_softmax(make, count, head_dim, masked, seed, more, density):
+    if make is listed_problem:
+        check_softmax(make, tokens=count, extra=more, head_dim=head_dim, masked=masked, seed=seed)
+    else:
+        own = {"query_blocks": 1 + more % 3, "density": density}
+        check_softmax(make, blocks=count, **own, head_dim=head_dim, masked=masked, seed=seed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_does_not_overflow(dtype):
-    """ReLU features of magnitude 10 over 8 192 tokens: the KV summary reaches 8e5, beyond float16."""
-    tokens = 8192
-    query = torch.full((1, tokens, 1, 8), 10.0, dtype=dtype, device=DEVICE)
-    value = torch.ones_like(query)
-    output = mhla_attention(query, query, value, torch.ones(1, 1, device=DEVICE), (tokens,), (1,), backend="triton")
-    assert torch.equal(output, value)
+def test_transposed_lists():
+    """Ascending, without the entries that do not count; a block that all name comes first."""
+    indices = torch.tensor([[0, 9, 2], [9, 1, 7], [9, 4, 3]] * 4, dtype=torch.int32)
+    counts = torch.tensor([2, 2, 1] * 4, dtype=torch.int32)
+    turns, starts, queries = transpose_lists(indices, counts, 10)
+    lists = [queries[a:b].tolist() for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    assert lists == [[0, 3, 6, 9], [1, 4, 7, 10], *[[]] * 7, list(range(12))]
+    assert turns.tolist() == list(range(10))
+    turns, _, _ = transpose_lists(indices, counts, 40)
+    assert turns.tolist() == [0, 1, 9, *range(2, 9), *range(10, 40)]
+    assert all(x.dtype == torch.int32 for x in (turns, starts, queries))
 
 
-@pytest.mark.parametrize("feature_map", POSITIVE_MAPS)
-def test_nan_is_not_hidden(feature_map):
-    query, key, value = torch.randn(3, 1, 12, 1, 16, device=DEVICE)
-    query[0, 5, 0, 3] = float("nan")
-    output = mhla_attention(
-        query, key, value, torch.ones(1, 1, device=DEVICE), (12,), (1,), feature_map=feature_map, backend="triton"
-    )
-    assert output[0, 5].isnan().all()
-    assert output.isnan().any(dim=-1).sum() == 1
+# Mixing by content
 
 
-@pytest.mark.slow
-def test_a_thousand_blocks():
-    """The output alone: the interpreter takes a minute for it, and the gradients walk the blocks in the same way."""
-    problem = on_device(make_problem((32, 33), (32, 32), batch=1, heads=1, head_dim=16))
-    found = mhla_attention(**problem.tensors, grid=problem.grid, blocks=problem.blocks, backend="triton")
-    expected = reference(**problem.tensors, grid=problem.grid, blocks=problem.blocks)
-    assert relative_error(found, expected) <= FLOAT32_TOLERANCE
+def mixing_problem(
+    key_blocks, query_blocks=5, size=32, *, samples=1, groups=4, head_dim=16, density=0.3, masked=0.0, seed=0
+):
+    """Means of queries and keys, weights of blocks, bits, their lists, and rows of a block of keys."""
+    make = torch.Generator().manual_seed(seed)
+    query = torch.randn(groups, query_blocks, head_dim, generator=make)
+    key = torch.randn(groups, key_blocks, head_dim, generator=make)
+    weight = size * torch.rand(samples, key_blocks, generator=make)
+    weight[torch.rand(weight.shape, generator=make) < masked] = 0
+    mask = torch.rand(1, groups, query_blocks, key_blocks, generator=make) < density
+    mask[0, 0, 0] = True  # a query block that lists all has no far field
+    lists = BlockLists.from_mask(1, mask)
+    return query, key, weight, given_blocks(lists, 1, key_blocks)[2], lists.keys, size
+
+
+def check_mixing(query, key, weight, bits, lists, size):
+    scale = query.shape[-1] ** -0.5
+
+    def definition(query, key):
+        log_weight = weight.double().repeat_interleave(len(query) // len(weight), 0).log().clamp_min(EMPTY)
+        parts = sparse.Pooled(*(None,) * 5, log_weight[None], scale * (query @ key.mT)[None])
+        return (sparse.content_mixing(parts, lists, stretch_of(size) // size)[0],)
+
+    found = check(
+        lambda *x: (content_mixing(*x, weight, bits, scale, size),), definition, [query, key], rounding_of(query, key)
+    )[0]
+    # rows sum to 1, or to 0 where all is listed
+    assert found.dtype == torch.float32
+    assert ((found.sum(-1) - 1).abs() < 1e-6).logical_or(found.sum(-1) == 0).all()
+    return found
+
+
+MIXING = {
+    "one block": {"key_blocks": 1},
+    "a stretch and a block": {"key_blocks": 9},
+    "two words": {"key_blocks": 33},
+    "three tiles": {"key_blocks": 130},
+    "blocks of 16": {"key_blocks": 40, "size": 16},
+    "blocks of 64": {"key_blocks": 13, "query_blocks": 20, "size": 64},
+    "blocks of 128": {"key_blocks": 5, "query_blocks": 3, "size": 128},
+    "nothing listed": {"key_blocks": 40, "density": 0.0},
+    "everything listed": {"key_blocks": 40, "density": 1.1},
+    **{f"{d} channels": {"key_blocks": 40, "head_dim": d, "groups": 2} for d in (64, 72, 128)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", MIXING.values(), ids=MIXING)
+def test_mixing(options, dtype):
+    query, key, *others = mixing_problem(**options)
+    check_mixing(query.to(dtype), key.to(dtype), *others)
+
+
+def test_blocks_without_weight_have_no_part_in_mixing():
+    problem = mixing_problem(70, samples=2, masked=0.4)
+    problem[2][1] = 0  # nor has a whole sample
+    assert not check_mixing(*problem)[2:].any()
+
+
+def test_mixing_with_the_tiles_of_a_card(tiles_of_a_card):
+    query, key, *others = mixing_problem(70, 66, groups=1, head_dim=64)
+    check_mixing(query.bfloat16(), key.bfloat16(), *others)
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_mixing_of_32_blocks_at_once(size, monkeypatch):
+    """One word of the lists, not two."""
+    monkeypatch.setitem(tiles.TILES, "content_mixing", {"": ((16, 32, 4, 1),) * 4})
+    check_mixing(*mixing_problem(70, size=size))
+
+
+def test_large_logits_of_mixing():
+    query, *others = mixing_problem(70)
+    check_mixing(100 * query, *others)
+
+
+@drawn
+@given(
+    key_blocks=st.integers(1, 140),
+    query_blocks=st.integers(1, 40),
+    size=st.sampled_from([16, 32, 64, 128]),
+    density=st.floats(0, 1),
+    masked=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_drawn_mixing(**options):
+    check_mixing(*mixing_problem(groups=2, **options))
+
+
+# Merging
+
+
+def check_merge(grid=(5, 7), size=16, *, batch=1, heads=2, head_dim=16, dtype=torch.float32, with_states=True):
+    """Some rows have no listed key, some no other, some neither."""
+    make = torch.Generator().manual_seed(0)
+    groups, blocks = batch * heads, -(-math.prod(grid) // size)
+
+    def random(*shape):
+        return torch.randn(groups, *shape, generator=make)
+
+    near, far, query = (random(blocks * size, head_dim).to(dtype) for _ in range(3))
+    near_lse, far_lse = (random(blocks * size) for _ in range(2))
+    near_lse[:, ::5], far_lse[:, ::3] = EMPTY, EMPTY
+    mixed, gamma = random(blocks, head_dim, head_dim).to(states_dtype(dtype)), torch.rand(groups, generator=make)
+    scale, leaves = head_dim**-0.5, [near, near_lse, far, far_lse]
+    leaves += [query, mixed] if with_states else []  # without states the query has no part
+
+    def operator(*rows):
+        of_states = (*rows[4:], gamma) if with_states else (query, None, None)
+        return (merge(*rows[:4], *of_states, scale, list(grid), size, heads),)
+
+    def definition(near, near_lse, far, far_lse, query=None, mixed=None):
+        if with_states:
+            far = far + gamma.double()[:, None, None] * scale * (query.unflatten(1, (-1, size)) @ mixed).flatten(1, 2)
+        merged = under_common_sum(near, near_lse[..., None], far, far_lse[..., None])
+        return (in_order(merged.unflatten(1, (-1, size)).unflatten(0, (-1, heads)), tuple(grid), size),)
+
+    assert check(operator, definition, leaves)[0].dtype == dtype
+
+
+MERGE = [
+    *({"head_dim": d, "dtype": dtype} for d in (5, 72, 128) for dtype in DTYPES),
+    *({"dtype": dtype, "with_states": False} for dtype in DTYPES),
+    *({"grid": (3, 5, 11), "size": size, "batch": 2} for size in (16, 32, 64, 128)),
+]
+
+
+@pytest.mark.parametrize("options", MERGE, ids=str)
+def test_merge(options):
+    check_merge(**options)
+
+
+@pytest.mark.parametrize("options", [*MERGE[-4:], {"grid": (70,), "size": 64, "heads": 1, "head_dim": 136}], ids=str)
+def test_merge_with_the_tiles_of_a_card(options, tiles_of_a_card):
+    check_merge(dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [5, 72, 128])
+def test_what_sampled_queries_read(dtype, head_dim):
+    make = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 96, head_dim, generator=make).to(dtype)
+    mixed = torch.randn(2, 3, head_dim, head_dim, generator=make).to(states_dtype(dtype))
+    some = torch.tensor([0, 31, 32, 70, 95])
+    found = sampled_correction(query, mixed, some, 0.3)
+    expected = 0.3 * (query.double().unflatten(1, (3, 32)) @ mixed.double()).flatten(1, 2)[:, some]
+    # nothing is rounded to half precision
+    assert found.dtype == torch.float32 and relative_error(found, expected) < FLOAT32

@@ -5,7 +5,7 @@ import torch
 
 from mhla_diffusers.attention.triton import choose, features, first_order, listed, merge, pooled, prepare, read, states
 
-from .interpreter import make_interpreter_fast
+from .triton.interpreter import make_interpreter_fast
 
 make_interpreter_fast()
 

@@ -1,0 +1,199 @@
+"""What every kind of call promises, on both backends."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .problems import BACKENDS, DEVICE, KINDS, Problem, errors_against_reference, problem_of, reference
+
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def running(problem: Problem, backend: str):
+    """The attention of a backend with the arguments of :meth:`Problem.run`."""
+    return partial(problem.attention, backend=backend)
+
+
+def plain(kind: str, **changes) -> Problem:
+    """Without what scales an output: its queries' weights sum to 1."""
+    rope = "before" if KINDS[kind][1].get("rotary") and "blocks" in problem_of(kind).settings else None
+    more = {"rope": rope} if rope else {}
+    changes |= {"norm": False, "gate": False} | more
+    if "not normalised" in kind:
+        changes |= {"normalize": True, "feature_map": "relu"}
+    return problem_of(kind, **changes)
+
+
+@by_backend
+@by_kind
+def test_weights_sum_to_one_and_large_logits_stay_finite(kind, backend):
+    problem = plain(kind).to()
+    value = torch.ones_like(problem.tensors["value"])
+    for scale in (1, 300):
+        found = problem.attend(value=value, query=scale * problem.tensors["query"], backend=backend)
+        # of values that are all 1 the states are 0 but for rounding, which large queries multiply
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=2e-6 * scale)
+
+
+@by_backend
+@by_kind
+def test_a_sample_without_a_key_gets_nothing(kind, backend):
+    """As from PyTorch's attention, forward and backward; the other samples do not notice."""
+    problem = problem_of(kind, batch=2, heads=1, mask=True)
+    problem.options["key_mask"][0] = False
+    problem = problem.to()
+    found = problem.run(running(problem, backend))
+    assert all(x.isfinite().all() for x in found.values())
+    for name in ("output", "query", "key", "value"):
+        assert not found[name][0].any(), name
+    options = problem.options | {"key_mask": problem.options["key_mask"][1:]}
+    tensors = {name: x[1:] if x.ndim == 4 else x for name, x in problem.tensors.items()}
+    others = Problem(tensors, problem.grid, problem.blocks, options).run(running(problem, backend))
+    torch.testing.assert_close(found["output"][1:], others["output"])
+    if backend == "eager" and "content" not in kind:  # whose lists the reference takes from the call
+        assert not reference(**problem.tensors, **problem.settings)[0].any()
+        for name, error in errors_against_reference(problem, torch.float64, "eager").items():
+            assert error < 1e-12, f"{name}: {error:.2e}"
+
+
+@by_backend
+@by_kind
+def test_nan_is_shown_and_stays_in_its_sample_and_head(kind, backend):
+    problem = problem_of(kind, per_head=False, mask=False).to()
+    expected = problem.attend(backend=backend)
+    for name in ("query", "key", "value"):
+        spoilt = problem.tensors[name].clone()
+        spoilt[0, 3, 0, 2] = torch.nan
+        found = problem.attend(backend=backend, **{name: spoilt})
+        assert found[0, 3, 0].isnan().any(), name
+        if name == "query" and problem.blocks is not None:
+            assert found.isnan().any(dim=-1).sum() == 1
+        assert torch.equal(found[1], expected[1]) and torch.equal(found[0, :, 1], expected[0, :, 1]), name
+
+
+@by_backend
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "all listed"])  # which is as autocast says
+def test_autocast_changes_no_bit(kind, backend):
+    """Of the output; and of the gradients where no product of PyTorch is differentiated while autocast is on."""
+    problem = problem_of(kind, batch=1).to()
+    expected = problem.run(running(problem, backend))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        found = problem.run(running(problem, backend))
+    is_sparse = problem.blocks is None
+    names = expected if (is_sparse and backend == "eager") or (kind == "MHLA" and backend == "triton") else ["output"]
+    for name in names:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@by_kind
+def test_the_output_has_the_type_of_the_query(kind, dtype):
+    problem = problem_of(kind).to("cpu", dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert problem.attend().dtype == dtype
+
+
+# Layouts of memory: name → query, key and value (B, N, H, D)
+
+
+def fused(*shape):
+    return [x.unflatten(2, shape[2:]) for x in torch.randn(*shape[:2], 3 * shape[2] * shape[3]).chunk(3, -1)]
+
+
+def heads_before_tokens(*shape):
+    return [torch.randn(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) for _ in range(3)]
+
+
+def channels_not_last(*shape):
+    return [torch.randn(shape[0], shape[3], *shape[1:3]).permute(0, 2, 3, 1) for _ in range(3)]
+
+
+def expanded(batch, tokens, heads, head_dim):
+    query, key = torch.randn(1, tokens, heads, head_dim), torch.randn(batch, tokens, 1, head_dim)
+    return [x.expand(batch, tokens, heads, head_dim) for x in (query, key, torch.randn(batch, 1, heads, 1))]
+
+
+def every_other_token_and_not_aligned(batch, tokens, heads, head_dim):
+    """PyTorch cannot view them as complex numbers."""
+    return [torch.randn(batch, 2 * tokens, heads, head_dim + 1)[:, ::2, :, 1:] for _ in range(3)]
+
+
+STRIDED = [fused, heads_before_tokens, channels_not_last, expanded, every_other_token_and_not_aligned]
+
+
+KINDS_BY_BACKEND = [
+    *((kind, "eager") for kind in ("MHLA", "MHLA, RoPE before", "text", "causal by token, softmax", "lists")),
+    *(pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in ("MHLA", "lists")),
+]
+
+
+@pytest.mark.parametrize("strided", STRIDED)
+@pytest.mark.parametrize(("kind", "backend"), KINDS_BY_BACKEND)
+def test_views_give_what_copies_give_and_are_not_changed(kind, strided, backend):
+    torch.manual_seed(0)
+    problem = problem_of(kind, norm=False, gate=False, mask=False).to()
+    views = [x.to(DEVICE) for x in strided(*problem.tensors["query"].shape)]
+    before = [x.clone() for x in views]
+
+    def run(copy):
+        leaves = [(x.contiguous() if copy else x).detach().requires_grad_() for x in views]
+        output = problem.attend(**dict(zip(("query", "key", "value"), leaves, strict=True)), backend=backend)
+        return output.detach(), *torch.autograd.grad(output.sum(), leaves)
+
+    for view, copy in zip(run(False), run(True), strict=True):
+        torch.testing.assert_close(view, copy)
+    assert all(map(torch.equal, views, before))
+
+
+@pytest.mark.parametrize("how", ["in place", ".data", "NumPy"])
+def test_rotary_tables_that_were_rewritten_are_read_again(how):
+    problem = problem_of("MHLA")
+    tables = problem.options["rotary"]
+    before = problem.attend()
+    for table in tables:
+        {"in place": table, ".data": table.data, "NumPy": torch.from_numpy(table.numpy())}[how].copy_(table.flip(1))
+    expected = problem.attend(rotary=tuple(table.clone() for table in tables))
+    assert torch.equal(problem.attend(), expected) and not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("kind", ["MHLA", "causal by token", "lists"])
+def test_rotary_tables_of_one_row_are_those_of_all_tokens(kind):
+    problem = problem_of(kind)
+    one = tuple(table[:, 5:6] for table in problem.options["rotary"])
+    whole = tuple(table.expand(-1, problem.tensors["query"].shape[1], -1, -1).clone() for table in one)
+    torch.testing.assert_close(problem.attend(rotary=one), problem.attend(rotary=whole))
+
+
+@by_backend
+def test_activation_checkpointing(backend):
+    problem = problem_of("MHLA", batch=1).to()
+    attend = running(problem, backend)
+    expected, found = problem.run(attend), problem.run(partial(checkpoint, attend, use_reentrant=False))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@by_backend
+@pytest.mark.parametrize("kind", ["MHLA", "causal by token", "causal by block, softmax", "lists"])
+def test_compile_as_one_graph(kind, backend):
+    """Output and gradients; lists are made outside, since a constructor may not read values while a graph is traced."""
+    problem = problem_of(kind, batch=1).to()
+    compiled = torch.compile(problem.attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    expected, found = problem.run(running(problem, backend)), problem.run(compiled, backend=backend)
+    for name, value in expected.items():
+        # compiled, RoPE is other operations, whose rounding a small normaliser makes as large as the largest gradients
+        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+@by_backend
+@pytest.mark.parametrize("kind", ["text, RoPE before", "by content"])
+@torch.no_grad()
+def test_compile_as_one_graph_for_all_lengths_of_text(kind, backend):
+    torch.compiler.reset()  # shapes that changed between tests would be symbols from the begin
+    compiled = torch.compile(problem_of(kind).attention, fullgraph=True, backend="aot_eager")
+    for text in (3, 5, 6):
+        problem = problem_of(kind, batch=1, mask=True, extra=(0, text)).to()
+        found = compiled(**problem.tensors, **problem.settings, backend=backend)
+        torch.testing.assert_close(found, problem.attend(backend=backend))

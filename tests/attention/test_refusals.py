@@ -1,0 +1,201 @@
+"""What the attention refuses, by name: one table, in which a text says what the message must hold."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mhla_diffusers.attention import (
+    BlockLists,
+    MHLAState,
+    extend_mixing,
+    initial_mixing,
+    mhla_attention,
+    register_feature_map,
+    sparse_attention,
+)
+from mhla_diffusers.attention.call import ContentRule
+from mhla_diffusers.attention.layout import check_layout
+
+from ..refusals import refused
+
+X, FIVE, ONES = torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 5), torch.ones(2, 12, 2, 8)
+TENSORS = {"query": X, "key": X, "value": X}
+LISTS = BlockLists.from_mask(6, torch.ones(2, 2, 2))
+
+
+def mhla(**changes: Any) -> None:
+    mhla_attention(**TENSORS | {"mixing": torch.rand(4, 4), "grid": (3, 4), "blocks": (2, 2)} | changes)
+
+
+def causal(**changes: Any) -> None:
+    mhla(**{"grid": (12,), "blocks": (4,), "causal": "token"} | changes)
+
+
+def beside_text(**changes: Any) -> None:
+    mhla(**{"grid": (2, 4), "extra": (1, 3)} | changes)
+
+
+def sparse(**changes: Any) -> None:
+    weights = {"pooled_bias": torch.zeros(2), "state_weight": torch.ones(2)}
+    sparse_attention(**TENSORS | {"grid": (3, 4), "lists": LISTS} | weights | changes)
+
+
+def by_content(**changes: Any) -> None:
+    sparse_attention(**TENSORS | {"grid": (3, 4)} | changes)
+
+
+def state(before: int = 0, tokens: torch.Tensor = X[:, :1], rotary: Any = None, **settings: Any) -> None:
+    """A step after so many tokens of a state of 16 in 4 blocks."""
+    given = {"mixing": initial_mixing((4,)), "grid": (16,), "blocks": (4,), "causal": "token"} | settings
+    one = MHLAState(**given)
+    if before:
+        one.step(*(X[:, :before],) * 3)
+    try:
+        one.step(tokens, tokens, tokens, rotary=rotary)
+    finally:
+        assert one.length == before
+
+
+kernels = partial(mhla, backend="triton")
+sparse_kernels = partial(by_content, **dict.fromkeys(TENSORS, torch.randn(1, 24, 1, 8)), grid=(4, 6), backend="triton")
+NO_LIST = torch.tensor([[[[0, 1], [0, -1]]]])
+
+CALLS = [
+    (mhla, "(2, 12, 16)", {"query": X.flatten(2)}),
+    (mhla, "int64", {"query": X.long()}),
+    (mhla, "query...list", {"query": [1.0]}),
+    (mhla, "key...2, 11, 2, 8...query...2, 12, 2, 8", {"key": X[:, :11]}),
+    (mhla, "value...torch.float64...torch.float32", {"value": X.double()}),
+    (mhla, "(3, 5)...15...N=12", {"grid": (3, 5)}),
+    (mhla, "mixing...(4, 4)...(2, 4, 4)...(3, 3)", {"mixing": torch.rand(3, 3)}),
+    (mhla, "mixing...NoneType", {"mixing": None}),
+    (mhla, "mixing...int64", {"mixing": torch.ones(4, 4, dtype=torch.int64)}),
+    (mhla, "eps=-1.0", {"eps": -1.0}),
+    (mhla, "eps='1e-6'", {"eps": "1e-6"}),
+    (mhla, "'rulu'...'relu'", {"feature_map": "rulu"}),
+    (mhla, "rope='during'...'after'...'before'", {"rope": "during"}),
+    (mhla, "'eagr'...'eager'", {"backend": "eagr"}),
+    (mhla, "(1 or 2, 1 or 12, 1, 8)...(12, 8)", {"rotary": (torch.randn(12, 8),) * 2}),
+    (mhla, "rotary...torch.float32", {"rotary": torch.randn(1, 12, 1, 8)}),
+    (mhla, "rotary...torch.float32", {"rotary": (torch.randn(1, 12, 1, 8),)}),
+    (mhla, "rotary...NoneType", {"rotary": (None, None)}),
+    (mhla, "head dim...5", dict.fromkeys(TENSORS, FIVE) | {"rotary": (torch.randn(1, 12, 1, 5),) * 2}),
+    (mhla, "key_mask...list", {"key_mask": [True] * 12}),
+    (mhla, "key_mask...(2, 12)...(12,)", {"key_mask": torch.ones(12, dtype=torch.bool)}),
+    (mhla, "key_mask...-10000", {"key_mask": torch.full((2, 12), -1e4)}),
+    (mhla, "key_mask...1.5", {"key_mask": torch.full((2, 12), 1.5)}),
+    (mhla, "linear_weight...float", {"linear_weight": 1.0}),
+    (mhla, "linear_weight...extra tokens", {"linear_weight": torch.ones(2)}),
+    (mhla, "output_norm...(8,)...(16,)", {"output_norm": torch.ones(16)}),
+    (mhla, "output_gate...(2, 12, 2, 8)...(2, 12, 16)", {"output_gate": torch.ones(2, 12, 16)}),
+    (beside_text, "extra=(3,)", {"extra": (3,)}),
+    (beside_text, "extra=7", {"extra": 7}),
+    (beside_text, "extra=(-1, 8)", {"extra": (-1, 8)}),
+    (beside_text, "extra=(3.0, 4)", {"extra": (3.0, 4)}),
+    (beside_text, "(2, 4)...8...N=12...extra=(3, 5)", {"extra": (3, 5)}),
+    (beside_text, "8...N=12", {"extra": (0, 0)}),
+    (beside_text, "normalize=True", {"normalize": False}),
+    (beside_text, "eps=0.0", {"eps": 0.0}),
+    (beside_text, "mixing...-0.5", {"mixing": torch.full((4, 4), -0.5)}),
+    (beside_text, "mixing...nan", {"mixing": torch.full((4, 4), torch.nan)}),
+    (beside_text, "linear_weight...0 to 1", {"linear_weight": torch.tensor([1.0, 0.0])}),
+    (beside_text, "linear_weight...-0.5 to 1", {"linear_weight": torch.tensor([1.0, -0.5])}),
+    (beside_text, "linear_weight...nan", {"linear_weight": torch.tensor([1.0, torch.nan])}),
+    (beside_text, "output_gate...(2, 8, 2, 8)...(2, 12, 2, 8)", {"output_gate": ONES}),
+    (beside_text, "key_mask...(2, 12)...(2, 8)", {"key_mask": torch.ones(2, 8)}),
+    (beside_text, "rotary...1 or 12, 1, 8)...(1, 8, 1, 8)", {"rotary": (torch.ones(1, 8, 1, 8),) * 2}),
+    (causal, "'tokens'...'token'...'block'", {"causal": "tokens"}),
+    (causal, "(4, 3)...(12,)...causal='block'", {"grid": (4, 3), "blocks": (2, 2)}),
+    (causal, "N=12...11", {"grid": (11,)}),
+    (causal, "4, 8, 11, 14...12", {"grid": (14,), "causal": "block"}),
+    (causal, "extra...causal='token'", {"extra": (3, 0), "grid": (9,)}),
+    (causal, "extra...causal='block'", {"extra": (3, 0), "grid": (9,), "causal": "block"}),
+    (causal, "eps=0.0", {"eps": 0.0}),
+    (causal, "normalize=True", {"linear_weight": torch.ones(2), "normalize": False}),
+    (sparse, "4 tokens: 2...(3, 4)", {"lists": BlockLists.from_mask(4, torch.ones(2, 2, 2))}),
+    (sparse, "heads: 3,...2", {"lists": BlockLists.from_mask(6, torch.ones(3, 2, 2))}),
+    (sparse, "samples: 3,...2", {"lists": BlockLists.from_mask(6, torch.ones(3, 2, 2, 2))}),
+    (sparse, "lists...density", {"density": 0.5}),
+    (sparse, "second-order", {"far": "second-order"}),
+    (sparse, "pooled_bias...(2,)", {"pooled_bias": torch.zeros(3)}),
+    (sparse, "pooled_bias...float", {"pooled_bias": 1.0}),
+    (sparse, "state_weight", {"state_weight": None}),
+    (sparse, "pooled_bias", {"pooled_bias": None}),
+    (sparse, "state_weight", {"far": "means"}),
+    (kernels, "float64", {name: x.double() for name, x in TENSORS.items()}),
+    (kernels, "257...256", dict.fromkeys(TENSORS, torch.randn(1, 12, 1, 257))),
+    (kernels, "output_gate is on meta, but query is on", {"output_gate": torch.ones(2, 12, 2, 8, device="meta")}),
+    (kernels, "rotary is on meta, but query is on", {"rotary": (torch.ones(1, 12, 1, 8, device="meta"),) * 2}),
+    (sparse_kernels, "block size is 4", {"block_size": 4}),
+    (sparse_kernels, "block size is 48", {"block_size": 48, "key_block_size": 16}),
+    (sparse_kernels, "block size is 8", {"block_size": 16, "key_block_size": 8}),
+    (sparse_kernels, "rotary is on meta", {"block_size": 16, "rotary": (torch.ones(1, 24, 1, 8, device="meta"),) * 2}),
+    (state, "'words'", {"causal": "words"}),
+    (state, "'further'...'error'...'relative'", {"beyond": "further"}),
+    (state, "'tritn'...'triton'", {"backend": "tritn"}),
+    (state, "'rellu'...'relu'", {"feature_map": "rellu"}),
+    (state, "rope='never'", {"rope": "never"}),
+    (state, "output_norm...(8,)...(3,)", {"output_norm": torch.ones(3)}),
+    (state, "mixing...NoneType", {"mixing": None}),
+    (state, "15 tokens...4", {"grid": (15,), "beyond": "relative"}),
+    (state, "4 tokens in 1 block", {"grid": (4,), "blocks": (1,), "mixing": torch.ones(1, 1), "beyond": "relative"}),
+    (state, "batch of 2...3...reset()", {"before": 10, "tokens": torch.ones(3, 1, 2, 8)}),
+    (state, "10...7...16...beyond='relative'", {"before": 10, "tokens": X[:, :7]}),
+    (state, "query", {"before": 10, "tokens": X[0, :1]}),
+    (state, "rotary", {"before": 10, "rotary": (torch.ones(1, 2, 1, 8),) * 2}),
+    (state, "4 tokens...query has 3", {"causal": "block", "tokens": X[:, :3], "grid": (4, 2, 2), "blocks": (4, 1, 1)}),
+]
+
+
+@pytest.mark.parametrize(("call", "words", "changes"), CALLS, ids=[words for _, words, _ in CALLS])
+def test_a_call_that_does_not_fit(call, words, changes):
+    with refused(words):
+        call(**changes)
+
+
+IMPOSSIBLE = {
+    "(3, 4)": lambda: BlockLists.from_mask(4, torch.ones(3, 4)),
+    "from 0 to 3": lambda: BlockLists(4, torch.full((1, 1, 4, 1), 4)),
+    "[0, 0]": lambda: BlockLists(4, torch.tensor([[[[0, 1], [0, 0]]]])),
+    "[1, 0]": lambda: BlockLists(4, torch.tensor([[[[1, 0], [0, 1]]]])),
+    "[-1, 0]": lambda: BlockLists(4, torch.tensor([[[[-1, 0], [0, 1]]]])),
+    "torch.bool": lambda: BlockLists(4, torch.ones(1, 2, 2, 2, dtype=torch.bool)),
+    "torch.float32": lambda: BlockLists(4, torch.zeros(1, 2, 2, 1)),
+    "pairs=5": lambda: BlockLists(4, NO_LIST, 5),
+    "(1, 4, 1)": lambda: BlockLists(4, torch.zeros(1, 4, 1, dtype=torch.int64)),
+    "block_size=0": lambda: BlockLists.from_mask(0, torch.ones(2, 3, 3)),
+    "block_size=(2, 2)": lambda: ContentRule((2, 2), 0.1),
+    "order='place'": lambda: ContentRule(64, 0.1, order="place"),
+    "key_block_size=48": lambda: ContentRule(64, 0.1, key_block_size=48),
+    "density=0.0": lambda: ContentRule(64, 0.0),
+    "density=1.5": lambda: ContentRule(64, 1.5),
+    "density='0.1'": lambda: ContentRule(64, "0.1"),
+    "'random'...'locality'...'uniform'...'identity'": lambda: initial_mixing((2,), "random"),
+    "blocks=(4,)...3": lambda: extend_mixing(torch.ones(4, 4), (4,), 3),
+    "blocks=(1,)...4": lambda: extend_mixing(torch.ones(1, 1), (1,), 4),
+    "relu": lambda: register_feature_map("relu", torch.nn.functional.softplus),
+    "height...3...5": lambda: check_layout((4, 3, 8), (2, 5, 2)),
+    "(2, 2, 2)...(4, 6)": lambda: check_layout((4, 6), (2, 2, 2)),
+    "blocks=(0,)": lambda: check_layout((4,), (0,)),
+    "blocks=(2.0,)": lambda: check_layout((4,), (2.0,)),
+    "grid=(1, 1, 1, 1)": lambda: check_layout((1, 1, 1, 1), (1, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize(("words", "make"), IMPOSSIBLE.items(), ids=IMPOSSIBLE)
+def test_lists_rules_layouts_and_matrices_that_cannot_be(words, make):
+    with refused(words):
+        make()
+
+
+GRIDS = [(3, 0), (3, -4), (3.0, 4), (np.float64(3), 4), (True, 12), ("3", 4), "34", (), (2, 1, 6, 1), None, 12]
+
+
+@pytest.mark.parametrize("call", [mhla, by_content])
+@pytest.mark.parametrize("grid", GRIDS, ids=repr)
+def test_what_is_no_grid(call, grid):
+    with refused("grid="):
+        call(grid=grid)
