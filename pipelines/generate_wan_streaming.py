@@ -21,7 +21,7 @@ import torch
 from diffusers import WanPipeline
 from diffusers.utils.torch_utils import randn_tensor
 
-from mhla_diffusers import CausalConfig, load_mhla
+from mhla_diffusers import CausalConfig, load_mhla, mhla_disabled
 from mhla_diffusers.attention import MHLAState
 from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.tiny import load_tiny
@@ -153,7 +153,8 @@ def stream_latents(
         for one in streamed:
             one.keep = keep
         given = torch.cat([latents] * (1 + guides)).to(transformer.dtype)
-        found = transformer(given, time.expand(len(given)), text, return_dict=False)[0]
+        with mhla_disabled(transformer):  # the patch's own processors are replaced, which it would warn of
+            found = transformer(given, time.expand(len(given)), text, return_dict=False)[0]
         if not guides:
             return found
         conditional, free = found.chunk(2)
