@@ -16,22 +16,28 @@ from .rope import rotated
 from .sparse import key_block_of_tokens, with_lists
 
 
-def reference_weights(call: MHLACall | SparseCall) -> torch.Tensor:
+def reference_weights(call: MHLACall | SparseCall, rows: torch.Tensor | None = None) -> torch.Tensor:
     """Form the effective attention matrix (paper, Eq. 5): float64 (B, H, N, N), row = query token.
 
     It belongs to the attention before output norm and gate; the value is not read, except where β and γ are left to the
     call. A query has zeros where the mask leaves no key that it sees, or that its row of the mixing matrix gives
     weight to.
+
+    Args:
+        call: the call.
+        rows: (R,) int64, query tokens to form rows of, where N x N numbers are too many, of a call that is not causal
+            and has no extra tokens; None for all.
     """
     query, key = (rotated(x.double(), call.rotary) for x in (call.query, call.key))
     mask = torch.ones(key.shape[:2], device=key.device) if call.key_mask is None else call.key_mask
     mask = mask.double()
-    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    chosen = torch.arange(query.shape[1], device=query.device) if rows is None else rows
+    scores = torch.einsum("bqhd,bkhd->bhqk", query[:, chosen], key) / query.shape[-1] ** 0.5
     has_none = ~mask.any(dim=1)[:, None, None, None]
     if isinstance(call, SparseCall):
         mask = mask.masked_fill(has_none[:, 0, 0], 1)  # 0 / 0 would spoil the gradients of what is replaced
-        return _sparse(with_lists(call), scores, query, key, mask).masked_fill(has_none, 0)
-    weights, normaliser = _linear(call, mask)
+        return _sparse(with_lists(call), scores, query, key, mask, chosen).masked_fill(has_none, 0)
+    weights, normaliser = _linear(call, mask, rows)
     if call.causal is not None:
         weights, normaliser, seen = _causal(call, weights, normaliser, scores, mask)
         has_none = ~(seen & (mask != 0)[:, None, None]).any(dim=-1, keepdim=True)
@@ -44,8 +50,8 @@ def reference_weights(call: MHLACall | SparseCall) -> torch.Tensor:
     return weights.masked_fill(has_none, 0)
 
 
-def _linear(call: MHLACall, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights among the grid's tokens, and what they are divided by: (B, H, N, N) each."""
+def _linear(call: MHLACall, mask: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights among the grid's tokens, and what they are divided by: (B, H, N, N) each, or of some rows."""
     phi, mixing = get_feature_map(call.feature_map), call.mixing.double()
     query, key, mask = (call.on_grid(x) for x in (call.query.double(), call.key.double(), mask))
     rotary = None if call.rotary is None else (call.on_grid(call.rotary[0]), call.on_grid(call.rotary[1]))
@@ -56,9 +62,10 @@ def _linear(call: MHLACall, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         mixing, mask = mixing + LEAST_MIXING, mask.clamp_min(LEAST_MASK)
     key = key * mask[:, :, None, None]
     block_of = block_index(call.grid, call.blocks).to(query.device)[: query.shape[1]]
-    coefficients = mixing[..., block_of[:, None], block_of[None, :]]
-    normaliser = coefficients * torch.einsum("bqhd,bkhd->bhqk", query, key)
-    query, key = rotated(query, rotary), rotated(key, rotary)
+    some = slice(None) if rows is None else rows
+    coefficients = mixing[..., block_of[some][:, None], block_of[None, :]]
+    normaliser = coefficients * torch.einsum("bqhd,bkhd->bhqk", query[:, some], key)
+    query, key = rotated(query, rotary)[:, some], rotated(key, rotary)
     return coefficients * torch.einsum("bqhd,bkhd->bhqk", query, key), normaliser
 
 
@@ -116,7 +123,12 @@ def _beside_extra(
 
 
 def _sparse(
-    call: SparseCall, scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor
+    call: SparseCall,
+    scores: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor,
+    chosen: torch.Tensor,
 ) -> torch.Tensor:
     """Weights of sparse attention, of the whole sequence: (B, H, N, N).
 
@@ -130,6 +142,7 @@ def _sparse(
         query: after RoPE, (B, N, H, D).
         key: likewise.
         mask: (B, N).
+        chosen: (R,), tokens whose rows the scores are; of a call with extra tokens all.
     """
     lists = call.sparse
     assert isinstance(lists, BlockLists)
@@ -138,15 +151,20 @@ def _sparse(
     if call.lists_everything:
         return softmax / softmax.sum(dim=-1, keepdim=True)
     assert call.pooled_bias is not None
-    rows = slice(call.extra[0], scores.shape[-1] - call.extra[1])
+    columns = slice(call.extra[0], scores.shape[-1] - call.extra[1])
+    rows = columns if any(call.extra) else slice(None)
     query, key, mask = (call.on_grid(x) for x in (query, key, mask))
     query = query / query.shape[-1] ** 0.5
     query_block = (layout_of(call.grid, lists.block_size).rows.long() // lists.block_size).to(query.device)
+    of_blocks = torch.nn.functional.one_hot(query_block, lists.blocks).double()
+    mean_query = torch.einsum("bqhd,qa->bhad", query, of_blocks) / of_blocks.sum(dim=0)[:, None]
+    if not any(call.extra):
+        query, query_block, of_blocks = query[:, chosen], query_block[chosen], of_blocks[chosen]
     batch, _, heads, _ = query.shape
     key_block = key_block_of_tokens(call, lists).expand(batch, heads, -1)
     is_listed = lists.mask().expand(batch, -1, -1, -1)
     sees = is_listed[:, :, query_block].gather(-1, key_block[:, :, None].expand(-1, -1, len(query_block), -1))
-    near = torch.where(sees, softmax[:, :, rows, rows], 0.0)
+    near = torch.where(sees, softmax[:, :, rows, columns], 0.0)
 
     member = torch.nn.functional.one_hot(key_block, lists.key_blocks).double()
     total = torch.einsum("bk,bhkc->bhc", mask, member)
@@ -157,8 +175,6 @@ def _sparse(
     far = torch.where(sees, 0.0, biased.exp() * mask[:, None, None])
     if call.far == "first-order":
         assert call.state_weight is not None
-        of_blocks = torch.nn.functional.one_hot(query_block, lists.blocks).double()
-        mean_query = torch.einsum("bqhd,qa->bhad", query, of_blocks) / of_blocks.sum(dim=0)[:, None]
         block_logits = torch.einsum("bhad,bhcd->bhac", mean_query, mean) + total.log()[:, :, None]
         is_out = is_listed | (total == 0)[:, :, None]
         peak = block_logits.masked_fill(is_out, -math.inf).amax(dim=-1, keepdim=True).nan_to_num(0, 0, 0)
@@ -175,15 +191,15 @@ def _sparse(
         far_sum = far.sum(dim=-1, keepdim=True)
         far = far + call.state_weight.double()[..., None, None] * far_sum * first_order
         sums = softmax.clone()
-        sums[:, :, rows, rows] = near
+        sums[:, :, rows, columns] = near
         denominator = sums.sum(dim=-1, keepdim=True)
         denominator[:, :, rows] += far_sum
     else:
         sums = softmax.clone()
-        sums[:, :, rows, rows] = near + far
+        sums[:, :, rows, columns] = near + far
         denominator = sums.sum(dim=-1, keepdim=True)
     weights = softmax.clone()
-    weights[:, :, rows, rows] = near + far
+    weights[:, :, rows, columns] = near + far
     return weights / denominator
 
 
