@@ -116,6 +116,28 @@ def info(
 
 
 @app.command()
+def check(
+    model: Annotated[str, typer.Option(help="Whose attention is checked: wan2.1-1.3b, flux-dev, …")] = "wan2.1-1.3b",
+    size: Annotated[
+        str | None, typer.Option(help="480x832, or 512 for a square; smaller on a CPU if left out.")
+    ] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU and float32 on a CPU by default.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for check.md and check.json.")] = Path("outputs/check"),
+) -> None:
+    """Does it work here, and does it pay: errors against float64, times beside every softmax, a verdict."""
+    from .checking import check as run
+    from .checking import write_check
+
+    found = run(model, size, frames, device, dtype)
+    typer.echo(str(found))
+    typer.echo(f"written: {', '.join(map(str, write_check(found, output)))}; paste check.md into an issue")
+    if not found.is_correct:
+        raise typer.Exit(1)
+
+
+@app.command()
 @expand_options(pipeline_options, patch_options)
 def audit(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],

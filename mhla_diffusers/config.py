@@ -116,7 +116,7 @@ class PatchConfig(Settings):
     def dense_words(self) -> str:
         """The settings that choose these steps, for errors and logs."""
         chosen = {name: getattr(self, name) for name in ("dense_first", "dense_last", "dense_every")}
-        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value)
+        return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value) or "no dense step"
 
     def is_dense(self, step: "Step") -> bool:
         """Whether all layers run the original attention in a denoising step."""

@@ -28,6 +28,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+def autocast_type(x: torch.Tensor) -> torch.dtype | None:
+    """Return the type that autocast gives a tensor's attention; None without autocast, as on the meta device."""
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """(..., m, k) @ (..., k, n) in the type of the right one, regardless of autocast where backward() is called."""
     function = _ProductInForwardMode if is_forward_mode() else _Product

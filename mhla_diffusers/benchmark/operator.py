@@ -35,7 +35,7 @@ SOFTMAX_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 """Backends of PyTorch's scaled_dot_product_attention."""
-_FLASH = {"flash-attn": ("flash_attn",), "FlashAttention-3": ("fa3_fwd_interface", "flash_attn_interface")}
+FLASH = {"flash-attn": ("flash_attn",), "FlashAttention-3": ("fa3_fwd_interface", "flash_attn_interface")}
 """Package → modules to try in order; FlashAttention-3 is in fa3-fwd and in flash-attn-3."""
 Attend = Callable[[], torch.Tensor]
 
@@ -70,9 +70,9 @@ def flash_attention(package: str, inputs: Sequence[torch.Tensor]) -> Attend | st
     """Return a call of a package's FlashAttention of query, key and value (B, N, H, D), or why there is none."""
     if inputs[0].device.type == "cpu":
         return f"{package} runs on GPUs only"
-    installed = [module for module in _FLASH[package] if find_spec(module) is not None]
+    installed = [module for module in FLASH[package] if find_spec(module) is not None]
     if not installed:
-        return f"{package} is not installed: no module {' or '.join(_FLASH[package])}"
+        return f"{package} is not installed: no module {' or '.join(FLASH[package])}"
 
     def attend() -> torch.Tensor:
         output: Any = import_module(installed[0]).flash_attn_func(*inputs)
@@ -202,6 +202,6 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
     for backend in SOFTMAX_BACKENDS:
         absent = why_no_softmax(backend, device, shape.tokens, shape.heads)
         add(SOFTMAX, backend, "softmax", absent or partial(softmax_attention, backend, *inputs))
-    for package in _FLASH:
+    for package in FLASH:
         add(SOFTMAX, package, "softmax", flash_attention(package, inputs))
     return runs

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..attention.layout import Shape
+from ..attention.precision import autocast_type
 from ..attention.rope import Rotary, rotary_of_complex
 
 Arguments = Mapping[str, Any]
@@ -113,10 +114,9 @@ class AttentionAdapter:
                 "another resolution."
             )
         query, key, value = project_tokens(attn, hidden_states)
-        device = value.device.type
-        if device != "meta" and torch.is_autocast_enabled(device) and value.dtype != torch.float64:
-            # a norm may return float32 and projections the lower type: as in scaled_dot_product_attention
-            query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+        lower = autocast_type(value)
+        if lower is not None:  # a norm may return float32 and projections the lower type: as softmax attention casts
+            query, key, value = (x.to(lower) for x in (query, key, value))
         key_mask = None if mask is None else key_padding_mask(mask, len(hidden_states), count)
         return AttentionInputs(query, key, value, hidden_states, grid, self.rotary(attn, arguments), key_mask)
 

@@ -22,6 +22,9 @@ from .residual import residual_bytes
 
 logger = logging.getLogger(__name__)
 
+_OF_TEXT = ("attn2.to_k", "attn2.to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context")
+"""Ends of the names of linear layers that see the text alone."""
+
 
 @dataclass(frozen=True)
 class LayerDescription:
@@ -182,6 +185,62 @@ def dense_in_words(config: PatchConfig, count: int = USUAL_STEPS) -> str:
     of_layers = "" if not layers else "layer 0" if layers == 1 else f"layers 0-{layers - 1}"
     places = [part for part in (steps_in_words(config.dense_steps(count), count), of_layers) if part]
     return f"dense in {' and in '.join(places)}" if places else "dense in no step"
+
+
+def most_speedup(patched: Patched, grid: tuple[int, ...], steps: int = USUAL_STEPS) -> float:
+    """Return the most that a patch can bring to a call of so many steps, by the FLOPs of its transformer's blocks.
+
+    Counted from the shapes of linear layers and attentions; those on the text alone are left out.
+    """
+    family, tokens = patched.of_family, math.prod(grid)
+    linear = sum(
+        2 * module.weight.numel() * tokens
+        for block in family.blocks_of(patched.transformer).values()
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith(_OF_TEXT)
+    )
+    sizes = {
+        name: sizes_of(attn, family, patched.config if name in patched.chosen else None, grid, family.extra_tokens)
+        for name, attn in patched.attentions.items()
+    }
+    plain = linear + sum(one.softmax_flops for one in sizes.values())
+    left = linear + sum(one.flops if name in patched.chosen else one.softmax_flops for name, one in sizes.items())
+    dense = len(patched.config.dense_steps(steps))
+    return steps * plain / (dense * plain + (steps - dense) * left)
+
+
+def _usual_grid(patched: Patched, pipe: Any) -> tuple[int, ...] | None:
+    """Return the token grid of a pipeline's default size; None where it is unknown, as of a transformer alone."""
+    family = patched.of_family
+    if isinstance(pipe, nn.Module) or getattr(pipe, "vae", None) is None:
+        return None
+    try:
+        return family.calling.grid(pipe, patched.transformer, family.default_clip)
+    except ValueError:  # an autoencoder that does not say its strides, or a size that the model does not take
+        return None
+
+
+def applied_in_words(patched: Patched, pipe: Any) -> str:
+    """Say in one line what a sparse patch does: density, dense steps and layers, bound, memory.
+
+    Args:
+        patched: of a family.
+        pipe: pipeline, at whose default size bound and memory are counted; a transformer has none.
+    """
+    config, family = patched.config, patched.of_family
+    assert isinstance(config, SparseConfig)
+    parts = [f"{config.density:.3g} of block pairs", dense_in_words(config)]
+    grid = _usual_grid(patched, pipe)
+    if grid is not None:
+        (height, width), frames = family.default_clip.sizes[0], family.default_clip.frames
+        size = f"{height}x{width}" + (f"x{frames}" if family.makes_videos else "")
+        parts.append(f"at most {most_speedup(patched, grid):.1f}x at {size}")
+        if config.correct and config.has_dense_steps:
+            heads, head_dim = family.heads(next(iter(patched.attentions.values())))
+            held = residual_bytes(math.prod(grid) + family.extra_tokens, heads * head_dim)
+            parts.append(f"{scaled(2 * held * len(patched.chosen), 1024, 'B')} for corrections with guidance")
+    parts.append("quality not measured on this model: mhla tune")
+    return f"{config.profile or config.attention}: {'; '.join(parts)}"
 
 
 def describe(

@@ -31,6 +31,7 @@ from ..families import Family, find_family, get_family, why_refused
 from ..settings import check_choice, check_value
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal
 from .call import Counts
+from .describe import applied_in_words
 from .finding import find_patched, find_transformers, is_patched, models_of, refuse_wrapped, require_patched
 from .layer import OFFLOADED, MHLALayer, attentions_of, make_layer, share_parameters
 from .patched import Facts, Patched, check_counts
@@ -112,7 +113,7 @@ def apply_mhla(
                 remove_mhla(patched.transformer)
         raise
     for patched, _ in plans:
-        _log_patch(patched)
+        _log_patch(patched, model)
     return model
 
 
@@ -164,13 +165,15 @@ def _plan_by_grid(
     return [Patched(module, config, None, facts, model) for module in modules]
 
 
-def _log_patch(patched: Patched) -> None:
+def _log_patch(patched: Patched, pipe: Any) -> None:
     """Log which attention a new patch runs, and warn where it has yet to be adapted; not of one without weights."""
     if all(parameter.is_meta for parameter in patched.transformer.parameters()):
         return
     config, kind, family = patched.config, type(patched.transformer).__name__, patched.family
     if family is None:
         return logger.info("%s in the attentions over the grid of %s", config.attention, kind)
+    if isinstance(config, SparseConfig):
+        return logger.info("%s", applied_in_words(patched, pipe))
     runs = f"{config.attention} in {len(patched.chosen)} of the {len(patched.attentions)} self-attentions of {kind}"
     if isinstance(config, LinearConfig) and family.computes == "softmax":
         logger.warning(

@@ -23,6 +23,7 @@ from torch.overrides import (  # type: ignore[attr-defined]
 
 from ..attention import SparseCall, reference_attention, sparse_attention
 from ..attention.layout import Extra
+from ..attention.precision import autocast_type
 from .call import Call, Counts, Seen, held
 
 BACKEND = "mhla"
@@ -170,7 +171,7 @@ def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     if keys != grid + sum(extra):
         size = "x".join(map(str, call.grid))
         reason = f"{tokens:,} tokens are not those of the grid {size} and {sum(extra)} others"
-    elif not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type):
+    elif not query.dtype == key.dtype == value.dtype and autocast_type(query) is None:
         reason = f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
     elif request.is_causal or request.dropout:
         reason = "causal attention" if request.is_causal else "dropout"
@@ -215,9 +216,9 @@ def sparse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit, request: Request
 ) -> torch.Tensor:
     """Return sparse attention, (B, N, H, D); (B, product of the grid, H, D) where extra tokens have keys alone."""
-    config, tokens, device = call.patch.config, query.shape[1], query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as scaled_dot_product_attention casts
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    config, tokens, lower = call.patch.config, query.shape[1], autocast_type(query)
+    if lower is not None:  # as scaled_dot_product_attention casts
+        query, key, value = (x.to(lower) for x in (query, key, value))
     factor = 1.0 if request.scale is None else request.scale * math.sqrt(query.shape[-1])
     if not math.isclose(factor, 1, rel_tol=1e-6):
         query = query * factor

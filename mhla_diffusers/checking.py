@@ -1,0 +1,243 @@
+"""``mhla check``: does it work on this machine, how fast is it here, and does it pay for a model at a size."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .attention import MHLACall, SparseCall, initial_mixing, mhla_attention, reference_weights, sparse_attention
+from .attention.sparse import with_lists
+from .benchmark.cases import Case, Shape, choose_cases
+from .benchmark.correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, relative_error, why_no_triton
+from .benchmark.counts import ATTENTION, count_forward
+from .benchmark.info import report
+from .benchmark.measure import Row, Runs, time_interleaved
+from .benchmark.operator import FLASH, SOFTMAX_BACKENDS, flash_attention, softmax_attention, why_no_softmax
+from .config import PROFILES, SparseConfig
+from .files import write_json, write_text
+from .patching.describe import dense_in_words
+from .reporting import markdown_table, scaled
+
+_ROWS = 64
+"""Query tokens whose rows are compared with the float64 reference."""
+_HEADS = 2
+"""Heads that are compared: a row of N weights in float64 is formed for each."""
+_STEPS = 50
+"""Denoising steps that a verdict is for."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What ``mhla check`` found; :meth:`to_dict` is ``check.json``, and printed it is ``check.md``."""
+
+    case: str
+    """Model and size."""
+    device: str
+    dtype: str
+    about: str
+    """Versions and devices."""
+    errors: dict[str, float]
+    """Attention, backend and tensor → relative error on sampled rows against float64."""
+    limits: dict[str, float]
+    rows: list[Row]
+    """Times of one attention: softmax by every backend, and the profiles."""
+    bounds: dict[str, tuple[float, float]]
+    """Profile → the most that it brings to one forward and to a call of 50 steps, by FLOPs."""
+    share: float
+    """Self-attention's share of the FLOPs of an unpatched forward."""
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether all errors are within their limits."""
+        return all(error <= self.limits[name] for name, error in self.errors.items())
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Profile → how many times faster than the fastest softmax here one attention is."""
+        seconds = {row.variant: row.median for row in self.rows if row.median is not None}
+        softmax = min((value for name, value in seconds.items() if name.startswith("softmax")), default=math.nan)
+        return {name: softmax / seconds[name] for name in PROFILES if name in seconds}
+
+    @property
+    def verdict(self) -> str:
+        """Say whether sparse attention pays at this size."""
+        if not self.is_correct:
+            return "wrong here: do not use it on this machine, and please report check.md"
+        gained = {name: _times(self.share, factor) for name, factor in self.measured.items()}
+        best = max(gained, key=gained.__getitem__, default="")
+        if not best or gained[best] < 1.05:
+            return f"leave it off at this size: a forward of {self.case} gains less than 5 % here"
+        return (
+            f"pays: with one attention {self.measured[best]:.1f}x as fast as the fastest softmax here, a forward of "
+            f"{self.case} is at most {gained[best]:.2f}x as fast ({best})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return values for JSON."""
+        times = {row.variant: row.median if row.median is not None else row.reason for row in self.rows}
+        peaks = {row.variant: row.peak_bytes for row in self.rows if row.peak_bytes is not None}
+        facts = {"case": self.case, "device": self.device, "dtype": self.dtype, "correct": self.is_correct}
+        return {
+            **facts,
+            "verdict": self.verdict,
+            "errors": self.errors,
+            "limits": self.limits,
+            "seconds": times,
+            "peak_bytes": peaks,
+            "bounds": self.bounds,
+            "about": self.about.splitlines(),
+        }
+
+    def __str__(self) -> str:
+        worst = max(self.errors, key=self.errors.__getitem__)
+        word = "correct" if self.is_correct else "WRONG"
+        times = [
+            (
+                row.variant,
+                row.reason if row.median is None else f"{1000 * row.median:.2f} ms",
+                "" if row.peak_bytes is None else scaled(row.peak_bytes, 1024, "B"),
+            )
+            for row in self.rows
+        ]
+        bounds = [
+            (name, f"{one:.2f}", f"{call:.2f}", dense_in_words(SparseConfig(**PROFILES[name]), _STEPS))
+            for name, (one, call) in self.bounds.items()
+        ]
+        parts = [
+            f"# mhla check: {self.case} on {self.device} in {self.dtype}",
+            f"**{self.verdict}**",
+            f"{word}: largest error {self.errors[worst]:.0e} ({worst}) on sampled rows against float64",
+            markdown_table(("one attention", "time", "peak memory"), times),
+            markdown_table(("profile", "forward, at most", f"call of {_STEPS} steps, at most", "which steps"), bounds),
+            f"Self-attention is {self.share:.0%} of a forward's FLOPs; bounds are counted from FLOPs.",
+            "\n".join(self.about.splitlines()),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+
+def check(
+    model: str, size: str | None = None, frames: int | None = None, device: str = "auto", dtype: str | None = None
+) -> Check:
+    """Check correctness and speed of sparse attention and MHLA on a device, for a model at a size.
+
+    Args:
+        model: a configuration that ``mhla info`` lists, such as "wan2.1-1.3b".
+        size: such as "480x832"; None for the model's first, on a CPU with half its tokens along every axis.
+        frames: of a video.
+        device: "auto" for a GPU if there is one.
+        dtype: "bfloat16" on a GPU and "float32" on a CPU by default.
+
+    Raises:
+        ValueError: an unknown model, a size that it does not take, or a model whose attention is not softmax.
+    """
+    from .devices import FLOAT_TYPES, choose_device, dtype_name
+
+    place = choose_device(device)
+    on_cpu = place.type == "cpu"
+    kind = FLOAT_TYPES[dtype_name(dtype or ("float32" if on_cpu else "bfloat16"))]
+    case = choose_cases([model], size and [size], None if frames is None else [frames], smallest=True)[0]
+    if case.family.computes != "softmax":
+        raise ValueError(
+            f"{model}'s own attention is {case.family.computes}; mhla check compares with softmax. Give wan2.1-1.3b, "
+            "flux-dev or another model of softmax attention."
+        )
+    shape = case.shape
+    if on_cpu and size is None:
+        shape = _smaller(shape)
+    errors = _errors(shape, place, kind)
+    limits = {name: (LARGEST_ERROR if name.endswith("output") else LARGEST_GRADIENT_ERROR)[kind] for name in errors}
+    rows = time_interleaved(_runs(shape, place, kind), place, 0.5 if on_cpu else 1.0, least=3, most=15)
+    bounds, share = _bounds(case)
+    every, taken = math.prod(case.grid), math.prod(shape.grid)
+    name = f"{case.name}, {every:,} tokens" if taken == every else f"{case.name}, {taken:,} of its {every:,} tokens"
+    return Check(name, str(place), str(kind).removeprefix("torch."), report(None), errors, limits, rows, bounds, share)
+
+
+def _smaller(shape: Shape) -> Shape:
+    """Return a shape of half the tokens along every axis and at most three heads, for a CPU."""
+    grid = tuple(max(1, size // 2) for size in shape.grid)
+    blocks = tuple(min(pair) for pair in zip(shape.blocks, grid, strict=True))
+    return replace(shape, grid=grid, blocks=blocks, heads=min(3, shape.heads))
+
+
+def _errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Compare sampled rows of outputs, and the gradients that they send back, with the float64 reference."""
+    shape = replace(shape, heads=min(_HEADS, shape.heads))
+    tensors: dict[str, Any] = dict(zip(("query", "key", "value"), shape.draw_inputs(device, dtype), strict=True))
+    rows = torch.arange(_ROWS, device=device) * (shape.tokens // _ROWS) if shape.tokens > _ROWS else None
+    chosen = torch.arange(shape.tokens, device=device) if rows is None else rows
+    mixing = initial_mixing(shape.blocks).to(device)
+    rule = SparseConfig(density=0.1).rule_on(shape.grid)
+    half = torch.full((shape.heads,), 0.5, device=device)
+    given: dict[str, Any] = {"pooled_bias": half, "state_weight": half}
+    lists: Any = with_lists(SparseCall(**tensors, grid=shape.grid, sparse=rule)).sparse
+    kinds: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
+        "sparse": (
+            partial(sparse_attention, grid=shape.grid, lists=lists, **given),
+            lambda **x: SparseCall(**x, grid=shape.grid, sparse=lists, **given),
+        ),
+        "MHLA": (
+            partial(mhla_attention, grid=shape.grid, blocks=shape.blocks, mixing=mixing),
+            lambda **x: MHLACall(**x, grid=shape.grid, blocks=shape.blocks, mixing=mixing),
+        ),
+    }
+    errors = {}
+    upstream = torch.randn(1, len(chosen), shape.heads, shape.head_dim, device=device, dtype=torch.float64)
+    for kind, (attend, call) in kinds.items():
+        exact = {name: x.double().requires_grad_() for name, x in tensors.items()}
+        expected = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call(**exact), rows), exact["value"])
+        wanted = torch.autograd.grad(expected, list(exact.values()), upstream)
+        for backend in ("eager",) if why_no_triton(shape, device, dtype) else ("eager", "triton"):
+            leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+            found = attend(**leaves, backend=backend)[:, chosen]
+            gradients = torch.autograd.grad(found, list(leaves.values()), upstream.to(found.dtype))
+            errors[f"{kind} {backend} output"] = relative_error(found, expected)
+            for name, one, other in zip(leaves, gradients, wanted, strict=True):
+                errors[f"{kind} {backend} gradient of {name}"] = relative_error(one, other)
+    return errors
+
+
+def _runs(shape: Shape, device: torch.device, dtype: torch.dtype) -> Runs:
+    """Return softmax by every backend that may run here, and the sparse attention of each profile."""
+    inputs = shape.draw_inputs(device, dtype)
+    runs: Runs = {}
+    for backend in SOFTMAX_BACKENDS:
+        absent = why_no_softmax(backend, device, shape.tokens, shape.heads)
+        runs[Row(f"softmax {backend}", baseline=True)] = absent or partial(softmax_attention, backend, *inputs)
+    for package in FLASH:
+        runs[Row(f"softmax {package}", baseline=True)] = flash_attention(package, inputs)
+    for name, settings in PROFILES.items():
+        config = SparseConfig(**settings)
+        query, key, value = inputs
+        runs[Row(name)] = partial(sparse_attention, query, key, value, shape.grid, density=config.density)
+    return {row: run if isinstance(run, str) else torch.no_grad()(run) for row, run in runs.items()}
+
+
+def _bounds(case: Case) -> tuple[dict[str, tuple[float, float]], float]:
+    """Return the most that each profile brings to a forward and to a call, and self-attention's share, by FLOPs."""
+    plain, bounds = count_forward(case), {}
+    whole = sum(plain.values())
+    for name, settings in PROFILES.items():
+        config = SparseConfig(**settings)
+        left = sum(count_forward(case, config).values())
+        dense = len(config.dense_steps(_STEPS))
+        bounds[name] = whole / left, _STEPS * whole / (dense * whole + (_STEPS - dense) * left)
+    return bounds, plain[ATTENTION] / whole
+
+
+def _times(share: float, factor: float) -> float:
+    """Return how much faster a whole is of which a share becomes faster by a factor."""
+    return 1 / (1 - share + share / factor)
+
+
+def write_check(found: Check, folder: Path) -> list[Path]:
+    """Write ``check.md`` and ``check.json`` to a folder, and return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / "check.md", folder / "check.json"]
+    write_text(str(found), files[0])
+    write_json(found.to_dict(), files[1])
+    return files
