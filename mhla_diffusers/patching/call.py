@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -242,13 +242,16 @@ class CarryingCheckpoint:
         self.checkpoint = checkpoint
 
     def __call__(self, block: Any, *args: Any) -> Any:
-        """Run a block; when it runs again, the thread has the call of now."""
+        """Run a block; when it runs again, the thread has the call and the mode of now."""
         if torch.compiler.is_compiling():  # recomputes its graph, which contains the grid
             return self.checkpoint(block, *args)
         call = held().call
 
         def run(*again: Any) -> Any:
-            with within(call):
+            if held().call is call:  # the forward itself
+                return block(*again)
+            mode = None if call is None else call.mode
+            with within(call), mode or nullcontext():
                 return block(*again)
 
         return self.checkpoint(run, *args)

@@ -412,24 +412,25 @@ class Mode(TorchFunctionMode):
             )
         if func is not functional.scaled_dot_product_attention or self.is_recomputed():
             return func(*args, **(kwargs or {}))
-        return self._answer(*args, **(kwargs or {}))
+        return _answer_pytorch(*args, **(kwargs or {}))
 
-    @staticmethod
-    def _answer(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if query.ndim != 4:
-            return functional.scaled_dot_product_attention(query, key, value, *request[:3], scale=scale)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        return answer(query, key, value, request).transpose(1, 2)
+
+def _answer_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Answer a call of ``scaled_dot_product_attention``; a function, because Dynamo guards no method of a mode."""
+    request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if query.ndim != 4:
+        return functional.scaled_dot_product_attention(query, key, value, *request[:3], scale=scale)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return answer(query, key, value, request).transpose(1, 2)
 
 
 def is_checkpointed() -> bool:
