@@ -99,6 +99,8 @@ class Call(NamedTuple):
     """Extra tokens before and after the grid's, in the sequence that an attention sees."""
     rows_alike: bool = False
     """Whether a mask with a row for every query is the same for all queries of the grid."""
+    pads_behind_grid: bool = False
+    """Whether a mask means that the grids of samples begin at different tokens."""
     step: Step | None = None
     """The denoising step; None if it is unknown, or outside of sampling."""
     is_dense: bool = False

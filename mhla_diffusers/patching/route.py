@@ -174,6 +174,8 @@ def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         reason = f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
     elif request.is_causal or request.dropout:
         reason = "causal attention" if request.is_causal else "dropout"
+    elif request.mask is not None and call.pads_behind_grid:
+        reason = "samples of different lengths, whose grids begin at different tokens"
     elif request.mask is not None:
         key_mask = _key_mask(request.mask, len(query), keys, extra[0] if call.rows_alike else None)
         reason = "a mask between tokens" if key_mask is None else ""
