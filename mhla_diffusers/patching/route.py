@@ -170,7 +170,7 @@ def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
     if keys != grid + sum(extra):
         size = "x".join(map(str, call.grid))
         reason = f"{tokens:,} tokens are not those of the grid {size} and {sum(extra)} others"
-    elif not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type):
+    elif not query.dtype == key.dtype == value.dtype and not _casts(query):
         reason = f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
     elif request.is_causal or request.dropout:
         reason = "causal attention" if request.is_causal else "dropout"
@@ -218,7 +218,7 @@ def sparse(
 ) -> torch.Tensor:
     """Return sparse attention, (B, N, H, D); (B, product of the grid, H, D) where extra tokens have keys alone."""
     config, tokens, device = call.patch.config, query.shape[1], query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # as scaled_dot_product_attention casts
+    if _casts(query) and query.dtype != torch.float64:  # as scaled_dot_product_attention casts
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     factor = 1.0 if request.scale is None else request.scale * math.sqrt(query.shape[-1])
     if not math.isclose(factor, 1, rel_tol=1e-6):
@@ -243,6 +243,11 @@ def sparse(
         extra=fit.extra,
     )
     return output[:, before : before + tokens] if is_grid_alone else output
+
+
+def _casts(x: torch.Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor; the meta device has none."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def _reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit) -> torch.Tensor:
