@@ -11,7 +11,7 @@ MOVED: dict[str, str] = {
     "bench plot": "The CSV files of `mhla bench` open in pandas and any spreadsheet.",
     "deit": _BY_GRID,
     "dig": "DiG is in the history of the repository alone; no table needs it.",
-    "dinov2": "studies/real_weights/dinov2.py registers it; apply_mhla(model, grid=…) needs no family.",
+    "dinov2": "Use apply_mhla(model, grid=…, extra=(1, 0)); studies/real_weights/dinov2.py shows it, and MHLA.",
     "llama": _LANGUAGE,
     "pooled-vit": "studies/classify/pooled_vit.py registers it.",
     "siglip": _BY_GRID,

@@ -1,8 +1,6 @@
 """The model families that can be patched: a table of facts, and what reads it."""
 
 import copyreg
-import re
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -21,9 +19,6 @@ from .table import FAMILIES
 from .training import Training
 
 _FAMILIES: dict[str, Family] = {family.name: family for family in FAMILIES}
-
-_KIND_OF_CLASS = re.compile("Transformer|Model|PreTrained|For[A-Z]|Backbone|Loaders|Mixin")
-"""Where the name of a class continues with its kind."""
 
 
 def register_family(family: Family) -> None:
@@ -130,7 +125,7 @@ def _class_of(model: Any) -> type:
 
 
 def supported_instead(kind: str | type) -> str:
-    """Explain that a class is not supported: why it is refused, or the nearest family and the pages on models.
+    """Explain that a class is not supported: why it is refused, or how it can be patched without a family.
 
     Args:
         kind: the class, or its name.
@@ -139,27 +134,9 @@ def supported_instead(kind: str | type) -> str:
         return f"{reason}."
     if (arguments := by_grid(kind)) is not None:
         return f"patch it by its grid: apply_mhla(pipe, {arguments})."
-    import diffusers
-
-    def stem(name: str) -> str:
-        """Return the model in a class name: "Flux" of FluxTransformer2DModel and of FluxTransformer2DLoadersMixin."""
-        return _KIND_OF_CLASS.split(name)[0]
-
-    # the most similar supported class: by the names of base classes, else by the start of its own
-    found = getattr(diffusers, kind, None) if isinstance(kind, str) else kind
-    own = stem(kind if isinstance(kind, str) else kind.__name__)
-    owners = {transformer: family for family in families() for transformer in family.transformers}
-    stems = {stem(transformer): transformer for transformer in reversed(owners)}
-    bases = [stem(cls.__name__) for cls in getattr(found, "__mro__", ())[1:]]
-    near = [one for one in bases if one in stems]
-    near += sorted((one for one in stems if own.startswith(one)), key=len, reverse=True)
-    # alike from the start: all images end in "Image", which says nothing of their model
-    near += get_close_matches(own, [one for one in stems if one[:3] == own[:3]], n=1)
-    nearest = f"the nearest family is {owners[stems[near[0]]].name!r} ({stems[near[0]]}). " if near else ""
     return (
-        f'{nearest}{"T" if nearest else "t"}he page "Models" of the documentation (docs/models.md) lists what is '
-        'supported, and "Add a model" (docs/add-a-model.md) shows how to add a family with register_family(). Without '
-        "one, apply_mhla(model, grid=...) runs sparse attention."
+        "patch it by its grid, apply_mhla(model, grid=...), or add a family with register_family() "
+        "(docs/add-a-model.md). docs/models.md lists the families."
     )
 
 

@@ -120,9 +120,6 @@ class Family:
     models: tuple[Model, ...] = ()
     """Configurations that ``mhla bench`` builds with random weights."""
 
-    adapter: AttentionAdapter = AttentionAdapter()
-    """How a processor reads the call of an attention; :attr:`mhla` where that is given."""
-
     def __post_init__(self) -> None:
         self.mhla_blocks = self.mhla_blocks or ((4, 4) if self.axes == 2 else (7, 3, 5))
         if len(self.mhla_blocks) != self.axes:

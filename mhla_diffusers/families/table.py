@@ -143,7 +143,6 @@ FAMILIES = (
     # 2B, 5B and 1.5, in which a token covers two latent frames
     _family("cogvideox", "CogVideoXTransformer3DModel", axes=3, grid=grids.frames_first, extra=_TEXT_FIRST,
         latent_frames=_cogvideox_frames, extra_tokens=226, default_clip=_clip(49, 8.0, 480, 720),
-        mhla_blocks=(4, 3, 5),
         inputs=inputs.CogVideoXInputs(conditions=_COGVIDEOX_TEXT),
         trained=training.CogVideoXTraining()),
     # its attention adds a mask of pairs, 1 or 0, to the scores
@@ -178,7 +177,7 @@ FAMILIES = (
     # image-to-video takes a picture as the first latent frame (token_replace) or as channels (latent_concat, SkyReels)
     _family("hunyuan_video", "HunyuanVideoTransformer3DModel", axes=3, **_TWO_STREAMS, extra=_TEXT_LAST,
         extra_tokens=256, default_clip=_clip(129, 24.0, 720, 1280), calling=HunyuanVideoCalling(),
-        mhla_blocks=(11, 3, 5), inputs=inputs.HunyuanVideoInputs(conditions=_HUNYUAN_VIDEO_TEXT, guidance=6000.0),
+        inputs=inputs.HunyuanVideoInputs(conditions=_HUNYUAN_VIDEO_TEXT, guidance=6000.0),
         trained=training.HunyuanVideoTraining(text_settings={"max_sequence_length": 256})),
     # masked text neither sees nor is seen
     _family("hunyuan_video15", "HunyuanVideo15Transformer3DModel", axes=3, extra=_TEXT_LAST, rows_alike=True,
@@ -201,7 +200,7 @@ FAMILIES = (
         calling=Calling(settings={"enable_prompt_rewrite": False})),
     # pictures and keyframes stand before the grid
     _family("ltx", "LTXVideoTransformer3DModel", axes=3, grid=grids.coordinates_or_numbers, extra=(None, 0),
-        dispatches=True, default_clip=_clip(161, 25.0, 512, 704), calling=PictureCalling(), mhla_blocks=(7, 3, 4),
+        dispatches=True, default_clip=_clip(161, 25.0, 512, 704), calling=PictureCalling(),
         inputs=inputs.LTXInputs(packs_latents=True, conditions=masked_text(128, "caption_channels", torch.bool)),
         trained=training.Training()),
     # with sound, whose attention stays dense; pictures, keyframes and references stand after the grid
@@ -226,7 +225,7 @@ FAMILIES = (
     _family("qwenimage", "QwenImageTransformer2DModel", feed_forwards=("img_mlp", "txt_mlp"), grid=grids.image_shapes,
         patch=(2, 2), extra=_TEXT_FIRST, dispatches=True, extra_tokens=512, calling=TrueGuidanceCalling(),
         inputs=inputs.QwenImageInputs(conditions=_QWEN_IMAGE_TEXT, packs_latents=True, takes_sigma=True),
-        trained=training.Training(encodes_frames=True, pads_text=True)),
+        trained=training.QwenImageTraining()),
     # 1.0, 1.5 with qk-norm, Sprint. Its own attention equals MHLA with one block
     _family("sana", "SanaTransformer2DModel", computes="linear", mhla=_SANA_ADAPTER,
         softmax_processor="diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0", eps=1e-15,

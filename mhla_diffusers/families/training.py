@@ -24,10 +24,6 @@ class Training:
     """Makes the process of models that were not trained with flow matching."""
     text_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
-    pads_text: bool = False
-    """Whether samples hold the text, padded with zeros to one length, and its mask, which are the conditions."""
-    encodes_frames: bool = False
-    """Whether images are encoded by an autoencoder of videos, for which an image is one frame."""
     family: Any = field(init=False)
     """The :class:`Family` whose models they are, which sets it."""
 
@@ -83,10 +79,9 @@ class Training:
 
     def encoded(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Run the autoencoder on clips, and scale their latents as :func:`scaled_latents`."""
-        found = pipe.vae.encode(pixels if self.family.makes_videos or self.encodes_frames else pixels[:, :, 0])
+        found = pipe.vae.encode(pixels if self.family.makes_videos else pixels[:, :, 0])
         latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
-        scaled = scaled_latents(pipe.vae, latents.float())
-        return scaled[:, :, 0] if self.encodes_frames else scaled
+        return scaled_latents(pipe.vae, latents.float())
 
     def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
         """Return the kwargs of the transformer's forward that come from a clip (1, 3, F, H, W).
@@ -142,20 +137,8 @@ class Training:
         usual = {"max_sequence_length": conditions[0].sizes(config)[0], **self.text_settings}
         tokens = {**usual, **(settings or {})}
         outputs = self.encode_text(pipe, prompt, tokens)
-        if self.pads_text:
-            embeddings, masks = outputs
-            return self._padded(embeddings, masks, tokens["max_sequence_length"])
         found = {one.name: (outputs[one.output][0], one.dtype) for one in conditions}
         return {name: x if dtype.is_floating_point else x.to(dtype) for name, (x, dtype) in found.items()}
-
-    def _padded(self, embeddings: Any, masks: Any, length: int) -> Sample:
-        """Return a text of one sample, padded with zeros to a length, and the mask of its tokens."""
-        text, mask = self.inputs.conditions
-        # encode_prompt gives a mask, or None, or texts of a negative prompt in its place
-        found = embeddings[0][masks[0].bool()] if isinstance(masks, Tensor) else embeddings[0]
-        takes_part = torch.arange(length, device=found.device) < len(found)
-        padded = functional.pad(found, (0, 0, 0, length - len(found)))
-        return {text.name: padded, mask.name: takes_part.to(mask.dtype)}
 
     def encode_text(self, pipe: Any, prompt: str | list[str], settings: Mapping[str, Any]) -> Any:
         """Run the pipeline's ``encode_prompt`` without guidance; settings that it does not take are ignored."""
@@ -277,6 +260,24 @@ class HunyuanVideoTraining(Training):
         first = super().encode_pixels(pipe, pixels[:, :, :1])
         mask = [torch.ones_like(first[:, :1])] if config.image_condition_type == "latent_concat" else []
         return self.beside(pipe, latents, first, *mask)
+
+
+class QwenImageTraining(Training):
+    """Qwen-Image's: an autoencoder of videos, and text that is padded with zeros to one length and masked."""
+
+    def encoded(self, pipe: Any, pixels: Tensor) -> Tensor:
+        """Encode an image as one frame."""
+        return scaled_latents(pipe.vae, pipe.vae.encode(pixels).latent_dist.mode().float())[:, :, 0]
+
+    def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
+        """Return the padded text (tokens, channels) and its mask."""
+        text, mask = self.inputs.conditions
+        length = (settings or {}).get("max_sequence_length", text.shape[0])
+        embeddings, masks = self.encode_text(pipe, prompt, {**(settings or {}), "max_sequence_length": length})
+        found = embeddings[0] if masks is None else embeddings[0][masks[0].bool()]
+        takes_part = torch.arange(length, device=found.device) < len(found)
+        padded = functional.pad(found, (0, 0, 0, length - len(found)))
+        return {text.name: padded, mask.name: takes_part.to(mask.dtype)}
 
 
 class CogVideoXTraining(Training):

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +99,8 @@ class Call(NamedTuple):
     """Extra tokens before and after the grid's, in the sequence that an attention sees."""
     rows_alike: bool = False
     """Whether a mask with a row for every query is the same for all queries of the grid."""
+    pads_behind_grid: bool = False
+    """Whether a mask means that the grids of samples begin at different tokens."""
     step: Step | None = None
     """The denoising step; None if it is unknown, or outside of sampling."""
     is_dense: bool = False
@@ -242,13 +244,16 @@ class CarryingCheckpoint:
         self.checkpoint = checkpoint
 
     def __call__(self, block: Any, *args: Any) -> Any:
-        """Run a block; when it runs again, the thread has the call of now."""
+        """Run a block; when it runs again, the thread has the call and the mode of now."""
         if torch.compiler.is_compiling():  # recomputes its graph, which contains the grid
             return self.checkpoint(block, *args)
         call = held().call
 
         def run(*again: Any) -> Any:
-            with within(call):
+            if held().call is call:  # the forward itself
+                return block(*again)
+            mode = None if call is None else call.mode
+            with within(call), mode or nullcontext():
                 return block(*again)
 
         return self.checkpoint(run, *args)

@@ -206,9 +206,9 @@ class Patched:
         if self.family is None:
             state = held()
             state.layer, state.part = _FIRST, 0
-        rows_alike = self.family is not None and self.family.rows_alike
+        facts = (False, False) if self.family is None else (self.family.rows_alike, self.family.pads_behind_grid)
         split = None if self.is_sparse else _processes_of(self.transformer)
-        call = Call(self, grid, extra, rows_alike, split=split, mode=mode, outer=outer)
+        call = Call(self, grid, extra, *facts, split=split, mode=mode, outer=outer)
         return call._replace(tally=self.tally, watch=self._watch)
 
     def _leave(self, call: Call) -> None:

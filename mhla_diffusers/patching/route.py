@@ -175,6 +175,8 @@ def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         reason = f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
     elif request.is_causal or request.dropout:
         reason = "causal attention" if request.is_causal else "dropout"
+    elif request.mask is not None and call.pads_behind_grid:
+        reason = "samples of different lengths, whose grids begin at different tokens"
     elif request.mask is not None:
         key_mask = _key_mask(request.mask, len(query), keys, extra[0] if call.rows_alike else None)
         reason = "a mask between tokens" if key_mask is None else ""
@@ -413,24 +415,25 @@ class Mode(TorchFunctionMode):
             )
         if func is not functional.scaled_dot_product_attention or self.is_recomputed():
             return func(*args, **(kwargs or {}))
-        return self._answer(*args, **(kwargs or {}))
+        return _answer_pytorch(*args, **(kwargs or {}))
 
-    @staticmethod
-    def _answer(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if query.ndim != 4:
-            return functional.scaled_dot_product_attention(query, key, value, *request[:3], scale=scale)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        return answer(query, key, value, request).transpose(1, 2)
+
+def _answer_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Answer a call of ``scaled_dot_product_attention``; a function, because Dynamo guards no method of a mode."""
+    request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if query.ndim != 4:
+        return functional.scaled_dot_product_attention(query, key, value, *request[:3], scale=scale)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return answer(query, key, value, request).transpose(1, 2)
 
 
 def is_checkpointed() -> bool:

@@ -67,13 +67,13 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
 
     Warns where other settings of the patch would do better on the largest samples.
     """
-    layers, family = mhla_layers(transformer), trained_family(transformer)
+    patches, family = list(find_patched(transformer).values()), trained_family(transformer)
     check(
-        bool(layers) == (config.patch is not None),
-        f"patch={config.patch!r}, but the transformer is {'patched' if layers else 'not patched'}; both must have the "
+        bool(patches) == (config.patch is not None),
+        f"patch={config.patch!r}, but the transformer is {'patched' if patches else 'not patched'}; both must have the "
         "same patch, or none.",
     )
-    if any(patched.lora is not None for patched in find_patched(transformer).values()):
+    if any(patched.lora is not None for patched in patches):
         _check_lora(transformer, config)
     frames_together(transformer)  # raises where it cannot be trained
     channels, axes = family.inputs.channels(transformer.config), 4 if family.makes_videos else 3
@@ -86,8 +86,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             )
         grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         grids.append(grid)
-        for layer in layers.values():
-            patch = layer.config
+        for patch in (patched.config for patched in patches):
             if isinstance(patch, SparseConfig):
                 rule = patch.rule_on(grid)
                 check(
@@ -98,12 +97,13 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
                 )
             elif isinstance(patch, LinearConfig):
                 patch.layout_on(grid)  # raises if the blocks cannot cut the grid
-    for patched in find_patched(transformer).values():
+    for patched in patches:
         for words in advice_on(patched, max(grids, key=math.prod)).values():
             logger.warning("%s", words)
     for index, stage in enumerate(config.stages):
         check(
-            stage.trainable != "mhla" or any(isinstance(layer, MHLALayer) for layer in layers.values()),
+            stage.trainable != "mhla"
+            or any(isinstance(layer, MHLALayer) for layer in mhla_layers(transformer).values()),
             f"stages.{index}.trainable='mhla' trains the patch's own parameters, and this patch has none, as sparse "
             "attention; choose 'attention', 'lora' or 'all'.",
         )

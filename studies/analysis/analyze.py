@@ -23,7 +23,14 @@ from mhla_diffusers.demo.matrices import each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
 from mhla_diffusers.files import write_json
 from mhla_diffusers.generation import PipelineChoice
-from mhla_diffusers.patching import MHLALayer, TransformerCall, find_transformers, layer_sensitivity, record_calls
+from mhla_diffusers.patching import (
+    MHLALayer,
+    TransformerCall,
+    find_patched,
+    find_transformers,
+    layer_sensitivity,
+    record_calls,
+)
 from mhla_diffusers.reporting import require_matplotlib, text_table
 from mhla_diffusers.settings import check_value
 
@@ -77,13 +84,13 @@ def analyze_layers(
             "Give a smaller resolution or fewer frames."
         )
     attentions = family.self_attentions(transformer)
-    patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}
+    patched = find_patched(transformer).get("transformer")
     found = []
     for name, matrix in each_attention_matrix(transformer, call, names):
         each(name, matrix)
-        config = patched[name].config if name in patched else None
+        config = patched.config if patched is not None and name in patched.chosen else None
         kind = family.computes if config is None else config.short_name
-        bound, head_dim = tokens, family.adapter_of(attentions[name]).heads(attentions[name])[1]
+        bound, head_dim = tokens, attentions[name].inner_dim // attentions[name].heads
         if isinstance(config, MHLAConfig):
             bound = sum(min(size, head_dim) for size in block_sizes(grid, config.blocks_on(grid)))
         elif kind == "linear":

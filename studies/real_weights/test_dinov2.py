@@ -1,4 +1,4 @@
-"""DINOv2 as a family from outside the package."""
+"""DINOv2 with other attentions."""
 
 import dinov2
 import fetch
@@ -6,44 +6,33 @@ import pytest
 import torch
 from transformers import Dinov2Config, Dinov2Model
 
-import mhla_diffusers as mhla
-
 
 def tiny_model() -> Dinov2Model:
     torch.manual_seed(0)
-    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=112, patch_size=14)
+    config = Dinov2Config(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, image_size=112, patch_size=14)
     return Dinov2Model(config).eval()
 
 
 @torch.no_grad()
-def test_attention_with_processors_is_that_of_transformers_and_is_patched() -> None:
+def test_another_attention_is_taken_back():
     model, pixels = tiny_model(), torch.randn(2, 3, 112, 112)
     own = model(pixels).last_hidden_state
-    model = dinov2.with_processors(model)
-    found = model(pixels).last_hidden_state
-    torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
-    mhla.apply_mhla(model, density=1.0)
+    dinov2.attend_with(model, {"density": 1.0})
     torch.testing.assert_close(model(pixels).last_hidden_state, own, rtol=1e-5, atol=1e-5)
-    mhla.remove_mhla(model)
-    assert torch.equal(model(pixels).last_hidden_state, found)
+    for hybrid, count in (({}, 4), ({"hybrid": True}, 2)):
+        dinov2.attend_with(model, {"blocks": (4, 4), "convolution": 3, **hybrid})
+        assert sum(isinstance(part, dinov2.DinoMHLA) for part in model.modules()) == count
+        assert not torch.allclose(model(pixels).last_hidden_state, own, atol=1e-3)
+    dinov2.attend_with(model, None)
+    assert torch.equal(model(pixels).last_hidden_state, own)
 
 
-def test_mhla_learns_beside_the_class_token() -> None:
-    model = mhla.apply_mhla(dinov2.with_processors(tiny_model()), blocks=(4, 4)).train()
+def test_mhla_learns_beside_the_class_token():
+    model = dinov2.attend_with(tiny_model(), {"blocks": (4, 4), "convolution": 3}).train()
     model(torch.randn(2, 3, 112, 112)).last_hidden_state.square().mean().backward()
-    layers = list(mhla.mhla_layers(model).values())
-    assert len(layers) == 2
-    assert all(float(layer.mixing.grad.abs().sum()) > 0 for layer in layers)
-
-
-@torch.no_grad()
-def test_measures_of_an_unpatched_model_are_those_of_no_error(monkeypatch, tmp_path) -> None:
-    from PIL import Image
-
-    Image.effect_noise((140, 120), 60).save(tmp_path / "noise.png")
-    monkeypatch.setattr(dinov2, "photographs", lambda: [tmp_path / "noise.png"])
-    model = dinov2.with_processors(tiny_model())
-    assert dinov2.features_error(model, dinov2.see(model, 112)) == 0
+    parameters = [x for name, x in model.named_parameters() if "mixing" in name or "log_weight" in name]
+    assert len(parameters) == 8
+    assert all(float(x.grad.abs().sum()) > 0 for x in parameters)
 
 
 @torch.no_grad()
@@ -55,9 +44,7 @@ def test_trained_attention_is_exact_at_density_1_and_close_where_blocks_follow_c
     seen = dinov2.see(model, 518)
 
     def measured(**settings):
-        found = dinov2.measure(mhla.apply_mhla(model, **settings), seen, saliency, views=False)
-        mhla.remove_mhla(model)
-        return found
+        return dinov2.measure(dinov2.attend_with(model, settings), seen, saliency, views=False)
 
     # float32 over twelve layers, with sums in another order
     assert measured(density=1.0).features < 1e-5

@@ -16,10 +16,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from dinov2 import Measured, Saliency, measure, open_model, see
+from dinov2 import Measured, Saliency, attend_with, measure, open_model, see
 from fetch import PATCH, photographs, pixels_of
 
-from mhla_diffusers import SparseConfig, apply_mhla, describe, remove_mhla
+from mhla_diffusers import SparseConfig
 from mhla_diffusers.attention.call import list_length
 
 HERE = Path(__file__).parent
@@ -41,22 +41,15 @@ LARGEST = ("softmax", "plain linear", "MHLA", "sparse 2.5%", "sparse 5.0%", "spa
 ROUNDS = 3
 
 
-def cost(model: Any, tokens: int) -> float:
+def cost(name: str, pixels: int) -> float:
     """Return keys that a query attends to, listed and pooled, over N; 0 for linear attention, 1 for softmax."""
-    layer = describe(model)[0]
-    if not isinstance(layer.config, SparseConfig):
-        return 0.0 if layer.config is not None else 1.0
-    rule = layer.config.rule_on(layer.grid)
+    settings, side = VARIANTS[name], pixels // PATCH
+    if settings is None or "blocks" in settings:
+        return 1.0 if settings is None else 0.0
+    rule, tokens = SparseConfig(**settings).rule_on((side, side)), side**2
     blocks = -(-tokens // rule.key_block_size)
     listed = list_length(rule.density, blocks)
     return (listed * rule.key_block_size + blocks - listed) / tokens
-
-
-def patch(model: Any, name: str) -> None:
-    """Apply a variant."""
-    settings = VARIANTS[name]
-    if settings is not None:
-        apply_mhla(model, **settings)
 
 
 def write_measured(pixels: int) -> None:
@@ -76,12 +69,10 @@ def write_measured(pixels: int) -> None:
         for name in names:
             if name in done:
                 continue
-            patch(model, name)
+            attend_with(model, VARIANTS[name])
             found = measure(model, seen, saliency, views=pixels < 1100)
             numbers = list(vars(found).values())[:-2]
-            row = cost(model, (pixels // PATCH) ** 2), *numbers, *found.layers, *found.photographs
-            if VARIANTS[name] is not None:
-                remove_mhla(model)
+            row = cost(name, pixels), *numbers, *found.layers, *found.photographs
             table.writerow([name, *(f"{x:.4f}" for x in row)])
             output.flush()
             sys.stdout.write(f"{pixels} {name}: {found.features:.3f}\n")
@@ -95,7 +86,7 @@ def write_times(pixels: int) -> None:
     models = {name: open_model() for name in names}
     picture = pixels_of(photographs()[0], pixels)
     for name, model in models.items():
-        patch(model, name)
+        attend_with(model, VARIANTS[name])
         model(picture)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(ROUNDS):

@@ -86,7 +86,7 @@ def test_tables_do_not_depend_on_the_device_of_the_moment():
     assert sorted(layout.order[layout.order >= 0].tolist()) == list(range(56))
 
 
-@pytest.mark.parametrize("grid", itertools.permutations((2, 5, 9)))
+@pytest.mark.parametrize("grid", list(itertools.permutations((2, 5, 9))))
 def test_the_longest_axis_is_followed_whatever_its_place(grid):
     ends = places(grid)[hilbert_curve(grid)][[0, -1]]
     assert (ends[1] - ends[0]).abs().argmax() == grid.index(9)

@@ -60,12 +60,12 @@ def write_patches(folder):
     for family, blocks in (("wan", (7, 3, 5)), ("sana", (4, 4)), ("dit", (4, 4))):
         name = "my-patch" if family == "wan" else f"my-{family}-patch"
         save_mhla(apply_mhla(load_tiny(family), blocks=blocks), folder / name)
-    for name, family, blocks in (
-        ("my-patch", "wan", [7, 3, 5]),
-        ("my-dit-patch", "dit", [4, 4]),
-        ("my-cogview3plus", "cogview3plus", [2, 2]),
+    for name, family, patch in (
+        ("my-patch", "wan", {"blocks": [7, 3, 5]}),
+        ("my-dit-patch", "dit", {"blocks": [4, 4]}),
+        ("my-cogview3plus", "cogview3plus", {"density": 0.2, "block_size": 4}),
     ):
-        content = {"family": family, "base_model": "tiny", "description": "my own", "patch": {"blocks": blocks}}
+        content = {"family": family, "base_model": "tiny", "description": "my own", "patch": patch}
         (folder / f"{name}.yaml").write_text(json.dumps(content))
 
 

@@ -898,7 +898,9 @@ def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     """What a transformer predicts, without gradients; of Z-Image's list a batch. Kandinsky's is in no tuple."""
     found = model(**arguments, return_dict=False)
     found = found if isinstance(found, torch.Tensor) else found[0]
-    return found if isinstance(found, torch.Tensor) else torch.stack(list(found))
+    found = found if isinstance(found, torch.Tensor) else torch.stack(list(found))
+    # nothing reads what Ideogram 4 makes of padding
+    return found * (arguments["indicator"] != 0)[..., None] if "indicator" in arguments else found
 
 
 def all_listed(name: str) -> dict[str, Any]:

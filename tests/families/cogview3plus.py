@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-from mhla_diffusers.families.old_adapters import JointAdapter
 
 from mhla_diffusers.families import Condition, Family, Inputs, Model, Training
 from mhla_diffusers.families.processes import VelocityDDPM
@@ -28,9 +27,6 @@ COGVIEW3PLUS = Family(
     transformers=(_CLASS,),
     extra=(None, 0),  # text before the image
     extra_tokens=_TEXT_TOKENS,
-    adapter=JointAdapter(
-        context_first=True, processor="diffusers.models.attention_processor.CogVideoXAttnProcessor2_0"
-    ),
     inputs=CogView3PlusInputs(conditions=(Condition("encoder_hidden_states", (_TEXT_TOKENS, "text_embed_dim")),)),
     trained=Training(ddpm=partial(VelocityDDPM, snr_shift=4.0)),  # a diffusion whose velocity the model predicts
     models=(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from mhla_diffusers import families, load_mhla, mhla_layers
+from mhla_diffusers import families, is_patched, load_mhla
 from mhla_diffusers.families import register_family
 
 from ..evaluation.pictures import mhla
@@ -21,7 +21,8 @@ family: cogview3plus
 base_model: THUDM/CogView3-Plus-3B
 description: all layers
 patch:
-  blocks: [2, 2]
+  density: 0.2
+  block_size: 4
 """
 
 
@@ -63,7 +64,7 @@ def test_generate_eval_samples_and_audit(model, patch, tmp_path):
     run("eval", "samples", "prompts", tmp_path / "set", prompts, *asked)
     assert len(list((tmp_path / "set").glob("*.png"))) == 2
     assert "worst head" in run("audit", "cogview3plus", "a cat", *patched, "--output", tmp_path / "found")
-    assert len(json.loads((tmp_path / "found" / "audit.json").read_text())["layers"]) == 4
+    assert len(json.loads((tmp_path / "found" / "audit.json").read_text())["layers"]) == 3  # the first stays dense
 
 
 def test_encode(model, tmp_path):
@@ -89,7 +90,7 @@ def test_synthesize_and_finetune(model, tmp_path):
         "model": str(model),
         "data": str(tmp_path / "latents"),
         "output": str(tmp_path / "run"),
-        "patch": {"blocks": [2, 2]},
+        "patch": {"density": 0.2, "block_size": 4},
         "prompt_dropout": 0.2,
         "validation": {"samples": 1, "every": 1, "prompts": ["a cat"], "inference_steps": 2},
         "clip": {"frames": 1, "fps": 1, "sizes": [[64, 64]]},
@@ -102,5 +103,5 @@ def test_synthesize_and_finetune(model, tmp_path):
     file.write_text(yaml.safe_dump(config))
     assert "FLOP per update" in run("finetune", "--config", file, "--dry-run")
     run("finetune", "--config", file)
-    assert len(mhla_layers(load_mhla(cogview3plus_pipeline(), tmp_path / "run" / "result"))) == 4
+    assert is_patched(load_mhla(cogview3plus_pipeline(), tmp_path / "run" / "result"))
     assert list((tmp_path / "run" / "samples").rglob("*.png"))

@@ -190,21 +190,22 @@ def test_another_pipeline_takes_a_patched_transformer_whose_class_is_switched(na
 
 
 @pytest.mark.parametrize("name", [name for name in RUNNING if any(case_of(name).extra)])
-def test_extra_tokens_lie_where_the_adapter_says(name: str) -> None:
+def test_extra_tokens_lie_where_the_family_says(name: str) -> None:
     """Other latents change the queries of the grid's tokens alone, before the first attention."""
     case = case_of(name)
-    model, queries = case.transformer(), []
+    model, queries = mhla.apply_mhla(case.transformer(), **SPARSE), []
 
-    def note(attn: Any, args: Any, kwargs: Any) -> None:
-        adapter = case.of_family.adapter_of(attn)
-        inputs = adapter.read(attn, adapter.arguments(args, kwargs), case.grid, tokens)
-        assert inputs.extra == case.extra
-        queries.append(inputs.query)
+    def note(seen: Any) -> torch.Tensor:
+        if seen.layer == case.attentions[0]:
+            assert seen.extra == case.extra
+            queries.append(seen.query)
+        return seen.output
 
     tokens, latents = torch.Size(case.grid).numel(), case.of_family.latents_name
-    model.get_submodule(case.attentions[0]).register_forward_pre_hook(note, with_kwargs=True)
-    for seed in (1, 2):
-        output(model, {**case.inputs(), latents: case.inputs(seed=seed)[latents]})
+    (patched,) = mhla.patching.find_patched(model).values()
+    with patched.watched(note):
+        for seed in (1, 2):
+            output(model, {**case.inputs(), latents: case.inputs(seed=seed)[latents]})
     changed = (queries[0] != queries[1]).any(dim=-1).all(dim=-1)
     expected = torch.zeros(sum(case.extra) + tokens, dtype=torch.bool)
     expected[case.extra[0] :][:tokens] = True

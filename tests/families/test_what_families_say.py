@@ -31,7 +31,7 @@ def test_grid_of_a_size(name):
 
 @pytest.mark.parametrize(
     ("name", "height", "width"),
-    [("cogvideox", 480, 720), ("hunyuan_video", 720, 1280), ("skyreels_v2", 544, 960)],
+    [("skyreels_v2", 544, 960)],
 )
 def test_suggested_blocks_at_the_usual_size_are_the_defaults(name, height, width):
     pipe = case_of(name).pipeline()

@@ -287,7 +287,7 @@ def test_a_run_that_failed_before_anything_was_loaded_does_not_bind_the_folder(t
 
 def test_family_without_a_tiny_pipeline_needs_a_model(monkeypatch):
     monkeypatch.setattr("mhla_diffusers.families._FAMILIES", dict(families._FAMILIES))
-    families.register_family(replace(families.DIT, name="other"))
+    families.register_family(replace(families.get_family("dit"), name="other"))
     with refused("family='other'"):
         PipelineChoice("other")
     assert PipelineChoice("other", model="a/folder").of_family.name == "other"

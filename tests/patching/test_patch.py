@@ -202,21 +202,18 @@ def _of_class(name):
 
 
 def test_models_that_are_not_supported_are_refused():
-    """With the nearest family, if one is near; of a pipeline other parts than its transformer are not looked at."""
+    """Of a pipeline other parts than its transformer are not looked at."""
     pipe, dancer = DDPMPipeline(unet(), DDPMScheduler()), _of_class("WanDancerTransformer3DModel")
     parts = SimpleNamespace(components={"text_encoder": torch.nn.Linear(1, 1), "transformer": dancer})
     for model, words in (
         (pipe, "DDPMPipeline...unet, scheduler"),
         (pipe.unet, "UNet2DModel...apply_mhla(model, grid="),
         (None, "NoneType"),
-        (dancer, "WanDancerTransformer3DModel...nearest...'wan'...register_family()"),
-        (parts, "WanDancerTransformer3DModel...nearest...'wan'"),
-        (_of_class("SanaControlTransformer2DModel"), "nearest...'sana'"),
-        (_of_class("Flux9Transformer2DModel"), "nearest...'flux'"),
+        (dancer, "WanDancerTransformer3DModel...grid=...register_family()"),
+        (parts, "WanDancerTransformer3DModel"),
     ):
-        with refused(words) as error:
+        with refused(words):
             mhla.apply_mhla(model)
-        assert ("nearest" in words) == ("nearest" in str(error.value))
     with refused("UNet2DModel"):
         mhla.set_attn_processor(unet(), AttnProcessor2_0())
     assert not mhla.is_patched(pipe)
