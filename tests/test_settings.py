@@ -8,6 +8,7 @@ from mhla_diffusers.patching.attend import EngineSettings
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig
 from mhla_diffusers.demo.run import DemoConfig
+from mhla_diffusers.engines.settings import EngineSettings
 from mhla_diffusers.families import Clip
 from mhla_diffusers.settings import Settings, allow, check_choice, check_value, read_yaml
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig

@@ -41,7 +41,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'^echo "(from mhla_diffusers.*)" > .*', r'python -c "\1"'),
     (
         r"^(?:DIFFUSION_ATTENTION_BACKEND=MHLA )?MHLA_DENSITY=(\S+) MHLA_REFRESH=(\S+) (?:vllm|sglang) .*",
-        "python -c \"from mhla_diffusers.engines.environment import settings_from_environment; "
+        "python -c \"from mhla_diffusers.engines.settings import settings_from_environment; "
         r"settings_from_environment(dict(MHLA_DENSITY='\1', MHLA_REFRESH='\2'))" + '"',
     ),
     # models of the Hub

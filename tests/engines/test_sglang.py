@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_worker import GRID, STEPS, TEXT, TOKENS, tensors
+from sglang_worker import GRID, HEAD_DIM, STEPS, TEXT, TOKENS, tensors
 
 from mhla_diffusers.attention import sparse_attention
 
@@ -126,6 +126,12 @@ def test_replicated_tokens_are_extra(sparse, name, extra):
     torch.testing.assert_close(sparse.outputs[0][name], expected, atol=1e-6, rtol=0)
 
 
+def test_another_scale_is_that_of_the_queries(sparse):
+    query, key, value = tensors(TOKENS)
+    expected = operator(query * HEAD_DIM**0.5, key, value)
+    torch.testing.assert_close(sparse.outputs[0]["scale"], expected, atol=1e-5, rtol=0)
+
+
 def test_the_video_of_a_packed_sequence_is_sparse_and_padding_is_zero(sparse):
     output = sparse.outputs[0]["packed"]
     packed = [x[:, : TEXT + TOKENS] for x in tensors(TEXT + TOKENS + 7)]
@@ -135,15 +141,14 @@ def test_the_video_of_a_packed_sequence_is_sparse_and_padding_is_zero(sparse):
 
 def test_compiled_code_attends_and_counts_in_every_call(sparse):
     torch.testing.assert_close(sparse.outputs[0]["compiled"], operator(*tensors(TOKENS)), atol=1e-6, rtol=0)
-    # sparse: text before, text after, no number, packed and the compiled layer twice; dense: the five reasons below
-    assert sparse.lines()[-1].startswith("INFO MHLA: sparse in 6 of 11 attentions, 1 dense: ")
+    # of the last request: packed and the compiled layer twice; several sequences are dense
+    assert sparse.lines()[-1].startswith("INFO MHLA: sparse in 3 of 4 attentions, 1 dense: ")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("mask", "a mask or padding"),
-        ("scale", "multiplied by 1,"),
         ("causal", "causal"),
         ("no grid", "the token grid is unknown"),
         ("packed several", r"several sequences are packed into one, with ends \(0, 100, 150, 272\)"),
@@ -165,8 +170,8 @@ def test_first_steps_and_named_layers_stay_dense(run, dense):
         for layer in range(2):
             name = f"step {step} layer {layer}"
             assert torch.equal(asked.outputs[0][name], dense[name]) == (step == 0 or layer == 1)
-    assert "INFO MHLA: sparse in 2 of 6 attentions, 2 dense: dense steps, 2 dense: layers 1" in asked.lines()
-    assert any("layer 'middle.attn1.impl' has no number" in line for line in asked.lines())
+    assert "INFO MHLA: sparse in 2 of 6 attentions, 3 dense: layers 1, 1 dense: dense steps" in asked.lines()
+    assert any("the layer has no number, on which softmax_layers 1 depends" in line for line in asked.lines())
 
 
 def test_two_processes_with_ulysses_give_what_one_gives(run, sparse):
