@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import pytest
-from mhla_diffusers.patching.attend import EngineSettings
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig
 from mhla_diffusers.demo.run import DemoConfig
