@@ -8,8 +8,8 @@ from diffusers import DiTPipeline, SanaPipeline, WanPipeline
 from mhla_diffusers import SparseConfig
 from mhla_diffusers.generation.names import (
     check_settings,
-    parse_patch_settings,
     parse_settings,
+    patch_options,
     read_prompt_table,
     read_prompts,
 )
@@ -22,9 +22,9 @@ def test_settings_are_typed():
 
 
 def test_steps_are_a_number_or_a_part():
-    texts = ("0", "3", "1", "0.2", "20%", "1.0", "100%", "auto", "none", "-3")
-    found = {text: parse_patch_settings(None, None, text)["refresh"] for text in texts}
-    assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0, "auto", None, -3), strict=True))
+    texts = ("0", "3", "1", "0.2", "20%", "1.0", "100%")
+    found = {text: patch_options(dense_first=text)["patch_settings"]["dense_first"] for text in texts}
+    assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0), strict=True))
     assert type(found["1"]) is int and type(found["1.0"]) is type(found["100%"]) is float
 
 
@@ -41,7 +41,7 @@ def test_settings_of_the_call_pass(pipeline, settings):
 
 
 def dense_first(text):
-    return SparseConfig(**parse_patch_settings(None, text, None))
+    return SparseConfig(**patch_options(dense_first=text)["patch_settings"])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def dense_first(text):
         (parse_settings, [["height"]], "'height'"),
         (parse_settings, [["x=[1"]], r"'x=\[1'"),
         (parse_settings, [["x=2", "y=2", "x=3"]], "'x'"),
-        *((dense_first, [text], f"softmax_steps='{text}'") for text in ("many", "", "%", "3 steps")),
+        *((dense_first, [text], f"dense_first='{text}'") for text in ("many", "", "%", "3 steps")),
         (check_settings, [DiTPipeline, {"num_inference_step": 2}], "'num_inference_step'; .* 'num_inference_steps'"),
         (check_settings, [DiTPipeline, {"num_frames": 9}], "DiTPipeline 'num_frames'; .* guidance_scale"),
         (check_settings, [WanPipeline, {"prompt": "a cat"}], "'prompt'"),
