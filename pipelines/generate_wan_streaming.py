@@ -43,7 +43,7 @@ class StreamedAttention:
     def __init__(self, attn: Any, frame: tuple[int, int]) -> None:
         layer = getattr(attn, "mhla", None)
         config = getattr(layer, "config", None)
-        if not isinstance(config, CausalConfig) or config.causal != "block" or config.asks_for_dense_steps:
+        if not isinstance(config, CausalConfig) or config.causal != "block" or config.has_dense_steps:
             raise ValueError(
                 f"A stream needs causal MHLA in every self-attention and step, and one runs {config or 'softmax'}. "
                 "Patch with causal='block', a block_length such as 3, layers='all' and no softmax steps."

@@ -31,7 +31,7 @@ def test_names_decide_the_kind_and_a_round_trip_keeps_it(settings, kind):
     assert type(config) is kind is kind_of(settings)
     assert all(getattr(config, name) == value for name, value in settings.items())
     again = PatchConfig.read(json.loads(json.dumps(config.to_dict())))
-    for changed in (lambda x: x, lambda x: x.replace(layers=[0]), lambda x: dataclasses.replace(x, carry=False)):
+    for changed in (lambda x: x, lambda x: x.replace(layers=[0]), lambda x: dataclasses.replace(x, dense_every=7)):
         assert changed(again) == changed(config) and repr(changed(again)) == repr(changed(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.layers = "all"
@@ -96,7 +96,7 @@ REFUSED = [
     (MHLA | {"feature_map": "identity"}, "'identity'"),
     (MHLA | {"normalize": False}, "normalize=False .*output_norm=True"),
     (MHLA | {"convolution": 4}, "convolution=4"),
-    (MHLA | {"softmax_steps": 1.5}, r"softmax_steps=1\.5"),
+    (MHLA | {"dense_first": 1.5}, r"dense_first=1\.5"),
     (MHLA | {"causal": "block"}, "block_length=0"),
     (TOKEN | {"blocks": (2, 2)}, r"blocks=\(2,\).*causal='block'"),
     (TOKEN | {"blocks": (1,), "beyond": "relative"}, "at least two blocks"),

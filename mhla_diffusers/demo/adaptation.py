@@ -16,7 +16,7 @@ import torch
 from ..config import NOTHING_DENSE, LinearConfig, MHLAConfig, PatchConfig, SparseConfig, is_automatic
 from ..families import NoisedBatch, Sample, trained_family
 from ..generation.pipelines import family_named
-from ..patching import apply_mhla, load_mhla, mhla_layers
+from ..patching import apply_mhla, find_patched, load_mhla
 from ..tiny import TinyPipeline, load_tiny
 from ..tiny.digits import Split, compose, load_digits, to_rgb
 from ..training import (
@@ -199,8 +199,8 @@ class Adaptation:
         ``sampler`` is called whenever the held-out loss was measured, with the transformer and a folder; the changes
         are those of :meth:`config`.
         """
-        # automatically chosen layers are recorded in the layers' own configuration
-        patch = next((layer.config for layer in mhla_layers(pipe).values()), None)
+        # automatically chosen layers stand in the configuration of what is patched
+        patch = next((patched.config for patched in find_patched(pipe).values()), None)
         train_or_go_on(pipe.transformer, self.data, self.config(stages, patch, output, **changes), sampler)
         pipe.transformer.to(self.device).eval()
 

@@ -72,7 +72,7 @@ def _matrix(attn: Any, given: AttentionInputs, transformer: nn.Module, name: str
         query, key = (rotated(x, given.rotary) for x in (given.query, given.key))
         rule = patched.config.rule_on(given.grid)
         tensors: dict[str, Any] = {"query": query, "key": key, "value": given.value, "key_mask": given.key_mask}
-        return reference_weights(SparseCall(**tensors, grid=given.grid, sparse=rule))
+        return reference_weights(SparseCall(**tensors, grid=given.grid, sparse=rule, far=patched.config.far))
     if family.computes == "linear":
         query, key = given.query.double().relu(), given.key.double().relu()
         normaliser = torch.einsum("bqhd,bkhd->bhqk", query, key).sum(dim=-1, keepdim=True)

@@ -2,8 +2,6 @@
 
 import math
 import sys
-from importlib import import_module
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -52,12 +50,10 @@ def test_ssim_is_that_of_the_definition():
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "lpips", SimpleNamespace())
     found, (why,) = load_similarities()
     assert list(found) == ["psnr", "ssim"]
     assert f"there is no {tmp_path}/hub/checkpoints/alexnet-owt" in why and "https://" in why
-    for package in ("lpips", "torchmetrics.functional"):
-        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional", None)
     found, missing = load_similarities()
     assert not found
     assert all(name in " ".join(missing) for name in ("PSNR", "SSIM", "LPIPS", "pip install"))
@@ -65,39 +61,12 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
         psnr(noise(1, 3, 8, 8), noise(1, 3, 8, 8))
 
 
-def test_lpips_gets_frames_in_the_range_that_it_takes(tmp_path, monkeypatch):
-    """By a stand-in, since its package needs the torchvision of one torch."""
-
-    class Stand:
-        def __init__(self, net, verbose):
-            assert net == "alex"
-
-        def to(self, device):
-            return self
-
-        def __call__(self, frames, reference):
-            assert frames.min() == -1 and frames.max() == 1
-            return (frames - reference).abs().mean(dim=(1, 2, 3), keepdim=True)
-
-    monkeypatch.setitem(sys.modules, "lpips", SimpleNamespace(LPIPS=Stand))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "hub" / "checkpoints" / "alexnet-owt-7be5be79.pth").touch()
-    found, missing = load_similarities()
-    assert not missing
-    frames, reference = noise(4, 3, 32, 32), torch.zeros(4, 3, 32, 32, dtype=torch.uint8)
-    expected = 2 * frames.float().mean(dim=(1, 2, 3)) / 255
-    torch.testing.assert_close(found["lpips"](frames, reference), expected)
-    assert found["lpips"](frames[..., :30], reference[..., :30]).isnan().all()
-
-
 def test_lpips_itself(tmp_path, monkeypatch):
     """With an AlexNet of random weights: nothing of equal frames, more of what differs more, from 31 pixels on."""
     try:
-        import_module("lpips")
         from torchvision.models import alexnet
     except (ImportError, RuntimeError) as error:
-        pytest.skip(f"lpips or a torchvision that fits torch is missing: {error}")
+        pytest.skip(f"a torchvision that fits torch is missing: {error}")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     torch.save(alexnet().state_dict(), tmp_path / "hub" / "checkpoints" / "alexnet-owt-7be5be79.pth")

@@ -123,7 +123,7 @@ def test_a_clip_of_the_shipped_patch_goes_on_as_its_shorter_one_began(script):
         (lambda: mhla.apply_mhla(wan_pipeline(), blocks=(2, 2, 1)), {}, "causal='block'"),
         (lambda: causal_pipeline(layers=[0]), {}, "softmax"),
         (wan_pipeline, {}, "softmax"),
-        (lambda: causal_pipeline(softmax_steps=1), {}, "softmax_steps=1"),
+        (lambda: causal_pipeline(dense_first=1), {}, "dense_first=1"),
         (lambda: causal_pipeline(beyond="error"), {"frame_blocks": 3}, "beyond='relative'"),
         (causal_pipeline, {"frame_blocks": 129}, "frame_blocks=129...258...256...rope_max_seq_len"),
         (causal_pipeline, {"height": 20}, "height=20"),

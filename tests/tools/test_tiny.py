@@ -9,9 +9,10 @@ from statistics import fmean
 import pytest
 import torch
 
-from mhla_diffusers import config, load_mhla, mhla_layers
+from mhla_diffusers import config, load_mhla
 from mhla_diffusers.demo import adaptation
 from mhla_diffusers.demo.judging import generate_scenes, load_classifier
+from mhla_diffusers.patching import find_patched
 from mhla_diffusers.tiny import TINY, load_tiny, loading
 from mhla_diffusers.tiny.digits import load_digits
 from mhla_diffusers.training import TrainingConfig
@@ -145,7 +146,8 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
     monkeypatch.setattr(script.Adaptation, "adapt", None)
     run_script(script, monkeypatch, *asked, "--install")
     assert config.adapted_patch_names() == ["tiny-dit-sparse"]
-    assert len(mhla_layers(load_mhla(load_tiny("dit"), "tiny-dit-sparse"))) == 4
+    (patched,) = find_patched(load_mhla(load_tiny("dit"), "tiny-dit-sparse")).values()
+    assert len(patched.chosen) == 4
     trained, before = (load_tiny("dit", control=wanted).transformer.state_dict() for wanted in (True, False))
     changed = {name for name, tensor in trained.items() if not torch.equal(tensor, before[name])}
     assert changed and all(".attn1." in name for name in changed)
