@@ -100,8 +100,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     # evaluation
     (r'^accelerate launch "\$\(command -v mhla\)"', "mhla"),
     (r"^(mhla eval samples classes .*)--count 50000", r"\1--count 4 --set num_inference_steps=1"),
-    (r"^mhla eval samples (prompts|geneval) sana/.*", rf"\g<0> {SANA_SET}"),
-    (r"^mhla eval samples prompts outputs/.*", r"\g<0> --set num_inference_steps=1"),
+    (r"^mhla (eval samples geneval|generate sana --prompt-file) .*", rf"\g<0> {SANA_SET}"),
     (r"^mhla eval samples vbench .*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
     (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
     (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
