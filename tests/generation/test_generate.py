@@ -129,7 +129,7 @@ def test_command_tells_what_runs_and_shows_the_steps_on_a_terminal(tmp_path, mon
     asked = ("generate", "dit", "seven", "--model", "tiny-dit", *FAST_SET)
     for folder, choice, told in (
         ("a", (), "unpatched"),
-        ("b", ("--patch", "default", "--density", "0.05"), "sparse attention, density 5.0%"),
+        ("b", ("--patch", "faithful", "--density", "0.05"), "sparse attention, density 5.0%"),
         ("c", ("--patch", "dit-xl-2-256"), "MHLA, to be adapted"),
         ("d", ("--weights", "tiny-dit-sparse", "--set", "guidance_scale=2"), "adapted patch tiny-dit-sparse"),
     ):
