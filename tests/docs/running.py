@@ -110,7 +110,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--grid 64x64 --grid 128x128 --blocks 4x4", "--grid 4x4 --blocks 2x2 --heads 1 --head-dim 8 --seconds 0.01"),
     (r"--model wan2.1-1.3b --layers 3", "--model tiny-dit --layers 1 --seconds 0.01"),
     (r"--train --model dit-s-2", "--train --model tiny-dit --layers 1 --seconds 0.01"),
-    (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
+    (rf"bench pipeline --model {TINY_WAN} --steps 20", "bench pipeline --model tiny-dit --steps 1 --repetitions 1"),
     (r"--model tiny-wan --steps 20", "--model tiny-wan --steps 1 --frames 6 --repetitions 1"),
 ]  # fmt: skip
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""
