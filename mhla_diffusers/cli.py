@@ -33,9 +33,10 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command as typer does."""
-        name = " ".join(args[: 2 if args[0] in ("bench", "eval") else 1])
-        if gone := where_it_went(name):
-            raise ValueError(f"There is no `mhla {name}` any more.{gone}")
+        for words in range(1, 4):
+            name = " ".join(args[:words])
+            if gone := where_it_went(name):
+                raise ValueError(f"There is no `mhla {name}` any more.{gone}")
         return super().resolve_command(ctx, args)
 
 

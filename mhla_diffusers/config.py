@@ -24,7 +24,6 @@ from .files import read_text
 from .moved import where_it_went
 from .settings import Settings, allow, check, check_names, nearest, read_yaml
 
-CarryType = Literal["int8", "bfloat16"]
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
 AUTOMATIC = "auto:"

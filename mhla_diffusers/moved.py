@@ -12,6 +12,7 @@ MOVED: dict[str, str] = {
     "deit": _BY_GRID,
     "dig": "DiG is in the history of the repository alone; no table needs it.",
     "dinov2": "Use apply_mhla(model, grid=…, extra=(1, 0)); studies/real_weights/dinov2.py shows it, and MHLA.",
+    "eval samples prompts": "`mhla generate FAMILY --prompt-file FILE` makes such a set; accelerate launch shares it.",
     "llama": _LANGUAGE,
     "pooled-vit": "studies/classify/pooled_vit.py registers it.",
     "siglip": _BY_GRID,

@@ -14,6 +14,7 @@ from diffusers import DiTTransformer2DModel, SanaTransformer2DModel, WanTransfor
 from torch import nn
 
 from mhla_diffusers import apply_mhla
+from mhla_diffusers.config import NOTHING_DENSE
 
 _TEXT_TOKENS = 6
 _I2V_TEXT_TOKENS = 512
@@ -170,8 +171,8 @@ def inputs(name: str, *, batch: int = 2, ragged: bool = False, seed: int = 1) ->
 
 
 def patched(name: str, **settings: Any) -> Any:
-    """Model ``name`` with every self-attention replaced: by MHLA, or with a density by sparse attention."""
-    usual = {} if "density" in settings else {"blocks": FAMILIES[name].blocks}
+    """Model ``name``, all self-attentions replaced in all steps: by MHLA, or with a density by sparse attention."""
+    usual = NOTHING_DENSE if "density" in settings else {"blocks": FAMILIES[name].blocks}
     return apply_mhla(FAMILIES[name].build(), **(usual | settings))
 
 

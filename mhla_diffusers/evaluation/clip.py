@@ -20,25 +20,24 @@ class ClipScorer:
         device: where it runs; "auto" for a GPU if there is one.
 
     Raises:
-        FileNotFoundError: no such folder, and it is not in the cache and cannot be had from the Hub.
-        ValueError: no such device, or weights that do not fit the model's config.json.
+        OSError: it is neither a folder nor in the cache, and cannot be had from the Hub.
+        ValueError: no such device or Hub id, or weights that do not fit the model's config.json.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
-        from safetensors import SafetensorError
+        from huggingface_hub import try_to_load_from_cache
         from transformers import CLIPModel, CLIPProcessor
 
-        self._device, is_here = choose_device(device), _is_here(model)
-        try:
-            clip, found = CLIPModel.from_pretrained(model, output_loading_info=True, local_files_only=is_here)
-        except SafetensorError as error:
-            raise ValueError(f"The weights of {model} are damaged: {error}. Download them again.") from error
+        self._device = choose_device(device)
+        if not Path(model).is_dir() and try_to_load_from_cache(model, "config.json") is None:
+            check_network()  # since the Hub's client would try for most of a minute
+        clip, found = CLIPModel.from_pretrained(model, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):  # transformers fills in random values
             raise ValueError(
                 f"The weights of {model} lack {len(missing)} tensors such as {missing[0]}. Download them again."
             )
         self._model = clip.to(self._device).eval()
-        self._processor = CLIPProcessor.from_pretrained(model, local_files_only=is_here)
+        self._processor = CLIPProcessor.from_pretrained(model)
 
     @torch.no_grad()
     def __call__(self, images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
@@ -51,20 +50,3 @@ class ClipScorer:
         output = self._model(**inputs)
         # the model's embeddings have length 1
         return 100 * (output.image_embeds.float() * output.text_embeds.float()).sum(dim=-1).cpu()
-
-
-def _is_here(model: str) -> bool:
-    """Return whether a model needs no download; FileNotFoundError at once if it does and the Hub is out of reach."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        if Path(model).is_dir() or isinstance(try_to_load_from_cache(model, "config.json"), str):
-            return True
-        check_network()  # since the Hub's client would try for most of a minute
-    except (HFValidationError, OSError) as error:
-        raise FileNotFoundError(
-            f"{model} is not a folder and cannot be had from the Hub: {error} "
-            "Download a CLIP model with hf download NAME --local-dir FOLDER, and give the folder."
-        ) from error
-    return False

@@ -1,22 +1,20 @@
 """``mhla eval``."""
 
 import shlex
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..files import check_unique, write_json
-from ..generation.names import expand_options, patch_options, pipeline_options, read_prompts, video_options
+from ..generation.names import expand_options, patch_options, pipeline_options, video_options
 from ..generation.record import Sample
-from ..reporting import show_progress, text_table
+from ..reporting import progress, text_table
 from .geneval import geneval_samples, geneval_score, read_geneval_metadata, write_geneval_metadata
-from .samples import class_samples, prompt_samples, require_samples
+from .samples import class_samples, require_samples
 from .vbench import (
     DIMENSIONS,
     RESULT_FOLDER,
-    read_augmented,
     read_results,
     read_suite,
     run_vbench,
@@ -33,14 +31,7 @@ samples = typer.Typer(
 app.add_typer(samples, name="samples")
 
 _SET = Annotated[Path, typer.Argument(help="Folder of the set.")]
-_NPZ = Annotated[Path | None, typer.Option(help="Also write all images into this npz, in ADM's format.")]
-
 _OUTPUT = Annotated[Path | None, typer.Option(help="JSON file to write too.")]
-_WEIGHTS = Annotated[Path | None, typer.Option(help="File with the weights of Inception.")]
-_EXTRACTOR = Annotated[
-    str,
-    typer.Option(help="adm, clean, or package.module:callable: uint8 images (B, 3, H, W) to features."),
-]
 _DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
 
 
@@ -48,8 +39,10 @@ _DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
 def fid(
     samples: Annotated[Path, typer.Argument(help="Folder of images or videos, or npz with arr_0.")],
     reference: Annotated[Path, typer.Argument(help="The same, or an npz with mu and sigma.")],
-    extractor: _EXTRACTOR = "adm",
-    weights: _WEIGHTS = None,
+    extractor: Annotated[
+        str, typer.Option(help="adm, clean, or package.module:callable: uint8 images (B, 3, H, W) to features.")
+    ] = "adm",
+    weights: Annotated[Path | None, typer.Option(help="File with the weights of Inception.")] = None,
     device: _DEVICE = "cpu",
     batch_size: Annotated[int, typer.Option(min=1, help="Images per call of the extractor.")] = 50,
     output: _OUTPUT = None,
@@ -58,17 +51,14 @@ def fid(
     from .extractors import load_extractor
     from .fid import measure_images
 
-    scores, remarks = measure_images(
-        samples, reference, load_extractor(extractor, weights, device), batch_size=batch_size
-    )
-    _report({"extractor": extractor, **scores, **({"remarks": remarks} if remarks else {})}, output)
+    scores = measure_images(samples, reference, load_extractor(extractor, weights, device), batch_size=batch_size)
+    _report({"extractor": extractor, **scores}, output)
 
 
 def _report(result: dict[str, Any], output: Path | None) -> None:
     """Print a result line by line, and write it if asked for."""
     for name, value in result.items():
-        for one in value if isinstance(value, list) else [value]:
-            typer.echo(f"{name}: {one:.4f}" if isinstance(one, float) else f"{name}: {one}")
+        typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     if output is not None:
         write_json(result, output)
 
@@ -137,24 +127,19 @@ def geneval_results(
 @app.command("compare")
 def compare_variants(
     sets: Annotated[list[Path], typer.Argument(help="Folders of sample sets, the baseline first.")],
-    output: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("outputs/compare"),
-    reference: Annotated[Path | None, typer.Option(help="Images or statistics to measure distances from.")] = None,
-    extractor: _EXTRACTOR = "adm",
-    weights: _WEIGHTS = None,
     clip_model: Annotated[str | None, typer.Option(help="Hub id or folder, for the CLIP score.")] = None,
     score: Annotated[
         list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; repeatable.")
     ] = None,
     similarity: Annotated[bool, typer.Option(help="PSNR, SSIM and LPIPS to the first set's samples.")] = True,
-    shown: Annotated[int, typer.Option(min=0, help="Samples side by side.")] = 6,
     device: _DEVICE = "cpu",
+    output: _OUTPUT = None,
 ) -> None:
-    """Compare variants in one report: scores, paired differences, the same samples side by side."""
+    """Compare variants over the same samples: scores, differences from the first set, similarity to it."""
     from ..generation.similarity import load_similarities
     from .clip import ClipScorer
-    from .compare import SampleScore, compare_sets, read_variants
-    from .extractors import load_callable, load_extractor
-    from .report import interval_table, score_table, write_report
+    from .compare import SampleScore, compare_sets, read_variants, score_table
+    from .extractors import load_callable
 
     read_variants(sets)  # before a model is asked of the Hub
     scores: dict[str, SampleScore] = {}
@@ -167,28 +152,28 @@ def compare_variants(
     if clip_model is not None:
         scores["clip_score"] = ClipScorer(clip_model, device)
     similarities, missing = load_similarities(device) if similarity else ({}, [])
-    variants, remarks = compare_sets(
-        sets,
-        reference=None if reference is None else (reference, load_extractor(extractor, weights, device)),
-        sample_scores=scores,
-        similarities=similarities,
-    )
-    for header, rows in (score_table(variants), interval_table(variants)):
-        if rows:
-            typer.echo(f"{text_table(header, rows, right=True)}\n")
-    for remark in (*missing, *remarks):
-        typer.echo(remark)
-    typer.echo(f"Wrote {write_report(variants, output, remarks, shown)}")
+    variants, remarks = compare_sets(sets, sample_scores=scores, similarities=similarities)
+    typer.echo(text_table(*score_table(variants), right=True))
+    typer.echo("\n".join([*missing, *remarks]))
+    if output is not None:
+        found = {
+            one.name: {
+                "choices": one.choices,
+                "scores": {name: mean._asdict() for name, mean in one.scores.items()},
+                "differences": {name: mean._asdict() for name, mean in one.differences.items()},
+            }
+            for one in variants
+        }
+        write_json({"variants": found, "remarks": remarks}, output)
 
 
 def set_options(
     family: Annotated[str, typer.Option(help="wan, flux, mochi, …; mhla info lists all.")],
     seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1,
-    device: Annotated[str, typer.Option(help='cpu, cuda, …; "auto" for that of each process.')] = "auto",
 ) -> dict[str, Any]:
     """Return the options of every set as arguments of :class:`SampleSet`."""
-    return {"family": family, "seed": seed, "batch_size": batch_size, "device": device}
+    return {"family": family, "seed": seed, "batch_size": batch_size}
 
 
 _SAMPLES = expand_options(pipeline_options, patch_options, video_options, set_options)
@@ -202,37 +187,16 @@ def classes(
     options: dict[str, Any],
     labels: Annotated[int | None, typer.Option(help="Number of classes; default: all of the model.")] = None,
     label_order: Annotated[str, typer.Option(help="balanced or random.")] = "balanced",
-    npz: _NPZ = None,
 ) -> None:
     """Images of classes, as FID on ImageNet needs them."""
     from ..generation.pipelines import class_count, family_named
 
     family = options["family"]
     if not family_named(family).calling.prompts_are_classes:
-        raise ValueError(f"{family} takes text, not classes; use mhla eval samples prompts.")
+        raise ValueError(f"{family} takes text, not classes; use mhla generate {family} --prompt-file FILE.")
     if labels is None:
         labels = class_count(options["model"], family)
-    _generate(options, output, class_samples(count, labels, label_order, options["seed"]), npz)
-
-
-@samples.command()
-@_SAMPLES
-def prompts(
-    output: _SET,
-    file: Annotated[
-        Path, typer.Argument(help="One prompt per line, or a .csv or .jsonl with a column text; for dit classes.")
-    ],
-    options: dict[str, Any],
-    per_prompt: Annotated[int, typer.Option(help="Samples of each.")] = 1,
-    npz: _NPZ = None,
-) -> None:
-    """Images or videos of the prompts in a file."""
-    from ..generation.pipelines import family_named
-
-    family = family_named(options["family"])
-    if npz is not None and family.makes_videos:
-        raise ValueError(f"--npz {npz} is for images, but {family.name} makes videos.")
-    _generate(options, output, prompt_samples(read_prompts(file), per_prompt, family.calling.suffix), npz)
+    _generate(options, output, class_samples(count, labels, label_order, options["seed"]))
 
 
 @samples.command("geneval")
@@ -244,8 +208,8 @@ def geneval_set(
 ) -> None:
     """Images of GenEval's prompts, laid out as its evaluator reads them."""
     entries = read_geneval_metadata(metadata)
-    if _generate(options, output, geneval_samples(entries)):
-        write_geneval_metadata(entries, output)
+    _generate(options, output, geneval_samples(entries))
+    write_geneval_metadata(entries, output)
 
 
 @samples.command("vbench")
@@ -254,34 +218,16 @@ def vbench_set(
     output: _SET,
     suite: Annotated[Path, typer.Argument(help="VBench_full_info.json, which comes with VBench.")],
     options: dict[str, Any],
-    augmented: Annotated[Path | None, typer.Option(help="Augmented prompts, a line per entry of the suite.")] = None,
     all_flickering: Annotated[bool, typer.Option(help="25 videos of each temporal flickering prompt.")] = False,
 ) -> None:
     """Videos of VBench's prompts, named as it reads them."""
-    entries = read_suite(suite)
-    texts = read_augmented(augmented, entries) if augmented is not None else None
-    _generate(options, output, suite_videos(entries, texts, all_flickering=all_flickering))
+    _generate(options, output, suite_videos(read_suite(suite), all_flickering=all_flickering))
 
 
-def _generate(options: dict[str, Any], output: Path, chosen: list[Sample], npz: Path | None = None) -> bool:
-    """Generate this process's share of a set, wait for the others, and return whether this one completes the set."""
-    from accelerate import PartialState
+def _generate(options: dict[str, Any], output: Path, chosen: list[Sample]) -> None:
+    """Generate this process's share of a set, and wait for the others."""
+    from ..generation.generate import SampleSet, generate_share
 
-    from ..devices import launched_on_cpus
-    from ..generation.generate import SampleSet, generate
-    from .images import Images, write_npz
-
-    # at the end processes wait for the slowest one, perhaps longer than the default timeout of half an hour
-    state = PartialState(cpu=launched_on_cpus(), timeout=timedelta(days=7))
-    device = str(state.device) if options["device"] == "auto" else options["device"]
-    config = SampleSet(**{**options, "device": device}, samples=chosen, output=output)
-    own = len(chosen[state.process_index :: state.num_processes])
-    for done, _ in enumerate(generate(config, state.process_index, state.num_processes), start=1):
-        if state.is_main_process:
-            show_progress(done, own)
-    state.wait_for_everyone()
-    if state.is_main_process:
+    config = SampleSet(**options, samples=chosen, output=output)
+    if list(progress(generate_share(config), desc="samples", leave=False)):  # the main process alone
         typer.echo(f"{output} holds {len(chosen)} samples.")
-        if npz is not None:
-            write_npz(Images(output), npz)
-    return bool(state.is_main_process)

@@ -12,35 +12,27 @@ import torch
 from ..files import read_json
 from ..generation.record import RECORD_NAME, Sample
 from ..generation.similarity import Similarity
-from ..reporting import show_progress
-from .extractors import Extractor
-from .fid import check_one_each, extract_features, read_reference, score, too_few
-from .images import Images, read_sample
+from ..reporting import progress
+from .images import read_sample
 from .samples import require_samples
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
 """Maps uint8 images (3, H, W) or videos (F, 3, H, W) and their texts to a score for each: (B,)."""
-_BATCH = 50
 _FRAMES = 8
 """Frames per similarity computation."""
 
 
-class Interval(NamedTuple):
-    """A mean with its 95 % bootstrap interval."""
+class Mean(NamedTuple):
+    """A mean over samples, and its standard error; None for one sample."""
 
     value: float
-    low: float
-    high: float
+    error: float | None
 
 
-def bootstrap(values: torch.Tensor, resamples: int = 1000, seed: int = 0) -> Interval:
-    """Return the mean of values (n,) with its percentile interval, which stays within their range."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(values)
-    means = [values[torch.randint(count, (count,), generator=generator)].mean() for _ in range(resamples)]
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = torch.stack(means).double().quantile(ends).tolist()
-    return Interval(float(values.mean()), low, high)
+def mean_of(values: torch.Tensor) -> Mean:
+    """Return the mean of values (n,) with its standard error, s / √n."""
+    error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Mean(float(values.mean()), error)
 
 
 @dataclass(frozen=True)
@@ -52,11 +44,10 @@ class Variant:
     samples: list[Sample]
     choices: dict[str, Any]
     """How it was made."""
-    scores: dict[str, float] = field(default_factory=dict)
-    differences: dict[str, Interval] = field(default_factory=dict)
+    scores: dict[str, Mean] = field(default_factory=dict)
+    """Score, or similarity to the first variant's samples from the same noise."""
+    differences: dict[str, Mean] = field(default_factory=dict)
     """Score → difference from the first variant, over the same samples."""
-    similarities: dict[str, Interval] = field(default_factory=dict)
-    """Measure → mean similarity of this variant's samples to the first variant's from the same noise."""
 
 
 def read_variants(folders: Sequence[Path]) -> list[Variant]:
@@ -88,7 +79,6 @@ def read_variants(folders: Sequence[Path]) -> list[Variant]:
 def compare_sets(
     folders: Sequence[Path],
     *,
-    reference: tuple[Path, Extractor] | None = None,
     sample_scores: Mapping[str, SampleScore] | None = None,
     similarities: Mapping[str, Similarity] | None = None,
 ) -> tuple[list[Variant], list[str]]:
@@ -96,7 +86,6 @@ def compare_sets(
 
     Args:
         folders: sample sets, the one to compare with first.
-        reference: images or statistics to measure distances from, see :func:`read_reference`, and the extractor.
         sample_scores: name → function that scores every sample.
         similarities: name → measure between every sample and the first variant's from the same noise, averaged over the
             frames of a video; see :func:`load_similarities`.
@@ -108,87 +97,81 @@ def compare_sets(
         ValueError: sets that cannot be compared, nothing to compare by, damaged files, or a score that is not one
             number per sample.
     """
-    variants, remarks = read_variants(folders), list[str]()
-    if not (reference or sample_scores or similarities):
-        raise ValueError(
-            "There is nothing to compare by. Give --reference, --clip-model, --score NAME=package.module:callable or "
-            "--similarity."
-        )
-    for name, sample_score in (sample_scores or {}).items():
-        base = torch.empty(0)
-        for variant in variants:
-            found = score_samples(variant.folder, variant.samples, name, sample_score)
-            variant.scores[name] = float(found.mean())
-            if variant is variants[0]:
-                base = found
-            else:
-                variant.differences[name] = bootstrap(found - base)
-    if reference is not None:
-        path, extractor = reference
-        expected = read_reference(path, extractor, _BATCH)
-        for variant in variants:
-            features = extract_features(Images(variant.folder), extractor, _BATCH)
-            variant.scores.update(score(features, expected, extractor))
-        remarks += too_few({folders[0]: len(variants[0].samples)}, expected)
-    return variants, remarks + _add_similarities(variants, similarities or {})
+    base, *others = variants = read_variants(folders)
+    if not (sample_scores or similarities):
+        raise ValueError("Give --clip-model, --score NAME=package.module:callable or --similarity to compare by.")
+    for name, function in (sample_scores or {}).items():
+        expected = score_samples(base.folder, base.samples, name, function)
+        base.scores[name] = mean_of(expected)
+        for variant in others:
+            found = score_samples(variant.folder, variant.samples, name, function)
+            variant.scores[name], variant.differences[name] = mean_of(found), mean_of(found - expected)
+    remarks: list[str] = []
+    for variant in others if similarities else ():
+        for name, frames in measure_similarity(base, variant, similarities or {}).items():
+            means = torch.stack([values.mean() for values in frames])
+            similar = means[~means.isnan()]
+            if len(similar) < len(means):
+                remarks.append(f"{name} of {variant.name} leaves out {len(means) - len(similar)} too small samples.")
+            if len(similar):
+                variant.scores[name] = mean_of(similar)
+            if name == "psnr":
+                value, frame, file = min(
+                    (float(values.min()), int(values.argmin()), sample.file)
+                    for values, sample in zip(frames, base.samples, strict=True)
+                )
+                remarks.append(f"The lowest PSNR in {variant.name} is {value:.1f} dB, of frame {frame} of {file}.")
+    return variants, remarks
 
 
 def score_samples(
-    folder: Path, samples: Sequence[Sample], name: str, sample_score: SampleScore, batch_size: int = _BATCH
+    folder: Path, samples: Sequence[Sample], name: str, sample_score: SampleScore, batch_size: int = 50
 ) -> torch.Tensor:
     """Score every sample of a folder: float64 (n,); ValueError for a score that is not one finite number per sample."""
     parts: list[torch.Tensor] = []
-    for start in range(0, len(samples), batch_size):
+    for start in progress(range(0, len(samples), batch_size), desc=name, leave=False):
         batch = samples[start : start + batch_size]
         values = sample_score([read_sample(folder / x.file) for x in batch], [x.text for x in batch])
-        check_one_each(f"The score {name}", values, len(batch))
+        if values.numel() != len(batch) or not values.isfinite().all():
+            raise ValueError(
+                f"The score {name} must be a finite number for each of {len(batch)} samples, got {values}."
+            )
         parts.append(values.double().cpu().view(len(batch)))
-        for sample, value in zip(batch, parts[-1].tolist(), strict=True):
-            if not math.isfinite(value):
-                raise ValueError(f"The score {name} of {folder / sample.file} is {value}; it must be finite.")
-        show_progress(start + len(batch), len(samples))
     return torch.cat(parts)
 
 
 @torch.no_grad()
-def _add_similarities(variants: Sequence[Variant], similarities: Mapping[str, Similarity]) -> list[str]:
-    """Add similarities of every variant but the first; return remarks."""
-    base, *others = variants
-    values: dict[tuple[int, str], list[torch.Tensor]] = {}
-    worst: dict[str, tuple[float, str]] = {}
-    for done, sample in enumerate(base.samples if similarities else (), start=1):
-        reference = _frames(base.folder / sample.file)
-        for place, variant in enumerate(others):
-            frames = _frames(variant.folder / sample.file)
-            if frames.shape != reference.shape:
-                shapes = [(len(x), *x.shape[2:]) for x in (reference, frames)]
-                raise ValueError(
-                    f"{sample.file} has (frames, height, width) {shapes[0]} in {base.folder} and {shapes[1]} in "
-                    f"{variant.folder}; generate both sets with the same settings."
-                )
-            for name, similarity in similarities.items():
-                pairs = zip(frames.split(_FRAMES), reference.split(_FRAMES), strict=True)
-                found = torch.cat([similarity(*pair).double() for pair in pairs])
-                if not found.isnan().any():
-                    values.setdefault((place, name), []).append(found.mean())
-                if name == "psnr":
-                    low = float(found.min()), f"frame {int(found.argmin())} of {sample.file}"
-                    worst[variant.name] = min(worst.get(variant.name, low), low)
-        show_progress(done, len(base.samples))
-    small = {}
-    for (place, name), means in values.items():
-        similar = torch.stack(means)
-        others[place].scores[name] = float(similar.mean())
-        others[place].similarities[name] = bootstrap(similar)
-        if len(similar) < len(base.samples):
-            small[name] = (
-                f"{name} is of {len(similar)} of {len(base.samples)} samples: the others are too small for it."
+def measure_similarity(
+    base: Variant, variant: Variant, similarities: Mapping[str, Similarity]
+) -> dict[str, list[torch.Tensor]]:
+    """Return measure → float64 (F,) per sample, of a variant's frames to the first variant's; an image is one frame."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in similarities}
+    for sample in progress(base.samples, desc=variant.name, leave=False):
+        pair = [read_sample(one.folder / sample.file) for one in (variant, base)]
+        frames, reference = (x if x.ndim == 4 else x[None] for x in pair)
+        if frames.shape != reference.shape:
+            shapes = [(len(x), *x.shape[2:]) for x in (reference, frames)]
+            raise ValueError(
+                f"{sample.file} has (frames, height, width) {shapes[0]} in {base.folder} and {shapes[1]} in "
+                f"{variant.folder}; generate both sets with the same settings."
             )
-    lowest = [f"The lowest PSNR in {name} is {value:.1f} dB, of {place}." for name, (value, place) in worst.items()]
-    return [*small.values(), *lowest]
+        for name, similarity in similarities.items():
+            pairs = zip(frames.split(_FRAMES), reference.split(_FRAMES), strict=True)
+            found[name].append(torch.cat([similarity(*pair).double() for pair in pairs]))
+    return found
 
 
-def _frames(file: Path) -> torch.Tensor:
-    """Read a sample as uint8 (F, 3, H, W); an image is one frame."""
-    sample = read_sample(file)
-    return sample if sample.ndim == 4 else sample[None]
+def score_table(variants: Sequence[Variant]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: every score of every variant, its standard error, and the difference from the first."""
+
+    def text(mean: Mean | None, sign: str = "") -> str:
+        if mean is None:
+            return ""
+        return f"{mean.value:{sign}.4g}" + ("" if mean.error is None else f" ± {mean.error:.2g}")
+
+    rows = [
+        [variant.name, name, text(score), text(variant.differences.get(name), "+")]
+        for variant in variants
+        for name, score in variant.scores.items()
+    ]
+    return ["variant", "score", "mean ± its error", f"from {variants[0].name}"], rows

@@ -45,11 +45,9 @@ class CleanInception:
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
         file = _require_weights(weights, _CLEAN_WEIGHTS)
-        try:
-            from cleanfid.inception_torchscript import InceptionV3W
-            from cleanfid.resize import build_resizer
-        except ImportError as error:
-            raise ImportError(f"clean-fid cannot be imported ({error}); {installing('eval')}.") from error
+        from cleanfid.inception_torchscript import InceptionV3W
+        from cleanfid.resize import build_resizer
+
         self._device, self._resize = choose_device(device), build_resizer("clean")
         self._model = InceptionV3W(str(file.parent), download=False, resize_inside=False).to(self._device)
 
@@ -81,10 +79,8 @@ class AdmInception:
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
         file = _require_weights(weights, _ADM_WEIGHTS)
-        try:
-            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-        except ImportError as error:
-            raise ImportError(f"torch-fidelity cannot be imported ({error}); {installing('eval')}.") from error
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
         self._device, names = choose_device(device), ["2048", "logits_unbiased"]
         self._model = FeatureExtractorInceptionV3("inception", names, feature_extractor_weights_path=str(file))
         self._model.to(self._device).eval()
@@ -122,13 +118,16 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
         ValueError: unknown extractor, or weights for a callable.
         ImportError: a package is missing.
     """
-    if choice in ("adm", "clean"):
-        return AdmInception(weights, device) if choice == "adm" else CleanInception(weights, device)
-    if ":" not in choice:
+    if ":" in choice:
+        if weights is not None:
+            raise ValueError(f"Weights ({weights}) are for Inception; the callable {choice} brings its own.")
+        return load_callable(choice)
+    if choice not in ("adm", "clean"):
         raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, or package.module:callable.")
-    if weights is not None:
-        raise ValueError(f"Weights ({weights}) are for Inception; the callable {choice} brings its own.")
-    return load_callable(choice)
+    try:
+        return AdmInception(weights, device) if choice == "adm" else CleanInception(weights, device)
+    except ImportError as error:
+        raise ImportError(f"{choice} cannot be computed here ({error}); {installing('eval')}.") from error
 
 
 def load_callable(place: str) -> Callable[..., Any]:

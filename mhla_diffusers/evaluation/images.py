@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from ..files import IMAGE_SUFFIXES, visible_files, written_aside
+from ..files import IMAGE_SUFFIXES, visible_files
 from ..generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
 from ..generation.record import SAMPLE_LIST
 from .samples import require_samples
@@ -101,20 +101,3 @@ def read_npz(path: Path) -> dict[str, Any]:
             return dict(content)
     except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is not a readable npz file: {error}. Get it again.") from error
-
-
-def write_npz(images: Images, path: Path) -> None:
-    """Write images of one resolution as ``arr_0`` of an npz, uint8 (n, H, W, 3), which OpenAI's evaluator reads."""
-    first = next(images.batches(1))
-    header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), *first.shape[2:], 3)}
-    with (
-        written_aside(path) as aside,
-        zipfile.ZipFile(aside, "w") as archive,
-        archive.open("arr_0.npy", "w", force_zip64=True) as stream,  # never whole in memory
-    ):
-        numpy.lib.format.write_array_header_1_0(stream, header)
-        for batch in images.batches(100):
-            if batch.shape[1:] != first.shape[1:]:
-                sizes = " and ".join(f"{one.shape[2]}x{one.shape[3]}" for one in (first, batch))
-                raise ValueError(f"An npz holds images of one size, but there are {sizes}.")
-            stream.write(batch.permute(0, 2, 3, 1).contiguous().numpy().tobytes())

@@ -1,7 +1,6 @@
 """Sets of samples: which files they hold, and whether they are complete."""
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..generation.record import SAMPLE_LIST, Sample, read_sample_list
@@ -19,13 +18,6 @@ def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 
     chance = random.Random(seed)
     chosen = [number % labels if order == "balanced" else chance.randrange(labels) for number in range(count)]
     return [Sample(f"{number:06d}.png", str(label)) for number, label in enumerate(chosen)]
-
-
-def prompt_samples(prompts: Sequence[str], per_prompt: int, suffix: str) -> list[Sample]:
-    """List ``{prompt number}-{sample number}`` with a suffix of .png or .mp4; ``per_prompt`` must be positive."""
-    check_value("per_prompt", per_prompt, int, above=0)
-    numbered = [(place, prompt, number) for place, prompt in enumerate(prompts) for number in range(per_prompt)]
-    return [Sample(f"{place:05d}-{number}{suffix}", prompt) for place, prompt, number in numbered]
 
 
 def require_samples(folder: Path) -> list[Sample]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, read_lines
+from ..files import read_json
 from ..generation.record import Sample
 from ..settings import check_names
 
@@ -59,40 +59,19 @@ def read_suite(file: str | Path) -> list[dict[str, Any]]:
     return entries
 
 
-def read_augmented(file: str | Path, entries: list[dict[str, Any]]) -> dict[str, str]:
-    """Read augmented prompts: one line per entry, or per distinct prompt, of the suite, in its order.
-
-    VBench's repository has such a file for Wan. For a prompt that occurs twice the first line counts.
-    """
-    lines = read_lines(Path(file))
-    prompts = [entry["prompt_en"] for entry in entries]
-    distinct = list(dict.fromkeys(prompts))
-    if len(lines) not in (len(prompts), len(distinct)):
-        raise ValueError(
-            f"{file} holds {len(lines)} lines, but the suite has {len(prompts)} entries with {len(distinct)} distinct "
-            "prompts; there must be one line for each, in the suite's order."
-        )
-    matching = prompts if len(lines) == len(prompts) else distinct
-    return dict(reversed(list(zip(matching, lines, strict=True))))
-
-
-def suite_videos(
-    entries: list[dict[str, Any]], augmented: Mapping[str, str] | None = None, *, all_flickering: bool = False
-) -> list[Sample]:
+def suite_videos(entries: list[dict[str, Any]], *, all_flickering: bool = False) -> list[Sample]:
     """List every video of the suite, ``videos/{prompt}-{number}.mp4``: 4 720, or 6 220 with all for flickering.
 
-    Files are named after VBench's own prompts, even if the model gets augmented ones, because VBench finds them by
-    name; two prompts occur twice and share their videos. ``all_flickering`` asks for 25 instead of 5
-    videos of the flickering prompts, for VBench's static filter.
+    VBench finds them by name; two prompts occur twice and share their videos. ``all_flickering`` asks for 25 instead
+    of 5 videos of the flickering prompts, for VBench's static filter.
     """
     counts: dict[str, int] = {}
     for entry in entries:
         flickering = all_flickering and FLICKERING in entry["dimension"]
         prompt = entry["prompt_en"]
         counts[prompt] = max(counts.get(prompt, 0), _FLICKERING_VIDEOS if flickering else _VIDEOS)
-    texts = augmented or {}
     return [
-        Sample(f"{VIDEO_FOLDER}/{prompt}-{number}.mp4", texts.get(prompt, prompt))
+        Sample(f"{VIDEO_FOLDER}/{prompt}-{number}.mp4", prompt)
         for prompt, count in counts.items()
         for number in range(count)
     ]

@@ -45,11 +45,11 @@ def generate_command(
         list[int] | None, typer.Option("--seed", help="Of the noise, default 0; repeat for more samples.")
     ] = None,
 ) -> None:
-    """Generate images or videos, one per prompt and seed. Resumes where it stopped.
+    """Generate images or videos, one per prompt and seed. Resumes where it stopped; accelerate launch shares the work.
 
-    mhla generate wan "a seven moving left" "a three" --patch default --seed 0 --seed 1
+    mhla generate wan "a seven moving left" "a three" --patch faithful --seed 0 --seed 1
     """
-    from .generate import SampleSet, generate, plan_samples
+    from .generate import SampleSet, generate_share, plan_samples
     from .pipelines import family_named
 
     calling = family_named(family).calling
@@ -63,5 +63,5 @@ def generate_command(
     folder = output or Path("outputs", family)
     chosen = SampleSet(family, samples, folder, seed=None, **options)
     typer.echo(chosen.summary, err=True)
-    for sample, made in generate(chosen, show_steps=True):
+    for sample, made in generate_share(chosen, show_steps=True):
         typer.echo(f"{'wrote' if made else 'kept '} {folder / sample.file}")

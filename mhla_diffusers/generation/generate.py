@@ -4,13 +4,15 @@ import hashlib
 import inspect
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
+from ..devices import launched_on_cpus
 from ..families.calling import takes_picture
 from ..files import file_hash, folder_for_results
 from ..reporting import shows_bars
@@ -181,6 +183,23 @@ def generate(
                 yield sample, True
         if not missing:
             _record(config)
+
+
+def generate_share(config: SampleSet, *, show_steps: bool = False) -> Iterator[tuple[Sample, bool]]:
+    """Generate the share of this process, on its own device, and wait for the others that accelerate has launched.
+
+    Yields what :func:`generate` does, in the main process alone.
+    """
+    from accelerate import PartialState
+
+    # at the end processes wait for the slowest one, perhaps longer than the default timeout of half an hour
+    state = PartialState(cpu=launched_on_cpus(), timeout=timedelta(days=7))
+    if config.device == "auto" and state.num_processes > 1:
+        config = replace(config, device=str(state.device))
+    for done in generate(config, state.process_index, state.num_processes, show_steps=show_steps):
+        if state.is_main_process:
+            yield done
+    state.wait_for_everyone()
 
 
 def _check_folder(config: SampleSet) -> None:

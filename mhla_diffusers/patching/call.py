@@ -58,7 +58,7 @@ class Tally:
 
     def end(self) -> None:
         """Log the summary of a call that has ended, and begin again."""
-        if summary := self.summary():
+        if (summary := self.summary()) and summary != self.latest:
             self.logger.info("MHLA: %s", summary)
             self.latest = summary
         self.sparse = 0

@@ -145,8 +145,7 @@ def _plan_by_grid(
         )
     check_settings(settings, SparseConfig, "For the other attention add the model as a family (docs/add-a-model.md).")
     config = (patch or SparseConfig()).replace(**settings)
-    if config.layers != "all":
-        raise ValueError(f"layers={config.layers!r}: layers can be chosen of models with a family alone; leave it out.")
+    _check_by_grid(config)
     facts = Facts(grid if callable(grid) else check_grid(grid), extra if callable(extra) else check_counts(extra))
     modules = models_of(model)
     if not modules:
@@ -163,6 +162,11 @@ def _plan_by_grid(
             if is_patched(part):
                 raise ValueError(f"This {type(part).__name__} is already patched; call remove_mhla() with it first.")
     return [Patched(module, config, None, facts, model) for module in modules]
+
+
+def _check_by_grid(config: PatchConfig) -> None:
+    if config.layers != "all":
+        raise ValueError(f"layers={config.layers!r}: layers can be chosen of models with a family alone; leave it out.")
 
 
 def _log_patch(patched: Patched, pipe: Any) -> None:
@@ -469,6 +473,7 @@ def _plan_change(
     pipe = patched.pipeline.owner if isinstance(model, nn.Module) else model
     new = Patched(patched.transformer, config, patched.family, patched.facts, pipe, backend or patched.backend)
     if patched.family is None:
+        _check_by_grid(config)
         return new, {}, None
     chosen = _chosen_attentions(patched, config)
     new.chosen = tuple(chosen)

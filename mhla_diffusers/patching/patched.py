@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -186,8 +187,7 @@ class Patched:
         if output is not None and call.grid:
             self.latest_grid = call.grid
         if call.run is None:
-            if self.family is None:
-                self.tally.end()
+            self._end_of_call()
             return
         if output is None:
             call.run.clear()
@@ -195,13 +195,20 @@ class Patched:
             for branch in call.branches:
                 branch.residuals.clear()
 
+    def _end_of_call(self) -> None:
+        """End the count of a forward outside of sampling."""
+        if self.family is None and not self.tally.summary():
+            self.tally.latest = "no attention that the patch sees: it answers scaled_dot_product_attention alone"
+            self.tally.log_once(logging.WARNING, f"{type(self.transformer).__name__}: {self.tally.latest}")
+        self.tally.end()
+
     def _entered(self, grid: Shape, extra: Counts, outer: Call | None) -> Call:
         """Return a call outside of sampling, with what its attentions need around them put in place."""
         mode: Mode | None = None
         if not self.is_sparse:
             self._keep_processors()
         elif self._answers_pytorch():
-            mode = Mode(is_checkpointed if self.family is None else _never)
+            mode = Mode(partial(is_checkpointed, self.transformer) if self.family is None else _never)
             mode.enter()
         if self.family is None:
             state = held()
@@ -264,18 +271,19 @@ class Patched:
                 "steps",
                 f"The denoising step of a forward of {type(self.transformer).__name__} is unknown, so "
                 f"{config.dense_words} has no effect. Call the pipeline, or give apply_mhla() the object that has the "
-                "transformer and its scheduler.",
+                "transformer and its scheduler; refresh=None for no dense steps.",
             )
             return call
         run, step, timesteps = sampling
         if run.errors is not self.errors:
             config.check_steps(step.count)
             self.errors = run.errors
+            self.tally.end()
             weakref.finalize(run, self._log_end, run.errors, config.dense_steps(step.count))
         call = call._replace(step=step, is_dense=config.is_dense(step), run=run)
         if not (isinstance(config, SparseConfig) and config.correct):
             return call
-        branch, begins = run.branch(self, step, timesteps, conditions)
+        branch, begins = run.branch(id(self), step, timesteps, conditions)
         records = config.records_residual(step)
         if begins and records:
             rerun_blocks(self.transformer)
@@ -307,6 +315,10 @@ class Patched:
                 yield
         finally:
             self._leave(call)
+
+    def name_at(self, place: tuple[int, int]) -> str:
+        """Return the name of the self-attention of a place, (layer, which of its calls of attention)."""
+        return self.names[place[0]] if self.names else f"attention {place[1]}"
 
     def name_of(self, attn: Any) -> str:
         """Return the name of a self-attention."""
@@ -361,8 +373,7 @@ class Patched:
         if not self.errors:
             return ""
         before, after = torch.stack(list(self.errors.values())).float().cpu().unbind(dim=1)
-        number, part = list(self.errors)[int(after.argmax())]
-        worst = self.names[number] if self.names else f"attention {part}"
+        worst = self.name_at(list(self.errors)[int(after.argmax())])
         return (
             f"error of an attention at the latest dense step {after.median():.0%} (median), {after.max():.0%} "
             f"({worst}); {before.median():.0%} before correction"

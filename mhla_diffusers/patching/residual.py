@@ -185,14 +185,16 @@ class Run:
     def __init__(self) -> None:
         self.step: Step | None = None
         self._timesteps: object = None
+        self._first: Hashable = None
+        """The model that began the present step."""
         self._branches: dict[Hashable, list[BranchState]] = {}
-        """By the model's id, or an engine's name."""
+        """By the model, or an engine's name."""
         self._used: set[BranchState] = set()
         """Those of the present step."""
         self.errors: dict[tuple[int, int], torch.Tensor] = {}
         """By number of a layer and of the call that it made: :attr:`Residual.error` of the latest dense step."""
 
-    def branch(self, owner: object, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
+    def branch(self, owner: Hashable, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
         """Return the branch that a forward belongs to, and whether the forward begins a step.
 
         A branch is recognised by its conditions, and by its order within a step where these are made anew.
@@ -206,8 +208,11 @@ class Run:
         ):
             self.clear()
         begins = self.begin(step)
+        if begins and owner != self._first:  # another expert has taken over
+            self._branches.clear()
+            self._first = owner
         self._timesteps = timesteps
-        branches = self._branches.setdefault(id(owner), [])
+        branches = self._branches.setdefault(owner, [])
         free = [one for one in branches if one not in self._used]
         same = [one for one in free if conditions is not None and one.conditions() is conditions]
         found = (same + free + [BranchState()])[0]

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.overrides import (  # type: ignore[attr-defined]
     TorchFunctionMode,
@@ -153,9 +154,20 @@ def _attend(
         corrected = [branch.correct(place, x, call.step) for branch, x in zip(call.branches, flat, strict=True)]
         output = (corrected[0] if count == 1 else torch.cat(corrected)).view(output.shape)
     if call.watch is not None:
-        name, exact_of = call.patch.names[place[0]], partial(request.exact, query, key, value)
+        exact_of = partial(request.exact, query, key, value)
         reference = partial(_reference, query, key, value, call, fit)
-        seen = Seen(name, query, key, value, call.grid, fit.extra, fit.key_mask, exact_of, reference, output)
+        seen = Seen(
+            call.patch.name_at(place),
+            query,
+            key,
+            value,
+            call.grid,
+            fit.extra,
+            fit.key_mask,
+            exact_of,
+            reference,
+            output,
+        )
         output = call.watch(seen)
     return output
 
@@ -409,11 +421,18 @@ class Mode(TorchFunctionMode):
         state = held()
         if state.layer is None or state.call is None:
             return func(*args, **(kwargs or {}))
-        if func is functional.multi_head_attention_forward and state.call.tally is not None:
-            state.call.tally.note_dense(
-                "nn.MultiheadAttention, which computes its own scores", args[0], logging.WARNING
-            )
-        if func is not functional.scaled_dot_product_attention or self.is_recomputed():
+        reason = ""
+        if func is functional.multi_head_attention_forward:
+            reason = "nn.MultiheadAttention, whose call of attention is out of reach"
+        elif func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        elif (query := args[0] if args else (kwargs or {})["query"]).ndim != 4:
+            reason = f"query has {query.ndim} axes, and attention over the grid 4, with heads"
+        elif self.is_recomputed():
+            reason = "gradient checkpointing runs it again, without its call"
+        if reason:
+            if state.call.tally is not None:
+                state.call.tally.note_dense(reason, args[0] if args else (kwargs or {})["query"], logging.WARNING)
             return func(*args, **(kwargs or {}))
         return _answer_pytorch(*args, **(kwargs or {}))
 
@@ -430,17 +449,20 @@ def _answer_pytorch(
 ) -> torch.Tensor:
     """Answer a call of ``scaled_dot_product_attention``; a function, because Dynamo guards no method of a mode."""
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.ndim != 4:
-        return functional.scaled_dot_product_attention(query, key, value, *request[:3], scale=scale)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return answer(query, key, value, request).transpose(1, 2)
 
 
-def is_checkpointed() -> bool:
-    """Whether gradient checkpointing within a forward will run this attention again, after the forward."""
-    frame: FrameType | None = sys._getframe(1) if torch.is_grad_enabled() else None
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether gradient checkpointing within a model's forward will run this attention again, after the forward."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             return True
+        if frame.f_code is _CALL and frame.f_locals["self"] is model:
+            return False
         frame = frame.f_back
     return False
+
+
+_CALL = nn.Module._call_impl.__code__

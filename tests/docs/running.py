@@ -100,8 +100,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     # evaluation
     (r'^accelerate launch "\$\(command -v mhla\)"', "mhla"),
     (r"^(mhla eval samples classes .*)--count 50000", r"\1--count 4 --set num_inference_steps=1"),
-    (r"^mhla eval samples (prompts|geneval) sana/.*", rf"\g<0> {SANA_SET}"),
-    (r"^mhla eval samples prompts outputs/.*", r"\g<0> --set num_inference_steps=1"),
+    (r"^mhla (eval samples geneval|generate sana --prompt-file) .*", rf"\g<0> {SANA_SET}"),
     (r"^mhla eval samples vbench .*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
     (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
     (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
@@ -111,7 +110,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--grid 64x64 --grid 128x128 --blocks 4x4", "--grid 4x4 --blocks 2x2 --heads 1 --head-dim 8 --seconds 0.01"),
     (r"--model wan2.1-1.3b --layers 3", "--model tiny-dit --layers 1 --seconds 0.01"),
     (r"--train --model dit-s-2", "--train --model tiny-dit --layers 1 --seconds 0.01"),
-    (r"--model path/or/hub-id --steps 20", "--model tiny-dit --steps 1 --repetitions 1"),
+    (rf"bench pipeline --model {TINY_WAN} --steps 20", "bench pipeline --model tiny-dit --steps 1 --repetitions 1"),
     (r"--model tiny-wan --steps 20", "--model tiny-wan --steps 1 --frames 6 --repetitions 1"),
 ]  # fmt: skip
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""

@@ -89,7 +89,6 @@ def write_what_evaluators_give(folder):
     (folder / "results.jsonl").write_text("\n".join(json.dumps({"tag": tag, "correct": True}) for tag in TAGS))
     entry = {"prompt_en": "a seven moving left", "dimension": ["scene"]}
     (folder / "VBench_full_info.json").write_text(json.dumps([entry]))
-    (folder / "wan.txt").write_text("a handwritten seven that moves to the left\n")
     (folder / "results.json").write_text(json.dumps({name: [0.9, []] for name in DIMENSIONS}))
 
 

@@ -8,8 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
+from mhla_diffusers.config import PROFILES, SparseConfig
 from mhla_diffusers.families import families
 from mhla_diffusers.families.refused import BY_GRID, REFUSED
+from mhla_diffusers.patching.describe import steps_in_words
 from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.latents.sources import read_sources
 
@@ -84,17 +86,33 @@ def test_what_a_patch_brings_at_most():
 def test_readme_repeats_what_is_counted_and_measured():
     """Its milliseconds stand in the results."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    most = {(name, size): cells[-1] for name in ("wan2.1-1.3b", "flux-dev") for size, cells in most_of(name).items()}
-    large, small = most["wan2.1-1.3b", "720x1280x81"], most["wan2.1-1.3b", "480x832x81"]
-    assert f"{large} times for Wan2.1-1.3B at 720x1280x81, {small} at 480x832x81" in readme
-    assert f"{most['flux-dev', '2048x2048']} for Flux at 2048 px" in readme
-    assert f"Flux gains at most {most['flux-dev', '1024x1024']}" in readme
-    assert f"five dense steps of 50 turn {large} into {50 / (5 + 45 / float(large)):.1f}." in readme
+    assert f"Flux gains at most {most_of('flux-dev')['1024x1024'][-1]}" in readme
     for size, softmax, prototype in re.findall(r"one forward, (\S+) \| H100, \S+ \| ([\d,]+) \| (\d+) \|", readme):
         (row,) = [row for row in rows_of(H100[H100.index("480x800x81") :]) if row[-1] == prototype]
         assert softmax.replace(",", "") in re.search(r"softmax took (\d+) and (\d+) ms", H100).groups(), (size, row)
     (cells,) = re.findall(r"one attention, 15,360 tokens.*?CPU threads \| ([\d,]+) \| (\d+) \| (\d+) \|", readme)
     assert list(cells) == [row[-1] for row in rows_of(RESULTS[RESULTS.index("| tokens N") :].partition("\n\n")[0])[2:]]
+
+
+def test_readme_says_what_the_profiles_bring_and_which_steps_are_dense():
+    rows = {name.strip("`"): cells for name, *cells in table_under((ROOT / "README.md").read_text(), "profile |")}
+    assert list(rows) == list(PROFILES)
+    for name, (density, dense, counted) in rows.items():
+        config = SparseConfig(**PROFILES[name])
+        assert density == f"{100 * config.density:g} %"
+        assert dense.partition(", and")[0] == steps_in_words(config.dense_steps(50), 50)[len("steps ") : -len(" of 50")]
+        for size, number in zip(("480x832", "720x1280"), re.findall(r"\d\.\d\d", counted), strict=True):
+            shown = CliRunner().invoke(app, ["info", "--model", "wan2.1-1.3b", "--size", size, "--patch", name]).output
+            assert f"a call at most {number}" in " ".join(shown.split())
+
+
+def test_dense_steps_of_the_profiles_are_counted():
+    rows = table_under((ROOT / "docs/patch.md").read_text(encoding="utf-8"), "profile | 4 steps")
+    for (name, *cells), (profile, settings) in zip(rows, PROFILES.items(), strict=True):
+        assert name == f"`{profile}`"
+        for cell, count in zip(cells, (4, 20, 28, 50), strict=True):
+            found = [range(int(part.split("-")[0]) - 1, int(part.split("-")[-1])) for part in cell.split(", ")]
+            assert tuple(step for steps in found for step in steps) == SparseConfig(**settings).dense_steps(count)
 
 
 def test_flops_of_sparse_attention_and_mhla():
@@ -141,7 +159,7 @@ DENSITIES = ("2.5", "5.0", "10.0", "15.0", "25.0")
 UNTRAINED = {
     "sparse, 15 %": "sparse 15.0%",
     "sparse, 5 %": "sparse 5.0%",
-    "sparse, 2.5 %, the default": "sparse 2.5%",
+    "sparse, 2.5 %": "sparse 2.5%",
     "5 %, means alone": "sparse 5.0%, means alone",
     "2.5 %, means alone": "sparse 2.5%, means alone",
 }
@@ -240,8 +258,6 @@ def test_coarser_blocks_are_those_of_the_study():
     rows = [("0.025", "", ""), ("0.15", "", ""), ("0.025", "refresh 10", "yes"), ("0.05", "refresh 10", "yes")]
     expected = [tuple(f"{float(table[row]['psnr']):.1f}" for table in (fine, coarse)) for row in rows]
     assert not set(expected) - set(said)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "{} to {} dB".format(*expected[2]) in readme
 
 
 def test_families_of_diffusers_are_counted():

@@ -81,7 +81,7 @@ def test_clean_fid_agrees(tmp_path):
     ]
     numpy.random.seed(0)
     expected = fid.fid_from_feats(*features), fid.kernel_distance(*features[::-1])
-    found, _ = measure_images(*folders, load_extractor("clean", tmp_path / "inception-2015-12-05.pt"))
+    found = measure_images(*folders, load_extractor("clean", tmp_path / "inception-2015-12-05.pt"))
     assert (found["fid"], found["kid"]) == pytest.approx(expected, rel=1e-4)
 
 
@@ -102,7 +102,7 @@ def test_torch_fidelity_agrees(tmp_path, monkeypatch):
         **{"cuda": False, "verbose": False, "cache": False, "feature_extractor_weights_path": str(file)},
         **{"save_cpu_ram": True},
     )
-    found, _ = measure_images(*folders, load_extractor("adm", file))
+    found = measure_images(*folders, load_extractor("adm", file))
     assert found["fid"] == pytest.approx(expected["frechet_inception_distance"], rel=1e-4)
     assert found["inception_score"] == pytest.approx(expected["inception_score_mean"], rel=1e-6)
 

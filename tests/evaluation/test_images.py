@@ -4,31 +4,22 @@ import numpy
 import pytest
 import torch
 
-from mhla_diffusers.evaluation.images import Images, write_npz
+from mhla_diffusers.evaluation.images import Images
 
-from ..refusals import refused
 from .pictures import write_pictures
 
 
-def test_npz_holds_the_same_images_and_openai_can_read_it(tmp_path):
-    images = Images(write_pictures(tmp_path / "made", 80))
-    write_npz(images, tmp_path / "made.npz")
-    array = numpy.load(tmp_path / "made.npz")["arr_0"]
-    assert array.shape == (80, 8, 8, 3)
-    assert array.dtype == numpy.uint8
-    assert torch.equal(torch.from_numpy(array).permute(0, 3, 1, 2), torch.cat(list(images.batches(100))))
-    numpy.savez_compressed(tmp_path / "packed.npz", array)
-    assert torch.equal(torch.cat(list(Images(tmp_path / "packed.npz").batches(33))), torch.cat(list(images.batches(9))))
+def test_npz_holds_the_same_images(tmp_path):
+    images = torch.cat(list(Images(write_pictures(tmp_path / "made", 80)).batches(9)))
+    numpy.savez_compressed(tmp_path / "packed.npz", images.permute(0, 2, 3, 1).numpy())
+    assert torch.equal(torch.cat(list(Images(tmp_path / "packed.npz").batches(33))), images)
 
 
-def test_sizes_are_not_mixed_in_a_batch_or_an_npz(tmp_path):
+def test_sizes_are_not_mixed_in_a_batch(tmp_path):
     folder = write_pictures(tmp_path / "made", 80)
     write_pictures(folder / "larger", 4, size=16)
     images = Images(folder)
     assert [tuple(batch.shape) for batch in images.batches(50)] == [(50, 3, 8, 8), (30, 3, 8, 8), (4, 3, 16, 16)]
-    with refused("8x8 and 16x16"):
-        write_npz(images, tmp_path / "x.npz")
-    assert [file.name for file in tmp_path.iterdir()] == ["made"]
 
 
 def test_what_holds_no_images_is_refused(tmp_path):

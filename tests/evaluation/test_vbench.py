@@ -9,13 +9,11 @@ import pytest
 from mhla_diffusers.evaluation.vbench import (
     DIMENSIONS,
     VBenchError,
-    read_augmented,
     read_results,
     read_suite,
     suite_videos,
     total_scores,
 )
-from mhla_diffusers.generation.record import Sample
 
 from ..refusals import refused
 from .pictures import mhla
@@ -62,20 +60,6 @@ def test_suite_has_as_many_videos_as_it_should(tmp_path):
     assert {f"videos/a cat and 3 dogs-{i}.mp4" for i in range(5)} <= names
     assert "videos/a still frame, 0-24.mp4" not in names
     assert "videos/a still frame, 0-24.mp4" in {video.file for video in all_videos}
-
-
-@pytest.mark.parametrize("lines", [946, 944])
-def test_augmented_prompts_are_generated_and_the_file_keeps_the_original(tmp_path, lines):
-    entries = read_suite(write_suite(tmp_path / "suite.json"))
-    (tmp_path / "augmented.txt").write_text("\n".join(f"long form {i}" for i in range(lines)))
-    videos = suite_videos(entries, read_augmented(tmp_path / "augmented.txt", entries))
-    assert videos[375:377] == [
-        Sample("videos/a cat and 0 dogs-0.mp4", "long form 75"),
-        Sample("videos/a cat and 0 dogs-1.mp4", "long form 75"),
-    ]
-    (tmp_path / "augmented.txt").write_text("one line")
-    with refused("1 ", " 946 ", " 944 "):
-        read_augmented(tmp_path / "augmented.txt", entries)
 
 
 def write_results(folder, row="CogVideoX-5B"):

@@ -53,15 +53,15 @@ def run(*arguments) -> str:
     return ended.output
 
 
-def test_generate_eval_samples_and_audit(model, patch, tmp_path):
+def test_generate_and_audit(model, patch, tmp_path):
     patched = ("--model", model, "--patch", patch, *SETTINGS)
     run("generate", "cogview3plus", "the red dog", *patched, "--output", tmp_path / "out")
     (file,) = (tmp_path / "out").glob("*.png")
     assert Image.open(file).size == (64, 64)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\nthe red dog\n")
-    asked = ("--family", "cogview3plus", "--model", model, *SETTINGS)
-    run("eval", "samples", "prompts", tmp_path / "set", prompts, *asked)
+    asked = ("--prompt-file", prompts, "--model", model, *SETTINGS)
+    run("generate", "cogview3plus", *asked, "--output", tmp_path / "set")
     assert len(list((tmp_path / "set").glob("*.png"))) == 2
     assert "worst head" in run("audit", "cogview3plus", "a cat", *patched, "--output", tmp_path / "found")
     assert len(json.loads((tmp_path / "found" / "audit.json").read_text())["layers"]) == 3  # the first stays dense

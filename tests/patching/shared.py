@@ -1,13 +1,14 @@
 """What several tests of patching use: names of models, what a patch could leave behind, weights and adapters."""
 
 import inspect
+import threading
 
 import torch
 from diffusers import UNet2DModel
 from peft import LoraConfig, inject_adapter_in_model
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import attn_processors
+from mhla_diffusers.patching import attn_processors, find_patched
 
 from ..models import FAMILIES, patched
 
@@ -16,6 +17,7 @@ ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
 """Settings that give a layer every kind of weight that it can have."""
+CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
 
 
 def footprint(model):
@@ -28,6 +30,7 @@ def footprint(model):
         "modules": {name: type(module) for name, module in model.named_modules()},
         "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
         "processors": attn_processors(model),
+        "backends": [getattr(one, "_attention_backend", None) for one in attn_processors(model).values()],
         "hooks": {
             (name, kind): list(getattr(module, kind).values())
             for name, module in model.named_modules()
@@ -38,11 +41,12 @@ def footprint(model):
 
 def assert_same_footprint(model, before):
     after = footprint(model)
-    assert list(after["state"]) == list(before["state"])
-    for key, value in before["state"].items():
-        assert torch.equal(after["state"][key], value), key
-    for part in before.keys() - {"state"}:
-        assert after[part] == before[part], part
+    state, state_before = after.pop("state"), before["state"]
+    assert state.keys() == state_before.keys()
+    for key, value in state.items():
+        assert torch.equal(value, state_before[key]) and value.dtype == state_before[key].dtype, key
+    for part, value in after.items():
+        assert value == before[part], part
 
 
 def assert_equal_up_to_order(found, expected):
@@ -82,10 +86,6 @@ def mixings(model):
     return [layer.mixing for layer in mhla.mhla_layers(model).values()]
 
 
-def self_attentions(model):
-    return [module for path, module in model.named_modules() if path.endswith("attn1")]
-
-
 def lora(*projections):
     """An adapter that changes the output from the start."""
     torch.manual_seed(2)
@@ -98,3 +98,21 @@ def with_lora(model, *projections):
         model.add_adapter(lora(*projections))
         return model
     return inject_adapter_in_model(lora(*projections), model).eval()
+
+
+def seen_by(model, run):
+    """What every patched attention was given and returned, in order."""
+    (handle,) = find_patched(model).values()
+    seen = []
+    with handle.watched(lambda one: seen.append(one) or one.output):
+        run()
+    return seen
+
+
+def in_threads(*functions):
+    """Run functions, each in a thread of its own, to their ends."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

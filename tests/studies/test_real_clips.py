@@ -88,7 +88,7 @@ def test_real_clips_are_encoded_trained_on_generated_and_scored(tmp_path: Path) 
 
     (tmp_path / "prompts.txt").write_text("people on bikes\na man\n")
     made = tmp_path / "made"
-    generate = ("eval", "samples", "prompts", made, tmp_path / "prompts.txt", "--family", "wan")
+    generate = ("generate", "wan", "--prompt-file", tmp_path / "prompts.txt", "--output", made)
     clip = ("--set", "num_frames=9", "--set", "height=48", "--set", "width=64", "--set", "num_inference_steps=2")
     mhla(*generate, "--model", model, "--weights", tmp_path / "run/result", *clip, "--device", "cpu")
     assert len(list(made.glob("*.mp4"))) == 2

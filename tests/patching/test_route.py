@@ -1,0 +1,527 @@
+"""The call of attention is answered: where it fits the grid, on what backend, and what is said where it stays dense."""
+
+import copy
+import logging
+import math
+from functools import partial
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import mhla_diffusers as mhla
+from mhla_diffusers.attention import sparse_attention
+from mhla_diffusers.config import NOTHING_DENSE
+from mhla_diffusers.families.refused import BY_GRID
+from mhla_diffusers.patching import find_patched
+
+from .. import models
+from ..models import FAMILIES, assert_changed, seeded
+from ..refusals import refused
+from .shared import assert_same_footprint, footprint, in_threads, seen_by
+
+GRID, HEADS, HEAD_DIM, TEXT = (4, 6, 8), 2, 16, 5
+TOKENS = math.prod(GRID) + TEXT
+SMALL = NOTHING_DENSE | {"density": 0.2, "block_size": 4, "far": "means"}
+"""Of tiny grids, on which sparse attention is something else than softmax."""
+WHERE = NOTHING_DENSE | {"grid": GRID, "extra": (0, TEXT)}
+
+
+class Plain(nn.Module):
+    """A transformer of nobody: text behind the video in one sequence, and cross-attention to a caption."""
+
+    def __init__(self, layers=3, **options):
+        super().__init__()
+        size = HEADS * HEAD_DIM
+        self.layers = nn.ModuleList(nn.Linear(size, 3 * size) for _ in range(layers))
+        self.cross, self.options, self.checkpointed = nn.Linear(size, size), options, None
+
+    def forward(self, hidden_states, caption, mask=None):
+        if self.checkpointed is not None and torch.is_grad_enabled():
+            return checkpoint(self.blocks, hidden_states, caption, mask, use_reentrant=self.checkpointed)
+        return self.blocks(hidden_states, caption, mask)
+
+    def blocks(self, hidden_states, caption, mask):
+        def split(x):
+            return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+        for layer in self.layers:
+            query, key, value = map(split, layer(hidden_states).chunk(3, dim=-1))
+            attended = functional.scaled_dot_product_attention(query, key, value, mask, **self.options)
+            hidden_states = hidden_states + attended.transpose(1, 2).flatten(2)
+            crossed = functional.scaled_dot_product_attention(split(self.cross(hidden_states)), *[split(caption)] * 2)
+            hidden_states = hidden_states + crossed.transpose(1, 2).flatten(2)
+        return hidden_states
+
+
+def plain(patch=None, **options):
+    """With a patch where its settings are given."""
+    model = seeded(Plain, **options)
+    return model if patch is None else mhla.apply_mhla(model, **WHERE | patch)
+
+
+def inputs(tokens=TOKENS):
+    torch.manual_seed(1)
+    return torch.randn(2, tokens, HEADS * HEAD_DIM), torch.randn(2, 7, HEADS * HEAD_DIM)
+
+
+def run(model, arguments=None):
+    with torch.no_grad():
+        return model(*(inputs() if arguments is None else arguments))
+
+
+def tally(model):
+    return find_patched(model)["transformer"].tally.latest
+
+
+# What is sparse
+
+
+def test_density_1_is_the_model_itself_and_removal_leaves_nothing():
+    model = plain()
+    before, expected = (dict(vars(model)), type(model)), run(model)
+    mhla.apply_mhla(model, **WHERE, density=1.0)
+    torch.testing.assert_close(run(model), expected, atol=1e-5, rtol=1e-5)
+    assert "all pairs listed" in str(mhla.describe(model)) and "sparse in 3 of 6" in str(mhla.describe(model))
+    mhla.remove_mhla(model)
+    assert (dict(vars(model)), type(model)) == before and not mhla.is_patched(model)
+    assert torch.equal(run(model), expected)
+
+
+@pytest.mark.parametrize("name", ["without a family", "wan", "dit"])
+def test_an_attention_over_the_grid_is_the_operator(name):
+    """Of a model without a family, of one that dispatches, and of one that calls PyTorch's function."""
+    if name in FAMILIES:
+        model, arguments = models.patched(name, **SMALL), models.inputs(name)
+        seen, grid, extra = seen_by(model, lambda: models.output(model, arguments)), FAMILIES[name].grid, (0, 0)
+        assert [one.layer for one in seen] == list(find_patched(model)["transformer"].names)
+    else:
+        model, grid, extra = plain(SMALL), GRID, (0, TEXT)
+        seen = seen_by(model, lambda: run(model))
+        query = model.layers[0](inputs()[0]).chunk(3, dim=-1)[0].unflatten(-1, (-1, HEAD_DIM))
+        assert torch.equal(seen[0].query, query) and len(seen) == 3
+    for one in seen:
+        settings = {name: SMALL[name] for name in ("density", "block_size", "far")}
+        found = sparse_attention(one.query, one.key, one.value, grid, **settings, extra=extra)
+        assert torch.equal(one.output, found)
+        # float32 sums of some hundred tokens, with softmax
+        torch.testing.assert_close(one.output.double(), one.reference(), rtol=1e-4, atol=1e-5)
+        assert_changed(one.output, one.exact())
+
+
+@pytest.mark.parametrize(
+    "shaped",
+    [lambda mask: mask, lambda mask: mask.expand(-1, HEADS, TOKENS, -1), lambda mask: torch.where(mask, 0.0, -9.0)],
+    ids=["keys", "expanded", "bias"],
+)
+def test_masks_of_keys_are_taken(shaped):
+    mask = shaped(torch.arange(TOKENS).expand(2, 1, 1, -1) < torch.tensor([TOKENS, TOKENS - 2]).view(2, 1, 1, 1))
+    expected = run(plain(), (*inputs(), mask))
+    model = plain({"density": 1.0, "extra": (0, None)})
+    torch.testing.assert_close(run(model, (*inputs(), mask)), expected, atol=1e-4, rtol=1e-4)
+    assert "sparse in 3 of 6" in tally(model)
+    assert_changed(run(mhla.change_mhla(model, density=0.2), (*inputs(), mask)), expected)
+
+
+class Cached(nn.Module):
+    """Keys of text that has no queries any more, of fewer heads, as in a cache; and a scale."""
+
+    def forward(self, query, key, value):
+        options = {"scale": 0.3, "enable_gqa": True}
+        return functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query, key, value)), **options
+        ).transpose(1, 2)
+
+
+def test_keys_without_queries_shared_heads_and_a_scale():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, TOKENS, heads, HEAD_DIM) for heads in (4, 2, 2))
+    expected = run(Cached(), (query[:, TEXT:], key, value))
+    model = mhla.apply_mhla(Cached(), **WHERE | {"extra": (TEXT, 0)}, density=1.0)
+    torch.testing.assert_close(run(model, (query[:, TEXT:], key, value)), expected, atol=1e-5, rtol=1e-5)
+    mhla.change_mhla(model, density=0.2)
+    found = run(model, (query[:, TEXT:], key, value))
+    assert tally(model) == "sparse in 1 of 1 attentions"
+    torch.testing.assert_close(found, run(model, (query, key, value))[:, TEXT:], atol=1e-6, rtol=1e-5)
+
+
+def test_grid_and_extra_as_functions_of_the_arguments():
+    """By the names that the forward gives them, or in their order."""
+    by_name = {"grid": lambda caption, **_: (4, 6, 8), "extra": lambda hidden_states, **_: (0, 5)}
+    in_order = {"grid": lambda x, text: (x.shape[1] // 48, 6, 8), "extra": lambda x, text: (0, x.shape[1] % 48)}
+    expected = run(plain({}))
+    assert all(torch.equal(run(plain(one)), expected) for one in (by_name, in_order, {"extra": [0, None]}))
+    shorter = inputs(3 * 48 + 2)
+    assert torch.equal(run(plain(in_order), shorter), run(plain({"grid": (3, 6, 8), "extra": (0, 2)}), shorter))
+
+
+# What stays dense
+
+
+class Mixed(nn.Module):
+    """Asks for attention in ways that have no sparse form."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.own = kind, nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(HEADS * HEAD_DIM, HEADS, 64, batch_first=True)
+
+    def forward(self, x, _):
+        if self.kind in ("own", "encoder"):
+            return self.own(x, x, x)[0] if self.kind == "own" else self.encoder(x)
+        if self.kind == "flat":
+            return functional.scaled_dot_product_attention(x, x, x)
+        heads = x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        return functional.scaled_dot_product_attention(heads, heads, heads.double().to(heads))
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "reason"),
+    [
+        (partial(plain, is_causal=True), inputs(), "causal attention"),
+        (plain, (*inputs(), torch.ones(TOKENS, TOKENS, dtype=torch.bool)), "a mask between tokens"),
+        (plain, inputs(180), "180 tokens are not those of the grid 4x6x8 and 0 others"),
+        (partial(Mixed, "own"), inputs(), "nn.MultiheadAttention"),
+        (partial(Mixed, "encoder"), inputs(), "nn.MultiheadAttention"),
+        (partial(Mixed, "flat"), inputs(), "3 axes"),
+    ],
+    ids=["causal", "mask", "tokens", "MultiheadAttention", "TransformerEncoderLayer", "no heads"],
+)
+def test_what_does_not_fit_stays_dense_is_counted_and_logged_once(make, arguments, reason, caplog):
+    model = make().eval()
+    expected = run(model, arguments)
+    mhla.apply_mhla(model, **WHERE)
+    for _ in range(2):
+        torch.testing.assert_close(run(model, arguments), expected, atol=1e-6, rtol=1e-5)
+    lines = [one for one in caplog.records if reason in one.getMessage()]
+    assert len(lines) == 1 and lines[0].levelno == logging.WARNING
+    assert reason in str(mhla.describe(model)) and "sparse in 0 of" in tally(model)
+
+
+def test_cross_attention_is_counted_and_no_warning(caplog):
+    caplog.set_level(logging.INFO)
+    model = plain({})
+    run(model)
+    assert tally(model) == "sparse in 3 of 6 attentions, 3 dense: 197 queries of 7 keys are not over the grid, as in " \
+        "cross-attention"  # fmt: skip
+    assert [one.levelno for one in caplog.records if "cross-attention" in one.getMessage()].count(logging.INFO) >= 1
+    assert not [one for one in caplog.records if one.levelno == logging.WARNING and "cross" in one.getMessage()]
+
+
+def test_a_forward_without_an_attention_is_told(caplog):
+    class Other(nn.Module):
+        def forward(self, x, _):
+            return x
+
+    model = mhla.apply_mhla(Other(), **WHERE)
+    for _ in range(2):
+        run(model)
+    assert caplog.text.count("no attention") == 1 and "no attention" in str(mhla.describe(model))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_attentions_that_are_recomputed_give_the_gradients_of_both_passes(reentrant):
+    """Dense, since nothing tells the second pass of which call it is."""
+
+    def gradients(model, predict=None):
+        hidden_states, caption = inputs()
+        hidden_states.requires_grad_()
+        (predict or model)(hidden_states, caption).square().mean().backward()
+        return hidden_states.grad, model.layers[0].weight.grad
+
+    expected, model = gradients(plain()), plain({})
+    model.checkpointed = reentrant
+    assert all(map(torch.equal, gradients(model), expected)) and "gradient checkpointing" in tally(model)
+    assert_changed(run(model), run(plain()))  # without gradients nothing is recomputed
+    model, other = plain({}), plain({})
+    whole = gradients(model, partial(checkpoint, model, use_reentrant=reentrant))  # which is of its call again
+    assert_changed(whole[0], expected[0])
+    assert all(map(torch.equal, whole, gradients(other)))
+
+
+# Whose forward it is
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", ["without a family", "wan"])
+def test_a_forward_that_something_else_replaces(name, order):
+    """The patch runs within it, and removal leaves it in place."""
+    if name == "wan":
+        model, where = models.wan(), {}
+        predict = partial(models.output, model, models.inputs("wan"))
+    else:
+        model, where = plain(), WHERE
+        predict = partial(run, model)
+    expected, own, calls = predict(), model.forward, []
+
+    def replaced(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    if order == "before":
+        model.forward = replaced
+    mhla.apply_mhla(model, **NOTHING_DENSE | where, density=0.2)
+    model.forward = replaced
+    assert_changed(predict(), expected)
+    assert len(calls) == 1 and find_patched(model)["transformer"].latest_grid
+    mhla.remove_mhla(model)
+    assert torch.equal(predict(), expected) and len(calls) == 2 and model.forward is replaced
+
+
+def test_threads_copies_and_other_models_are_left_alone():
+    model, other, expected, found = plain({}), plain(), run(plain()), []
+    clone, sparse = copy.deepcopy(model), run(model)
+    in_threads(*(lambda one=one: found.append(run(one)) for one in (model, clone, other)))
+    assert sorted(torch.equal(one, sparse) for one in found) == [False, True, True]
+    assert torch.equal(run(other), expected)
+    mhla.remove_mhla(model)
+    assert torch.equal(run(clone), sparse)
+
+
+def test_a_model_within_a_model():
+    """Each answers its own attentions; a part that is patched is not patched again with the whole."""
+    model = seeded(diffusers.CosmosTransformer3DModel, **COSMOS)
+    arguments = cosmos()[1]
+    block = model.transformer_blocks[0]
+    mhla.apply_mhla(block, **NOTHING_DENSE, grid=(4, 6, 8), density=0.2)
+    with torch.no_grad():
+        model(**arguments)
+    assert tally(block).startswith("sparse in 1 of 2 attentions")
+    with refused(type(block).__name__):
+        mhla.apply_mhla(model, grid=GRID)
+    with refused(type(block).__name__):
+        mhla.describe(block, height=64)
+
+
+@pytest.mark.parametrize("name", ["without a family", "wan", "dit"])
+def test_disabled_within_the_context_in_this_thread_alone(name):
+    model, predict = (plain({}), run) if name not in FAMILIES else (
+        models.patched(name, density=0.2), partial(models.output, arguments=models.inputs(name)))  # fmt: skip
+    expected, dense, found = predict(model), predict(plain() if name not in FAMILIES else FAMILIES[name].build()), []
+    with mhla.mhla_disabled(model):
+        assert torch.equal(predict(model), dense)
+        in_threads(lambda: found.append(predict(model)))
+        assert torch.equal(predict(copy.deepcopy(model)), expected)
+        with mhla.mhla_disabled(model):
+            pass
+        assert torch.equal(predict(model), dense)
+    first, second = mhla.mhla_disabled(model), mhla.mhla_disabled(model)
+    for context, leave in ((first, False), (second, False), (first, True)):  # which end in any order
+        context.__exit__(None, None, None) if leave else context.__enter__()
+    assert torch.equal(predict(model), dense)
+    second.__exit__(None, None, None)
+    with pytest.raises(KeyError), mhla.mhla_disabled(model):
+        raise KeyError
+    assert torch.equal(predict(model), expected) and torch.equal(found[0], expected)
+    with mhla.mhla_disabled(model):
+        mhla.remove_mhla(model)
+    assert torch.equal(predict(model), dense)
+
+
+# The backend that the user has chosen
+
+
+def kernels(model):
+    """How often the two implementations of softmax attention ran."""
+    with torch.profiler.profile() as profile:
+        models.output(model, models.inputs("wan"))
+    names = [event.name for event in profile.events()]
+    return tuple(
+        names.count(f"aten::_scaled_dot_product_{kind}") for kind in ("flash_attention_for_cpu", "attention_math")
+    )
+
+
+@pytest.mark.parametrize("settings", [SMALL, {"blocks": (2, 2, 3)}], ids=["sparse", "MHLA"])
+def test_a_backend_holds_for_what_stays_dense_and_the_patch_stays(settings):
+    """By diffusers' context manager and by its method: two layers of four, and four cross-attentions."""
+    model = models.wan()
+    mhla.apply_mhla(model, **settings, layers=[0, 1])
+    expected, own = models.output(model, models.inputs("wan")), 2 if "density" in settings else 0  # of the operator
+    assert kernels(model) == (6 + own, 0)
+    with attention_backend("_native_math"):
+        assert kernels(model) == (own, 6)
+    for backend, math_ones in (("_native_math", 6), ("native", 0)):
+        model.set_attention_backend(backend)
+        assert kernels(model) == (6 - math_ones + own, math_ones)
+        torch.testing.assert_close(models.output(model, models.inputs("wan")), expected, rtol=1e-4, atol=2e-5)
+        with mhla.mhla_disabled(model):
+            assert kernels(model) == ((0, 8) if math_ones else (8, 0))
+    model.reset_attention_backend()
+    torch.testing.assert_close(models.output(model, models.inputs("wan")), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("settings", [SMALL, {"blocks": (2, 2, 3)}], ids=["sparse", "MHLA"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_backend_stays_after_removal(settings, order):
+    model = models.wan()
+    if order == "before":
+        model.set_attention_backend("_native_math")
+    before = footprint(model)
+    mhla.apply_mhla(model, **settings)
+    models.output(model, models.inputs("wan"))
+    if order == "after":
+        model.set_attention_backend("_native_math")
+        models.output(model, models.inputs("wan"))
+    mhla.remove_mhla(model)
+    assert {one._attention_backend for one in model.attn_processors.values()} == {"_native_math"}
+    if order == "before":
+        assert_same_footprint(model, before)
+
+
+# Classes of diffusers without a family
+
+COSMOS = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "text_embed_dim": 8,
+    "adaln_lora_dim": 4,
+    "max_size": (4, 16, 16),
+    "concat_padding_mask": False,
+}
+
+
+def cosmos():
+    model = seeded(diffusers.CosmosTransformer3DModel, **COSMOS)
+    torch.manual_seed(1)
+    latents, text = torch.randn(1, 4, 4, 12, 16), torch.randn(1, 6, 8)
+    return model, {"hidden_states": latents, "encoder_hidden_states": text, "timestep": torch.tensor([500])}
+
+
+def hidream(height, width):
+    model = seeded(
+        diffusers.HiDreamImageTransformer2DModel,
+        **{"patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1, "num_single_layers": 1},
+        **{"attention_head_dim": 24, "num_attention_heads": 2, "caption_channels": [16, 16], "text_emb_dim": 12},
+        **{"axes_dims_rope": (8, 8, 8), "max_resolution": (32, 32), "llama_layers": [0, 1]},
+        force_inference_output=True,
+    )
+    torch.manual_seed(1)
+    texts = {"encoder_hidden_states_t5": (1, 5, 16), "encoder_hidden_states_llama3": (2, 1, 6, 16)}
+    sizes = {"hidden_states": (1, 4, height, width), **texts, "pooled_embeds": (1, 12)}
+    return model, {name: torch.randn(size) for name, size in sizes.items()} | {"timesteps": torch.tensor([500])}
+
+
+def qwenimage21(cached=False):
+    model = seeded(
+        diffusers.QwenImage21Transformer2DModel,
+        **{"in_channels": 16, "out_channels": 16, "num_layers": 2, "attention_head_dim": 16},
+        **{"num_attention_heads": 2, "context_in_dim": 8, "axes_dims_rope": (4, 6, 6)},
+    )
+    torch.manual_seed(1)
+    arguments = {
+        "hidden_states": torch.randn(2, 192, 16),
+        "encoder_hidden_states": torch.randn(2, TEXT, 8),
+        "timestep": torch.tensor([0.5]),
+        "img_shapes": [[(1, 16, 12)]] * 2,
+        "img_mask": torch.tensor([[False] * TEXT + [True] * 48] * 2),
+    }
+    if cached:  # as all steps but the first: the prompt's keys are there, and no queries
+        cache = QwenImage21KVCache(2)
+        with torch.no_grad():
+            model(**arguments, kv_cache=cache, kv_cache_mode="extract")
+        arguments |= {"kv_cache": cache, "kv_cache_mode": "cached"}
+    return model, arguments
+
+
+def cosmos3():
+    model = seeded(
+        diffusers.Cosmos3OmniTransformer,
+        **{"head_dim": 16, "hidden_size": 32, "intermediate_size": 32, "latent_channel": 4, "num_attention_heads": 2},
+        **{"num_hidden_layers": 2, "num_key_value_heads": 1, "patch_latent_dim": 16, "vocab_size": 32},
+        rope_axes_dim=(4, 2, 2),
+    )
+    torch.manual_seed(1)
+    video = torch.arange(TEXT, TOKENS)
+    places = torch.cartesian_prod(*map(torch.arange, GRID)).T + TEXT
+    return model, {
+        "input_ids": torch.arange(TEXT),
+        "text_indexes": torch.arange(TEXT),
+        "position_ids": torch.cat([torch.arange(TEXT).expand(3, -1), places], 1),
+        "und_len": TEXT,
+        "sequence_length": TOKENS,
+        "vision_tokens": [torch.randn(1, 4, 4, 12, 16)],
+        "vision_token_shapes": [GRID],
+        "vision_sequence_indexes": video,
+        "vision_mse_loss_indexes": video,
+        "vision_timesteps": torch.full((192,), 500.0),
+        "vision_noisy_frame_indexes": [torch.arange(4)],
+    }
+
+
+CLASSES = {
+    "cosmos": cosmos,
+    "hidream, square": partial(hidream, 32, 32),
+    "hidream, not square": partial(hidream, 16, 24),
+    "qwenimage21": qwenimage21,
+    "qwenimage21 with a cache": partial(qwenimage21, cached=True),
+    "cosmos3": cosmos3,
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_diffusers_without_a_family(name):
+    """The error of those that the package knows names the arguments that patch them."""
+    model, arguments = CLASSES[name]()
+
+    def predict():
+        with torch.no_grad():
+            found = model(**arguments, return_dict=False)[0]
+            return found[0] if isinstance(found, list) else found
+
+    where = NOTHING_DENSE | {"grid": (4, 6, 8)}
+    if (known := BY_GRID.get(type(model).__name__)) is not None:
+        with refused(known):
+            mhla.apply_mhla(model)
+        where |= eval(f"dict({known})")
+    expected = predict()
+    mhla.apply_mhla(model, **where, density=1.0)
+    torch.testing.assert_close(predict(), expected, atol=1e-4, rtol=1e-4)
+    assert_changed((mhla.change_mhla(model, density=0.2), predict())[1], expected)
+    assert "sparse in 2 of" in str(mhla.describe(model))
+    mhla.remove_mhla(model)
+    assert torch.equal(predict(), expected)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"grid": (4, 0)}, "grid=(4, 0)"),
+        ({"grid": GRID, "extra": 5}, "extra=5"),
+        ({"grid": GRID, "extra": (None, None)}, "extra=(None, None)"),
+        ({"grid": GRID, "layers": "2/3"}, "layers='2/3'"),
+        ({"grid": GRID, "blocks": (2, 2, 2)}, "blocks...docs/add-a-model.md"),
+        ({"grid": GRID, "patch": "wan2.1-t2v-1.3b"}, "grid=(4, 6, 8)"),
+    ],
+)
+def test_what_a_model_without_a_family_cannot_have(arguments, words):
+    model = plain()
+    with refused(words):
+        mhla.apply_mhla(model, **arguments)
+    assert not mhla.is_patched(model) and type(model) is Plain
+    with refused("'wan'", "leave grid"):
+        mhla.apply_mhla(models.wan(), grid=GRID)
+
+
+def test_other_settings_and_what_has_no_layers(tmp_path):
+    model, sparse = plain({"density": 0.2}), run(plain({"density": 0.2}))
+    assert mhla.change_mhla(model, density=0.5) is model
+    expected = run(plain({"density": 0.5}))
+    assert torch.equal(run(model), expected) and not torch.equal(sparse, expected)
+    for settings, offending in (({"density": 2}, "2"), ({"layers": "2/3"}, "2/3"), ({"blocks": (1, 1)}, "blocks")):
+        with refused(offending):
+            mhla.change_mhla(model, **settings)
+    for call in (lambda: mhla.save_mhla(model, tmp_path), lambda: mhla.load_mhla(model, "tiny-wan-mhla")):
+        with refused("Plain", "same arguments"):
+            call()
+    assert torch.equal(run(model), expected) and not list(tmp_path.iterdir()) and mhla.mhla_layers(model) == {}
