@@ -36,7 +36,6 @@ from ..settings import check, check_value, differences
 from .candidates import Candidate, Target, Trial, Tuned, next_candidate
 from .page import write_page, write_strip
 
-_BAR = "{desc} |{bar}| {elapsed}, at most {remaining} left"
 VERIFIED = 3
 """How many of the best candidates are judged by all prompts."""
 
@@ -100,7 +99,7 @@ def tune(
     with folder_for_results(folder):
         tuned = Tuned(target, prompts, _read_run(folder, record), remarks, folder / "best.yaml")
         try:
-            with progress(total=round(60 * minutes), leave=False, bar_format=_BAR) as bar:
+            with progress(total=round(60 * minutes), unit="s", leave=False) as bar:
                 for trial in _work(tuned, ends, lambda done: next_candidate(done, target, steps, depth, layers, cache)):
                     index = len(trial.clips)
                     bar.set_description(f"{trial.candidate.name}, prompt {index + 1} of {len(prompts)}")
