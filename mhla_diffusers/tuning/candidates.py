@@ -176,12 +176,13 @@ class Tuned:
 
     @property
     def best(self) -> Trial:
-        """The best candidate; ValueError if none could run."""
+        """The best candidate that all prompts have judged, or one has; ValueError if none could run."""
         able = [trial for trial in self.trials[1:] if trial.clips]
         if not able:
             reasons = "; ".join(f"{trial.candidate.name}: {trial.failed}" for trial in self.trials[1:])
             raise ValueError(f"No candidate could be judged ({reasons or 'the time was over'}); give more minutes.")
-        return min(able, key=self.target.rank)
+        judged = [trial for trial in able if len(trial.clips) == len(self.prompts)]
+        return min(judged or able, key=self.target.rank)
 
     @property
     def is_met(self) -> bool:
@@ -210,6 +211,13 @@ def profiles() -> dict[str, Candidate]:
     """Return the profiles, from cheap to faithful."""
     configs = {name: SparseConfig(**settings) for name, settings in reversed(PROFILES.items())}
     return {name: Candidate(tuple(getattr(one, key) for key in LADDERS)) for name, one in configs.items()}
+
+
+def search_rank(trial: Trial, target: Target, steps: int, depth: int) -> tuple[bool, float]:
+    """Rank a trial as :meth:`Target.rank`, for a PSNR by the estimated cost of a patch, so that noise decides nothing."""
+    if target.psnr is None or trial.candidate.cache is not None:
+        return target.rank(trial)
+    return target.rank(replace(trial, speedup=1 / trial.candidate.cost(steps, depth)))
 
 
 def next_candidate(
@@ -246,9 +254,11 @@ def next_candidate(
         if effect(profile) not in tried:
             return profile
     patched = [trial for trial in trials if trial.clips and trial.candidate.config and trial.candidate.cache is None]
-    if target.psnr is not None:  # so that noise of the times does not decide
-        patched = [replace(trial, speedup=1 / cost(trial.candidate)) for trial in patched]
-    best = min(patched, key=target.rank) if patched else None
+
+    def rank(trial: Trial) -> tuple[bool, float]:
+        return search_rank(trial, target, steps, depth)
+
+    best = min(patched, key=rank) if patched else None
     if best is not None:
         met = target.is_met(best)
         missed = [trial for trial in patched if not target.is_met(trial)] if met else []
@@ -262,7 +272,7 @@ def next_candidate(
             if towards * cost(one) > towards * own and not is_hopeless:
                 found.append(one)
         if missed:  # between the nearest miss and the best
-            nearest = min(missed, key=target.rank).candidate
+            nearest = min(missed, key=rank).candidate
             between = sorted((cost(nearest), own))
             found += [one for one in nearest.neighbours(layers) if between[0] < cost(one) < between[1]]
         if found := [one for one in found if effect(one) not in tried]:

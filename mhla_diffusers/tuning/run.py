@@ -33,7 +33,7 @@ from ..generation.similarity import Similarity, image_metrics, load_similarities
 from ..patching import find_transformers
 from ..reporting import progress
 from ..settings import check, check_value, differences
-from .candidates import Candidate, Target, Trial, Tuned, next_candidate
+from .candidates import Candidate, Target, Trial, Tuned, next_candidate, search_rank
 from .page import write_page, write_strip
 
 VERIFIED = 3
@@ -94,13 +94,17 @@ def tune(
     record = {"model": model, **(settings or {}), "prompts": list(prompts), "steps": steps}
     record |= {"device": gather_conditions(device)["device"], "transformer": type(transformer).__name__}
     depth = len(family.self_attentions(transformer))
+
+    def choose(trials: Sequence[Trial]) -> Candidate | None:
+        return next_candidate(trials, target, steps, depth, layers, cache)
+
     measures, remarks = load_similarities(str(device))
     ends = time.monotonic() + 60 * minutes
     with folder_for_results(folder):
         tuned = Tuned(target, prompts, _read_run(folder, record), remarks, folder / "best.yaml")
         try:
             with progress(total=round(60 * minutes), unit="s", leave=False) as bar:
-                for trial in _work(tuned, ends, lambda done: next_candidate(done, target, steps, depth, layers, cache)):
+                for trial in _work(tuned, ends, choose, lambda trial: search_rank(trial, target, steps, depth)):
                     index = len(trial.clips)
                     bar.set_description(f"{trial.candidate.name}, prompt {index + 1} of {len(prompts)}")
                     if not tuned.trials[0].clips and device.type != "cpu":
@@ -138,7 +142,12 @@ def _read_run(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
     return trials
 
 
-def _work(tuned: Tuned, ends: float, choose: Callable[[Sequence[Trial]], Candidate | None]) -> Iterator[Trial]:
+def _work(
+    tuned: Tuned,
+    ends: float,
+    choose: Callable[[Sequence[Trial]], Candidate | None],
+    rank: Callable[[Trial], tuple[bool, float]],
+) -> Iterator[Trial]:
     """Yield which trial to judge by its next prompt, until all is done or the time is over.
 
     Time for judging the best by the other prompts is kept back.
@@ -154,7 +163,8 @@ def _work(tuned: Tuned, ends: float, choose: Callable[[Sequence[Trial]], Candida
             trials.append(Trial(candidate))
             yield trials[-1]
             continue
-        best = sorted(able, key=tuned.target.rank)[:VERIFIED]
+        has_cache = any(trial.candidate.cache is not None for trial in able)  # whose cost only a clock tells
+        best = sorted(able, key=tuned.target.rank if has_cache else rank)[:VERIFIED]
         unfinished = next((trial for trial in best if len(trial.clips) < count), None)
         if unfinished is None:
             return
