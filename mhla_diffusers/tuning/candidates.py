@@ -214,7 +214,7 @@ def profiles() -> dict[str, Candidate]:
 
 
 def search_rank(trial: Trial, target: Target, steps: int, depth: int) -> tuple[bool, float]:
-    """Rank a trial as :meth:`Target.rank`, for a PSNR by the estimated cost of a patch, so that noise decides nothing."""
+    """Rank a trial as :meth:`Target.rank`, for a PSNR by the estimated cost, so that noise decides nothing."""
     if target.psnr is None or trial.candidate.cache is not None:
         return target.rank(trial)
     return target.rank(replace(trial, speedup=1 / trial.candidate.cost(steps, depth)))
