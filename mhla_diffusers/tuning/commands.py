@@ -59,6 +59,8 @@ def tune_command(
         settings={"model": name, **choice.choices["call"], "dtype": choice.dtype, "seed": seed},
     )
     typer.echo(f"Wrote {tuned.file.with_name('tune.html')} and tune.csv")
+    if tuned.best.speedup < 1:
+        typer.echo("Slower than unpatched: leave the patch off at this size, and tune at the size that you use.")
     typer.echo(str(tuned))
     if not tuned.is_met:
         raise typer.Exit(3)
