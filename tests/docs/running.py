@@ -106,7 +106,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
     (r"--blocks 3,5,10", "--blocks 2,2,3"),
     # choosing settings
-    (r"^mhla tune wan .* --steps 50", "mhla tune wan --prompts prompts.txt --steps 4 --frames 2 --psnr 5 --minutes 0.1"),
+    (r"^mhla tune wan (.*) --psnr 30 --steps 50", r"mhla tune wan \1 --psnr 5 --steps 4 --frames 2 --minutes 0.1"),
     # measuring
     (r"bench op --model wan2.1-1.3b --size 480x800", "bench op --model tiny-dit --seconds 0.01"),
     (r"--grid 64x64 --grid 128x128 --blocks 4x4", "--grid 4x4 --blocks 2x2 --heads 1 --head-dim 8 --seconds 0.01"),
