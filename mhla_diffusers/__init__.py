@@ -27,6 +27,7 @@ __all__ = [
     "save_mhla",
     "set_attn_processor",
     "suggest_blocks",
+    "tune",
 ]
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         set_attn_processor,
         suggest_blocks,
     )
+    from .tuning import tune
 else:
     # so that neither this import nor mhla --help waits for torch
     __getattr__, __dir__ = lazy_names(
@@ -56,5 +58,6 @@ else:
             ".config",
             ".patching",
             ".auditing",
+            ".tuning",
         ),
     )

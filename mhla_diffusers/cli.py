@@ -26,6 +26,7 @@ from .training.commands import (
     finetune_command,
     synthesize_command,
 )
+from .tuning.commands import tune_command
 
 
 class _Commands(TyperGroup):
@@ -178,6 +179,7 @@ app.command("export")(export_command)
 app.command("data")(data_command)
 app.command("encode")(encode_command)
 app.command("synthesize")(synthesize_command)
+app.command("tune")(tune_command)
 app.command("demo")(demo)
 app.add_typer(evaluation, name="eval")
 app.add_typer(bench, name="bench")

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..generation.names import expand_options, patch_options
+from ..generation.names import expand_options, patch_options, read_prompts
+from ..settings import parse_yaml
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ def bench_operator(
     from .measure import Results
     from .operator import STAGES, benchmark_operator
 
-    place, precision, on_cpu = _place(device, dtype)
+    place, precision, on_cpu = place_of(device, dtype)
     if grid and not blocks:
         raise ValueError(f"--grid {grid[0]} needs --blocks, such as {'x'.join(['4'] * len(grid[0].split('x')))}.")
     if grid and (model or size or frames):
@@ -104,7 +105,7 @@ def bench_transformer(
     from .forward import benchmark_forward
     from .measure import Results
 
-    place, precision, on_cpu = _place(device, dtype)
+    place, precision, on_cpu = place_of(device, dtype)
     names = model or ["dit-s-2" if on_cpu else "wan2.1-1.3b"]
     cases = choose_cases(names, size, frames, smallest=on_cpu, batch=batch, layers=layers)
     compiled = not on_cpu and not train if compile is None else compile
@@ -125,6 +126,8 @@ def bench_pipeline(
             help="As rows name them, a profile, a preset, a YAML file, a saved patch; several. Default: all kinds."
         ),
     ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: one of its own.")] = None,
+    layers: Annotated[str | None, typer.Option(help="That patches replace: all, 2/3 or [0, 2].")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
@@ -135,27 +138,20 @@ def bench_pipeline(
     output: _Output = _FOLDER,
 ) -> None:
     """A whole call of a pipeline and its parts, unpatched and with patches, with PSNR and SSIM of the samples."""
-    from ..reporting import parse_size
     from .measure import Results
-    from .pipeline import benchmark_pipeline, choose_pipeline
+    from .pipeline import benchmark_pipeline, call_arguments, choose_pipeline
 
-    place, precision, _ = _place(device, dtype)
-    height, width = (None, None) if size is None else parse_size(size)
-    given = {
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "height": height,
-        "width": width,
-        "num_frames": frames,
-    }
-    settings = {name: value for name, value in given.items() if value is not None}
+    place, precision, _ = place_of(device, dtype)
+    settings = call_arguments(steps=steps, guidance=guidance, size=size, frames=frames)
     choice = choose_pipeline(model, device=str(place), dtype=str(precision).removeprefix("torch."), settings=settings)
     results = Results("pipeline", place, precision, output)
-    benchmark_pipeline(choice, patch or (), results, changes=options["patch_settings"], repetitions=repetitions)
+    prompts = () if prompt_file is None else read_prompts(prompt_file)
+    changes = options["patch_settings"] | ({} if layers is None else {"layers": parse_yaml(layers, "--layers")})
+    benchmark_pipeline(choice, patch or (), results, prompts=prompts, changes=changes, repetitions=repetitions)
     results.finish()
 
 
-def _place(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype, bool]":
+def place_of(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype, bool]":
     """Return device and type by their names, and whether it is a CPU; ValueError for unknown ones."""
     from ..devices import FLOAT_TYPES, choose_device, dtype_name
 

@@ -3,6 +3,7 @@
 import csv
 import gc
 import io
+import itertools
 import platform
 import re
 import shlex
@@ -244,8 +245,8 @@ def _output(*command: str) -> str:
 class Results:
     """The rows of one command on one device, printed and written case by case, so that an interrupted run keeps them.
 
-    Files are ``{command}.csv`` and ``{command}.md`` in a folder of the device, such as ``nvidia-h100-80gb-hbm3``; the
-    Markdown has the conditions too.
+    Files are ``{command}.csv`` and ``{command}.md`` in a folder of the device, such as ``nvidia-h100-80gb-hbm3``, or
+    ``{command}-2.csv`` and so on where earlier runs wrote there; the Markdown has the conditions too.
 
     Args:
         command: name of the files.
@@ -263,7 +264,9 @@ class Results:
     ) -> None:
         self.device, self.dtype, self.seconds = device, dtype, seconds
         self.conditions = gather_conditions(device)
-        self.file = output / re.sub(r"[^a-z0-9]+", "-", self.conditions["device"].lower()).strip("-") / command
+        folder = output / re.sub(r"[^a-z0-9]+", "-", self.conditions["device"].lower()).strip("-")
+        names = (f"{command}-{number}" if number > 1 else command for number in itertools.count(1))
+        self.file = next(folder / name for name in names if not (folder / f"{name}.csv").exists())
         self.rows: list[Row] = []
         check_writable(self.file.parent)  # before anything is measured
 

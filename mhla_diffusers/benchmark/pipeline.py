@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from ..families import Family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
-from ..reporting import progress
+from ..reporting import parse_size, progress
 from ..tiny import tiny_pipeline
 from .cases import BLOCK_SIZE, Shape, models
 from .correctness import check_operator
@@ -53,6 +54,21 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
     choice = PipelineChoice(family, model=None if is_tiny else name, **settings)
     choice.check()
     return choice
+
+
+def call_arguments(
+    *, steps: int | None, guidance: float | None, size: str | None, frames: int | None
+) -> dict[str, Any]:
+    """Return the arguments of a pipeline's call that options give; ValueError for a size that is none."""
+    height, width = (None, None) if size is None else parse_size(size)
+    given = {
+        "num_inference_steps": steps,
+        "guidance_scale": guidance,
+        "height": height,
+        "width": width,
+        "num_frames": frames,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def patcher(name: str, family: Family) -> Callable[[Any], object]:
@@ -103,20 +119,22 @@ def benchmark_pipeline(
     patches: Sequence[str],
     results: Results,
     *,
+    prompts: Sequence[str] = (),
     changes: Mapping[str, Any] = MappingProxyType({}),
     repetitions: int = 3,
 ) -> None:
     """Check MHLA, then call the pipeline unpatched and with every patch in turns, after one call each to warm up.
 
-    All samples are made from the same prompt and noise. Each is compared with the first one of the unpatched pipeline;
+    All samples of a prompt are made from the same noise. Each is compared with the first one of the unpatched pipeline;
     so is the unpatched pipeline's own last one, to see whether a call can be repeated.
 
     Args:
         choice: the pipeline and the settings of its call.
         patches: names that :func:`patcher` takes; all kinds that the family takes if empty.
         results: gets a row per patch for the whole call and for each of its parts.
+        prompts: all are called in every turn; the first one warms up. One of the package's own if empty.
         changes: settings that change those of all patches, such as ``density``.
-        repetitions: calls of each.
+        repetitions: calls of each with each prompt.
 
     Raises:
         IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
@@ -129,46 +147,55 @@ def benchmark_pipeline(
     family.default_config.replace(**changes)  # raises what is not allowed
     names = patches or (PATCHES if family.computes == SOFTMAX else LINEAR_KINDS)
     patching = {UNPATCHED: None, **{name: patcher(name, family) for name in names}}
-    pipe = choice.load()
+    texts = prompts or (("3",) if family.calling.prompts_are_classes else ("a seven",))
+    pipe = choice.load(texts)
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
     size = BLOCK_SIZE if SPARSE in names else None
     shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.heads(attn), size)
     check_operator(shape, device, results.dtype)
 
-    def run() -> Any:
-        prompt = "3" if family.calling.prompts_are_classes else "a seven"
+    def run(prompt: str) -> Any:
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)])
         return sample
 
     settings = {**choice.settings, **changes}
-    case = ", ".join([choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items())])
+    counted = [f"{len(prompts)} prompts"] * bool(prompts)
+    case = ", ".join(
+        [choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items()), *counted]
+    )
     rows = {name: Row(name, case, WHOLE, baseline=name == UNPATCHED) for name in patching}
     peaks: dict[str, int | None] = {}
-    reference: torch.Tensor | None = None
+    references: dict[str, torch.Tensor] = {}
     for name, patch in progress(patching.items(), desc="warming up", leave=False):
         try:
             with patched(pipe, patch, changes):
-                frames = frames_of(run())
-                peaks[name] = peak_bytes(run, device)
-            reference = frames if name == UNPATCHED else reference
+                if name == UNPATCHED:
+                    references = {text: frames_of(run(text)) for text in texts}
+                else:
+                    run(texts[0])
+                peaks[name] = peak_bytes(partial(run, texts[0]), device)
         except (RuntimeError, ValueError) as error:
             rows[name] = refused(rows[name], error)
     if not peaks:
         raise ValueError(f"{choice.model or choice.family} fails with every patch: {rows[UNPATCHED].reason}.")
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
-    for name in progress([*peaks] * repetitions, desc="timing", leave=False):
+    similar: dict[str, dict[str, dict[str, float]]] = {name: {} for name in peaks}
+    turns = [(name, text) for _ in range(repetitions) for text in texts for name in peaks]
+    for name, text in progress(turns, desc="timing", leave=False):
         with patched(pipe, patching[name], changes):
-            times, sample = timed_call(pipe, run, device)
+            times, sample = timed_call(pipe, partial(run, text), device)
         seconds[name].append(times)
-        if reference is not None:
-            rows[name] = replace(rows[name], **similarities(frames_of(sample), reference))
+        if text in references:
+            similar[name][text] = similarities(frames_of(sample), references[text])
     parts = [
         measured(Row(name, case, part, name == UNPATCHED), [call[part] for call in calls], None)
         for part in PARTS
         for name, calls in seconds.items()
     ]
     for name, calls in seconds.items():
-        rows[name] = measured(rows[name], [call[WHOLE] for call in calls], peaks[name])
+        row, found = measured(rows[name], [call[WHOLE] for call in calls], peaks[name]), [*similar[name].values()]
+        means = {key: fmean(one[key] for one in found) for key in (found[0] if found else ())}
+        rows[name] = replace(row, psnr=means.get("psnr"), ssim=means.get("ssim"))
     results.add([*rows.values(), *parts])
 
 
@@ -187,7 +214,7 @@ def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple
 
         return call
 
-    methods = [(pipe, "encode_prompt", "text encoding"), (pipe.vae, "decode", "VAE")]
+    methods = [(pipe, "encode_prompt", "text encoding"), (getattr(pipe, "vae", None), "decode", "VAE")]
     methods += [(transformer, "forward", "denoising") for transformer in find_transformers(pipe).values()]
     with ExitStack() as stack:
         for owner, name, part in methods:
@@ -207,7 +234,7 @@ def frames_of(sample: Any) -> torch.Tensor:
     return (frames if frames.ndim == 4 else frames[None]).movedim(-1, 1)
 
 
-def similarities(frames: torch.Tensor, reference: torch.Tensor) -> dict[str, Any]:
+def similarities(frames: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
     """Return ``psnr`` in dB and ``ssim``, each the mean over the frames, without those undefined for their size.
 
     Args:

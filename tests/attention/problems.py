@@ -285,8 +285,8 @@ def drawn_problems(draw: st.DrawFn, kind: str, *, kernels: bool = False) -> Prob
     sizes |= {"batch": draw(st.integers(1, 2)), "heads": draw(st.integers(1, 2))}
     counts = st.lists(st.integers(1, 3), min_size=1, max_size=3)
     blocks = tuple(draw(counts.filter(lambda found: not kernels or math.prod(found) <= 6)))
-    grid = tuple(count + draw(st.integers(0, 3 if kernels else 5)) for count in blocks)
-    extra = draw(st.sampled_from([(1, 0), (0, 1), (2, 3), (0, 18), (40, 1)]))
+    grid = tuple(count + draw(st.integers(0, 2 if kernels else 5)) for count in blocks)
+    extra = draw(st.sampled_from([(1, 0), (2, 3), (0, 18)] if kernels else [(1, 0), (0, 1), (2, 3), (40, 1)]))
     if kind == "sparse":
         options = {
             "density": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),

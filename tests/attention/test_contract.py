@@ -8,8 +8,20 @@ from torch.utils.checkpoint import checkpoint
 
 from .problems import BACKENDS, DEVICE, KINDS, Problem, errors_against_reference, problem_of, reference
 
+ON_KERNELS = ["MHLA", "text, RoPE before", "causal by token, softmax", "lists", "by content, text"]
+"""Kinds that together launch every kernel, of which the interpreter takes its time."""
 by_backend = pytest.mark.parametrize("backend", BACKENDS)
 by_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def on_both(eager, triton):
+    """Some kinds for each backend."""
+    cases = [(kind, "eager") for kind in eager]
+    cases += [pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in triton]
+    return pytest.mark.parametrize(("kind", "backend"), cases)
+
+
+by_kind_and_backend = on_both(KINDS, ON_KERNELS)
 
 
 def running(problem: Problem, backend: str):
@@ -27,8 +39,7 @@ def plain(kind: str, **changes) -> Problem:
     return problem_of(kind, **changes)
 
 
-@by_backend
-@by_kind
+@by_kind_and_backend
 def test_weights_sum_to_one_and_large_logits_stay_finite(kind, backend):
     problem = plain(kind).to()
     value = torch.ones_like(problem.tensors["value"])
@@ -38,8 +49,7 @@ def test_weights_sum_to_one_and_large_logits_stay_finite(kind, backend):
         torch.testing.assert_close(found, value, rtol=1e-5, atol=2e-6 * scale)
 
 
-@by_backend
-@by_kind
+@by_kind_and_backend
 def test_a_sample_without_a_key_gets_nothing(kind, backend):
     """As from PyTorch's attention, forward and backward; the other samples do not notice."""
     problem = problem_of(kind, batch=2, heads=1, mask=True)
@@ -59,8 +69,7 @@ def test_a_sample_without_a_key_gets_nothing(kind, backend):
             assert error < 1e-12, f"{name}: {error:.2e}"
 
 
-@by_backend
-@by_kind
+@by_kind_and_backend
 def test_nan_is_shown_and_stays_in_its_sample_and_head(kind, backend):
     problem = problem_of(kind, per_head=False, mask=False).to()
     expected = problem.attend(backend=backend)
@@ -69,13 +78,17 @@ def test_nan_is_shown_and_stays_in_its_sample_and_head(kind, backend):
         spoilt[0, 3, 0, 2] = torch.nan
         found = problem.attend(backend=backend, **{name: spoilt})
         assert found[0, 3, 0].isnan().any(), name
+        is_nan = found[0, :, 0].isnan().any(dim=-1)
         if name == "query" and problem.blocks is not None:
-            assert found.isnan().any(dim=-1).sum() == 1
+            assert is_nan.sum() == 1
+        elif name == "key" and not kind.startswith(("causal", "by content")):
+            assert is_nan.all(), "every query of the head attends to it"
         assert torch.equal(found[1], expected[1]) and torch.equal(found[0, :, 1], expected[0, :, 1]), name
 
 
-@by_backend
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "all listed"])  # which is as autocast says
+@on_both(
+    [kind for kind in KINDS if kind != "all listed"], ["MHLA", "lists"]
+)  # PyTorch's attention to all is as autocast says
 def test_autocast_changes_no_bit(kind, backend):
     """Of the output; and of the gradients where no product of PyTorch is differentiated while autocast is on."""
     problem = problem_of(kind, batch=1).to()
@@ -124,14 +137,8 @@ def every_other_token_and_not_aligned(batch, tokens, heads, head_dim):
 STRIDED = [fused, heads_before_tokens, channels_not_last, expanded, every_other_token_and_not_aligned]
 
 
-KINDS_BY_BACKEND = [
-    *((kind, "eager") for kind in ("MHLA", "MHLA, RoPE before", "text", "causal by token, softmax", "lists")),
-    *(pytest.param(kind, "triton", marks=pytest.mark.gpu) for kind in ("MHLA", "lists")),
-]
-
-
 @pytest.mark.parametrize("strided", STRIDED)
-@pytest.mark.parametrize(("kind", "backend"), KINDS_BY_BACKEND)
+@on_both(["MHLA", "MHLA, RoPE before", "text", "causal by token, softmax", "lists"], ["MHLA", "lists"])
 def test_views_give_what_copies_give_and_are_not_changed(kind, strided, backend):
     torch.manual_seed(0)
     problem = problem_of(kind, norm=False, gate=False, mask=False).to()
@@ -175,8 +182,7 @@ def test_activation_checkpointing(backend):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@by_backend
-@pytest.mark.parametrize("kind", ["MHLA", "causal by token", "causal by block, softmax", "lists"])
+@on_both(["causal by token", "causal by block, softmax"], ["MHLA", "lists", "by content, text"])
 def test_compile_as_one_graph(kind, backend):
     """Output and gradients; lists are made outside, since a constructor may not read values while a graph is traced."""
     problem = problem_of(kind, batch=1).to()
@@ -187,10 +193,10 @@ def test_compile_as_one_graph(kind, backend):
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-@by_backend
-@pytest.mark.parametrize("kind", ["text, RoPE before", "by content"])
+@on_both(["text, RoPE before", "by content"], ["text, RoPE before"])
 @torch.no_grad()
 def test_compile_as_one_graph_for_all_lengths_of_text(kind, backend):
+    """Another length makes a graph for all."""
     torch.compiler.reset()  # shapes that changed between tests would be symbols from the begin
     compiled = torch.compile(problem_of(kind).attention, fullgraph=True, backend="aot_eager")
     for text in (3, 5, 6):

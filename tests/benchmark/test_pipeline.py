@@ -16,10 +16,11 @@ from mhla_diffusers.benchmark.pipeline import (
     patcher,
     similarities,
 )
+from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
 from ..refusals import refused
-from .commands import bench, measure, medians
+from .commands import bench, measure, medians, read_rows
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ from .commands import bench, measure, medians
     [
         ("dit", str(pipeline_folder("dit")), ()),  # a folder is measured like the pipeline in it
         ("sana", "tiny-sana", ()),
-        ("wan", "tiny-wan", ("--softmax-steps", "50%")),  # patches are disabled in the first step
+        ("wan", "tiny-wan", ("--dense-first", "50%", "--dense-last", 0)),  # patches are disabled in the first step
     ],
 )
 def test_a_call_and_its_parts(tmp_path, family, model, more):
@@ -40,7 +41,7 @@ def test_a_call_and_its_parts(tmp_path, family, model, more):
         assert 0.5 * seconds < sum(parts.values()) < seconds
         assert parts["denoising"] > 0 and parts["VAE"] > 0
         assert (parts["text encoding"] > 0) == (not TINY[family].prompts_are_classes)
-    described = "num_inference_steps=2" + (", softmax_steps=0.5" if more else "")
+    described = "num_inference_steps=2" + (", dense_first=0.5, dense_last=0" if more else "")
     assert {row.case for row in rows} == {f"{model}, {described}"}
     assert {row.variant for row in rows if row.baseline} == {UNPATCHED}
     similar = {row.variant: (row.psnr, row.ssim) for row in rows if row.stage == WHOLE}
@@ -55,19 +56,52 @@ def test_a_call_and_its_parts(tmp_path, family, model, more):
 def test_a_patch_is_put_on_and_leaves_no_trace():
     pipe, choice = load_tiny("wan"), choose_pipeline("tiny-wan")
     weights = [weight.clone() for weight in pipe.transformer.parameters()]
-    for name in ("MHLA", "default", "tiny-wan-sparse", "wan2.1-t2v-1.3b"):
+    for name in ("MHLA", "fast", "tiny-wan-sparse", "wan2.1-t2v-1.3b"):
         with patched(pipe, patcher(name, choice.of_family), {}):
             assert is_patched(pipe)
         assert not is_patched(pipe)
         assert all(map(torch.equal, pipe.transformer.parameters(), weights))
 
 
-def test_the_default_and_another_density(tmp_path):
-    options = ("--model", "tiny-wan", "--steps", 1, "--frames", 2, "--repetitions", 1, "--patch", "default")
-    default, listed = (measure(tmp_path / name, "pipeline", *options, "--density", name) for name in ("0.025", "1"))
-    assert {row.case for row in listed} == {"tiny-wan, num_inference_steps=1, num_frames=2, density=1.0"}
-    found = [next(row.psnr for row in rows if row.variant == "default" and row.psnr) for rows in (default, listed)]
+def test_a_profile_and_another_density(tmp_path):
+    options = (
+        "--model",
+        "tiny-wan",
+        "--steps",
+        1,
+        "--frames",
+        2,
+        "--repetitions",
+        1,
+        "--patch",
+        "fast",
+        "--dense-first",
+        0,
+    )
+    usual, listed = (measure(tmp_path / name, "pipeline", *options, "--density", name) for name in ("0.025", "1"))
+    assert {row.case for row in listed} == {"tiny-wan, num_inference_steps=1, num_frames=2, dense_first=0, density=1.0"}
+    found = [next(row.psnr for row in rows if row.variant == "fast" and row.psnr) for rows in (usual, listed)]
     assert found[0] < 60 < found[1]  # at density 1 all is softmax attention, summed in another order
+
+
+def test_prompts_layers_and_a_patch_by_file_and_a_second_run_beside_the_first(tmp_path):
+    prompts, patch = tmp_path / "prompts.txt", tmp_path / "own.yaml"
+    prompts.write_text("a seven moving left\na three moving up\n")
+    settings = {"density": 0.2, **NOTHING_DENSE}
+    patch.write_text(f"family: wan\nbase_model: tiny-wan\ndescription: own\npatch: {settings}\n")
+    options = ("--model", "tiny-wan", "--steps", 1, "--frames", 2, "--repetitions", 1, "--patch", patch)
+    options += ("--prompt-file", prompts, "--device", "cpu", "--output", tmp_path)
+    bench("pipeline", *options, "--layers", "[0, 1]")
+    (first,) = tmp_path.glob("*/pipeline.csv")
+    before = first.read_text()
+    bench("pipeline", *options)
+    assert first.read_text() == before
+    rows, others = read_rows(first), read_rows(first.with_name("pipeline-2.csv"))
+    call = "tiny-wan, num_inference_steps=1, num_frames=2"
+    assert {row.case for row in rows} == {f"{call}, layers=[0, 1], 2 prompts"}
+    assert {row.case for row in others} == {f"{call}, 2 prompts"}
+    (half,), (whole,) = ([row for row in one if row.variant == str(patch) and row.psnr] for one in (rows, others))
+    assert half.repetitions == 2 and half.psnr > whole.psnr
 
 
 def test_a_frame_by_hand():
@@ -90,7 +124,7 @@ def test_a_frame_by_hand():
         (["--model", "dit-s-2"], ValueError, "'dit-s-2'"),
         (["--size", 64], ValueError, "'height'"),
         (["--model", "."], OSError, "model_index.json"),
-        (["--softmax-steps", "120%"], ValueError, "softmax_steps=1.2"),
+        (["--dense-first", "120%"], ValueError, "dense_first...1.2"),
         (["--model", "tiny-sana", "--density", 0.1], ValueError, "density...MHLA"),
         (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-sparze'...tiny-dit-sparse"),
         (["--patch", "."], ValueError, "'.'"),

@@ -105,6 +105,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
     (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
     (r"--blocks 3,5,10", "--blocks 2,2,3"),
+    # choosing settings
+    (r"^mhla tune wan (.*) --psnr 30 --steps 50", r"mhla tune wan \1 --psnr 5 --steps 4 --frames 2 --minutes 0.1"),
     # measuring
     (r"bench op --model wan2.1-1.3b --size 480x800", "bench op --model tiny-dit --seconds 0.01"),
     (r"--grid 64x64 --grid 128x128 --blocks 4x4", "--grid 4x4 --blocks 2x2 --heads 1 --head-dim 8 --seconds 0.01"),
@@ -124,6 +126,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^mhla finetune .* --dry-run --processes 8", "it reads a model of the Hub; tests/training counts tiny ones"),
     (r"^mhla finetune .* batch_size=2 --dry-run", "it counts what the dry run above it counts, with other settings"),
     (r"^torchrun ", "it takes eight GPUs; tests/patching/test_split.py runs it on two processes"),
+    (r"^mhla tune path/or/hub-id ", "it reads a model of the Hub; tests/test_tune.py runs a tiny one"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
     (r"^mhla eval vbench .*--vbench ", "it takes VBench's own environment; tests/evaluation has a stand-in"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),

@@ -40,7 +40,7 @@ ALLOWED_STACK = {
     "float32, 256 channels": 520,
 }
 """Bytes of a thread's stack, by kernel and problem, or of all kernels of a problem."""
-AGAIN = ("states_kernel", "prepare_keys_kernel", "listed_forward_kernel")
+AGAIN = ("states_kernel", "listed_forward_kernel")
 """Compiled once more in every run, to see that the table says what the compiler does; all would take six minutes."""
 ROOT = Path(__file__).parents[3]
 

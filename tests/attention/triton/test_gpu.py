@@ -15,7 +15,7 @@ from mhla_diffusers.attention import mhla_attention, sparse_attention
 from mhla_diffusers.benchmark.cases import models, small_case
 from mhla_diffusers.benchmark.measure import free_bytes
 
-from ..problems import KINDS, Problem, random_lists, relative_error
+from ..problems import KINDS, Problem, make_problem, random_lists, relative_error
 from ..problems import problem_of as small_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -72,9 +72,10 @@ def test_offsets_beyond_32_bits(many):
         assert relative_error(one, expected) < 3e-2
 
 
-@by_kind
+@pytest.mark.parametrize("kind", [*KINDS, "one long block"])
 def test_the_same_bits_twice(kind):
-    problem = problem_of(kind)
+    """Also of one block that several programs add up."""
+    problem = make_problem((1187,), (1,), head_dim=32).to() if kind == "one long block" else problem_of(kind)
     first, second = (problem.run(by_kernels(problem)) for _ in range(2))
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 

@@ -1,0 +1,66 @@
+"""``mhla tune``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def tune_command(
+    model: Annotated[str, typer.Argument(help="tiny-wan (or wan), or the Hub id or folder of a pipeline.")],
+    prompts: Annotated[Path, typer.Option(help="Two to ten of yours, one per line; the first decides what is tried.")],
+    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise, the same in every call.")] = 0,
+    psnr: Annotated[float | None, typer.Option(help="Target in dB against the unpatched clips; default: 30.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="Target as a multiple of the unpatched speed, instead.")] = None,
+    minutes: Annotated[float, typer.Option(help="After which no further call is begun.")] = 30,
+    layers: Annotated[bool, typer.Option("--layers", help="Also leave a share of the layers dense.")] = False,
+    cache: Annotated[bool, typer.Option("--cache", help="Also try First Block Cache, alone and beside.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; default: bfloat16 on a GPU, else float32.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; default outputs/tune/<model>.")] = None,
+) -> None:
+    """Find the settings that suit a model, on your machine with your prompts; goes on where it stopped.
+
+    Exits with 3 if no candidate reaches the target.
+    """
+    import torch
+
+    from ..benchmark.commands import place_of
+    from ..benchmark.pipeline import call_arguments, choose_pipeline
+    from ..generation.names import read_prompts
+    from ..tiny import TINY
+    from . import Target, tune
+
+    Target(psnr, speedup)  # raises before a pipeline is loaded
+    texts, (place, precision, _) = read_prompts(prompts), place_of(device, dtype)
+    choice = choose_pipeline(
+        f"tiny-{model}" if model in TINY else model,
+        device=str(place),
+        dtype=str(precision).removeprefix("torch."),
+        settings=call_arguments(steps=steps, guidance=guidance, size=size, frames=frames),
+    )
+    name = choice.model or f"tiny-{choice.family}"
+    pipe = choice.load(texts)
+    tuned = tune(
+        pipe,
+        lambda prompt: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)])[0],
+        texts,
+        output or Path("outputs/tune", Path(name).name),
+        psnr=psnr,
+        speedup=speedup,
+        minutes=minutes,
+        steps=choice.known_arguments.get("num_inference_steps", 50),
+        layers=layers,
+        cache=cache,
+        settings={"model": name, **choice.choices["call"], "dtype": choice.dtype, "seed": seed},
+    )
+    typer.echo(f"Wrote {tuned.file.with_name('tune.html')} and tune.csv")
+    if tuned.best.speedup < 1:
+        typer.echo("Slower than unpatched: leave the patch off at this size, and tune at the size that you use.")
+    typer.echo(str(tuned))
+    if not tuned.is_met:
+        raise typer.Exit(3)

@@ -1,0 +1,218 @@
+"""Find the settings that suit a model: whole calls of its pipeline, judged against the unpatched ones.
+
+A run folder records itself in ``settings.json`` and ``candidates.jsonl``, a line per candidate, and goes on from there.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from ..benchmark.measure import gather_conditions
+from ..benchmark.operator import SOFTMAX
+from ..benchmark.pipeline import WHOLE, frames_of, timed_call
+from ..config import USUAL_STEPS, Patch
+from ..families import get_family
+from ..files import (
+    folder_for_results,
+    read_json,
+    read_json_lines,
+    visible_files,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from ..generation.similarity import Similarity, image_metrics, load_similarities
+from ..patching import find_transformers
+from ..reporting import progress
+from ..settings import check, check_value, differences
+from .candidates import Candidate, Target, Trial, Tuned, next_candidate, search_rank
+from .page import write_page, write_strip
+
+VERIFIED = 3
+"""How many of the best candidates are judged by all prompts."""
+
+
+def tune(
+    pipe: Any,
+    run: Callable[[str], Any],
+    prompts: Sequence[str],
+    output: str | Path,
+    *,
+    psnr: float | None = None,
+    speedup: float | None = None,
+    minutes: float = 30,
+    steps: int = USUAL_STEPS,
+    layers: bool = False,
+    cache: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Tuned:
+    """Find the settings of sparse attention that suit a pipeline, by calling it.
+
+    The first prompt decides what is tried next; the three best are judged by all. Writes ``tune.html``, ``tune.csv``
+    and ``best.yaml``, and goes on where an earlier run with the same ``settings`` stopped.
+
+    Args:
+        pipe: unpatched pipeline, whose self-attention is softmax.
+        run: calls it for a prompt, always from the same noise, and returns an image or frames, as PIL's or (F, H, W, 3)
+            in [0, 1].
+        prompts: at least one.
+        output: folder of the run.
+        psnr: target in dB; 30 if neither target is given.
+        speedup: target as a multiple of the unpatched pipeline's speed, in place of ``psnr``.
+        minutes: after which no further call is begun.
+        steps: denoising steps of ``run``, which say what a candidate costs.
+        layers: also leave a share of the layers dense.
+        cache: also try diffusers' First Block Cache alone and beside the best patch.
+        settings: of the call, recorded so that runs do not mix.
+
+    Raises:
+        ValueError: no prompts, both targets, a model without softmax attention, a folder of another run, or none could
+            run.
+        OSError: the folder cannot be written, or another run is writing there.
+        ImportError: torchmetrics is missing, which compares the samples.
+    """
+    image_metrics()
+    target, folder = Target(psnr, speedup), Path(output)
+    check_value("prompts", list(prompts), list[str], is_filled=True)
+    check_value("minutes", minutes, float, above=0)
+    check_value("steps", steps, int, at_least=1)
+    transformer = next(iter(find_transformers(pipe).values()))
+    family, device = get_family(transformer), next(transformer.parameters()).device
+    check(
+        family.computes == SOFTMAX,
+        f"The attention of {family.name!r} is {family.computes}, so only MHLA fits it, by finetuning.",
+    )
+    model = str((settings or {}).get("model") or getattr(pipe, "name_or_path", ""))
+    record = {"model": model, **(settings or {}), "prompts": list(prompts), "steps": steps}
+    record |= {"device": gather_conditions(device)["device"], "transformer": type(transformer).__name__}
+    depth = len(family.self_attentions(transformer))
+
+    def choose(trials: Sequence[Trial]) -> Candidate | None:
+        return next_candidate(trials, target, steps, depth, layers, cache)
+
+    measures, remarks = load_similarities(str(device))
+    ends = time.monotonic() + 60 * minutes
+    with folder_for_results(folder):
+        tuned = Tuned(target, prompts, _read_run(folder, record), remarks, folder / "best.yaml")
+        try:
+            with progress(total=round(60 * minutes), unit="s", leave=False) as bar:
+                for trial in _work(tuned, ends, choose, lambda trial: search_rank(trial, target, steps, depth)):
+                    index = len(trial.clips)
+                    bar.set_description(f"{trial.candidate.name}, prompt {index + 1} of {len(prompts)}")
+                    if not tuned.trials[0].clips and device.type != "cpu":
+                        run(prompts[0])  # compiles and loads what later calls find ready
+                    _judge(trial, tuned, pipe, partial(run, prompts[index]), device, folder, measures)
+                    lines = [json.dumps({"name": one.candidate.name, **asdict(one)}) for one in tuned.trials]
+                    write_text("\n".join(lines) + "\n", folder / "candidates.jsonl")
+                    if trial.clips:
+                        bar.set_description(f"{trial.candidate.name}: {trial.psnr:.1f} dB at {trial.speedup:.2f}x")
+                    bar.update(round(60 * minutes - max(0.0, ends - time.monotonic())) - bar.n)
+        finally:  # interrupted as well
+            if any(trial.clips for trial in tuned.trials[1:]):
+                _write_best(tuned, family.name, model)
+                write_page(tuned, record, folder)
+        _ = tuned.best  # raises without one
+    return tuned
+
+
+def _read_run(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
+    """Read the trials of a run folder, at first the unpatched pipeline's alone; ValueError for another run's."""
+    file, lines = folder / "settings.json", folder / "candidates.jsonl"
+    foreign = None if file.is_file() else next(iter(visible_files(folder)), None)
+    check(foreign is None, f"{folder} holds files of something else, such as {foreign}; choose another folder.")
+    if not lines.is_file():  # nothing was measured before
+        write_json(record, file)
+        return [Trial(Candidate())]
+    before, now = read_json(file), json.loads(json.dumps(record))
+    changed = [f"{name}={old!r}, now {new!r}" for name, old, new in differences(before, now)]
+    check(not changed, f"{folder} holds another run ({'; '.join(changed)}); choose another folder.")
+    trials = []
+    for line in read_json_lines(lines):
+        patch, cache = line["candidate"]["patch"], line["candidate"]["cache"]
+        candidate = Candidate(None if patch is None else tuple(patch), cache)
+        trials.append(Trial(candidate, line["clips"], line["peak_bytes"], line["failed"], line["speedup"]))
+    return trials
+
+
+def _work(
+    tuned: Tuned,
+    ends: float,
+    choose: Callable[[Sequence[Trial]], Candidate | None],
+    rank: Callable[[Trial], tuple[bool, float]],
+) -> Iterator[Trial]:
+    """Yield which trial to judge by its next prompt, until all is done or the time is over.
+
+    Time for judging the best by the other prompts is kept back.
+    """
+    trials, count = tuned.trials, len(tuned.prompts)
+    while time.monotonic() < ends and len(trials[0].clips) < count:
+        yield trials[0]
+    kept_back = VERIFIED * (count - 1) * trials[0].mean("seconds") if trials[0].clips else 0.0
+    while time.monotonic() < ends:
+        able = [trial for trial in trials[1:] if trial.clips]
+        candidate = choose(trials[1:]) if not able or time.monotonic() < ends - kept_back else None
+        if candidate is not None:
+            trials.append(Trial(candidate))
+            yield trials[-1]
+            continue
+        has_cache = any(trial.candidate.cache is not None for trial in able)  # whose cost only a clock tells
+        best = sorted(able, key=tuned.target.rank if has_cache else rank)[:VERIFIED]
+        unfinished = next((trial for trial in best if len(trial.clips) < count), None)
+        if unfinished is None:
+            return
+        yield unfinished
+
+
+def _judge(
+    trial: Trial,
+    tuned: Tuned,
+    pipe: Any,
+    run: Callable[[], Any],
+    device: torch.device,
+    folder: Path,
+    measures: Mapping[str, Similarity],
+) -> None:
+    """Call the pipeline for the next prompt of a trial, and add what is measured."""
+    unpatched, index = tuned.trials[0], len(trial.clips)
+    try:
+        with trial.candidate.applied(pipe):
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            times, sample = timed_call(pipe, run, device)
+    except (RuntimeError, ValueError) as error:  # out of memory, or settings that this call does not have
+        if trial is unpatched:
+            raise
+        trial.failed, trial.clips = str(error).partition("\n")[0], []
+        return
+    if device.type == "cuda":
+        trial.peak_bytes = max(trial.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+    frames, file = frames_of(sample), folder / "unpatched" / f"{index}.safetensors"
+    if trial is unpatched:
+        write_tensors({"frames": frames.contiguous()}, file)
+    reference = load_file(file)["frames"]
+    values = {name: measure(frames, reference) for name, measure in measures.items()}
+    found = {"seconds": times[WHOLE], "worst_psnr": values["psnr"].min().item()}
+    found |= {name: value.mean().item() for name, value in values.items() if not value.isnan().any()}
+    if not index:
+        write_strip(frames, folder / "strips" / f"{tuned.trials.index(trial)}.png")
+    trial.clips.append(found)
+    sums = [sum(clip["seconds"] for clip in one.clips[: index + 1]) for one in (unpatched, trial)]
+    trial.speedup = sums[0] / sums[1]
+
+
+def _write_best(tuned: Tuned, family: str, model: str) -> None:
+    """Write the best patch as a file of a patch, or remove an earlier one where no patch is best."""
+    config = tuned.best.candidate.config
+    if config is None:
+        tuned.file.unlink(missing_ok=True)
+        return
+    patch = Patch(family, model, f"mhla tune: {tuned.best.candidate.name}; {tuned.measured}", config)
+    write_text(yaml.safe_dump(patch.to_dict(), sort_keys=False, allow_unicode=True), tuned.file)

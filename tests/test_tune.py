@@ -1,0 +1,191 @@
+"""``mhla tune`` on tiny-wan: what is tried, what is written, and how a run goes on."""
+
+import json
+import re
+from itertools import count
+
+import pytest
+import torch
+
+import mhla_diffusers as mhla
+from mhla_diffusers.config import NOTHING_DENSE, SparseConfig, load_patch
+from mhla_diffusers.tiny import load_tiny
+from mhla_diffusers.tuning import Target, tune
+from mhla_diffusers.tuning.candidates import LADDERS, Candidate, Trial, next_candidate, profiles
+
+from .evaluation.pictures import mhla as command
+from .refusals import refused
+
+PROMPTS = ["a seven moving left", "a three moving up"]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return load_tiny("wan")
+
+
+def call(pipe, calls=None, last=None):
+    """Run of a clip; raises what Ctrl-C raises after so many calls."""
+
+    def run(prompt):
+        if calls is not None and next(calls) == last:
+            raise KeyboardInterrupt
+        generator = torch.Generator().manual_seed(0)
+        return pipe(prompt, num_inference_steps=STEPS, num_frames=2, generator=generator, output_type="np").frames[0]
+
+    return run
+
+
+def written(folder):
+    return [json.loads(line) for line in (folder / "candidates.jsonl").read_text().splitlines()]
+
+
+def without_times(folder):
+    return [
+        (line["name"], [{key: x for key, x in clip.items() if key != "seconds"} for clip in line["clips"]])
+        for line in written(folder)
+    ]
+
+
+def test_a_patch_is_found_and_written_for_every_way_to_patch(tmp_path, pipe):
+    file, folder = tmp_path / "prompts.txt", tmp_path / "run"
+    file.write_text("\n".join(PROMPTS))
+    options = ("--steps", STEPS, "--frames", 2, "--psnr", 5, "--device", "cpu", "--output", folder)
+    result = command("tune", "wan", "--prompts", file, *options)
+    assert result.exit_code == 0, result.output
+    last = result.stdout.splitlines()[-1]
+    assert re.fullmatch(r"\d+\.\d dB \(worst clip \d+\.\d\) at \d+\.\dx: .*best\.yaml", last), last
+    best = folder / "best.yaml"
+    patch = load_patch(best)
+    assert (patch.family, patch.base_model) == ("wan", "tiny-wan") and last.split(":")[0] in patch.description
+    mhla.apply_mhla(pipe, best)
+    assert mhla.is_patched(pipe)
+    mhla.remove_mhla(pipe)
+    unpatched, *tried = written(folder)
+    assert (unpatched["name"], tried[0]["name"]) == ("unpatched", "fast")
+    assert sorted(len(one["clips"]) for one in tried)[-3:] == [2, 2, 2], "all prompts judge the three best"
+    rows = (folder / "tune.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(tried) + 1 and rows[0].startswith("candidate")
+    page = (folder / "tune.html").read_text()
+    assert page.count("<img") == page.count("<circle") + 1 == len(tried) + 1 and last.split(":")[0] in page
+    again = command("tune", "wan", "--prompts", file, *options)
+    assert again.stdout.splitlines()[-1] == last, "nothing is left to do"
+    other = command("tune", "wan", "--prompts", file, *options, "--seed", 1)
+    assert "seed=0, now 1" in str(other.exception)
+
+
+def test_a_run_goes_on_where_it_was_interrupted(tmp_path, pipe):
+    whole = count()
+    expected = tune(pipe, call(pipe, whole), PROMPTS, tmp_path / "whole", psnr=20, steps=STEPS)
+    parts = count()
+    for last in (1, 5):
+        with pytest.raises(KeyboardInterrupt):
+            tune(pipe, call(pipe, parts, last), PROMPTS, tmp_path / "parts", psnr=20, steps=STEPS)
+        assert not mhla.is_patched(pipe)
+    assert (tmp_path / "parts" / "tune.html").is_file()
+    found = tune(pipe, call(pipe, parts), PROMPTS, tmp_path / "parts", psnr=20, steps=STEPS)
+    own, other = (dict(without_times(tmp_path / name)) for name in ("whole", "parts"))
+    assert list(own) == list(other)
+    for name, clips in own.items():  # times decide which are verified, nothing else
+        assert clips[0] == other[name][0], name
+    assert found.is_met and expected.is_met
+
+
+def test_what_no_candidate_reaches_ends_with_the_best(tmp_path, pipe):
+    file = tmp_path / "prompts.txt"
+    file.write_text(PROMPTS[0])
+    options = ("--steps", STEPS, "--frames", 2, "--speedup", 1000, "--minutes", 0.03, "--device", "cpu")
+    result = command("tune", "tiny-wan", "--prompts", file, *options, "--output", tmp_path / "run")
+    assert result.exit_code == 3
+    assert "No candidate reaches 1000x; the best: " in result.stdout and "best.yaml" in result.stdout
+
+
+def test_a_step_cache_is_tried_alone_and_beside_the_best(tmp_path, pipe):
+    before = call(pipe)(PROMPTS[0])
+    tuned = tune(pipe, call(pipe), PROMPTS[:1], tmp_path, psnr=5, steps=STEPS, cache=True)
+    cached = [trial.candidate for trial in tuned.trials if trial.candidate.cache is not None]
+    assert {one.patch is None for one in cached} == {True, False}
+    assert not any(trial.failed for trial in tuned.trials)
+    assert (call(pipe)(PROMPTS[0]) == before).all(), "neither patch nor cache stays"
+
+
+@pytest.mark.parametrize(
+    ("changes", "offending"),
+    [
+        ({"prompts": []}, "prompts"),
+        ({"psnr": 30.0, "speedup": 2.0}, "psnr=30.0...speedup=2.0"),
+        ({"psnr": -1.0}, "psnr"),
+        ({"minutes": 0}, "minutes"),
+        ({"steps": 0}, "steps"),
+        ({"settings": {"model": "another"}}, "model='tiny'...'another'"),
+        ({"prompts": ["a two moving left"]}, "prompts"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path, pipe, changes, offending):
+    folder = tmp_path / "run"
+    tune(pipe, call(pipe), PROMPTS[:1], folder, psnr=5, steps=STEPS, minutes=0.02, settings={"model": "tiny"})
+    before = written(folder)
+    given = {"prompts": PROMPTS[:1], "output": folder, "steps": STEPS, "settings": {"model": "tiny"}, **changes}
+    with refused(offending):
+        tune(pipe, call(pipe, count(), 0), **given)
+    assert written(folder) == before
+
+
+def test_a_file_without_prompts_and_a_folder_of_something_else(tmp_path, pipe):
+    empty = tmp_path / "prompts.txt"
+    empty.write_text("\n")
+    assert "prompts.txt" in str(command("tune", "wan", "--prompts", empty).exception)
+    with refused("prompts.txt"):
+        tune(pipe, call(pipe), PROMPTS, tmp_path)
+    with refused("sana...linear"):
+        tune(load_tiny("sana"), call(pipe), PROMPTS, tmp_path / "run")
+
+
+def search(target, judge, steps=50, **options):
+    """What is tried where a function of the candidate says what is measured: pairs of dB and speedup."""
+    trials = []
+    while (candidate := next_candidate(trials, target, steps, 30, **options)) is not None:
+        psnr, speedup = judge(candidate)
+        clip = {"psnr": psnr, "worst_psnr": psnr, "seconds": 1.0}
+        trials.append(Trial(candidate, [clip], speedup=speedup))
+        assert len(trials) < 60
+    return trials
+
+
+def law(candidate):
+    """Decibels that grow with the pairs that are computed."""
+    cost = candidate.cost(50, 30)
+    return 20 + 40 * cost, 1 / cost
+
+
+@pytest.mark.parametrize("psnr", [22.0, 27.0, 32.0, 37.0])
+def test_the_cheapest_settings_of_a_target_are_found(psnr):
+    trials = search(Target(psnr=psnr), law)
+    assert [trial.candidate for trial in trials[:3]] == list(profiles().values())
+    best = min(trials, key=Target(psnr=psnr).rank)
+    assert psnr <= best.psnr < psnr + 2.5
+    assert len({trial.candidate for trial in trials}) == len(trials)
+
+
+@pytest.mark.parametrize("speedup", [1.5, 2.0, 3.0])
+def test_the_most_faithful_settings_of_a_speedup_are_found(speedup):
+    target = Target(speedup=speedup)
+    best = min(search(target, law), key=target.rank)
+    assert speedup <= best.speedup < 1.25 * speedup
+
+
+def test_settings_that_do_the_same_in_few_steps_are_tried_once():
+    trials = search(Target(psnr=99), law, steps=4, layers=True)
+    configs = [trial.candidate.config for trial in trials]
+    effects = [(one.density, one.dense_steps(4), one.dense_layers, one.layers) for one in configs]
+    assert len(set(effects)) == len(effects)
+    assert {one.layers for one in configs} > {"all"}
+
+
+def test_the_cost_is_the_share_of_pairs_that_are_computed():
+    settings = {**NOTHING_DENSE, "layers": "all", "density": 0.05, "dense_first": 1, "dense_layers": 1}
+    one = Candidate(tuple(settings[name] for name in LADDERS))
+    assert one.config == SparseConfig(**settings)
+    # 1 of 10 steps and 1 of 5 layers are dense
+    assert one.cost(10, 5) == pytest.approx(1 - 0.9 * 0.8 * 0.95)
