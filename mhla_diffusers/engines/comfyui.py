@@ -1,20 +1,17 @@
-"""ComfyUI node that gives the self-attention of a model sparse attention.
+"""ComfyUI node that makes the self-attention of a model sparse.
 
-ComfyUI loads ``pipelines/comfyui-mhla``, or any file in ``custom_nodes`` with the line
-``from mhla_diffusers.engines.comfyui import comfy_entrypoint``. The node sets three things on a clone of the model: an
-attention override, which attends; a wrapper of the diffusion model, which reads token grid, text length and step once
-per call; and a wrapper of the sampler, which ends the count of :class:`.engine.Engine`.
+The node sets three things on a clone of the model: an attention override, which attends; a wrapper of the diffusion
+model, which reads token grid, text length and step once per call; and a wrapper of the sampler, which ends the count.
 
-ComfyUI has one attention override per model. Its node Model Attention Backend, which calls
-``ModelPatcher.set_model_optimized_attention``, replaces the one before; its Model Sparse Attention, in
-``comfy_extras/nodes_sparse_attention.py``, puts itself on top again at every step and hands on what it does not take.
+ComfyUI has one attention override per model. Its node Model Attention Backend replaces the one before; its Model
+Sparse Attention puts itself on top again at every step and hands on what it does not take.
 """
 
 import inspect
 import logging
 import math
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,8 +26,6 @@ from .engine import Engine
 from .settings import EngineSettings, read_settings
 
 Override = Callable[..., torch.Tensor]
-"""Attention that ComfyUI calls with its own attention, query, key, value, number of heads and options."""
-
 _TEXT_INPUTS: dict[str, tuple[str, ...]] = {
     "Flux": ("context",),
     "HunyuanVideo": ("context", "txt_byt5", "clip_fea"),
@@ -43,6 +38,7 @@ _TEXT_INPUTS: dict[str, tuple[str, ...]] = {
 _REFERENCE_INPUTS = ("ref_latents", "ref_latent", "reference_latent", "reference_motion", "context_latents")
 _WRAPPER_KEY = "mhla"
 _OVERRIDE = "optimized_attention_override"
+"""Key of a function that ComfyUI calls with its own attention, query, key, value, number of heads and options."""
 _PREVIOUS = "mhla_previous"
 """Attribute of our override: the override before it."""
 
@@ -51,9 +47,9 @@ _PREVIOUS = "mhla_previous"
 class _Forward:
     """What the attentions know of one forward of the diffusion model."""
 
-    call: Call = field(default_factory=Call)
-    references: tuple[str, ...] = ()
-    """Names of inputs that add tokens of other pictures to the sequence."""
+    call: Call
+    references: str = ""
+    """Says which inputs add tokens of other pictures, which have no place on the grid, to the sequence."""
     double_blocks: int = 0
     attended: int = 0
     """Self-attentions over the grid so far."""
@@ -74,16 +70,12 @@ class _Patch:
 
 
 def patch_model(model: Any, settings: EngineSettings) -> Any:
-    """Return a clone of a model whose self-attention is sparse.
+    """Return a clone of a ``ModelPatcher`` whose self-attention is sparse.
 
     An override that the model already has becomes the dense attention; one of ours is replaced.
 
-    Args:
-        model: ComfyUI's ``ModelPatcher``, which stays as it is.
-        settings: what to do.
-
     Raises:
-        ValueError: the start is not before the end, or ComfyUI's Model Sparse Attention is on the model.
+        ValueError: ComfyUI's Model Sparse Attention is on the model.
     """
     clone = model.clone()
     options = dict(clone.model_options.get("transformer_options", {}))
@@ -103,10 +95,7 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
 
 
 def _refuse_core_sparse(override: Override | None) -> None:
-    """Raise where an override is that of ComfyUI's own sparse attention.
-
-    ComfyUI names the modules of its nodes by their path.
-    """
+    """Raise for the override of ComfyUI's own sparse attention, whose module has the path of its file as its name."""
     check(
         not getattr(override, "__module__", "").endswith("nodes_sparse_attention"),
         "Model Sparse Attention and MHLA Sparse Attention are on one model, and where one of them is dense, the other "
@@ -117,8 +106,7 @@ def _refuse_core_sparse(override: Override | None) -> None:
 def _make_override(patch: _Patch, previous: Override | None) -> Override:
     """Return the attention override, a function because ``ModelPatcher.clone`` deep-copies objects.
 
-    It has no ``container_function``: ComfyUI would call that without its own attention, to which dense calls fall
-    back. Without one it takes query, key and value out of their containers first.
+    It has no ``container_function``, which ComfyUI would call without its own attention.
     """
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # in a graph layer and step would be constants
@@ -137,7 +125,12 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
         patch.reached = True
         options = kwargs.get("transformer_options") or {}
         forward = patch.forward.get() or _Forward(Call(patch.engine, tally=patch.engine.tally))
-        call = _placed(forward.call, options)
+        call = forward.call
+        if (layout := options.get("minimax_h3_layout")) is not None:
+            start, end = next((start, end) for start, end, kind in layout.segments if kind == "video")
+            call = call._replace(extra=(start, layout.seq_len - end))
+        elif (sizes := options.get("grid_sizes")) is not None:  # of Wan
+            call = call._replace(grid=tuple(map(int, sizes)))
         head_dim = q.shape[-1] if skip_reshape else q.shape[-1] // heads
         keywords = {"mask": mask, "attn_precision": attn_precision, **kwargs}
         keywords |= {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
@@ -153,72 +146,28 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
             return output.transpose(1, 2) if skip_output_reshape else output.unflatten(2, (-1, head_dim))
 
         query, key, value = tokens_first(q), tokens_first(k), tokens_first(v)
-        if not _is_over_grid(query, key, mask, call.grid):
+        tokens, keys = math.prod(call.grid) if call.grid else 0, key.shape[1]
+        # over text or audio, or from one to another; LTX attends from guided tokens of the grid to all, with a mask
+        if keys < tokens or (query.shape[1] != keys and (mask is None or not tokens)):
             return attend_densely()
         by_head = mask[:, None] if mask is not None and mask.ndim == 3 else mask
-        request = Request(by_head, scale=kwargs.get("scale"), own=own)
-        layer, reason = _layer(forward, options), _references(forward, call, query)
+        layer = options.get("block_index")
+        if layer is None:  # LTX, and Wan before ComfyUI 0.11, which attend over the grid once in each block
+            layer = forward.attended
+        elif options.get("block_type") == "single":
+            layer += forward.double_blocks
         forward.attended += 1
-        output = patch.engine.attend(query, key, value, call, layer, request, reason)
+        shared = "" if keys == tokens + sum(count or 0 for count in call.extra) else forward.references
+        request = Request(by_head, scale=kwargs.get("scale"), own=own)
+        output = patch.engine.attend(query, key, value, call, layer, request, shared)
         return output.transpose(1, 2) if skip_output_reshape else output.flatten(2)
 
     setattr(override, _PREVIOUS, previous)
     return override
 
 
-def _names(options: Mapping[str, Any], batch: int) -> list[Hashable]:
-    """Return the name of every equal part of a batch: the prompt and, where a video is sampled in windows, its frames.
-
-    ComfyUI puts prompts into one batch or not, by the memory that is free at each call.
-    """
-    prompts = options.get("uuids") or ("",)
-    window = tuple(getattr(options.get("context_window"), "index_list", ()))
-    is_split = batch % len(prompts) == 0 and len(set(prompts)) == len(prompts)
-    return [(name, window) for name in (prompts if is_split else (tuple(prompts),))]
-
-
-def _placed(call: Call, options: Mapping[str, Any]) -> Call:
-    """Return a call with what its attentions alone know of the grid and of the tokens before and after it."""
-    packed = options.get("minimax_h3_layout")
-    if packed is not None:
-        start, end = next((start, end) for start, end, kind in packed.segments if kind == "video")
-        return call._replace(extra=(start, packed.seq_len - end))
-    sizes = options.get("grid_sizes")  # of Wan
-    return call if sizes is None else call._replace(grid=tuple(map(int, sizes)))
-
-
-def _is_over_grid(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, grid: tuple[int, ...]) -> bool:
-    """Whether an attention is over the token grid, and not over text or audio, nor from one to another.
-
-    With guides, LTX attends from some tokens of the grid to all, with a mask.
-    """
-    tokens = math.prod(grid) if grid else 0
-    if query.shape[1] == key.shape[1]:
-        return key.shape[1] >= tokens
-    return mask is not None and 0 < tokens <= key.shape[1]
-
-
-def _layer(forward: _Forward, options: Mapping[str, Any]) -> int:
-    """Return the number of the layer, single blocks behind double ones.
-
-    LTX, and Wan before ComfyUI 0.11, do not name the block; they attend over the grid once in each.
-    """
-    index = options.get("block_index")
-    if index is None:
-        return forward.attended
-    return int(index) + (forward.double_blocks if options.get("block_type") == "single" else 0)
-
-
-def _references(forward: _Forward, call: Call, query: torch.Tensor) -> str:
-    """Return that reference tokens, which have no place on the grid, share the sequence; empty if none do."""
-    known = math.prod(call.grid) + sum(count or 0 for count in call.extra)
-    if not forward.references or query.shape[1] == known:
-        return ""
-    return f"reference tokens ({', '.join(forward.references)}) share the sequence"
-
-
 def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
-    """Return the wrapper that reads every call of the diffusion model for its attentions."""
+    """Return the wrapper that reads the inputs of the diffusion model for its attentions."""
 
     def diffusion_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = inspect.signature(executor.original).bind(*args, **kwargs).arguments
@@ -240,7 +189,7 @@ def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
 
 
 def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
-    """Return the wrapper that logs one line per sampling, also where nothing reached the override."""
+    """Return the wrapper that logs one line per sampling, also one in which nothing reached the override."""
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         patch.forwards, patch.reached = 0, False
@@ -249,8 +198,8 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
             output = executor(*args, **kwargs)
             if tally.dense and not tally.sparse:
                 tally.logger.warning(
-                    "MHLA changed nothing in this sampling: %s. dense_first and dense_last lower leave more steps "
-                    "sparse; a smaller min_tokens takes shorter sequences.",
+                    "MHLA changed nothing in this sampling: %s. Lower dense_first and dense_last leave more "
+                    "steps sparse; a lower min_tokens takes shorter sequences.",
                     tally.summary(),
                 )
             return output
@@ -270,40 +219,37 @@ def _read_forward(
 ) -> _Forward:
     """Read the inputs of a diffusion model, by their names in its ``_forward``."""
     latent = latent[0] if isinstance(latent, list | tuple) else latent  # video before audio
-    step, engine = _step(options), patch.engine
+    sigmas, schedule = options.get("sigmas"), options.get("sample_sigmas")
+    step, engine = None, patch.engine
+    if sigmas is not None and schedule is not None and len(schedule) > 1:
+        sigma = float(sigmas.flatten()[0])  # on another GPU than the schedule where ComfyUI splits the work
+        step = Step(int((schedule[:-1] - sigma).abs().argmin()), len(schedule) - 1)
+    # by the memory that is free, ComfyUI puts prompts into one batch or not, so each has a branch of its own; a video
+    # that is sampled in windows has one for each window
+    prompts = options.get("uuids") or ("",)
+    window = tuple(getattr(options.get("context_window"), "index_list", ()))
+    is_split = len(latent) % len(prompts) == 0 and len(set(prompts)) == len(prompts)
     with patch.lock:
         if step is not None:
             engine.run.begin(step)
-        branches = tuple(engine.run.named(name) for name in _names(options, len(latent)))
+        names = prompts if is_split else (tuple(prompts),)
+        branches = tuple(engine.run.named((name, window)) for name in names)
     known = [base.__name__ for base in type(model).__mro__ if base.__name__ in _TEXT_INPUTS]
     if not known:
         return _Forward(engine.filled((), (0, 0), step, ()))
-    text = [inputs[name] for name in _TEXT_INPUTS[known[0]] if inputs.get(name) is not None]
-    length = sum(one.shape[1] for one in text)
+    text = sum(inputs[name].shape[1] for name in _TEXT_INPUTS[known[0]] if inputs.get(name) is not None)
     double_blocks = getattr(model, "double_blocks", ())
     # before ComfyUI 0.14 HunyuanVideo has its text behind the grid, and its blocks say so
     flipped = any(getattr(block, "flipped_img_txt", False) for block in double_blocks)
-    grid = _token_grid(latent, getattr(model, "patch_size", 1))
-    call = engine.filled(grid, (0, length) if flipped else (length, 0), step, branches)
+    axes, size = latent.shape[2:], getattr(model, "patch_size", 1)
+    sizes = (1,) * (len(axes) - 2) + (size,) * 2 if isinstance(size, int) else size
+    grid = tuple(math.ceil(axis / length) for axis, length in zip(axes, sizes, strict=True))
+    call = engine.filled(grid, (0, text) if flipped else (text, 0), step, branches)
     if step is not None:  # the sampler may evaluate its last step once more, and the residuals end with the sampling
         call = call._replace(step=replace(step, count=0))
-    return _Forward(call, tuple(name for name in _REFERENCE_INPUTS if inputs.get(name) is not None), len(double_blocks))
-
-
-def _token_grid(latent: torch.Tensor, patch_size: int | tuple[int, ...] | list[int]) -> tuple[int, ...]:
-    """Return the tokens along each axis of a latent (B, C, H, W) or (B, C, F, H, W), padded to whole patches."""
-    axes = latent.shape[2:]
-    patch = (1,) * (len(axes) - 2) + (patch_size,) * 2 if isinstance(patch_size, int) else tuple(patch_size)
-    return tuple(math.ceil(size / step) for size, step in zip(axes, patch, strict=True))
-
-
-def _step(options: Mapping[str, Any]) -> Step | None:
-    """Return the step whose sigma is nearest; None outside a sampler."""
-    sigmas, schedule = options.get("sigmas"), options.get("sample_sigmas")
-    if sigmas is None or schedule is None or len(schedule) < 2:
-        return None
-    sigma = float(sigmas.flatten()[0])  # on another GPU than the schedule where ComfyUI splits the work
-    return Step(int((schedule[:-1] - sigma).abs().argmin()), len(schedule) - 1)
+    others = ", ".join(name for name in _REFERENCE_INPUTS if inputs.get(name) is not None)
+    references = f"reference tokens ({others}) share the sequence" if others else ""
+    return _Forward(call, references, len(double_blocks))
 
 
 def make_node() -> Any:

@@ -1,4 +1,4 @@
-"""The running call of an engine's model: its settings, its residuals, and a count of what was sparse."""
+"""The running call of an engine's model: its step, its residuals, and a count of what was sparse."""
 
 import logging
 import weakref
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..attention.layout import Extra, Shape
-from ..config import SparseConfig, Step
+from ..config import Step
 from ..patching.call import Call, Tally
 from ..patching.residual import BranchState, Run
 from ..patching.route import Request, attend
@@ -15,11 +15,10 @@ from .settings import EngineSettings
 
 
 class Engine:
-    """Sparse attention of one model in an engine: its settings, the residuals of the running call, and a count.
+    """Sparse attention of one model in an engine.
 
-    Every reason for dense attention is logged once for each shape of query, as a warning unless the settings ask for
-    it, and every call of the model ends with a line such as "sparse in 1,160 of 1,200 attentions, 40 dense: dense
-    steps".
+    A reason for dense attention is logged once per shape of query, as a warning unless the settings ask for it; a call
+    of the model ends with a line such as "sparse in 1,160 of 1,200 attentions, 40 dense: dense steps".
 
     Args:
         settings: what to do.
@@ -27,24 +26,14 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings, logger: logging.Logger) -> None:
-        self.settings = settings
+        self.config, self.min_tokens = settings.config, settings.min_tokens
         self.tally = Tally(logger)
         self.run = Run()
-        self._layers: set[int] = set()
-        """Those that have attended in the running call."""
         self._in_forward: set[int] = set()
-        """Those that have attended in the present forward."""
+        """Layers that have attended in the present forward."""
         self._forward = 0
         """Number of the present forward within its step."""
         self._end: weakref.finalize[Any, Any] | None = None
-
-    @property
-    def config(self) -> SparseConfig:
-        """Settings of the attention."""
-        return self.settings.config
-
-    def note_error(self, place: tuple[int, int], error: torch.Tensor) -> None:
-        """Take the error that a dense step has measured, which an engine shows nowhere."""
 
     def attend(
         self,
@@ -62,51 +51,43 @@ class Engine:
             query: (B, N, H, D) after RoPE.
             key: like ``query``.
             value: like ``key``.
-            call: of :meth:`call`, or one that the engine has filled.
+            call: of :meth:`call` or :meth:`filled`.
             layer: number of the layer, from 0; None if it is unknown, which has no residuals.
             request: what else the model asks for, and the engine's own attention.
-            obstacle: why this attention cannot be sparse, as far as the route cannot know; empty for nothing.
+            obstacle: why this attention cannot be sparse, where the engine alone knows.
 
         Returns:
             (B, N, H, D).
         """
-        settings, chosen = self.settings, ""
-        if layer is None:
-            call = call._replace(branches=())
-        else:
-            self._layers.add(layer)
-        if layer is not None and layer < self.config.dense_layers:
-            chosen = f"the first {self.config.dense_layers} layers"
-        elif query.shape[1] < settings.min_tokens:
-            chosen = f"fewer than {settings.min_tokens:,} tokens"
-        elif not obstacle:
-            obstacle = self._unknown(call, layer)
+        config, chosen = self.config, ""
+        if layer is not None and layer < config.dense_layers:
+            chosen = "first layers"
+        elif query.shape[1] < self.min_tokens:
+            chosen = f"fewer than {self.min_tokens:,} tokens"
+        elif not obstacle and not call.grid:
+            obstacle = "the token grid is unknown"
+        elif not obstacle and call.step is None and config.has_dense_steps:
+            obstacle = f"the step is unknown, on which {config.dense_words} depends"
+        elif not obstacle and layer is None and config.dense_layers:
+            obstacle = f"the layer has no number, on which dense_layers={config.dense_layers} depends"
         if chosen or obstacle:
             self.tally.note_dense(chosen or obstacle, query, logging.INFO if chosen else logging.WARNING)
             return request.exact(query, key, value)
+        if layer is None:
+            call = call._replace(branches=())
         return attend(query, key, value, call, torch.tensor(layer or 0, device="cpu"), 0, request)
 
-    def _unknown(self, call: Call, layer: int | None) -> str:
-        """Return what an engine does not tell and the attention depends on; empty for nothing."""
-        if not call.grid:
-            return "the token grid is unknown"
-        if call.step is None and self.config.has_dense_steps:
-            return f"the step is unknown, on which {self.config.dense_words} depends"
-        if layer is None and self.config.dense_layers:
-            return f"the layer has no number, on which dense_layers={self.config.dense_layers} depends"
-        return ""
-
     def call(self, grid: Shape, extra: Extra, step: Step | None, owner: Any, layer: int | None) -> Call:
-        """Return the running call for an attention of an engine that does not say where a forward begins.
+        """Return the call of an attention, in an engine that does not say where a forward begins.
 
-        One begins where a layer attends again. Branches of the guidance are known by the order of their forwards.
+        A forward begins where a layer attends again, and branches of the guidance are told apart by their order.
 
         Args:
             grid: token grid; empty if the engine does not give it.
             extra: tokens before and after it.
             step: the denoising step; None if it is unknown.
-            owner: what lives as long as the call; the call ends when it is gone, or the next one comes with another.
-            layer: that attends; None if its number is unknown.
+            owner: object that lives as long as the call of the model.
+            layer: number of the layer that attends; None if it is unknown.
         """
         if step is None:
             return self.filled(grid, extra, None, ())
@@ -124,7 +105,7 @@ class Engine:
         return self.filled(grid, extra, step, (self.run.named(self._forward),))
 
     def filled(self, grid: Shape, extra: Extra, step: Step | None, branches: tuple[BranchState, ...]) -> Call:
-        """Return a call with what the settings say of its step."""
+        """Return a call with what the settings say of its step; ``branches`` are parts of the batch."""
         config = self.config
         if step is None:
             return Call(self, grid, extra, tally=self.tally)
@@ -138,5 +119,4 @@ class Engine:
         """End a call of the model: log its line, and forget what it measured."""
         self.tally.end()
         self.run.clear()
-        self._layers.clear()
         self._in_forward.clear()

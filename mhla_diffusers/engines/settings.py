@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config import PROFILES, PatchConfig, SparseConfig, load_patch
+from ..config import PROFILES, SparseConfig, load_patch
 from ..settings import Settings, allow, check, check_choice, check_names
 
 _NAMES = ("density", "order", "block_size", "key_block_size", "dense_first", "dense_last", "dense_every",
@@ -15,15 +15,9 @@ _NAMES = ("density", "order", "block_size", "key_block_size", "dense_first", "de
 
 @dataclass(frozen=True)
 class EngineSettings(Settings):
-    """What an engine's attention does.
-
-    Raises:
-        ValueError: the settings are not of sparse attention in all layers, or a value is not allowed.
-    """
+    """What an engine's attention does; raises ValueError unless it is sparse attention in all layers."""
 
     config: SparseConfig = SparseConfig()
-    """Density, block sizes, order, the steps in which attention stays dense, and whether their residuals correct the
-    others."""
     min_tokens: int = field(default=4096, metadata=allow(at_least=0))
     """Sequences of fewer tokens stay dense, since there sparse attention gains next to nothing."""
 
@@ -38,28 +32,29 @@ class EngineSettings(Settings):
         super().__post_init__()
 
 
-def read_settings(given: Mapping[str, Any], config: PatchConfig | None = None) -> EngineSettings:
+def read_settings(given: Mapping[str, Any], config: Any) -> EngineSettings:
     """Return settings with some changed.
 
     Args:
         given: values, or texts as people write them, by the names of settings.
-        config: what is changed; None for the profile "faithful".
+        config: what is changed.
 
     Raises:
         ValueError: a value is not allowed.
     """
-    changes = {name: _value(value) for name, value in given.items()}
-    own = {"min_tokens": changes.pop("min_tokens")} if "min_tokens" in changes else {}
-    base: Any = SparseConfig() if config is None else config
-    settings = EngineSettings(base, **own)
-    return replace(settings, config=settings.config.replace(**changes))
+    changes = {
+        name: int(value) if isinstance(value, str) and value.strip().isdigit() else value
+        for name, value in given.items()
+    }
+    settings = EngineSettings(config, changes.pop("min_tokens", EngineSettings.min_tokens))
+    return replace(settings, config=config.replace(**changes))
 
 
 def settings_from_environment(environment: Mapping[str, str] = os.environ) -> EngineSettings:
     """Read settings from variables such as ``MHLA_DENSITY=0.1``.
 
-    ``MHLA_PROFILE`` is a profile, and ``MHLA_PATCH`` a preset or the path of its YAML file; the other variables change
-    its settings.
+    ``MHLA_PROFILE`` is a profile, "faithful" by default, and ``MHLA_PATCH`` a preset or the path of its YAML file; the
+    other variables change its settings.
 
     Raises:
         ValueError: an unknown variable that begins with ``MHLA_``, both of these, or a value that is not allowed.
@@ -68,20 +63,12 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
     names = ("MHLA_PROFILE", "MHLA_PATCH", *(f"MHLA_{name.upper()}" for name in _NAMES))
     check_names(given, names, "environment variable")
     check(len(given.keys() & set(names[:2])) < 2, "MHLA_PROFILE and MHLA_PATCH both name settings; give one of them.")
-    config: PatchConfig | None = None
-    if "MHLA_PROFILE" in given:
-        check_choice("MHLA_PROFILE", given["MHLA_PROFILE"], tuple(PROFILES))
-        config = load_patch(given["MHLA_PROFILE"]).config
-    elif "MHLA_PATCH" in given:
-        config = load_patch(given["MHLA_PATCH"]).config
+    profile = given.get("MHLA_PROFILE", "faithful")
+    check_choice("MHLA_PROFILE", profile, tuple(PROFILES))
+    config = load_patch(given.get("MHLA_PATCH", profile)).config
     changes = {name.removeprefix("MHLA_").lower(): text for name, text in given.items() if name not in names[:2]}
     try:
         return read_settings(changes, config)
     except ValueError as error:
         variables = ", ".join(f"{name}={text}" for name, text in sorted(given.items()))
         raise ValueError(f"{variables} in the environment: {error}") from None
-
-
-def _value(given: Any) -> Any:
-    """Return the value of a text: a count, or else text, in which the settings look for a number."""
-    return int(given) if isinstance(given, str) and given.strip().isdigit() else given

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
 """SGLang plug-in: sparse self-attention in the transformers that SGLang 0.5.23 serves.
 
-SGLang calls :func:`activate` in each of its processes (entry point group ``sglang.multimodal_gen.plugins``). It does
-nothing unless ``MHLA_DENSITY`` or ``MHLA_PATCH`` is set; :func:`.settings.settings_from_environment` lists the
-variables. The attention backend that SGLang chooses stays, and attends wherever sparse attention cannot.
+SGLang calls :func:`activate` in each of its processes (entry point group ``sglang.multimodal_gen.plugins``). The
+attention backend that it chooses stays, and attends wherever sparse attention cannot.
 """
 
 import functools
@@ -30,13 +29,12 @@ _RING = "ring attention, which needs the log-sum-exp"
 
 
 def activate() -> None:
-    """Register sparse attention with SGLang if ``MHLA_DENSITY`` or ``MHLA_PATCH`` is set.
+    """Register sparse attention with SGLang if a variable of :func:`.settings.settings_from_environment` is set.
 
     Raises:
         SystemExit: a variable has a wrong name or value.
     """
-    given = sorted(name for name, text in os.environ.items() if name.startswith("MHLA_") and text)
-    if not given:
+    if not any(name.startswith("MHLA_") and text for name, text in os.environ.items()):
         return
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
     from sglang.multimodal_gen.runtime.utils.logging_utils import init_logger
@@ -47,9 +45,6 @@ def activate() -> None:
     except ValueError as error:
         # SGLang logs other exceptions of a plug-in and goes on without it: dense, where sparse was asked for
         raise SystemExit(f"mhla_diffusers: {error}") from error
-    if not {"MHLA_DENSITY", "MHLA_PATCH"} & set(given):
-        logger.warning("MHLA: %s has no effect without MHLA_DENSITY or MHLA_PATCH", ", ".join(given))
-        return
     if version("sglang") != _VERSION:
         logger.warning("MHLA: this is SGLang %s; only %s is tested", version("sglang"), _VERSION)
     choose = functools.partial(_choose_backend, Engine(settings, logger))
@@ -61,10 +56,11 @@ def activate() -> None:
 def _choose_backend(engine: Engine, choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the backend that SGLang chooses, made sparse for the self-attention of a transformer that denoises."""
     from sglang.multimodal_gen.runtime.layers.attention.selector import get_component_attn_backend_name
+    from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
 
     dense = choose(*args, **kwargs)
-    component = get_component_attn_backend_name()
-    if kwargs.get("is_cross_attention") or (component is not None and not _denoises(component)):
+    component = get_component_attn_backend_name()  # encoders and VAEs attend too
+    if kwargs.get("is_cross_attention") or component not in (None, *TransformerLoader.component_names):
         return dense
     if dense.get_enum().is_sparse:
         engine.tally.logger.warning("MHLA: dense attention is replaced, and %s is sparse; it stays", dense.get_enum())
@@ -72,16 +68,9 @@ def _choose_backend(engine: Engine, choose: Callable[..., Any], *args: Any, **kw
     return _sparse_backend(engine, dense)
 
 
-def _denoises(component: str) -> bool:
-    """Whether a component of a pipeline is a transformer, and no encoder or VAE."""
-    from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
-
-    return component in TransformerLoader.component_names
-
-
 @functools.cache
 def _sparse_backend(engine: Engine, dense: type[Any]) -> type[Any]:
-    """Return a subclass of a backend, with its name and abilities, whose implementation is sparse."""
+    """Return a subclass of a backend whose implementation is sparse."""
     settings = {"engine": engine, "dense_class": dense.get_impl_cls()}
     implementation = type(f"Sparse{dense.get_impl_cls().__name__}", (SparseImplementation,), settings)
     methods = {
@@ -92,15 +81,14 @@ def _sparse_backend(engine: Engine, dense: type[Any]) -> type[Any]:
 
 
 class SparseImplementation:
-    """Attention of one layer: sparse where it can be, and everything else that of SGLang's own implementation.
+    """Attention of one layer; what cannot be sparse is that of SGLang's own implementation.
 
     Under Ulysses it gets all tokens and the heads of its process.
 
     Args:
-        prefix: name of the layer in its model, such as "blocks.3.attn1.impl".
-        causal: whether later tokens are masked.
         softmax_scale: factor of the scores.
-        head_size: channels of a head.
+        causal: whether later tokens are masked.
+        prefix: name of the layer in its model, such as "blocks.3.attn1.impl".
         is_cross_attention: whether keys are of another sequence; then it is dense and not counted.
         packed_trailing_padding: whether the model is MiniMax-H3, which alone sets it: text, sound and references come
             first in its sequence, then the video, then padding.
@@ -114,7 +102,6 @@ class SparseImplementation:
         self,
         *,
         softmax_scale: float,
-        head_size: int,
         causal: bool = False,
         prefix: str = "",
         is_cross_attention: bool = False,
@@ -123,7 +110,6 @@ class SparseImplementation:
     ) -> None:
         self.dense = self.dense_class(
             softmax_scale=softmax_scale,
-            head_size=head_size,
             causal=causal,
             prefix=prefix,
             is_cross_attention=is_cross_attention,
@@ -145,22 +131,23 @@ class SparseImplementation:
         return getattr(self.dense, name)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        dense: Callable[[], torch.Tensor],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """Attend to (B, N, H, D) sparsely, or as ``dense`` does."""
         self.calls += 1
         if self.is_cross_attention:
             return dense()
+        context, batch = _forward_batch()
+        step = None
+        if batch is not None:
+            count = batch.num_inference_steps if batch.timesteps is None else len(batch.timesteps)
+            step = Step(int(context.current_timestep), count)
         request = self.request._replace(own=lambda *_: dense())
-        call = self.engine.call(_grid(), self.extra, *_step(), self.layer)
+        call = self.engine.call(_grid(), self.extra, step, batch, self.layer)
         return self.engine.attend(query, key, value, call, self.layer, request)
 
     def stay_dense(self, query: torch.Tensor, reason: str) -> None:
-        """Count an attention that SGLang's implementation answers."""
+        """Count an attention that SGLang's own implementation answers."""
         self.calls += 1
         if not self.is_cross_attention:
             self.engine.tally.note_dense(reason, query, logging.WARNING)
@@ -231,7 +218,7 @@ def _attend_and_count(forward: Callable[..., Any], layer: Any, *args: Any, **kwa
 
 
 def _forward_batch() -> Any:
-    """Return SGLang's context and the request in it; (None, None) outside of denoising."""
+    """Return SGLang's context and the request in it; None of both outside of denoising."""
     from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context_or_none
 
     context = get_forward_context_or_none()
@@ -250,12 +237,3 @@ def _grid() -> Shape:
     if shape is None or len(shape) != 5 or patch is None:
         return ()
     return tuple(size // length for size, length in zip(shape[2:], patch, strict=True))
-
-
-def _step() -> tuple[Step | None, Any]:
-    """Return the denoising step and the request that it belongs to; None outside of denoising."""
-    context, batch = _forward_batch()
-    if batch is None:
-        return None, None
-    count = batch.num_inference_steps if batch.timesteps is None else len(batch.timesteps)
-    return Step(int(context.current_timestep), count), batch

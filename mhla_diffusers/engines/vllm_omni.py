@@ -1,8 +1,7 @@
-"""Attention backend "MHLA" of vLLM-Omni: sparse self-attention where a model publishes its video's token grid.
+"""Attention backend "MHLA" of vLLM-Omni 0.30.0: sparse self-attention where a model publishes its video's token grid.
 
-The package's entry point in the group ``vllm_omni.general_plugins`` calls :func:`register` in every process of the
-engine. ``DIFFUSION_ATTENTION_BACKEND=MHLA`` selects the backend, and the ``MHLA_`` variables set it
-(:func:`.settings.settings_from_environment`). Written for vLLM-Omni 0.30.0.
+The engine calls :func:`register` in each of its processes (entry point group ``vllm_omni.general_plugins``).
+``DIFFUSION_ATTENTION_BACKEND=MHLA`` selects the backend.
 """
 
 import math
@@ -49,11 +48,11 @@ def _dense_backend(head_dim: int = HEAD_SIZE_UNKNOWN) -> type[AttentionBackend]:
 
 
 class MHLABackend(AttentionBackend):
-    """Backend whose dense attention, and so what masks it accepts, is that of the engine's choice for the machine."""
+    """Backend whose dense attention, and so the masks it accepts, is the engine's choice for the machine."""
 
     @staticmethod
     def get_name() -> str:
-        """Return the name by which users select the backend."""
+        """Return :data:`NAME`."""
         return NAME
 
     @staticmethod
@@ -63,7 +62,7 @@ class MHLABackend(AttentionBackend):
 
     @staticmethod
     def get_metadata_cls() -> type[AttentionMetadata]:
-        """Return the class of what models say of their tokens."""
+        """Return the engine's own class."""
         return AttentionMetadata
 
     @staticmethod
@@ -87,11 +86,7 @@ class MHLABackend(AttentionBackend):
 
 
 class MHLAImpl(AttentionImpl):
-    """Attention of one layer.
-
-    Raises:
-        ValueError: attention that the engine would not hand over whole, or settings that are not allowed.
-    """
+    """Attention of one layer, which raises ValueError for settings or parallelism that are not allowed."""
 
     def __init__(
         self,
@@ -106,7 +101,14 @@ class MHLAImpl(AttentionImpl):
         role: str = "self",
         **extra_impl_args: Any,
     ) -> None:
-        _check_parallelism()
+        parallel = getattr(get_current_diffusion_config_or_none(), "parallel_config", None)
+        for name in ("ring_degree", "allgather_degree"):
+            degree = getattr(parallel, name, 1)
+            check(
+                degree == 1,
+                f"{NAME} needs all tokens in every process, which {name}={degree} divides; use {name}=1 and "
+                "ulysses_degree, which divides the heads.",
+            )
         check(
             not backend_kwargs, f"{NAME} takes its settings from variables such as MHLA_DENSITY, not {backend_kwargs}."
         )
@@ -119,7 +121,7 @@ class MHLAImpl(AttentionImpl):
             prefix=prefix,
             qkv_layout=qkv_layout,
             role=role,
-            # nobody selected it, so that it may do without its kernel where that does not fit
+            # the user did not select it, so it may do without its kernel where that does not fit
             **{**extra_impl_args, "backend_explicit": False},
         )
         self.engine = engine()
@@ -127,8 +129,7 @@ class MHLAImpl(AttentionImpl):
         self.layer = extract_layer_index(prefix) if any(part.isdigit() for part in prefix.split(".")) else None
         self.request = Request(is_causal=causal, scale=softmax_scale)
 
-    # The engine compiles the blocks of its models. Inside a graph the counters would not advance, and
-    # step and layer would be constants, so that each new value would recompile.
+    # in a graph of the engine's blocks, step and layer would be constants, and the counters would not advance
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
@@ -137,17 +138,7 @@ class MHLAImpl(AttentionImpl):
         value: torch.Tensor,
         attn_metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
-        """Attend.
-
-        Args:
-            query: (B, N, H, D) after RoPE, all tokens and the heads of this process.
-            key: like ``query``; of another length for cross-attention.
-            value: like ``key``.
-            attn_metadata: masks, and where in the sequence a video stands.
-
-        Returns:
-            (B, N, H, D) in the type of ``query``; zero for tokens that are padding.
-        """
+        """Return (B, N, H, D), zero for padding, from all tokens and the heads of this process, after RoPE."""
         # the role of some models' cross-attention has a name of their own, such as "longcat_video.avatar_audio"
         if self.is_cross or query.shape[1] != key.shape[1]:
             return self.dense.forward(query, key, value, attn_metadata)
@@ -163,23 +154,14 @@ class MHLAImpl(AttentionImpl):
             return output
 
         context = get_forward_context() if is_forward_context_available() else None
-        call = self.engine.call(grid, extra, _step(context), context, self.layer)
+        index = None if context is None else context.denoise_step_idx
+        # the engine's Wan does not tell the number of steps, of which a share is then one of 50
+        step = None if context is None or index is None else Step(index, context.total_denoise_steps or 0)
+        call = self.engine.call(grid, extra, step, context, self.layer)
         output = self.engine.attend(
             query[:, :used], key[:, :used], value[:, :used], call, self.layer, self.request._replace(own=own), obstacle
         )
         return functional.pad(output, (0, 0, 0, 0, 0, tokens - used))
-
-
-def _check_parallelism() -> None:
-    """Raise where a process would have a part of the keys, or the engine would attend without its backend."""
-    parallel = getattr(get_current_diffusion_config_or_none(), "parallel_config", None)
-    for name in ("ring_degree", "allgather_degree"):
-        degree = getattr(parallel, name, 1)
-        check(
-            degree == 1,
-            f"{NAME} needs all tokens in every process, which {name}={degree} divides; use {name}=1 and "
-            "ulysses_degree, which divides the heads.",
-        )
 
 
 def _video(metadata: AttentionMetadata) -> tuple[Shape, Extra]:
@@ -204,10 +186,3 @@ def _masked(metadata: AttentionMetadata, tokens: int, used: int) -> str:
         return "joint tokens beside the sequence"
     mask = metadata.attn_mask
     return "" if mask is None or (mask.ndim == 2 and used < tokens) else f"a mask of shape {tuple(mask.shape)}"
-
-
-def _step(context: Any) -> Step | None:
-    """Return the denoising step, None if unknown; of an unknown number a share is one of 50."""
-    if context is None or context.denoise_step_idx is None:
-        return None
-    return Step(context.denoise_step_idx, context.total_denoise_steps or 0)

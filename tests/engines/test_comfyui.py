@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from mhla_diffusers.attention import sparse_attention
-from mhla_diffusers.config import SparseConfig
+from mhla_diffusers.config import NOTHING_DENSE, SparseConfig
 from mhla_diffusers.engines.comfyui import patch_model
 from mhla_diffusers.engines.settings import read_settings
 from tests.refusals import refused
@@ -22,11 +22,10 @@ GRID, HEADS, HEAD_DIM, TEXT = (3, 8, 10), 3, 20, 7
 LATENT = torch.zeros(2, 4, 3, 15, 20)
 """Padded to whole patches of (1, 2, 2) it has the tokens of the grid."""
 FOLDER = Path(__file__).parents[2] / "pipelines" / "comfyui-mhla"
-DEFAULTS = {"density": 0.15, "refresh": "none", "min_tokens": 0}
 
 
 def settings(**changed):
-    return read_settings({**DEFAULTS, **changed})
+    return read_settings({"density": 0.15, "min_tokens": 0, **changed}, SparseConfig(**NOTHING_DENSE))
 
 
 class ModelPatcher:
@@ -35,9 +34,6 @@ class ModelPatcher:
     def __init__(self, transformer_options=None, copied=copy.deepcopy, **others):
         self.model_options = {"transformer_options": transformer_options or {}, **others}
         self.copied = copied
-
-    def get_model_object(self, name):
-        return {"model_sampling": SimpleNamespace(percent_to_sigma=lambda percent: 1 - percent)}[name]
 
     def set_model_optimized_attention(self, optimized_attention):
         """What the node Model Attention Backend calls."""
@@ -296,7 +292,7 @@ def test_guided_tokens_are_dense_and_counted(caplog):
     assert lines(caplog)[-1].startswith("sparse in 0 of 1 attentions, 1 dense: 9 queries of 240 keys")
 
 
-SCHEDULE = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0])
+SCHEDULE = torch.linspace(1, 0, 11)
 
 
 def dense_calls(patched, sigmas):
@@ -308,52 +304,36 @@ def dense_calls(patched, sigmas):
 
 
 @pytest.mark.parametrize(
-    ("window", "expected"),
+    ("changed", "expected"),
     [
-        ({"start_percent": 0.4, "end_percent": 0.9}, [True, True, False, False]),
-        ({"start_percent": 0.1, "end_percent": 0.5}, [True, False, False, True]),
-        ({"end_percent": 0.05}, [False, True, True, True]),
-        ({"start_percent": 0.95}, [True, True, True, True]),
-        ({}, [False, False, False, False]),
+        ({}, []),
+        ({"dense_first": 2}, [0, 1]),
+        ({"dense_first": 0.2, "dense_last": 1}, [0, 1, 9]),
+        ({"dense_first": 1, "dense_every": 4}, [0, 4, 8]),
+        ({"dense_first": 5, "dense_last": 5}, list(range(10))),
     ],
     ids=str,
 )
-def test_outside_the_window_of_sigmas_attention_is_dense(window, expected):
-    assert dense_calls(patch_model(ModelPatcher(), settings(), **window), SCHEDULE[:-1].tolist()) == expected
+def test_dense_steps_are_found_by_their_sigmas(changed, expected):
+    found = dense_calls(patch_model(ModelPatcher(), settings(**changed)), SCHEDULE[:-1].tolist())
+    assert [step for step, is_dense in enumerate(found) if is_dense] == expected
 
 
-def test_a_second_sampling_has_its_own_window():
+def test_a_second_sampling_counts_its_own_steps():
     """With a part of the sigmas, as from image to image."""
-    patched = patch_model(ModelPatcher(), settings(), start_percent=0.4)
-    assert dense_calls(patched, [1.0, 0.9, 0.6, 0.3]) == [True, True, False, False]
+    patched = patch_model(ModelPatcher(), settings(dense_first=1))
+    assert dense_calls(patched, [1.0, 0.9, 0.8, 0.7]) == [True, False, False, False]
     model, late = WanModel(self_attention()), torch.tensor([0.5, 0.3, 0.0])
-    (output,) = sample(patched, lambda: model.forward(patched, options={"sigmas": late[:1], "sample_sigmas": late}))
-    assert not torch.equal(output, self_attention()({}))
-
-
-@pytest.mark.parametrize("window", [(0.5, 0.5), (0.9, 0.4), (-0.1, 1.0), (0.0, 1.1)])
-def test_a_window_that_is_none_is_refused(window):
-    with refused(f"start_percent={window[0]:g}", f"end_percent={window[1]:g}"):
-        patch_model(ModelPatcher(), settings(), start_percent=window[0], end_percent=window[1])
-
-
-def test_dense_steps_before_the_window_are_carried_into_it():
-    """What sparse attention loses there is added at the steps that follow."""
-    patched = patch_model(ModelPatcher(), settings(), start_percent=0.1)
-    options = [{"sigmas": SCHEDULE[i : i + 1], "sample_sigmas": SCHEDULE, "block_index": 0} for i in range(4)]
-    model = WanModel(self_attention())
-    outputs = sample(patched, *(lambda one=one: model.forward(patched, options=one) for one in options))
-    dense_output, sparse_output = self_attention()({}), operator(*tensors())
-    torch.testing.assert_close(outputs[0], dense_output, atol=0, rtol=0)
-    for output in outputs[1:]:  # the tensors of all steps are the same, so what is carried, fading, fits them all
-        assert (output - dense_output).norm() < 0.9 * (sparse_output - dense_output).norm()
+    options = [{"sigmas": late[step : step + 1], "sample_sigmas": late} for step in range(2)]
+    outputs = sample(patched, *(partial(model.forward, patched, options=one) for one in options))
+    assert [torch.equal(output, self_attention()({})) for output in outputs] == [True, False]
 
 
 def at_step(step, **options):
     return {"sigmas": SCHEDULE[step : step + 1], "sample_sigmas": SCHEDULE, "block_index": 0, **options}
 
 
-def errors_of_carrying(patched, *calls):
+def errors_of_correcting(patched, *calls):
     """Error of every call of a sampling, by the sample's parts, over that of sparse attention alone.
 
     A call is the step, the samples of two that it takes and what ComfyUI says of them.
@@ -370,82 +350,68 @@ def errors_of_carrying(patched, *calls):
     ]
 
 
-def test_prompts_carry_their_own_whether_in_one_batch_or_apart():
+def test_prompts_have_their_own_residuals_whether_in_one_batch_or_apart():
     """ComfyUI decides at every call, by the memory that is free."""
     together, apart = (0, (0, 1), {"uuids": ["a", "b"]}), [(1, (0,), {"uuids": ["a"]}), (1, (1,), {"uuids": ["b"]})]
     swapped = 2, (1, 0), {"uuids": ["b", "a"]}
-    patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
-    for error in sum(errors_of_carrying(patched, together, *apart, swapped), []):
+    patched = patch_model(ModelPatcher(), settings(dense_first=1))
+    for error in sum(errors_of_correcting(patched, together, *apart, swapped), []):
         assert error < 0.2
-    # a prompt that begins in a later step has shown nothing
-    other = errors_of_carrying(patched, together, (1, (0, 1), {"uuids": ["a", "c"]}))[1]
+    # nothing was measured of a prompt that begins in a later step
+    other = errors_of_correcting(patched, together, (1, (0, 1), {"uuids": ["a", "c"]}))[1]
     assert other[0] < 0.2 and other[1] == 1
 
 
-def test_windows_of_frames_carry_their_own():
+def test_windows_of_frames_have_their_own_residuals():
     """Where they stand still; where they move, another window's is not added."""
     first, second = (SimpleNamespace(index_list=frames) for frames in ([0, 1, 2], [2, 3, 4]))
     shown = [(0, (0, 1), {"uuids": ["a", "b"], "context_window": window}) for window in (first, second)]
-    patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
-    *_, still = errors_of_carrying(patched, *shown, (1, (0, 1), {"uuids": ["a", "b"], "context_window": second}))
+    patched = patch_model(ModelPatcher(), settings(dense_first=1))
+    *_, still = errors_of_correcting(patched, *shown, (1, (0, 1), {"uuids": ["a", "b"], "context_window": second}))
     moved = SimpleNamespace(index_list=[1, 2, 3])
-    *_, other = errors_of_carrying(patched, *shown, (1, (0, 1), {"uuids": ["a", "b"], "context_window": moved}))
+    *_, other = errors_of_correcting(patched, *shown, (1, (0, 1), {"uuids": ["a", "b"], "context_window": moved}))
     assert max(still) < 0.2 and other == [1, 1]
 
 
-def test_a_second_evaluation_of_a_step_carries_what_the_first_does():
+def test_a_second_evaluation_of_a_step_is_corrected_like_the_first():
     """As Heun's, after a first step that is evaluated once."""
-    patched, names = patch_model(ModelPatcher(), settings(), start_percent=0.05), {"uuids": ["a", "b"]}
-    assert max(sum(errors_of_carrying(patched, *((step, (0, 1), names) for step in (0, 1, 1, 2, 2, 3)))[1:], [])) < 0.2
+    patched, names = patch_model(ModelPatcher(), settings(dense_first=1)), {"uuids": ["a", "b"]}
+    assert (
+        max(sum(errors_of_correcting(patched, *((step, (0, 1), names) for step in (0, 1, 1, 2, 2, 3)))[1:], [])) < 0.2
+    )
 
 
-def test_what_an_old_dense_step_alone_showed_is_dropped():
-    patched = patch_model(ModelPatcher(), settings(refresh="2"))
+def test_what_an_old_dense_step_alone_measured_is_dropped():
+    patched = patch_model(ModelPatcher(), settings(dense_first=1, dense_every=2))
     steps = [(0, {"uuids": ["a", "b"]}), (2, {"uuids": ["a", "c"]}), (3, {"uuids": ["a", "b"]})]
-    *_, last = errors_of_carrying(patched, *((step, (0, 1), options) for step, options in steps))
+    *_, last = errors_of_correcting(patched, *((step, (0, 1), options) for step, options in steps))
     assert last[0] < 0.2 and last[1] == 1
 
 
-def test_a_sampler_that_looks_back_goes_on_carrying(caplog):
+def test_a_sampler_that_looks_back_is_corrected_all_the_same(caplog):
     """As heunpp2 does, which evaluates an earlier sigma again."""
-    patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
-    errors = errors_of_carrying(patched, *((step, (0, 1), {}) for step in (0, 1, 2, 1, 2, 3)))
+    patched = patch_model(ModelPatcher(), settings(dense_first=1))
+    errors = errors_of_correcting(patched, *((step, (0, 1), {}) for step in (0, 1, 2, 1, 2, 3)))
     assert all(error < 0.2 for error in sum(errors[1:], []))
     assert lines(caplog)[-1] == "sparse in 5 of 6 attentions, 1 dense: dense steps"
     assert sum(line.startswith("sparse in") for line in lines(caplog)) == 1
 
 
-def test_the_window_is_that_of_the_model_that_is_sampled():
-    """Also where a node behind ours sets the sampling."""
-    patched = patch_model(ModelPatcher(), settings(), start_percent=0.4)
-    patched.get_model_object = lambda name: SimpleNamespace(percent_to_sigma=lambda percent: 1 - percent**4)
-    assert dense_calls(patched, SCHEDULE[:-1].tolist()) == [True, False, False, False]
-
-
 def test_a_sampling_in_which_nothing_is_sparse_is_warned_of(caplog):
-    patched = patch_model(ModelPatcher(), settings(), start_percent=0.95)
+    patched = patch_model(ModelPatcher(), settings(dense_first=10))
     assert all(dense_calls(patched, SCHEDULE[:-1].tolist()))
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    assert "changed nothing" in record.getMessage() and "refresh" in record.getMessage()
-
-
-def test_layers_that_the_model_lacks_are_told(caplog):
-    patched = patch_model(ModelPatcher(), settings(softmax_layers="0, 7-8"))
-    attention = self_attention()
-    model = WanModel(lambda options: [attention({**options, "block_index": layer}) for layer in range(2)])
-    sample(patched, *(partial(model.forward, patched, options=at_step(step)) for step in range(2)))
-    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    assert "7, 8" in record.getMessage() and "0 to 1" in record.getMessage()
+    assert "changed nothing" in record.getMessage() and "dense_first" in record.getMessage()
 
 
 def test_one_line_ends_a_sampling(caplog):
-    patched = patch_model(ModelPatcher(), settings(), start_percent=0.05)
+    patched = patch_model(ModelPatcher(), settings(dense_first=1))
     assert dense_calls(patched, [1.0, 0.97, 0.9, 0.72, 0.6, 0.3]) == [True, True, False, False, False, False]
     assert lines(caplog)[1:] == ["sparse in 4 of 6 attentions, 2 dense: dense steps"]
 
 
 def test_layers_count_single_blocks_behind_double_ones():
-    patched = patch_model(ModelPatcher(), settings(softmax_layers="1, 2"))
+    patched = patch_model(ModelPatcher(), settings(dense_layers=3))
     attention = self_attention(120 + TEXT)
     blocks = [("double", 0), ("double", 1), ("single", 0), ("single", 1)]
 
@@ -453,16 +419,16 @@ def test_layers_count_single_blocks_behind_double_ones():
         return [attention({**options, "block_type": kind, "block_index": index}) for kind, index in blocks]
 
     outputs = Flux(attentions).forward(patched, latent=torch.zeros(2, 4, 24, 19))
-    assert [torch.equal(output, attention({})) for output in outputs] == [False, True, True, False]
+    assert [torch.equal(output, attention({})) for output in outputs] == [True, True, True, False]
 
 
 def test_layers_are_counted_where_the_model_does_not_tell_them():
-    patched = patch_model(ModelPatcher(), settings(softmax_layers="1"))
+    patched = patch_model(ModelPatcher(), settings(dense_layers=1))
     attention = self_attention()
     model = LTXVModel(lambda options: [attention(options) for _ in range(3)])
     for _ in range(2):
         outputs = model.forward(patched, latent=torch.zeros(2, 4, *GRID))
-        assert [torch.equal(output, attention({})) for output in outputs] == [False, True, False]
+        assert [torch.equal(output, attention({})) for output in outputs] == [True, False, False]
 
 
 def test_a_previous_override_is_the_dense_attention():
@@ -542,12 +508,12 @@ def test_comfyuis_own_sparse_attention_is_refused_behind_the_node(caplog):
 
 
 def test_a_second_node_replaces_the_first(caplog):
-    patched = patch_model(patch_model(ModelPatcher(), settings()), settings(softmax_layers="0"))
+    patched = patch_model(patch_model(ModelPatcher(), settings()), settings(dense_layers=1))
     (output,) = sample(patched, lambda: WanModel(self_attention()).forward(patched, options={"block_index": 0}))
     torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
     told = lines(caplog)
-    assert told[0] == "dense attention for query (2, 240, 3, 20): layers 0."
-    assert told[-1] == "sparse in 0 of 1 attentions, 1 dense: layers 0"
+    assert told[0] == "dense attention for query (2, 240, 3, 20): first layers."
+    assert told[-1] == "sparse in 0 of 1 attentions, 1 dense: first layers"
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
@@ -586,10 +552,10 @@ def test_a_sampling_that_fails_still_ends_its_count(caplog):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"softmax_layers": "first"}, "softmax_layers='first'"),
-        ({"softmax_layers": "-1"}, "softmax_layers...-1"),
-        ({"softmax_layers": "3-0"}, "softmax_layers='3-0'"),
-        ({"refresh": "0"}, "refresh=0"),
+        ({"dense_layers": "first"}, "dense_layers='first'"),
+        ({"dense_layers": "-1"}, "dense_layers='-1'"),
+        ({"dense_every": "0.5"}, "dense_every='0.5'"),
+        ({"dense_first": 1.5}, "dense_first=1.5"),
         ({"density": 2.0}, "density=2.0"),
         ({"order": "random"}, "'random'...'curve'"),
     ],
@@ -600,14 +566,14 @@ def test_wrong_inputs_are_refused(given, words):
 
 
 def test_inputs_become_settings():
-    found = settings(block_size="32", softmax_layers=" 0, 3-5 ", refresh="0.1", min_tokens=5)
-    assert (found.config.block_size, found.config.refresh) == (32, 0.1)
-    assert (found.softmax_layers, found.min_tokens) == ((0, 3, 4, 5), 5)
-    assert [settings(refresh=text).config.refresh for text in ("auto", "7", "none")] == ["auto", 7, None]
-    assert settings().config.block_size is None
+    found = settings(block_size=" 32 ", dense_first="0.25", dense_last="2", dense_every="7", min_tokens=5)
+    config = found.config
+    assert (config.block_size, config.dense_first, config.dense_last, config.dense_every) == (32, 0.25, 2, 7)
+    assert (found.min_tokens, settings().config.block_size) == (5, None)
 
 
-INPUTS = ["density", "start_percent", "end_percent", "refresh", "softmax_layers", "block_size", "order", "min_tokens"]
+DENSE = ["dense_first", "dense_last", "dense_every", "dense_layers"]
+INPUTS = ["profile", "density", *DENSE, "block_size", "order", "min_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -626,22 +592,21 @@ def test_comfyui_loads_the_node(runtime, tmp_path, form):
     schema = runtime.get_node_class("MHLASparseAttention").define_schema()
     assert schema.display_name == "MHLA Sparse Attention"
     assert [one.id for one in schema.inputs] == ["model", *INPUTS]
-    assert schema.inputs[1].default == SparseConfig().density
+    assert schema.inputs[1].default == "faithful"
     assert all(one.tooltip for one in schema.inputs[1:])
 
 
 def test_the_node_patches_a_clone(runtime):
     model = torch.nn.Linear(1, 1)
-    model.model_sampling = ModelPatcher().get_model_object("model_sampling")
     patcher = pytest.importorskip("comfy.model_patcher").ModelPatcher(model)
     runtime.load_nodes_from_path(str(FOLDER))
     inputs = runtime.get_node_class("MHLASparseAttention").define_schema().inputs[1:]
-    defaults = {one.id: one.default for one in inputs} | {"min_tokens": 0, "density": 0.15}
+    defaults = {one.id: one.default for one in inputs} | {"min_tokens": 0, "density": 0.15, **dict.fromkeys(DENSE, 0)}
     (patched,) = runtime.execute_node("MHLASparseAttention", model=patcher, **defaults)
     assert patched is not patcher
     assert patched.model is patcher.model
     assert not patcher.model_options.get("transformer_options")
     output = WanModel(self_attention()).forward(patched.clone())
     torch.testing.assert_close(output, operator(*tensors()), atol=0, rtol=0)
-    with refused("softmax_layers='x'", error=Exception):
-        runtime.execute_node("MHLASparseAttention", model=patcher, **{**defaults, "softmax_layers": "x"})
+    with refused("order='random'", error=Exception):
+        runtime.execute_node("MHLASparseAttention", model=patcher, **{**defaults, "order": "random"})

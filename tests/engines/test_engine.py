@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from mhla_diffusers.attention import sparse_attention
-from mhla_diffusers.config import CausalConfig, MHLAConfig, SparseConfig, Step, load_patch
+from mhla_diffusers.config import NOTHING_DENSE, PROFILES, CausalConfig, MHLAConfig, SparseConfig, Step, load_patch
 from mhla_diffusers.engines.engine import Engine
 from mhla_diffusers.engines.settings import EngineSettings, settings_from_environment
 from mhla_diffusers.patching.residual import FIRST_FADING
@@ -30,9 +30,9 @@ EXACT = softmax(*TENSORS)
 SPARSE = sparse_attention(*TENSORS, GRID, density=0.1)
 
 
-def make(softmax_layers=(), min_tokens=0, **settings):
-    config = SparseConfig(**{"density": 0.1, "refresh": None, **settings})
-    return Engine(EngineSettings(config, softmax_layers, min_tokens), logging.getLogger("test"))
+def make(min_tokens=0, **settings):
+    config = SparseConfig(**{**NOTHING_DENSE, "density": 0.1, **settings})
+    return Engine(EngineSettings(config, min_tokens), logging.getLogger("test"))
 
 
 def ask(engine, step=None, layer=0, owner=None, grid=GRID, obstacle=""):
@@ -47,15 +47,15 @@ def lines(caplog):
 
 
 def test_reasons_are_logged_once_and_every_call_has_a_line(lines):
-    engine = make(softmax_steps=1, softmax_layers=(0,))
+    engine = make(dense_first=1, dense_layers=1)
     for owner in (Owner(), Owner()):
         for index in range(4):
             for layer in range(3):
                 output = ask(engine, Step(index, 4), layer, owner)
                 assert torch.equal(output, EXACT) == (index == 0 or layer == 0)
     del owner
-    line = "sparse in 6 of 12 attentions, 4 dense: layers 0, 2 dense: dense steps"
-    reasons = [f"dense attention for query (2, 256, 3, 16): {reason}." for reason in ("layers 0", "dense steps")]
+    line = "sparse in 6 of 12 attentions, 4 dense: first layers, 2 dense: dense steps"
+    reasons = [f"dense attention for query (2, 256, 3, 16): {reason}." for reason in ("first layers", "dense steps")]
     assert lines() == [*reasons, line, line]
 
 
@@ -72,8 +72,8 @@ def test_a_call_that_was_stopped_ends_when_the_next_begins(lines):
         ({}, {"grid": ()}, logging.WARNING, "grid is unknown"),
         ({}, {"grid": (4, 8, 7)}, logging.WARNING, "not those of the grid 4x8x7"),
         ({}, {"obstacle": "a reason"}, logging.WARNING, "a reason"),
-        ({"softmax_steps": 2}, {}, logging.WARNING, "the step is unknown, on which softmax_steps=2 depends"),
-        ({"softmax_layers": (1, 2)}, {"layer": None}, logging.WARNING, "softmax_layers 1, 2 depends"),
+        ({"dense_first": 2}, {}, logging.WARNING, "the step is unknown, on which dense_first=2 depends"),
+        ({"dense_layers": 2}, {"layer": None}, logging.WARNING, "no number, on which dense_layers=2 depends"),
         ({"min_tokens": 257}, {}, logging.INFO, "fewer than 257 tokens"),
     ],
 )
@@ -87,7 +87,7 @@ def test_what_is_unknown_or_chosen_is_dense_and_logged(caplog, settings, given, 
 @pytest.mark.parametrize("count", [9, 0], ids=["known", "unknown"])
 def test_a_dense_step_corrects_those_that_follow_by_layer_and_branch(count):
     """Two branches by the order of their forwards; a third, another layer and the next call get nothing."""
-    engine, owner = make(softmax_steps=1), Owner()
+    engine, owner = make(dense_first=1), Owner()
     for _ in range(2):
         assert torch.equal(ask(engine, Step(0, count), owner=owner), EXACT)
     for index in (1, 4):
@@ -101,9 +101,9 @@ def test_a_dense_step_corrects_those_that_follow_by_layer_and_branch(count):
 
 def test_other_patches_are_refused():
     for config, words in (
-        (MHLAConfig(blocks=(1, 1, 1)), "MHLA with layers='all'...load_mhla"),
-        (CausalConfig(blocks=(2,), block_length=8), "causal MHLA...load_mhla"),
-        (SparseConfig(layers="2/3"), "layers='2/3'...softmax_layers"),
+        (MHLAConfig(blocks=(1, 1, 1)), "MHLA with layers='all'...'balanced'"),
+        (CausalConfig(blocks=(2,), block_length=8), "causal MHLA...'balanced'"),
+        (SparseConfig(layers="2/3"), "layers='2/3'...'balanced'"),
         ({"density": 0.1}, {"density": 0.1}),
     ):
         with refused(words):
@@ -113,10 +113,13 @@ def test_other_patches_are_refused():
 def test_settings_from_the_environment():
     read = settings_from_environment
     assert read({"PATH": "/bin", "MHLA_DENSITY": ""}) == EngineSettings()
-    given = {"DENSITY": ".1", "ORDER": "curve", "BLOCK_SIZE": "32", "KEY_BLOCK_SIZE": "16", "SOFTMAX_STEPS": "0.2"}
-    given |= {"REFRESH": "none", "SOFTMAX_LAYERS": "0,2-3", "MIN_TOKENS": "100"}
-    config = SparseConfig(density=0.1, order="curve", block_size=32, key_block_size=16, softmax_steps=0.2, refresh=None)
-    assert read({f"MHLA_{name}": text for name, text in given.items()}) == EngineSettings(config, (0, 2, 3), 100)
+    given = {"DENSITY": ".1", "ORDER": "curve", "BLOCK_SIZE": "32", "KEY_BLOCK_SIZE": "16", "DENSE_FIRST": "0.1"}
+    given |= {"DENSE_LAST": "2", "DENSE_EVERY": "0", "DENSE_LAYERS": "3", "MIN_TOKENS": "100"}
+    config = SparseConfig(density=0.1, order="curve", block_size=32, key_block_size=16)
+    config = config.replace(dense_first=0.1, dense_last=2, dense_every=0, dense_layers=3)
+    assert read({f"MHLA_{name}": text for name, text in given.items()}) == EngineSettings(config, 100)
+    fast = SparseConfig(**PROFILES["fast"])
+    assert read({"MHLA_PROFILE": "fast", "MHLA_DENSITY": "0.1"}).config == fast.replace(density=0.1)
     patched = read({"MHLA_PATCH": "wan2.1-t2v-1.3b-sparse", "MHLA_DENSITY": "0.1"})
     assert patched.config == load_patch("wan2.1-t2v-1.3b-sparse").config.replace(density=0.1)
 
@@ -126,11 +129,12 @@ def test_settings_from_the_environment():
     [
         ({"MHLA_DENSTY": "0.1"}, "MHLA_DENSITY"),
         ({"MHLA_DENSITY": "high"}, "'high'"),
-        ({"MHLA_REFRESH": "None"}, "refresh='None'"),
+        ({"MHLA_PROFILE": "slow"}, "MHLA_PROFILE='slow'...'faithful'"),
+        ({"MHLA_PROFILE": "fast", "MHLA_PATCH": "wan2.1-t2v-1.3b-sparse"}, "MHLA_PROFILE and MHLA_PATCH"),
         ({"MHLA_DENSITY": "2"}, "MHLA_DENSITY=2...density=2"),
-        ({"MHLA_SOFTMAX_LAYERS": "0,-1"}, "softmax_layers"),
+        ({"MHLA_DENSE_LAYERS": "-1"}, "dense_layers='-1'"),
         ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens='1.5'"),
-        ({"MHLA_PATCH": "wan2.1-t2v-1.3b", "MHLA_DENSITY": "0.1"}, "MHLA_PATCH=wan2.1-t2v-1.3b...load_mhla"),
+        ({"MHLA_PATCH": "wan2.1-t2v-1.3b", "MHLA_DENSITY": "0.1"}, "MHLA_PATCH=wan2.1-t2v-1.3b...'balanced'"),
     ],
 )
 def test_wrong_variables_are_refused(variables, words):

@@ -14,8 +14,10 @@ import torch
 from sglang_worker import GRID, HEAD_DIM, STEPS, TEXT, TOKENS, tensors
 
 from mhla_diffusers.attention import sparse_attention
+from mhla_diffusers.config import NOTHING_DENSE
 
 ROOT = Path(__file__).parents[2]
+SPARSE_ALONE = {"MHLA_MIN_TOKENS": "0"} | {f"MHLA_{name.upper()}": str(count) for name, count in NOTHING_DENSE.items()}
 GROUP = "sglang.multimodal_gen.plugins"
 pytestmark = [
     pytest.mark.slow,
@@ -90,7 +92,7 @@ def dense(run):
 
 @pytest.fixture
 def sparse(run):
-    return run(MHLA_DENSITY=".15", MHLA_MIN_TOKENS="0", MHLA_SOFTMAX_STEPS="0")
+    return run(**SPARSE_ALONE, MHLA_DENSITY=".15")
 
 
 def operator(query, key, value, extra=(0, 0)):
@@ -102,7 +104,7 @@ def test_without_variables_sglang_is_as_it_was(run):
 
 
 def test_density_1_is_dense_attention_everywhere(run, dense):
-    exact = run(MHLA_DENSITY="1", MHLA_MIN_TOKENS="0", MHLA_SOFTMAX_STEPS="0")
+    exact = run(**SPARSE_ALONE, MHLA_DENSITY="1")
     output = exact.outputs[0]
     assert f"INFO MHLA: sparse in {2 * STEPS} of {2 * STEPS} attentions" in exact.lines()
     assert output.keys() == dense.keys()
@@ -164,18 +166,18 @@ def test_cross_attention_is_dense_and_not_counted(sparse, dense):
     assert f"INFO MHLA: sparse in {2 * STEPS} of {2 * STEPS} attentions" in sparse.lines()
 
 
-def test_first_steps_and_named_layers_stay_dense(run, dense):
-    asked = run(MHLA_DENSITY=".15", MHLA_MIN_TOKENS="0", MHLA_SOFTMAX_STEPS="1", MHLA_SOFTMAX_LAYERS="1")
+def test_first_steps_and_layers_stay_dense(run, dense):
+    asked = run(**{**SPARSE_ALONE, "MHLA_DENSITY": ".15", "MHLA_DENSE_FIRST": "1", "MHLA_DENSE_LAYERS": "1"})
     for step in range(STEPS):
         for layer in range(2):
             name = f"step {step} layer {layer}"
-            assert torch.equal(asked.outputs[0][name], dense[name]) == (step == 0 or layer == 1)
-    assert "INFO MHLA: sparse in 2 of 6 attentions, 3 dense: layers 1, 1 dense: dense steps" in asked.lines()
-    assert any("the layer has no number, on which softmax_layers 1 depends" in line for line in asked.lines())
+            assert torch.equal(asked.outputs[0][name], dense[name]) == (step == 0 or layer == 0)
+    assert "INFO MHLA: sparse in 2 of 6 attentions, 3 dense: first layers, 1 dense: dense steps" in asked.lines()
+    assert any("the layer has no number, on which dense_layers=1 depends" in line for line in asked.lines())
 
 
 def test_two_processes_with_ulysses_give_what_one_gives(run, sparse):
-    two = run(2, MHLA_DENSITY=".15", MHLA_MIN_TOKENS="0", MHLA_SOFTMAX_STEPS="0")
+    two = run(2, **SPARSE_ALONE, MHLA_DENSITY=".15")
     first, second = two.outputs
     for name in first:
         if name == "text before":
@@ -194,6 +196,7 @@ def test_a_wrong_value_stops_sglang(tmp_path):
     assert "mhla_diffusers: MHLA_DENSITY=2 in the environment: density=2" in wrong.logs[0]
 
 
-def test_a_misspelt_variable_is_told(tmp_path):
-    other = Processes(tmp_path, MHLA_MIN_TOKENS="0")
-    assert other.lines() == ["WARNING MHLA: MHLA_MIN_TOKENS has no effect without MHLA_DENSITY or MHLA_PATCH"]
+def test_a_misspelt_variable_stops_sglang(tmp_path):
+    wrong = Processes(tmp_path, MHLA_DENSE_STEPS="1")
+    assert wrong.codes == [1]
+    assert "Unknown environment variable 'MHLA_DENSE_STEPS'" in wrong.logs[0]

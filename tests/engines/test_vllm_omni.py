@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from mhla_diffusers.attention import sparse_attention
+from mhla_diffusers.config import NOTHING_DENSE
 
 if importlib.util.find_spec("vllm_omni") is None:
     pytest.skip("vllm-omni is missing; make engines installs and tests it", allow_module_level=True)
@@ -38,7 +39,7 @@ def settings(backend, monkeypatch):
             monkeypatch.setenv(name, value)
         backend.engine.cache_clear()
 
-    change(MHLA_MIN_TOKENS="0")
+    change(MHLA_MIN_TOKENS="0", **{f"MHLA_{name.upper()}": str(count) for name, count in NOTHING_DENSE.items()})
     yield change
     backend.engine.cache_clear()
 
@@ -108,13 +109,13 @@ def test_self_attention_is_the_operator_and_cross_attention_the_engines(settings
 
 
 def test_dense_steps_and_layers_are_counted_over_a_call(settings, lines):
-    settings(MHLA_SOFTMAX_STEPS="1", MHLA_SOFTMAX_LAYERS="0")
+    settings(MHLA_DENSE_FIRST="1", MHLA_DENSE_LAYERS="1")
     with tiny.engine("MHLA") as config:
         wan = tiny.make_wan(config)
         for step in range(3):
             tiny.denoise(wan, step=step)
         assert len(lines()) == 2
-    assert lines()[2:] == ["MHLA: sparse in 2 of 6 attentions, 3 dense: layers 0, 1 dense: dense steps"]
+    assert lines()[2:] == ["MHLA: sparse in 2 of 6 attentions, 3 dense: first layers, 1 dense: dense steps"]
 
 
 def test_a_context_ends_with_its_call(settings, backend):
@@ -127,52 +128,45 @@ def test_a_context_ends_with_its_call(settings, backend):
     assert context() is None
 
 
-def test_a_share_of_the_steps_needs_their_number(settings, lines):
-    settings(MHLA_SOFTMAX_STEPS="0.5")
-    with refused("softmax_steps=0.5", "MHLA_SOFTMAX_STEPS=4"):
-        wan_output("MHLA", step=0)
-    settings()
+@pytest.mark.parametrize(("total", "dense"), [(20, 2), (None, 5)])
+def test_a_share_is_one_of_the_steps_or_of_50_if_their_number_is_unknown(settings, lines, total, dense):
+    settings(MHLA_DENSE_FIRST="0.1")
     with tiny.engine("MHLA") as config:
         wan = tiny.make_wan(config)
-        for step in range(4):
-            tiny.denoise(wan, step=step, total=4)
-    assert lines()[1:] == ["MHLA: sparse in 4 of 8 attentions, 4 dense: dense steps"]
+        for step in range(6):
+            tiny.denoise(wan, step=step, total=total)
+    count = 2 * dense
+    assert lines()[1:] == [f"MHLA: sparse in {12 - count} of 12 attentions, {count} dense: dense steps"]
 
 
 def test_first_steps_need_the_step(settings, lines):
-    settings(MHLA_SOFTMAX_STEPS="2")
+    settings(MHLA_DENSE_FIRST="2")
     torch.testing.assert_close(wan_output("MHLA", step=None), wan_output("TORCH_SDPA"), atol=0, rtol=0)
-    assert "the step is unknown, on which softmax_steps=2 depends" in lines()[0]
+    assert "the step is unknown, on which dense_first=2 depends" in lines()[0]
 
 
 def test_dense_layers_need_the_number_of_a_layer(settings, lines, backend):
     """As a refiner's attention, whose prefix has none."""
-    settings(MHLA_DENSITY="0.15", MHLA_SOFTMAX_LAYERS="1")
+    settings(MHLA_DENSITY="0.15", MHLA_DENSE_LAYERS="1")
     numbered, tensors = self_attention(backend)
     attend, _ = self_attention(backend, prefix="refiner.attn1")
     torch.testing.assert_close(attend(*tensors, layout(latent_grid=tiny.GRID)), softmax(*tensors), atol=0, rtol=0)
-    assert "the layer has no number, on which softmax_layers 1 depends" in lines()[0]
+    assert "the layer has no number, on which dense_layers=1 depends" in lines()[0]
     del numbered
-
-
-def test_dense_layers_that_are_not_there_are_named(settings, lines):
-    settings(MHLA_SOFTMAX_LAYERS="0,7")
-    wan_output("MHLA")
-    assert "MHLA: softmax_layers names 7, and the model has 0 to 1." in lines()
 
 
 def test_what_dense_steps_measure_corrects_the_steps_that_follow(settings):
     """Also where the model does not tell how many steps there are, as the engine's Wan does not."""
     outputs = {}
-    for refresh in ("none", "2"):
-        settings(MHLA_DENSITY="0.05", MHLA_REFRESH=refresh)
+    for first in ("0", "1"):
+        settings(MHLA_DENSITY="0.05", MHLA_DENSE_FIRST=first)
         with tiny.engine("MHLA") as config:
             wan = tiny.make_wan(config)
-            outputs[refresh] = [tiny.denoise(wan, step=step) for step in range(2)]
+            outputs[first] = [tiny.denoise(wan, step=step) for step in range(2)]
     exact = wan_output("TORCH_SDPA")
-    torch.testing.assert_close(outputs["2"][0], exact, atol=0, rtol=0)
-    errors = {refresh: float((steps[1] - exact).norm()) for refresh, steps in outputs.items()}
-    assert errors["2"] < 0.2 * errors["none"]
+    torch.testing.assert_close(outputs["1"][0], exact, atol=0, rtol=0)
+    errors = {first: float((steps[1] - exact).norm()) for first, steps in outputs.items()}
+    assert errors["1"] < 0.2 * errors["0"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +258,7 @@ def test_compiled_blocks_count_and_attend_as_before(settings, lines):
     from torch._dynamo.utils import counters
     from vllm_omni.diffusion.compile import regionally_compile
 
-    settings(MHLA_DENSITY="0.15", MHLA_SOFTMAX_STEPS="1")
+    settings(MHLA_DENSITY="0.15", MHLA_DENSE_FIRST="1")
     outputs = []
     for compiled in (False, True):
         reset()
