@@ -258,9 +258,9 @@ def test_compiled_blocks_count_and_attend_as_before(settings, lines):
     from torch._dynamo.utils import counters
     from vllm_omni.diffusion.compile import regionally_compile
 
-    settings(MHLA_DENSITY="0.15", MHLA_DENSE_FIRST="1")
     outputs = []
     for compiled in (False, True):
+        settings(MHLA_DENSITY="0.15", MHLA_DENSE_FIRST="1")
         reset()
         counters.clear()
         with tiny.engine("MHLA") as config:
