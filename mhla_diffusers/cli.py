@@ -151,7 +151,7 @@ def audit(
     """What a patch costs: error of every layer, head and step, and how much weight the block lists hold."""
     if options["patch"] is None and options["weights"] is None:
         raise ValueError(
-            "There is nothing to audit without a patch; give --patch, such as --patch default, or --weights."
+            "There is nothing to audit without a patch; give --patch, such as --patch faithful, or --weights."
         )
     import torch
 

@@ -37,7 +37,7 @@ class StreamedAttention:
         frame: tokens of a frame, (height, width).
 
     Raises:
-        ValueError: the attention has no causal patch, or one with softmax steps, which leave no state behind.
+        ValueError: the attention has no causal patch, or one with dense steps, which leave no state behind.
     """
 
     def __init__(self, attn: Any, frame: tuple[int, int]) -> None:
@@ -46,7 +46,7 @@ class StreamedAttention:
         if not isinstance(config, CausalConfig) or config.causal != "block" or config.has_dense_steps:
             raise ValueError(
                 f"A stream needs causal MHLA in every self-attention and step, and one runs {config or 'softmax'}. "
-                "Patch with causal='block', a block_length such as 3, layers='all' and no softmax steps."
+                "Patch with causal='block', a block_length such as 3, layers='all' and no dense steps."
             )
         weight = layer.linear_log_weight
         self.keep = False
