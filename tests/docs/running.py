@@ -108,6 +108,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     # choosing settings
     (r"^mhla tune wan (.*) --psnr 30 --steps 50", r"mhla tune wan \1 --psnr 5 --steps 4 --frames 2 --minutes 0.1"),
     # measuring
+    (r"^mhla check\b.*", "mhla check --model tiny-dit"),
     (r"bench op --model wan2.1-1.3b --size 480x800", "bench op --model tiny-dit --seconds 0.01"),
     (r"--grid 64x64 --grid 128x128 --blocks 4x4", "--grid 4x4 --blocks 2x2 --heads 1 --head-dim 8 --seconds 0.01"),
     (r"--model wan2.1-1.3b --layers 3", "--model tiny-dit --layers 1 --seconds 0.01"),
