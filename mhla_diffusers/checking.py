@@ -1,7 +1,6 @@
 """``mhla check``: does it work on this machine, how fast is it here, and does it pay for a model at a size."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import Any
 
 import torch
 
-from .attention import MHLACall, SparseCall, initial_mixing, mhla_attention, reference_weights, sparse_attention
-from .attention.sparse import with_lists
+from .attention import sparse_attention
 from .benchmark.cases import Case, Shape, choose_cases
-from .benchmark.correctness import LARGEST_ERROR, LARGEST_GRADIENT_ERROR, relative_error, why_no_triton
+from .benchmark.correctness import limit_of, operator_errors
 from .benchmark.counts import ATTENTION, count_forward
 from .benchmark.info import report
 from .benchmark.measure import Row, Runs, time_interleaved
@@ -22,10 +20,6 @@ from .files import write_json, write_text
 from .patching.describe import dense_in_words
 from .reporting import markdown_table, scaled
 
-_ROWS = 64
-"""Query tokens whose rows are compared with the float64 reference."""
-_HEADS = 2
-"""Heads that are compared: a row of N weights in float64 is formed for each."""
 _STEPS = 50
 """Denoising steps that a verdict is for."""
 
@@ -148,8 +142,8 @@ def check(
     shape = case.shape
     if on_cpu and size is None:
         shape = _smaller(shape)
-    errors = _errors(shape, place, kind)
-    limits = {name: (LARGEST_ERROR if name.endswith("output") else LARGEST_GRADIENT_ERROR)[kind] for name in errors}
+    errors = operator_errors(shape, place, kind)
+    limits = {name: limit_of(name, kind) for name in errors}
     rows = time_interleaved(_runs(shape, place, kind), place, 0.5 if on_cpu else 1.0, least=3, most=15)
     bounds, share = _bounds(case)
     every, taken = math.prod(case.grid), math.prod(shape.grid)
@@ -162,43 +156,6 @@ def _smaller(shape: Shape) -> Shape:
     grid = tuple(max(1, size // 2) for size in shape.grid)
     blocks = tuple(min(pair) for pair in zip(shape.blocks, grid, strict=True))
     return replace(shape, grid=grid, blocks=blocks, heads=min(3, shape.heads))
-
-
-def _errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Compare sampled rows of outputs, and the gradients that they send back, with the float64 reference."""
-    shape = replace(shape, heads=min(_HEADS, shape.heads))
-    tensors: dict[str, Any] = dict(zip(("query", "key", "value"), shape.draw_inputs(device, dtype), strict=True))
-    rows = torch.arange(_ROWS, device=device) * (shape.tokens // _ROWS) if shape.tokens > _ROWS else None
-    chosen = torch.arange(shape.tokens, device=device) if rows is None else rows
-    mixing = initial_mixing(shape.blocks).to(device)
-    rule = SparseConfig(density=0.1).rule_on(shape.grid)
-    half = torch.full((shape.heads,), 0.5, device=device)
-    given: dict[str, Any] = {"pooled_bias": half, "state_weight": half}
-    lists: Any = with_lists(SparseCall(**tensors, grid=shape.grid, sparse=rule)).sparse
-    kinds: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
-        "sparse": (
-            partial(sparse_attention, grid=shape.grid, lists=lists, **given),
-            lambda **x: SparseCall(**x, grid=shape.grid, sparse=lists, **given),
-        ),
-        "MHLA": (
-            partial(mhla_attention, grid=shape.grid, blocks=shape.blocks, mixing=mixing),
-            lambda **x: MHLACall(**x, grid=shape.grid, blocks=shape.blocks, mixing=mixing),
-        ),
-    }
-    errors = {}
-    upstream = torch.randn(1, len(chosen), shape.heads, shape.head_dim, device=device, dtype=torch.float64)
-    for kind, (attend, call) in kinds.items():
-        exact = {name: x.double().requires_grad_() for name, x in tensors.items()}
-        expected = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call(**exact), rows), exact["value"])
-        wanted = torch.autograd.grad(expected, list(exact.values()), upstream)
-        for backend in ("eager",) if why_no_triton(shape, device, dtype) else ("eager", "triton"):
-            leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-            found = attend(**leaves, backend=backend)[:, chosen]
-            gradients = torch.autograd.grad(found, list(leaves.values()), upstream.to(found.dtype))
-            errors[f"{kind} {backend} output"] = relative_error(found, expected)
-            for name, one, other in zip(leaves, gradients, wanted, strict=True):
-                errors[f"{kind} {backend} gradient of {name}"] = relative_error(one, other)
-    return errors
 
 
 def _runs(shape: Shape, device: torch.device, dtype: torch.dtype) -> Runs:

@@ -1,14 +1,14 @@
 """Checks that an attention is correct on this device and in this type, before anything is timed."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..attention import MHLACall, SparseCall, initial_mixing, mhla_attention, reference_attention, sparse_attention
+from ..attention import MHLACall, SparseCall, initial_mixing, mhla_attention, reference_weights, sparse_attention
+from ..attention.sparse import with_lists
 from ..attention.triton.backend import why_not
 from ..patching import find_patched
 from ..patching.call import Seen
@@ -17,8 +17,10 @@ from .cases import Shape
 LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """‖found − reference‖ / ‖reference‖ of an output."""
 LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-_LONGEST = {1: 512, 2: 16, 3: 8}
-"""Axes of a grid → most tokens along each axis of an MHLA block that is checked."""
+_ROWS = 64
+"""Query tokens whose rows are compared."""
+_HEADS = 2
+"""Heads that are compared: a row of N weights in float64 is formed for each."""
 
 
 class IncorrectAttentionError(ValueError):
@@ -32,73 +34,66 @@ def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str
     return why_not(torch.empty(1, 0, shape.heads, shape.head_dim, device=device, dtype=dtype), "relu")
 
 
-def check_operator(shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+def operator_errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Compare MHLA, and sparse attention where it is measured, with the float64 reference, by every backend.
 
-    Raises:
-        IncorrectAttentionError: the relative error of an output or a gradient is too large.
+    At full length, on sampled rows of the output and the gradients that they send back, with two heads at most.
+
+    Returns:
+        Attention, backend and tensor, such as "MHLA eager output" → relative error.
     """
-    small = cut(shape)
+    shape = replace(shape, heads=min(_HEADS, shape.heads))
     torch.manual_seed(0)
-    inputs = dict(zip(("query", "key", "value"), small.draw_inputs(device, dtype), strict=True))
-    upstream = torch.randn_like(inputs["query"])
-    common: dict[str, Any] = {"grid": small.grid, "rotary": small.draw_rotary(device) if small.rope else None}
-
-    def differentiate(attend: Callable[..., torch.Tensor], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-        output = attend(**leaves)
-        gradients = torch.autograd.grad(output, list(leaves.values()), upstream.to(output.dtype))
-        return {"output": output, **dict(zip(leaves, gradients, strict=True))}
-
-    def check(what: str, attend: Any, reference: Any, tensors: dict[str, torch.Tensor]) -> None:
-        expected = differentiate(reference, {name: x.double() for name, x in tensors.items()})
-        for backend in ("eager",) if why_no_triton(shape, device, dtype) else ("eager", "triton"):
-            found = differentiate(partial(attend, backend=backend), tensors)
-            errors = {name: relative_error(found[name], x) for name, x in expected.items()}
-            _require(errors, dtype, f"{what} {backend} on {device} in {dtype}")
-
-    mixing = initial_mixing(small.blocks).to(device)
-    check(
-        "MHLA",
-        partial(mhla_attention, **common, blocks=small.blocks),
-        lambda **x: reference_attention(MHLACall(**x, **common, blocks=small.blocks)),
-        {**inputs, "mixing": mixing + 0.1 * torch.rand_like(mixing)},
-    )
-    if small.block_size is not None:
-        lists, half = small.draw_lists(device), torch.full((small.heads,), 0.5, device=device)
-        common |= {"pooled_bias": half, "state_weight": half}
-        check(
-            "Sparse attention",
-            partial(sparse_attention, **common, lists=lists),
-            lambda **x: reference_attention(SparseCall(**x, **common, sparse=lists)),
+    inputs: dict[str, Any] = dict(zip(("query", "key", "value"), shape.draw_inputs(device, dtype), strict=True))
+    rows = torch.arange(shape.tokens, device=device)[:: max(1, shape.tokens // _ROWS)][:_ROWS]
+    upstream = torch.randn(1, len(rows), shape.heads, shape.head_dim, device=device, dtype=torch.float64)
+    common: dict[str, Any] = {"grid": shape.grid, "rotary": shape.draw_rotary(device) if shape.rope else None}
+    mixing = initial_mixing(shape.blocks).to(device)
+    attends: dict[str, tuple[Any, Any, dict[str, torch.Tensor]]] = {
+        "MHLA": (
+            partial(mhla_attention, **common, blocks=shape.blocks),
+            lambda **x: MHLACall(**x, **common, blocks=shape.blocks),
+            {**inputs, "mixing": mixing + 0.1 * torch.rand_like(mixing)},
+        )
+    }
+    if shape.block_size is not None:
+        rule, half = shape.sparse_config.rule_on(shape.grid), torch.full((shape.heads,), 0.5, device=device)
+        lists: Any = with_lists(SparseCall(**inputs, **common, sparse=rule)).sparse
+        given = {**common, "pooled_bias": half, "state_weight": half}
+        attends["sparse"] = (
+            partial(sparse_attention, **given, lists=lists),
+            lambda **x: SparseCall(**x, **given, sparse=lists),
             inputs,
         )
+    errors = {}
+    for kind, (attend, call, tensors) in attends.items():
+        exact = {name: x.double().requires_grad_() for name, x in tensors.items()}
+        expected = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call(**exact), rows), exact["value"])
+        wanted = torch.autograd.grad(expected, list(exact.values()), upstream)
+        for backend in ("eager",) if why_no_triton(shape, device, dtype) else ("eager", "triton"):
+            leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+            found = attend(**leaves, backend=backend)[:, rows]
+            gradients = torch.autograd.grad(found, list(leaves.values()), upstream.to(found.dtype))
+            errors[f"{kind} {backend} output"] = relative_error(found, expected)
+            for name, one, other in zip(leaves, gradients, wanted, strict=True):
+                errors[f"{kind} {backend} gradient of {name}"] = relative_error(one, other)
+    return errors
 
 
-def cut(shape: Shape) -> Shape:
-    """Cut a shape to two heads on a grid of at most two MHLA blocks per axis.
+def limit_of(name: str, dtype: torch.dtype) -> float:
+    """Return the largest relative error that a tensor of :func:`operator_errors` may have."""
+    return (LARGEST_ERROR if name.endswith("output") else LARGEST_GRADIENT_ERROR)[dtype]
 
-    Blocks are as long as the real ones up to a limit. Uniform blocks stay, and the grid holds more than one of them.
-    """
-    lengths = [max(2, size // count) for size, count in zip(shape.grid, shape.blocks, strict=True)]
-    blocks = tuple(min(2, count) for count in shape.blocks)
-    grid = tuple(n * min(length, _LONGEST[len(blocks)]) for n, length in zip(blocks, lengths, strict=True))
-    if shape.block_size is not None and math.prod(grid) <= shape.block_size:
-        grid = (*grid[:-1], shape.block_size // math.prod(grid[:-1]) + 1)
-    # a small grid has few uniform blocks, so more of them are listed
-    return replace(shape, grid=grid, blocks=blocks, heads=2, density=0.25)
+
+def check_operator(shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise IncorrectAttentionError if the relative error of an output or a gradient is too large here."""
+    _require(operator_errors(shape, device, dtype), dtype, f"An attention on {device} in {dtype}")
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return ‖found − expected‖ / ‖expected‖, in float64."""
     one, other = found.detach().double(), expected.detach().double()
     return float((one - other).norm() / other.norm())
-
-
-def check_same(found: torch.Tensor, eager: torch.Tensor, what: str) -> None:
-    """Raise IncorrectAttentionError unless it is as eager at full size, where the reference is too large."""
-    # each may be as far from the truth as is allowed
-    _require({"output": relative_error(found, eager) / 2}, eager.dtype, f"{what} beside the eager backend")
 
 
 @torch.no_grad()
@@ -127,7 +122,7 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
 
 def _require(errors: Mapping[str, float], dtype: torch.dtype, what: str) -> None:
     """Raise if an error is above its limit or NaN."""
-    limits = {name: (LARGEST_ERROR if name == "output" else LARGEST_GRADIENT_ERROR)[dtype] for name in errors}
+    limits = {name: limit_of(name, dtype) for name in errors}
     wrong = [f"{name} {error:.1e} of {limits[name]:.0e}" for name, error in errors.items() if not error <= limits[name]]
     if wrong:
         raise IncorrectAttentionError(

@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 
 from ..attention.layout import block_count
 from ..config import SparseConfig
-from ..families import imported
+from ..families import Family, imported
 from ..patching import apply_mhla
 from .cases import Case, small_case
 from .correctness import check_operator, check_patched
@@ -36,6 +36,12 @@ COMPILED = " + torch.compile"
 """Ends the name of a variant whose repeated blocks are compiled."""
 WITHOUT = "without layers"
 """A transformer whose layers return their input, from which the times of all layers are extrapolated."""
+
+
+def kinds_of(family: Family) -> tuple[str, ...]:
+    """Return those of ``PATCHES`` that a family takes: MHLA if it has a recipe, sparse in place of softmax."""
+    linear = () if family.mhla is None else LINEAR_KINDS
+    return (*linear, SPARSE) if family.computes == SOFTMAX else linear
 
 
 def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
@@ -63,7 +69,9 @@ def change_attention(case: Case, transformer: Any, kind: str, backend: str | Non
         for attn in family.self_attentions(transformer).values():
             attn.set_processor(imported(family.softmax_processor)())
     if kind in PATCHES:
-        apply_mhla(transformer, **patch_settings(kind, case.model.blocks))
+        # where few layers are built, a dense one would stand for many
+        alone: dict[str, Any] = {"dense_layers": 0} if kind == SPARSE else {}
+        apply_mhla(transformer, **patch_settings(kind, case.model.blocks), **alone)
     if backend is not None and family.dispatches:
         from diffusers.models.attention_dispatch import attention_backend
 
@@ -150,12 +158,13 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
     add("softmax native", SOFTMAX)
     for backend, absent in softmax_backends(case, next(transformer.parameters()).device).items():
         add(f"softmax {backend}", SOFTMAX, backend, absent)
-    for kind in (PLAIN, MHLA):
-        add(kind, kind)
+    kinds = kinds_of(family)
     uneven = case.is_cut and (case.layers or 0) % 3
     cut = f"{case.layers} of {model.layers} layers cannot stand for two of every three; use a multiple of 3"
-    add(HYBRID, HYBRID, absent=cut if uneven else None)
-    if own_is_softmax:
+    for kind in kinds:
+        if kind != SPARSE:
+            add(kind, kind, absent=cut if kind == HYBRID and uneven else None)
+    if SPARSE in kinds:
         rule = SparseConfig().rule_on(case.grid)
         count = block_count(case.grid, rule.key_block_size)
         # of few blocks, one for every query block is more than the density that is asked for
@@ -205,7 +214,7 @@ def benchmark_forward(
         return
     transformer = case.build(device, dtype)
     small = small_case(case.model).inputs(transformer, dtype)
-    check_patched(with_attention(case, transformer, MHLA), small)
+    check_patched(with_attention(case, transformer, SPARSE if case.family.mhla is None else MHLA), small)
     check_operator(case.shape, device, dtype)
 
     runs, copies = forward_runs(case, transformer, case.inputs(transformer, dtype), compile=compile)

@@ -203,7 +203,8 @@ def print_any_patch(patch: str) -> None:
     if folder is None:
         preset = load_patch(patch)
         _say(f"{patch} runs {summary_of(preset.config)}; {_needs(preset.config)}\n")
-        _print_costs(preset)
+        if preset.family:  # a profile has none
+            _print_costs(preset)
         _print_settings(preset.description, preset)
         return
     record = read_record(folder)
@@ -241,7 +242,7 @@ def _saved_folder(patch: str) -> Path | None:
 
 def _print_settings(title: str, patch: Patch) -> None:
     config = patch.config
-    rows = [("family", patch.family), ("base model", patch.base_model)]
+    rows = [("family", patch.family or "any"), ("base model", patch.base_model or "any")]
     rows += [(field, str(value)) for field, value in config.to_dict().items()]
     if isinstance(config, LinearConfig):
         rows.append(("M", str(math.prod(config.blocks))))

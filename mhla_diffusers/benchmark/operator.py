@@ -15,7 +15,7 @@ from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_atten
 from ..attention.layout import layout_of
 from ..settings import check_names
 from .cases import Shape, Work
-from .correctness import check_operator, check_same, why_no_triton
+from .correctness import check_operator, why_no_triton
 from .measure import Results, Row, Runs, free_bytes, time_interleaved
 
 STAGES = ("forward", "forward+backward")
@@ -138,12 +138,6 @@ def benchmark_operator(shape: Shape, results: Results, stages: Sequence[str], *,
     for stage in stages:
         torch.compiler.reset()
         runs = operator_runs(shape, device, dtype, stage, compile=compile)
-        if stage == "forward" and device.type == "cuda":  # a small grid does not show a fault that needs many tokens
-            by_name: dict[str, Any] = {row.variant: run for row, run in runs.items()}
-            for kind in (MHLA, GIVEN):
-                fused, eager = (by_name.get(f"{kind} {backend}", "") for backend in ("triton", "eager"))
-                if not isinstance(fused, str) and not isinstance(eager, str):
-                    check_same(fused(), eager(), f"{kind} triton")
         results.add(time_interleaved(runs, device, results.seconds))
 
 

@@ -24,7 +24,7 @@ from ..reporting import parse_size, progress
 from ..tiny import tiny_pipeline
 from .cases import BLOCK_SIZE, Shape, models
 from .correctness import check_operator
-from .forward import LINEAR_KINDS, PATCHES, patch_settings
+from .forward import PATCHES, kinds_of, patch_settings
 from .measure import Results, Row, measured, peak_bytes, refused, synchronize
 from .operator import SOFTMAX, SPARSE
 
@@ -145,13 +145,15 @@ def benchmark_pipeline(
     image_metrics()  # raises before anything is timed
     family, device = choice.of_family, results.device
     family.default_config.replace(**changes)  # raises what is not allowed
-    names = patches or (PATCHES if family.computes == SOFTMAX else LINEAR_KINDS)
+    names = patches or kinds_of(family)
     patching = {UNPATCHED: None, **{name: patcher(name, family) for name in names}}
     texts = prompts or (("3",) if family.calling.prompts_are_classes else ("a seven",))
     pipe = choice.load(texts)
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
     size = BLOCK_SIZE if SPARSE in names else None
-    shape = Shape(choice.family, family.mhla_blocks, family.mhla_blocks, *family.heads(attn), size)
+    shape = Shape(
+        choice.family, tuple(4 * x for x in family.mhla_blocks), family.mhla_blocks, *family.heads(attn), size
+    )
     check_operator(shape, device, results.dtype)
 
     def run(prompt: str) -> Any:

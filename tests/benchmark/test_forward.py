@@ -158,7 +158,9 @@ def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
     assert softmax_backends(replace(case, batch=11), CPU)["math"] is not None
 
 
-@pytest.mark.parametrize(("size", "note"), [("1024", "2.3% of the pairs of 128 "), ("256", "3.1% of the pairs of 64 ")])
+@pytest.mark.parametrize(
+    ("size", "note"), [("1024", "10.2% of the pairs of 128 "), ("256", "9.4% of the pairs of 64 ")]
+)
 def test_the_note_tells_the_density_that_there_is(size, note):
     case = a_case("dit-xl-2", size)
     runs, _ = forward_runs(replace(case, layers=3), *on_meta(replace(case, layers=3)), compile=False)
@@ -251,7 +253,7 @@ def test_a_family_of_the_users_own_is_measured(tmp_path, cogview3plus):
     text = inputs["encoder_hidden_states"]
     assert (text.shape, text.dtype) == ((3, 224, 32), torch.bfloat16)
     rows = measure(tmp_path, "transformer", "--model", "tiny-cogview3plus", "--size", "64x96")
-    assert {"softmax native", *LINEAR_KINDS, SPARSE} <= set(medians(rows))
+    assert {"softmax native", SPARSE} <= set(medians(rows)) and not set(LINEAR_KINDS) & set(medians(rows))
     assert rows[0].tokens == 24
     rows = measure(tmp_path / "op", "op", "--model", "tiny-cogview3plus", "--stage", "forward")
     assert {"MHLA eager", f"{SPARSE} eager"} <= set(medians(rows))
