@@ -282,7 +282,7 @@ def drawn_problems(draw: st.DrawFn, kind: str, *, kernels: bool = False) -> Prob
         "head_dim": 2 * draw(st.integers(1, 20 if kernels else 8)),
         "seed": draw(st.integers(0, 999)),
     }
-    sizes |= {"batch": draw(st.integers(1, 2)), "heads": draw(st.integers(1, 2))}
+    sizes |= {"batch": draw(st.integers(1, 2)), "heads": 1 if kernels else draw(st.integers(1, 2))}
     counts = st.lists(st.integers(1, 3), min_size=1, max_size=3)
     blocks = tuple(draw(counts.filter(lambda found: not kernels or math.prod(found) <= 6)))
     grid = tuple(count + draw(st.integers(0, 2 if kernels else 5)) for count in blocks)

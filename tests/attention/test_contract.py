@@ -1,6 +1,7 @@
 """What every kind of call promises, on both backends."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -137,8 +138,14 @@ def every_other_token_and_not_aligned(batch, tokens, heads, head_dim):
 STRIDED = [fused, heads_before_tokens, channels_not_last, expanded, every_other_token_and_not_aligned]
 
 
-@pytest.mark.parametrize("strided", STRIDED)
-@on_both(["MHLA", "MHLA, RoPE before", "text", "causal by token, softmax", "lists"], ["MHLA", "lists"])
+VIEWED = [
+    *product(("MHLA", "MHLA, RoPE before", "text", "causal by token, softmax", "lists"), STRIDED, ["eager"]),
+    *(pytest.param("MHLA", strided, "triton", marks=pytest.mark.gpu) for strided in STRIDED),
+    *(pytest.param("lists", strided, "triton", marks=pytest.mark.gpu) for strided in STRIDED[2:]),
+]
+
+
+@pytest.mark.parametrize(("kind", "strided", "backend"), VIEWED)
 def test_views_give_what_copies_give_and_are_not_changed(kind, strided, backend):
     torch.manual_seed(0)
     problem = problem_of(kind, norm=False, gate=False, mask=False).to()
@@ -193,7 +200,7 @@ def test_compile_as_one_graph(kind, backend):
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-@on_both(["text, RoPE before", "by content"], ["text, RoPE before"])
+@on_both(["by content"], ["text, RoPE before"])
 @torch.no_grad()
 def test_compile_as_one_graph_for_all_lengths_of_text(kind, backend):
     """Another length makes a graph for all."""

@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -101,6 +102,12 @@ def launches_of(architecture, tokens, heads, head_dim, dtype, everything=False, 
     return launches
 
 
+@cache
+def launches_of_problem(architecture, name):
+    """The same of one of the problems."""
+    return launches_of(architecture, **PROBLEMS[name])
+
+
 def variant_of(kernel, arguments, architecture):
     """The kernel as Triton specialises it at this launch; of two that share compiled code ``hash()`` is the same."""
     options = {name: arguments[name] for name in ("num_warps", "num_stages")}
@@ -148,9 +155,10 @@ def products_of_main_loop(text):
     return max((loop.count("wgmma.mma_async.") for loop in loops), default=0)
 
 
-def key_of(source, options):
-    """Hash of all that the compiler gets: code without docstrings and places, types, constants and options."""
-    codes, left = {}, [source.fn]
+@cache
+def code_of(function):
+    """A kernel and the functions that it calls, without docstrings and places, by name; and constants that they use."""
+    codes, left = {}, [function]
     while left:
         function = left.pop()
         tree = function.parse()
@@ -160,8 +168,13 @@ def key_of(source, options):
         known = {name: x for name, x in function.__globals__.items() if name in used}
         left += [x for name, x in known.items() if isinstance(x, triton.JITFunction) and name not in codes]
         codes |= {name: str(x) for name, x in known.items() if isinstance(x, triton.language.constexpr)}
+    return sorted(codes.items())
+
+
+def key_of(source, options):
+    """Hash of all that the compiler gets: code, types, constants and options."""
     attributes = {place: x for place, x in source.attrs.items() if x}
-    parts = sorted(codes.items()), source.signature, source.constants, attributes, options
+    parts = code_of(source.fn), source.signature, source.constants, attributes, options
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -171,7 +184,7 @@ def rows(columns):
     for architecture, names in columns.items():
         known = set()
         for name in names:
-            for kernel, arguments in launches_of(architecture, **PROBLEMS[name]):
+            for kernel, arguments in launches_of_problem(architecture, name):
                 source, options = variant_of(kernel, arguments, architecture)
                 if (key := key_of(source, options)) not in known:
                     known.add(key)
@@ -196,14 +209,13 @@ def write_table(columns, *, beside=False):
 
 
 def count_variants():
-    """How many variants of each kernel several resolutions need."""
+    """How many variants of each kernel two resolutions need, of which one is divisible by 16."""
     for name, sizes in PROBLEMS.items():
+        other = {"tokens": 32_000} | ({"blocks": 96} if sizes.get("blocks") == MHLA["blocks"] else {})
         hashes = {}
-        for tokens, blocks in ((31_500, 105), (32_000, 96)):  # the one divisible by 16, the other not
-            changed = {"tokens": tokens} | ({"blocks": blocks} if "blocks" in sizes else {})
-            for kernel, arguments in launches_of("sm_90", **sizes | changed):
-                source, _ = variant_of(kernel, arguments, "sm_90")
-                hashes.setdefault(kernel.__name__, set()).add(source.hash())
+        for kernel, arguments in (*launches_of_problem("sm_90", name), *launches_of("sm_90", **sizes | other)):
+            source, _ = variant_of(kernel, arguments, "sm_90")
+            hashes.setdefault(kernel.__name__, set()).add(source.hash())
         print(json.dumps([name, {kernel: len(found) for kernel, found in hashes.items()}]))
 
 

@@ -144,8 +144,8 @@ def test_causal_by_block(options):
     check(problem, is_hard=True)
 
 
-LONG = {"grid": (5, 7, 15), "density": 0.1}
-"""525 tokens: with key blocks of 16 and 32 two stretches of 256 keys, and one that the end cuts."""
+LONG = {"grid": (5, 7, 8), "density": 0.1}
+"""280 tokens: a stretch of 256 keys, and one that the end cuts."""
 WIDE = {"grid": (9, 19), "extra": (0, 37)}
 SPARSE = {
     "means": {"far": "means"},
@@ -209,18 +209,19 @@ def test_half_precision(make, grid, size, options, dtype):
 
 
 @pytest.mark.parametrize("kind", ["MHLA", "text", "causal", "sparse"])
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_drawn_problems(kind, data):
     check(data.draw(drawn_problems(kind, kernels=True)), is_hard=True)
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "normalize"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
+)
 def test_one_long_block_is_shared_out(dtype, normalize):
     """Plain linear attention, M = 1: several programs, several tiles each, the last one partly empty."""
     options = {"rotary": True, "mask": True, "gate": True, "normalize": normalize}
-    problem = make_problem((1187,), (1,), batch=1, heads=1, head_dim=32, **options)
+    problem = make_problem((1187,), (1,), batch=1, heads=1, head_dim=16, **options)
     # with the normaliser, the only entry of the mixing matrix cancels: its gradient is 0 and what is found is noise
     check(problem, dtype, leave_out=("mixing",) if normalize else ())
 
@@ -287,7 +288,6 @@ def test_a_thousand_blocks():
 
 
 BY_CONTENT = {
-    "plain": {"rotary": True},
     "text and mask": {"rotary": True, "extra": (0, 21), "mask": True, "batch": 2},
     "means": {"far": "means", "mask": True},
     "72 channels": {"head_dim": 72, "rotary": True, "heads": 1},
