@@ -67,6 +67,8 @@ class Pipeline:
         frame, owner = _running_method(transformer)
         scheduler = getattr(self.owner if owner is None else owner, "scheduler", None)
         step = step_of(scheduler, timestep)
+        if step is None and frame is not None:  # the model got a copy of the loop's variable, as in Hunyuan-DiT
+            step = step_of(scheduler, frame.f_locals.get("t"), frame.f_locals.get("timesteps"))
         if step is None or scheduler is None:
             return None
         runs: Any = self._runs if frame is None else frame.f_locals
@@ -104,15 +106,16 @@ def _runs_with(owner: Any, transformer: nn.Module) -> bool:
     return any(getattr(value, "_orig_mod", value) is transformer for value in named)
 
 
-def step_of(scheduler: Any, timestep: Any) -> Step | None:
+def step_of(scheduler: Any, timestep: Any, timesteps: Any = None) -> Step | None:
     """Return the step of the next forward by the scheduler's own count; None if it has none.
 
     Args:
         scheduler: whose timesteps are set; or None.
         timestep: argument of the forward. It tells the step where the scheduler does not count, as DDIM's, while it is
-            a view of one of the scheduler's timesteps: its place in memory is known without reading the device.
+            a view of one of the timesteps: its place in memory is known without reading the device.
+        timesteps: that the loop runs over, if not the scheduler's own tensor.
     """
-    timesteps = getattr(scheduler, "timesteps", None)
+    timesteps = getattr(scheduler, "timesteps", None) if timesteps is None else timesteps
     if not isinstance(timesteps, torch.Tensor) or not len(timesteps):
         return None
     first = getattr(scheduler, "begin_index", None) or 0
