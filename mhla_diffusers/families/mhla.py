@@ -57,10 +57,11 @@ class AttentionAdapter:
         class_path: end of the import path of the self-attentions' class, if no other family uses that class.
         processor: import path of the processor that diffusers gives the self-attentions; empty for their class's
             default, or of a class without one ``AttnProcessor2_0``.
+        cross: import path of that of the cross-attentions, if the class's default or their norms do not tell it.
     """
 
-    def __init__(self, *, class_path: str | None = None, processor: str = "") -> None:
-        self.class_path, self.processor = class_path, processor
+    def __init__(self, *, class_path: str | None = None, processor: str = "", cross: str = "") -> None:
+        self.class_path, self.processor, self.cross = class_path, processor, cross
 
     def own_processor(self, attn: Any) -> Any:
         """Return a fresh processor of the kind that diffusers gives a self-attention."""
@@ -71,7 +72,7 @@ class AttentionAdapter:
         weight = getattr(getattr(attn, "norm_q", None), "weight", None)
         # SANA 1.5 and SANA-Video norm query and key across heads, which diffusers' common processor does not
         across = not hasattr(attn, "_default_processor_cls") and weight is not None and weight.numel() == attn.inner_dim
-        return _usual_processor(attn, _ACROSS_HEADS if across else "")
+        return _usual_processor(attn, self.cross or (_ACROSS_HEADS if across else ""))
 
     def recognises(self, attn: Any) -> bool:
         """Whether an attention of an unknown model belongs to this family, by its class."""

@@ -85,10 +85,12 @@ def _family(name: str, *transformers: str, **facts: Any) -> Family:
 
 
 _SANA_ADAPTER, _SANA_VIDEO_ADAPTER = (
-    AttentionAdapter(processor=f"diffusers.models.{own}")
-    for own in (
-        "attention_processor.SanaLinearAttnProcessor2_0",
-        "transformers.transformer_sana_video.SanaLinearAttnProcessor3_0",
+    AttentionAdapter(
+        processor=f"diffusers.models.{own}", cross=f"diffusers.models.transformers.{module}.SanaAttnProcessor2_0"
+    )
+    for own, module in (
+        ("attention_processor.SanaLinearAttnProcessor2_0", "sana_transformer"),
+        ("transformers.transformer_sana_video.SanaLinearAttnProcessor3_0", "transformer_sana_video"),
     )
 )
 # blocks with a stream each for image and text, then blocks with one for both

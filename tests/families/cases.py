@@ -21,6 +21,7 @@ from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 
+import mhla_diffusers as mhla
 from mhla_diffusers.benchmark.cases import small_case
 from mhla_diffusers.families import Family, Inputs, Model, get_family
 
@@ -833,8 +834,7 @@ _TABLE = (
     Case("easyanimate", _easyanimate, _EASY_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_FIRST),
     Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
     Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
-    # without text in the first attention
-    Case("flux3", _flux3, _FLUX3_CALL, _FLUX3_LAYERS, _SINGLE),
+    Case("flux3", _flux3, _FLUX3_CALL, _FLUX3_LAYERS, _SINGLE, extra=_TEXT_FIRST),
     Case("framepack", _framepack, _WINDOW, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_HISTORY),
     Case("helios", _helios, _HELIOS_CALL, _WAN_LAYERS, grids=_VIDEO, extra=(_HISTORY[0], 0)),
     # keys of earlier frames weigh more
@@ -855,7 +855,7 @@ _TABLE = (
     Case("ltx2_first", _ltx2, _LTX2_CALL, _layers(3), _LTX2_FIRST, _VIDEO, "ltx2"),
     Case("mochi", _mochi, _MOCHI_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_LAST),
     # its forward reads the lengths of texts
-    Case("lumina2", _lumina2, _LUMINA_CALL, _LUMINA_LAYERS, compiles_whole=False),
+    Case("lumina2", _lumina2, _LUMINA_CALL, _LUMINA_LAYERS, compiles_whole=False, extra=_TEXT_FIRST),
     # text, and as many rows of sound
     Case("minimax_h3", minimax_h3, SOUND_CALL, _JOINT, grids=_VIDEO, extra=(2 * TEXT_TOKENS, 0), one_time=True),
     Case("pixart", _pixart, _image_call(128, 1.5, **_CLEAN), _layers(3), {"sample_size": 128}),
@@ -909,7 +909,44 @@ def all_listed(name: str) -> dict[str, Any]:
     if case.of_family.computes == "linear":
         # what MHLA adds to every feature as small as what SANA adds to its normaliser
         return {"blocks": (1,) * len(case.grid), "eps": 1e-15}
-    return {"density": 1.0}
+    return ALL_LISTED
+
+
+SPARSE = {"density": 0.2, "block_size": 4, "dense_layers": 0}
+"""Settings of sparse attention for the small grids of cases."""
+ALL_LISTED = {"density": 1.0, "dense_layers": 0}
+"""Settings with which sparse attention is softmax attention, in every layer."""
+
+
+def handle(model: Any) -> Any:
+    """The handle of a patched transformer."""
+    return mhla.patching.find_patched(model)["transformer"]
+
+
+class _Weights(dict[str, torch.Tensor]):
+    """Tensors by name, which are equal bit for bit."""
+
+    def __eq__(self, other: Any) -> bool:
+        return list(self) == list(other) and all(torch.equal(x, other[name]) for name, x in self.items())
+
+
+def footprint(model: Any) -> dict[str, Any]:
+    """All that a patch could leave behind in a transformer; processors and hooks compare by identity."""
+    modules = dict(model.named_modules())
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks")
+    return {
+        "class": type(model),
+        "state": _Weights((key, value.clone()) for key, value in model.state_dict().items()),
+        "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "attributes": {name: (type(module), sorted(vars(module))) for name, module in modules.items()},
+        "processors": mhla.patching.attn_processors(model),
+        "choices": {
+            name: {key: value for key, value in vars(one.processor).items() if value is not None}
+            for name, one in modules.items()
+            if hasattr(one, "processor")
+        },
+        "hooks": {(name, kind): list(getattr(one, kind).values()) for name, one in modules.items() for kind in hooks},
+    }
 
 
 def plain(name: str, **settings: Any) -> dict[str, Any]:

@@ -1,169 +1,226 @@
-"""A family hands to its transformer what the pipeline hands to it, at the sizes that the pipeline makes."""
+"""Real pipelines of every family with a sparse patch, with guidance that skips attentions, and with IP-Adapters."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from diffusers import LayerSkipConfig, apply_layer_skip
+from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
+from diffusers.models.embeddings import IPAdapterTimeImageProjection
+from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+from PIL import Image
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families import Clip, Family, get_family
-from mhla_diffusers.families.training import scaled_latents
 
-from .cases import Case as FamilyCase
-from .cases import case_of
+from ..models import assert_changed, seeded
+from ..pipelines import quiet
+from .cases import ALL_LISTED, CASES, NAMES, SPARSE, case_of, flow, flux2_pipeline, handle, output, plain
 
-NAMES = ("cogvideox", "cogvideox_two_frames", "flux", "hunyuan_video", "ltx", "pixart", "pixart_sigma", "qwenimage")
-NAMES += ("sana_video", "sd3")
-OTHERS = ("anyflow", "auraflow", "chroma", "cogview4", "flux2", "hunyuan_dit", "hunyuan_image", "hunyuan_video15")
-OTHERS += ("krea2", "latte", "longcat_image", "ltx2", "lumina2", "mochi", "z_image")
-"""Families that are not trained, whose pipelines are called all the same."""
-OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
-"""Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
-
-GUIDANCE = {"flux": 3.5, "hunyuan_video": 6.0}
-"""Guidance of a call with one forward per step, where it is not 1: models that embed it take the pipeline's default."""
-
-each_family = pytest.mark.parametrize("name", NAMES)
-# text of Qwen-Image is filled up: its own file looks at that
-forward_alike = pytest.mark.parametrize("name", [name for name in NAMES if name != "qwenimage"])
-# these have as many tokens as their tokenizers, which are others in a tiny pipeline
-real_texts = pytest.mark.parametrize("name", [name for name in NAMES if name != "sd3"])
+FIRST_DENSE = {**SPARSE, "dense_first": 1, "dense_last": 0, "dense_every": 0}
 
 
-def family_of(case: FamilyCase) -> Family:
-    return get_family(case.transformer())
+def generates(pipe: Any, call: dict[str, Any], **usual: Any) -> Callable[..., torch.Tensor]:
+    """What generates from the same noise."""
+
+    def run(**settings: Any) -> torch.Tensor:
+        found = pipe(**{**call, **usual, **settings}, generator=torch.Generator().manual_seed(3))
+        return torch.as_tensor(found.frames if hasattr(found, "frames") else found.images)
+
+    return run
 
 
-def clip_of(case: FamilyCase) -> Clip:
-    """The clip that the case's call makes."""
-    frames = next((case.call[name] for name in ("num_frames", "frames", "video_length") if name in case.call), 1)
-    return Clip(frames, 8.0, ((case.call["height"], case.call["width"]),))
-
-
-def recorded(pipe: Any, module: Any, method: str, run: Callable[[], object]) -> list[dict[str, Any]]:
-    """Arguments of all calls of a method of a component while something runs; those by place by their number."""
-    own, calls = getattr(module, method), []
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        calls.append({str(place): value for place, value in enumerate(args)} | kwargs)
-        return own(*args, **kwargs)
-
-    setattr(module, method, note)
-    try:
-        run()
-    finally:
-        delattr(module, method)
-    return calls
-
-
-@forward_alike
-def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in CASES if name in NAMES or name.startswith(("skyreels", "chrono"))])
+def test_a_pipeline_runs_the_patch_in_the_steps_that_are_not_dense(name: str) -> None:
+    """Which the tally counts, in every transformer; removal restores the pipeline bit for bit."""
     case = case_of(name)
-    family, pipe = family_of(case), case.pipeline()
-    prompts = [case.call["prompt"], "a cat"]
-    call = {**case.call, "prompt": prompts, "guidance_scale": GUIDANCE.get(name, 1.0)}
-    given = recorded(pipe, pipe.transformer, "forward", lambda: pipe(**call, generator=torch.Generator()))[0]
-    given = family.named_arguments(pipe.transformer, [given.pop(key) for key in list(given) if key.isdigit()], given)
-    settings = {key: x for key, x in call.items() if key != "prompt"}
-    samples = [family.training.encode_prompt(pipe, prompt, settings) for prompt in prompts]
-    conditioning = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-    latents = family.training.prediction(pipe.transformer, given["hidden_states"], torch.empty(2, *case.latents))
-    assert tuple(latents.shape[1:]) == case.latents
-    found = family.inputs.arguments(pipe.transformer, latents, given["timestep"], conditioning)
-    for key in found.keys() - OF_THE_REAL_AUTOENCODER.get(name, set()):
-        # a prompt by itself and among others: float32 sums in another order
-        expected = given[key].to(found[key].dtype) if "mask" in key else given[key]
-        torch.testing.assert_close(found[key], expected, rtol=1e-5, atol=1e-6)
-    usual = inspect.signature(type(pipe.transformer).forward).parameters
-    left = {key: x for key, x in given.items() if key not in found and key != "return_dict"}
-    assert all(x is None or x == {} or x == usual[key].default for key, x in left.items()), left.keys()
-
-
-@real_texts
-def test_conditioning_has_the_shapes_that_are_told(name: str) -> None:
-    case = case_of(name)
-    family, pipe = family_of(case), case.pipeline()
-    found = family.training.encode_prompt(pipe, "")
-    shapes = family.inputs.conditioning_shapes(pipe.transformer.config)
-    assert {key: (x.shape, x.is_floating_point()) for key, x in found.items()} == {
-        key: (x.shape, x.is_floating_point()) for key, x in shapes.items()
-    }
-    if name == "hunyuan_video":  # which divides by the number of tokens
-        assert found["encoder_attention_mask"].any()
-
-
-@each_family
-def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
-    """What the pipeline has when it is done, and what its autoencoder then gets."""
-    case = case_of(name)
-    family, pipe, clip = family_of(case), case.pipeline(), clip_of(case)
-    call = {
-        **family.calling.clip_arguments(pipe, clip),
-        "num_inference_steps": 2,
-        **family.calling.guidance_arguments(3.0),
-    }
-    prompt = [case.call["prompt"]]
-
-    def decode() -> None:
-        family.calling.call(pipe, prompt, [torch.Generator().manual_seed(3)], **call, output_type="pt")
-
-    decoded = [given.get("0", given.get("z")) for given in recorded(pipe, pipe.vae, "decode", decode)]
-    found = family.training.generate_latents(pipe, prompt[0], clip, 2, 3.0, torch.Generator().manual_seed(3))
-    assert tuple(found.shape) == family.inputs.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
-    torch.testing.assert_close(found[None], scaled_as(found[None], pipe.vae, decoded), rtol=1e-4, atol=1e-5)
-
-
-def scaled_as(found: torch.Tensor, vae: Any, parts: list[torch.Tensor]) -> torch.Tensor:
-    """An autoencoder's latents, which may be those of single frames, in the scale and shape of a family's."""
-    scaled = scaled_latents(vae, torch.cat(parts))
-    scaled = scaled[None].movedim(1, 2) if len(scaled) > 1 else scaled
-    return scaled.reshape(found.shape)  # an image may be one frame of a video
-
-
-# an image, and videos by each name that pipelines have for their frames
-@pytest.mark.parametrize("name", ["flux", "hunyuan_video", "latte", "ltx2", "sana_video"])
-def test_samples_are_what_files_are_written_of(name: str) -> None:
-    case = case_of(name)
-    family, clip = family_of(case), clip_of(case)
-    prompts, others = [case.call["prompt"], "a cat"], ("prompt", "negative_prompt", "output_type")
-    settings = {key: x for key, x in case.call.items() if key not in others}
-    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
-    found = family.calling.call(case.pipeline(), prompts, generators, **settings)
-    assert len(found) == 2
-    for sample in found:
-        if family.makes_videos:
-            assert sample.shape == (clip.frames, *clip.sizes[0], 3)
-            assert 0 <= sample.min() < sample.max() <= 1
+    pipe = case.pipeline()
+    run, is_sparse = generates(pipe, case.call), case.of_family.computes == "softmax"
+    expected = run()
+    mhla.apply_mhla(pipe, **FIRST_DENSE if is_sparse else plain(name, dense_first=1))
+    patched, forced = run(), name == "skyreels_v2_forcing"
+    assert torch.equal(patched, expected) == forced
+    for one in mhla.patching.find_patched(pipe).values() if is_sparse else ():
+        dense = one.tally.dense["dense steps"]
+        if forced:
+            assert one.tally.sparse == 0 and set(one.tally.dense) == {"a mask between tokens"}
         else:
-            assert (sample.height, sample.width) == clip.sizes[0]
+            assert one.tally.sparse == dense * (case.call["num_inference_steps"] - 1 - (name == "minimax_h3")) > 0
+            assert one.tally.dense.total() == dense
+    mhla.change_mhla(pipe, **SPARSE if is_sparse else plain(name), dense_first=0)
+    assert torch.equal(run(), patched) == forced
+    assert mhla.describe(pipe)
+    mhla.remove_mhla(pipe)
+    assert torch.equal(run(), expected)
 
 
-@each_family
-def test_pixels_become_latents_of_the_grid(name: str) -> None:
+PICTURE = Image.new("RGB", (96, 64), "red")
+KEYFRAMES = [LTX2VideoCondition(PICTURE, index, strength=1.0, crf=0) for index in (0, 2)]
+# pipeline, case, what differs in its call
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "klein": ("Flux2KleinPipeline", "flux2", {}),
+    # conditions as tokens before or after those of the video, and a time for every token, 0 in the first frame
+    "ltx, conditions": (
+        "LTXConditionPipeline",
+        "ltx",
+        {"image": [PICTURE] * 2, "frame_index": [0, 8], "strength": [1.0, 0.8]},
+    ),
+    "ltx2, picture": ("LTX2ImageToVideoPipeline", "ltx2", {"image": PICTURE, "image_crf": 0}),
+    "ltx2, keyframes": ("LTX2ConditionPipeline", "ltx2", {"conditions": KEYFRAMES}),
+}
+
+
+@pytest.mark.parametrize(("kind", "name", "call"), OTHERS.values(), ids=OTHERS)
+def test_other_pipelines_are_patched_and_restored(kind: str, name: str, call: dict[str, Any]) -> None:
     case = case_of(name)
-    family, pipe, clip = family_of(case), case.pipeline(), clip_of(case)
-    pixels = torch.rand(1, 3, clip.frames, *clip.sizes[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
-    own, encoded = pipe.vae.encode, []
-    pipe.vae.encode = lambda x: encoded.append(own(x)) or encoded[-1]
-    latents = family.training.encode_pixels(pipe, pixels)
-    if name != "cogvideox_two_frames":
-        modes = [one.latent_dist.mode() if hasattr(one, "latent_dist") else one.latent for one in encoded]
-        torch.testing.assert_close(latents, scaled_as(latents, pipe.vae, modes), rtol=1e-5, atol=1e-6)
-    assert tuple(latents.shape[1:]) == family.inputs.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
-    assert tuple(latents.shape[1:]) == case.latents
-    assert family.token_grid(pipe.transformer, latents) == case.grid
-    again = family.training.encode_pixels(pipe, pixels.roll(1, dims=3))
-    assert not torch.allclose(again, latents)
+    if kind == "Flux2KleinPipeline":
+        pipe = quiet(flux2_pipeline(case.transformer(guidance_embeds=False), kind, is_distilled=True))
+    else:
+        parts = case.pipeline().components | ({"scheduler": flow()} if kind == "LTXConditionPipeline" else {})
+        pipe = quiet(getattr(diffusers, kind)(**parts))
+    run = generates(pipe, {**case.call, **call}, output_type="latent")
+    expected = run()
+    mhla.apply_mhla(pipe, **ALL_LISTED)
+    assert torch.equal(run(), expected)
+    assert {layer.grid for layer in mhla.describe(pipe)} == {case.grid}
+    mhla.change_mhla(pipe, **FIRST_DENSE)
+    assert_changed(run(), expected)
+    assert handle(pipe).tally.dense.total() == handle(pipe).tally.dense["dense steps"]
+    mhla.remove_mhla(pipe)
+    assert torch.equal(run(), expected)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
-def test_size_in_pixels_tells_the_grid(name: str) -> None:
+# Guidance by attentions that are perturbed or skipped
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "layer"),
+    [
+        ("PixArtSigmaPAGPipeline", "pixart_sigma", "transformer_blocks.1"),
+        ("SanaPAGPipeline", "sana", "transformer_blocks.1"),
+        ("HunyuanDiTPAGPipeline", "hunyuan_dit", "blocks.1"),
+        ("StableDiffusion3PAGPipeline", "sd3", "blocks.1"),
+    ],
+)
+def test_perturbed_attention_guidance(kind: str, name: str, layer: str) -> None:
+    """A sparse patch that lists all pairs gives what it replaces in all branches."""
     case = case_of(name)
-    pipe, clip = case.pipeline(), clip_of(case)
-    size = dict(zip(("height", "width"), clip.sizes[0], strict=True))
-    size |= {"num_frames": clip.frames} if family_of(case).makes_videos else {}
-    assert {layer.grid for layer in mhla.describe(pipe, **size)} == {case.grid}
-    blocks = mhla.suggest_blocks(pipe, **size)
-    assert all(1 <= count <= length for count, length in zip(blocks, case.grid, strict=True))
+    made = getattr(diffusers, kind)
+    taken = inspect.signature(made.__init__).parameters
+    parts = {key: part for key, part in case.pipeline().components.items() if key in taken}
+    pipe = quiet(made(**parts, pag_applied_layers=[layer]))
+    # without classifier-free guidance where diffusers' own pipeline can
+    run = generates(pipe, {**case.call, "guidance_scale": 1.0 if name == "sana" else 1.5}, output_type="latent")
+    own, expected = run(pag_scale=0.0), run(pag_scale=2.0)
+    assert_changed(expected, own)
+    if name == "sana":
+        mhla.apply_mhla(pipe, **plain(name))
+    else:
+        mhla.apply_mhla(pipe, **ALL_LISTED)
+        assert torch.equal(run(pag_scale=2.0), expected)
+        mhla.change_mhla(pipe, **SPARSE, dense_first=0, dense_last=0)
+    patched = run(pag_scale=2.0)
+    assert not torch.equal(patched, expected) and not torch.equal(run(pag_scale=0.0), patched)
+    mhla.remove_mhla(pipe)
+    assert torch.equal(run(pag_scale=0.0), own)
+
+
+def test_skip_layer_guidance_of_sd3() -> None:
+    case = case_of("sd3")
+    pipe = case.pipeline()
+    run = generates(pipe, {**case.call, "skip_guidance_layers": [1], "skip_layer_guidance_stop": 1.0})
+    expected = run()
+    mhla.apply_mhla(pipe, **ALL_LISTED)
+    assert torch.equal(run(), expected)
+    mhla.change_mhla(pipe, **FIRST_DENSE)
+    assert not torch.equal(run(), expected)
+    # three layers with guidance, and two where one is skipped
+    assert handle(pipe).tally.sparse == handle(pipe).tally.dense["dense steps"] == 5
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "flux"])
+def test_a_skipped_attention_stays_skipped(name: str) -> None:
+    """As guidance skips it that is a component."""
+    case = case_of(name)
+    model, arguments = mhla.apply_mhla(case.transformer(), **SPARSE), case.inputs()
+    output(model, arguments)
+    count = handle(model).tally.sparse
+    fqn = case.attentions[0].split(".")[0]
+    apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn=fqn, skip_attention=True, skip_ff=False))
+    assert output(model, arguments).isfinite().all()
+    assert handle(model).tally.sparse == 2 * count - 1
+
+
+# IP-Adapters, whose processors have weights and let attentions look at a picture
+
+
+_FEATURES = 8
+"""Channels of the embedding of a picture."""
+
+
+def random_tensors(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name.replace("__", "."): torch.randn(*shape, generator=generator) / 4 for name, shape in shapes.items()}
+
+
+def load_into_flux(pipe: Any) -> None:
+    """An adapter with four tokens for a picture, of the two blocks of two streams."""
+    text, width = pipe.transformer.config.joint_attention_dim, pipe.transformer.inner_dim
+    projection = random_tensors(
+        proj__weight=(4 * text, _FEATURES), proj__bias=(4 * text,), norm__weight=(text,), norm__bias=(text,)
+    )
+    shapes = {f"{side}__{kind}": (width, text)[: 1 + (kind == "weight")] for side in ("to_k_ip", "to_v_ip")
+              for kind in ("weight", "bias")}  # fmt: skip
+    layers = {f"{index}.{key}": x for index in (0, 1) for key, x in random_tensors(**shapes).items()}
+    none = {"weight_name": "", "image_encoder_pretrained_model_name_or_path": None}
+    pipe.load_ip_adapter({"image_proj": projection, "ip_adapter": layers}, **none)
+
+
+def load_into_sd3(pipe: Any) -> None:
+    """An adapter of every layer."""
+    width = pipe.transformer.inner_dim
+    sizes = {"hidden_dim": 64, "heads": 1, "num_queries": 3, "timestep_in_dim": 320}
+    image = seeded(IPAdapterTimeImageProjection, embed_dim=_FEATURES, output_dim=width, **sizes).state_dict()
+    times = image["time_embedding.linear_2.weight"].shape[0]
+    of_layer = {"hidden_size": width, "ip_hidden_states_dim": width, "timesteps_emb_dim": times}
+    of_layer["head_dim"] = pipe.transformer.config.attention_head_dim
+    processors = [seeded(SD3IPAdapterJointAttnProcessor2_0, **of_layer) for _ in pipe.transformer.attn_processors]
+    layers = {f"{index}.{key}": x for index, one in enumerate(processors) for key, x in one.state_dict().items()}
+    pipe.load_ip_adapter({"image_proj": image, "ip_adapter": layers}, weight_name="", image_encoder_folder=None)
+
+
+_SEEN = torch.randn(1, 1, _FEATURES, generator=torch.Generator().manual_seed(1))
+ADAPTERS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "flux": (
+        load_into_flux,
+        {"ip_adapter_image_embeds": [_SEEN], "negative_ip_adapter_image_embeds": [torch.zeros_like(_SEEN)]},
+    ),
+    "sd3": (load_into_sd3, {"ip_adapter_image_embeds": torch.cat([torch.zeros_like(_SEEN), _SEEN])}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("first", ["adapter", "patch"])
+def test_an_ip_adapter_goes_on_looking(name: str, first: str) -> None:
+    """The adapter's own processor runs, and the call of the image's tokens among them is answered."""
+    case, (load, seen) = case_of(name), ADAPTERS[name]
+    own = case.pipeline()
+    load(own)
+    expected = generates(own, {**case.call, **seen})()
+    assert_changed(expected, generates(case.pipeline(), case.call)())
+    pipe = case.pipeline()
+    if first == "adapter":
+        load(pipe)
+    mhla.apply_mhla(pipe, **ALL_LISTED)
+    if first == "patch":
+        load(pipe)
+    run = generates(pipe, {**case.call, **seen})
+    assert torch.equal(run(), expected)
+    mhla.change_mhla(pipe, **FIRST_DENSE)
+    assert not torch.equal(run(), expected) and handle(pipe).tally.sparse > 0
+    pipe.unload_ip_adapter()
+    assert not torch.equal(generates(pipe, case.call)(), expected)
+    mhla.remove_mhla(pipe)
+    assert torch.equal(generates(pipe, case.call)(), generates(case.pipeline(), case.call)())

@@ -1,0 +1,210 @@
+"""What runs beside a patch and changes how a model projects or runs: on one family of every form of attention."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+
+import mhla_diffusers as mhla
+
+from ..models import assert_changed, relative_change
+from .cases import ALL_LISTED, ROUNDING, SPARSE, case_of, handle, output
+
+FORMS = (
+    "dit",  # calls PyTorch's attention itself, as do sd3, cogvideox, mochi and others below
+    "flux",  # blocks of two streams, then of one
+    "flux2",  # attention that also runs the feed-forward
+    "framepack",  # extra tokens before and after the grid
+    "hunyuan_video",  # text after the grid, masked by key
+    "ideogram4",  # segments as a mask between tokens, padding that is alike
+    "krea2",  # heads that share keys
+    "ltx2",  # gates, sound beside the video
+    "minimax_h3",  # one packed sequence found by indices
+    "mochi",  # every sample by itself
+    "sd3",
+    "skyreels_v2",
+    "wan",
+    "z_image",  # lists of pictures and texts
+)
+forms = pytest.mark.parametrize("name", FORMS)
+
+
+def gradients(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    """Of all weights, by the mean square of the output."""
+    model.zero_grad()
+    torch.manual_seed(0)  # DiT drops labels
+    found = model(**arguments, return_dict=False)[0]
+    (found if isinstance(found, torch.Tensor) else torch.stack(list(found))).square().mean().backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+
+@forms
+def test_gradients_are_the_same_under_gradient_checkpointing(name: str) -> None:
+    """And of a patch that lists all pairs those of the model's own attention."""
+    case = case_of(name)
+    model, arguments = case.short().train(), case.inputs(batch=case.checkpointed)
+    own = gradients(model, arguments)
+    mhla.apply_mhla(model, **ALL_LISTED)
+    if name != "ideogram4":  # whose padding has other outputs, which nothing reads
+        assert relative_change(gradients(model, arguments), own) < ROUNDING
+    mhla.change_mhla(model, **SPARSE)
+    expected = gradients(model, arguments)
+    assert_changed(expected, own)
+    count = handle(model).tally.sparse
+    model.enable_gradient_checkpointing()
+    assert torch.equal(gradients(model, arguments), expected)
+    assert handle(model).tally.sparse > 0 and handle(model).tally.sparse > count
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in ("framepack", "mochi")])
+def test_a_compiled_model_gives_what_an_eager_one_gives(name: str) -> None:
+    """In one graph where the model dispatches its attention; elsewhere attention runs between graphs."""
+    case = case_of(name)
+    model, arguments = mhla.apply_mhla(case.short(), **SPARSE), case.inputs()
+    expected = output(model, arguments)
+    sparse = handle(model).tally.sparse
+    torch._dynamo.reset()
+    whole = case.of_family.dispatches and case.compiles_whole
+    compiled = torch.compile(model, fullgraph=whole, backend="eager")
+    assert torch.equal(output(compiled, arguments), expected)
+    assert handle(model).tally.sparse == 2 * sparse  # it ran in the graph too
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan", "flux"])
+def test_compiled_blocks_give_what_eager_ones_give(name: str) -> None:
+    case = case_of(name)
+    model = mhla.apply_mhla(case.transformer(), **SPARSE)
+    expected = [output(model, case.inputs(ragged=ragged)) for ragged in (False, True)]
+    torch._dynamo.reset()
+    for block in case.of_family.blocks_of(model).values():
+        block.compile(fullgraph=case.of_family.dispatches, backend="eager")
+    for ragged, wanted in enumerate(expected):
+        assert torch.equal(output(model, case.inputs(ragged=bool(ragged))), wanted)
+
+
+def test_a_compiled_krea_takes_prompts_of_other_lengths() -> None:
+    """In one graph each; another grid of as many tokens as that of a graph raises."""
+    case = case_of("krea2")
+    model = mhla.apply_mhla(case.short(), **SPARSE)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for tokens in (6, 9, 12, 6):
+        texts = {"encoder_hidden_states": tokens, "encoder_attention_mask": tokens}
+        arguments = type(case)(**{**vars(case), "texts": texts}).inputs()
+        assert torch.equal(output(compiled, arguments), output(model, arguments))
+
+
+# Weights
+
+
+def with_lora(model: Any, *names: str) -> Any:
+    """The model with an adapter that changes its output from the start."""
+    torch.manual_seed(2)
+    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=list(names or LORA))
+    return inject_adapter_in_model(config, model).eval()
+
+
+LORA = ("to_q", "to_k", "to_v")
+
+
+@forms
+def test_a_lora_takes_effect_before_and_after_the_patch(name: str) -> None:
+    case = case_of(name)
+    names = ("qkv",) if name == "ideogram4" else LORA
+    if not any(part.split(".")[-1] in names for part, _ in case.short().named_modules()):
+        pytest.skip("its projections have names of their own")
+    arguments = case.inputs()
+    model = with_lora(case.transformer(), *names)
+    expected = output(model, arguments)
+    assert_changed(expected, output(case.transformer(), arguments))
+    exact, other = [], mhla.apply_mhla(case.transformer(), **ALL_LISTED)
+    for patched in (mhla.apply_mhla(model, **ALL_LISTED), with_lora(other, *names)):
+        exact.append(torch.equal(output(patched, arguments), expected))
+        mhla.change_mhla(patched, **SPARSE)
+        assert_changed(output(patched, arguments), expected)
+    assert all(exact)
+
+
+FUSED = ("auraflow", "cogvideox", "flux", "hunyuan_dit", "ltx", "ltx2", "pixart", "sd3", "wan", "chronoedit")
+fusing = pytest.mark.parametrize("name", FUSED)
+
+
+@fusing
+@pytest.mark.parametrize("first", ["fused", "patched"])
+def test_fused_projections_are_the_models_own(name: str, first: str) -> None:
+    """Fused before or after the patch, and unfused: no stale weights, whatever a LoRA that comes later changes."""
+    case = case_of(name)
+    arguments = case.inputs()
+    model, reference = case.transformer(), case.transformer()
+    steps: list[Callable[[], Any]] = [model.fuse_qkv_projections, lambda: mhla.apply_mhla(model, **ALL_LISTED)]
+    for step in steps if first == "fused" else reversed(steps):
+        step()
+    reference.fuse_qkv_projections()
+    assert torch.equal(output(model, arguments), output(reference, arguments))
+    mhla.change_mhla(model, **SPARSE)
+    assert_changed(output(model, arguments), output(reference, arguments))
+    assert handle(model).tally.dense.total() == 0
+    mhla.change_mhla(model, **ALL_LISTED)
+    for one in (model, reference):
+        one.unfuse_qkv_projections()
+    assert torch.equal(output(model, arguments), output(reference, arguments))
+    expected = output(with_lora(reference), arguments)
+    assert torch.equal(output(with_lora(model), arguments), expected)
+    assert torch.equal(output(mhla.remove_mhla(model), arguments), expected)
+
+
+@fusing
+def test_projections_fused_while_patched_are_unfused_after_removal(name: str) -> None:
+    case = case_of(name)
+    model, arguments = mhla.apply_mhla(case.transformer(), **SPARSE), case.inputs()
+    model.fuse_qkv_projections()
+    mhla.remove_mhla(model).unfuse_qkv_projections()
+    assert torch.equal(output(with_lora(model), arguments), output(with_lora(case.transformer()), arguments))
+
+
+@forms
+def test_copies_and_pickles_run_the_patch(name: str) -> None:
+    """Each has a handle of its own, and is restored alone."""
+    case = case_of(name)
+    arguments, before = case.inputs(), output(case.transformer(), case.inputs())
+    model = mhla.apply_mhla(case.transformer(), **SPARSE)
+    expected = output(model, arguments)
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301 - its own
+        assert torch.equal(output(one, arguments), expected) and handle(one) is not handle(model)
+        assert torch.equal(output(mhla.remove_mhla(one), arguments), before)
+    assert torch.equal(output(model, arguments), expected)
+
+
+@forms
+def test_layerwise_casting(name: str) -> None:
+    """Weights in eight bits; of a patch that lists all pairs the output is that of the model's own attention."""
+    case = case_of(name)
+    model, arguments = case.transformer(), case.inputs()
+    if not hasattr(model, "enable_layerwise_casting"):
+        pytest.skip("this class has none")
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **ALL_LISTED)
+    assert torch.equal(output(model, arguments), expected)
+    mhla.change_mhla(model, **SPARSE)
+    assert_changed(output(model, arguments), expected)
+
+
+@pytest.mark.parametrize("name", ["dit", "flux", "wan"])
+def test_half_precision_is_that_of_the_model(name: str) -> None:
+    case = case_of(name)
+    model = case.transformer().to(torch.bfloat16)
+    arguments = {
+        key: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() and "ids" not in key else x
+        for key, x in case.inputs().items()
+    }
+    expected = output(model, arguments)
+    mhla.apply_mhla(model, **ALL_LISTED)
+    found = output(model, arguments)
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+    mhla.change_mhla(model, **SPARSE)
+    assert_changed(output(model, arguments), expected)
