@@ -1,125 +1,126 @@
-"""A family from outside of the package, the one that the page "Add a model" shows, keeps the contract of all."""
+"""A family from outside of the package: the one of the page "Add a model", and its complete example, CogView3-Plus."""
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 import mhla_diffusers as mhla
 from mhla_diffusers import families
 from mhla_diffusers.families import get_family, register_family
 from mhla_diffusers.generation import PipelineChoice
 
+from ..models import assert_changed
 from ..refusals import refused
-from . import cases, cogview3plus, test_contract, test_pipelines
+from . import cases, cogview3plus, test_contract, test_inputs, test_pipelines
+from .cases import ALL_LISTED, SPARSE, handle
 from .cogview3plus import COGVIEW3PLUS
 from .cogview3plus_tiny import CASE, cogview3plus_pipeline
 
-NAME = CASE.name
+PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 
 
 @pytest.fixture(autouse=True)
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case that the contract finds; what a test registers is forgotten after it."""
-    monkeypatch.setitem(cases.CASES, NAME, CASE)
+    monkeypatch.setitem(cases.CASES, CASE.name, CASE)
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
 
 
-@pytest.fixture
-def family(unregistered: None) -> families.Family:
-    register_family(COGVIEW3PLUS)
-    return COGVIEW3PLUS
+class Processor:
+    """As those of diffusers that dispatch."""
+
+    _attention_backend, _parallel_config = None, None
+
+    def __call__(self, attn: Any, x: torch.Tensor) -> torch.Tensor:
+        heads = [to(x).unflatten(2, (attn.heads, -1)) for to in (attn.to_q, attn.to_k, attn.to_v)]
+        return attn.to_out(dispatch_attention_fn(*heads, backend=self._attention_backend).flatten(2))
 
 
-def of(module: Any) -> list[Callable[[str], None]]:
-    """Tests that take the name of a case alone."""
-    tests = [one for name, one in vars(module).items() if name.startswith("test_")]
-    return [one for one in tests if list(inspect.signature(one).parameters) == ["name"]]
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.inner_dim, self.processor = 2, 32, Processor()
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.processor(self, x)
 
 
-LACKING = ("methods", "own_form", "step_of_the_pipeline", "compiles", "calibration")
-"""What CogView3-Plus is not an example of, or few families are asked for."""
-CHECKS = [one for module in (test_contract, test_pipelines) for one in of(module)]
+class MyTransformer3DModel(nn.Module):
+    """What the page has in mind: text, then a video's tokens, in joint attention."""
 
-
-@pytest.mark.usefixtures("family")
-@pytest.mark.parametrize("check", [one for one in CHECKS if not any(word in one.__name__ for word in LACKING)])
-def test_contract_of_all_families(check: Callable[[str], None]) -> None:
-    check(NAME)
-
-
-def test_file_is_short_enough_to_be_read() -> None:
-    assert len(inspect.getsource(cogview3plus).splitlines()) <= 60
-
-
-@pytest.mark.usefixtures("family")
-def test_folder_of_the_pipeline_can_be_chosen_as_a_model(tmp_path: Any) -> None:
-    cogview3plus_pipeline().save_pretrained(tmp_path)
-    choice = PipelineChoice(NAME, model=str(tmp_path))
-    choice.check()
-    assert get_family(choice.load().transformer).name == NAME
-
-
-class OwnAttention(nn.Module):
-    """What the page asks of an attention, and nothing else."""
+    config = SimpleNamespace(patch_size=(1, 1, 1))
 
     def __init__(self) -> None:
         super().__init__()
-        self.heads, self.inner_dim, self.processor = 2, 32, self.attend
-        self.to_q, self.to_k, self.to_v = (nn.Linear(32, 32) for _ in range(3))
-        self.to_out = nn.ModuleList([nn.Linear(32, 32), nn.Dropout(0.0)])
+        self.blocks = nn.ModuleList(nn.ModuleDict({"attn1": Attention()}) for _ in range(2))
 
-    @staticmethod
-    def attend(attn: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        heads = [to(hidden_states).unflatten(2, (2, 16)).transpose(1, 2) for to in (attn.to_q, attn.to_k, attn.to_v)]
-        found: torch.Tensor = attn.to_out[0](scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        return found
-
-    def set_processor(self, processor: Any) -> None:
-        self.processor = processor
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.processor(self, hidden_states)
-        return found
-
-
-class OwnTransformer(nn.Module):
-    """A module of no library, without a configuration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleDict({"attn1": OwnAttention()}) for _ in range(2)])
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = hidden_states.flatten(2).transpose(1, 2)
+    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([encoder_hidden_states, hidden_states.flatten(2).mT], dim=1)
         for block in self.blocks:
             x = x + block["attn1"](x)
-        return x
+        return x[:, encoder_hidden_states.shape[1] :]
 
 
-def test_a_module_of_ones_own_is_patched_saved_and_loaded(tmp_path: Any) -> None:
-    of_own = {"name": "own", "transformers": ("OwnTransformer",), "block_lists": ("blocks",)}
-    register_family(families.Family(**of_own, grid=lambda model, given: tuple(given["hidden_states"].shape[2:])))
+@torch.no_grad()
+def test_the_family_of_the_page_is_fifteen_lines_and_all_that_sparse_attention_needs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?register_family\(.*?\n\)\n)```", PAGE.read_text(), re.DOTALL)[:1]
+    code = code[code.index("register_family(") :]
+    assert len(code.splitlines()) <= 15
+    exec(code, {"Family": families.Family, "grids": families.grids, "register_family": register_family})
     torch.manual_seed(0)
-    model, x = OwnTransformer().eval(), torch.randn(1, 32, 8, 6)
-    expected = model(x)
-    mhla.apply_mhla(model, blocks=(2, 2))
-    changed = model(x)
+    model, call = MyTransformer3DModel().eval(), (torch.randn(1, 32, 4, 8, 6), torch.randn(1, 5, 32))
+    expected = model(*call)
+    assert torch.equal(mhla.apply_mhla(model, **ALL_LISTED)(*call), expected)
+    found = mhla.change_mhla(model, **SPARSE)(*call)
+    assert_changed(found, expected)
+    assert (handle(model).latest_grid, handle(model).tally.sparse) == ((4, 8, 6), 2)
     mhla.save_mhla(model, tmp_path)
-    assert torch.equal(mhla.remove_mhla(model)(x), expected) and not torch.equal(changed, expected)
-    assert torch.equal(mhla.load_mhla(model, tmp_path)(x), changed)
+    assert torch.equal(mhla.remove_mhla(model)(*call), expected)
+    assert torch.equal(mhla.load_mhla(model, tmp_path)(*call), found)
+    with refused("density"):
+        mhla.remove_mhla(model) and mhla.apply_mhla(model, blocks=(2, 2, 2))
+
+
+CHECKS: list[Callable[[str], None]] = [
+    test_contract.test_a_patch_that_lists_all_pairs_is_the_models_own_attention,
+    test_contract.test_tokens_beside_the_grid_stand_where_the_table_says,
+    test_contract.test_samples_of_a_batch_do_not_mix,
+    test_pipelines.test_a_pipeline_runs_the_patch_in_the_steps_that_are_not_dense,
+    test_inputs.test_forward_gets_what_the_pipeline_gives,
+    test_inputs.test_latents_are_of_the_scale_of_the_pipeline,
+    test_inputs.test_size_in_pixels_tells_the_grid,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_contract_of_all_families(check: Callable[[str], None]) -> None:
+    register_family(COGVIEW3PLUS)
+    check(CASE.name)
+
+
+def test_the_complete_example_is_short_enough_to_be_read_and_its_folder_a_model(tmp_path: Path) -> None:
+    assert len(inspect.getsource(cogview3plus).splitlines()) <= 50
+    register_family(COGVIEW3PLUS)
+    cogview3plus_pipeline().save_pretrained(tmp_path)
+    choice = PipelineChoice(CASE.name, model=str(tmp_path))
+    choice.check()
+    assert get_family(choice.load().transformer).name == CASE.name
 
 
 def test_a_family_is_known_once_it_is_registered_and_again() -> None:
     """As a notebook registers it when its cell is run again; one of its name for other transformers is refused."""
-    with refused("CogView3PlusTransformer2DModel", "register_family()"):
+    with refused("CogView3PlusTransformer2DModel"):
         mhla.apply_mhla(CASE.transformer())
-
     first, second = replace(COGVIEW3PLUS), replace(COGVIEW3PLUS)
     register_family(first)
     register_family(second)
