@@ -15,7 +15,7 @@ JOBS ?= 2
 PARALLEL = -n $(JOBS) --dist worksteal
 # tests of the mathematics, of patching and of what has no model in it; make test runs all
 QUICK := tests/attention/test_layout.py tests/attention/test_eager.py tests/attention/test_api.py \
-	tests/attention/test_mixing.py tests/patching/test_layer.py tests/patching/test_handle.py \
+	tests/attention/test_mixing.py tests/patching/test_layer.py tests/patching/test_route.py \
 	tests/families/test_added_family.py tests/test_config.py
 
 # Python keeps what it compiled of the packages, which else every process of a test would compile anew, for ten seconds

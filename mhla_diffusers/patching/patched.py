@@ -271,7 +271,7 @@ class Patched:
                 "steps",
                 f"The denoising step of a forward of {type(self.transformer).__name__} is unknown, so "
                 f"{config.dense_words} has no effect. Call the pipeline, or give apply_mhla() the object that has the "
-                "transformer and its scheduler; refresh=None for no dense steps.",
+                "transformer and its scheduler; dense_first=0, dense_last=0, dense_every=0 for no dense steps.",
             )
             return call
         run, step, timesteps = sampling
