@@ -1,4 +1,4 @@
-"""How close sparse attention stays to the unpatched pipeline, per cost: density, dense steps, carry and step caches.
+"""How close sparse attention stays to the unpatched pipeline, per cost: density, dense steps and step caches.
 
     python studies/carry/carry.py --family wan --steps 50 --scenes 10
     python studies/carry/carry.py --family dit --steps 50 --scenes 100
@@ -18,21 +18,19 @@ import io
 import sys
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
-from mhla_diffusers.patching.context import current
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.similarity import psnr, ssim
-from mhla_diffusers.patching.processor import MHLAProcessor
+from mhla_diffusers.patching.call import held
 from mhla_diffusers.tiny import TINY, load_tiny
 
 HERE = Path(__file__).parent
@@ -41,7 +39,7 @@ POOLED = 1 / 32
 HEADER = (
     "density",
     "dense steps",
-    "carried",
+    "corrected",
     "cache",
     "cost",
     "blocks",
@@ -68,13 +66,13 @@ class Row:
     def name(self) -> tuple[str, str, str, str]:
         """The first columns."""
         dense = ", ".join(f"{key} {value}" for key, value in self.dense.items() if key != "correct")
-        carried = ("" if not dense else "yes") if self.dense.get("correct", True) else "no"
-        return "" if self.density is None else f"{self.density:g}", dense, carried, self.cache
+        corrected = ("" if not dense else "yes") if self.dense.get("correct", True) else "no"
+        return "" if self.density is None else f"{self.density:g}", dense, corrected, self.cache
 
 
 def rows_of(steps: int) -> list[Row]:
     """What is tried, what decides most first."""
-    cheap, dear, between = ({"dense_every": steps // number} for number in (5, 10, 7))
+    cheap, dear, between = ({"dense_first": 1, "dense_every": steps // number} for number in (5, 10, 7))
     dropped = {"correct": False}
     caches = ["First Block Cache 0.05", "First Block Cache 0.1"]
     rows = [Row(density, cheap) for density in (0.05, 0.025, 0.15)] + [Row(0.05, dear), Row(0.05)]
@@ -89,17 +87,17 @@ def rows_of(steps: int) -> list[Row]:
     others = ["TaylorSeer 2", "TaylorSeer 3", "MagCache 0.02", "MagCache 0.06"]
     rows += [Row(cache=cache) for cache in others] + [Row(0.15, cheap, cache) for cache in others]
     rows += [Row(density, {}, others[0]) for density in (0.25, 0.4, 0.15)]
-    seldom = {"dense_every": round(0.35 * steps)}
+    seldom = {"dense_first": 1, "dense_every": round(0.35 * steps)}
     rows += [Row(0.15, seldom), Row(0.1, seldom), Row(0.1, cheap)]
-    rows += [Row(0.05, between), Row(0.025, dear), Row(0.05, {"dense_first": 2} | cheap), Row(0.25)]
+    rows += [Row(0.05, between), Row(0.025, dear), Row(0.05, cheap | {"dense_first": 2}), Row(0.25)]
     rows += [Row(0.05, {"dense_first": steps // 5}), Row(0.05, {"dense_first": steps // 5} | dropped)]
     return [*rows, Row(0.15, cheap | dropped)]
 
 
 def coarse_rows(steps: int) -> list[Row]:
     """Rows whose blocks of keys hold as many tokens as --key-block-size says."""
-    refreshed = {"dense_every": steps // 5}
-    return [Row(0.025), Row(0.15), Row(0.025, refreshed), Row(0.05, refreshed)]
+    dense = {"dense_first": 1, "dense_every": steps // 5}
+    return [Row(0.025), Row(0.15), Row(0.025, dense), Row(0.05, dense)]
 
 
 def mag_cache(threshold: float, family: str, steps: int, yardstick: Yardstick) -> MagCacheConfig:
@@ -127,20 +125,21 @@ class Costs:
 
     def __init__(self, transformer: Any, density: float | None, pooled: float) -> None:
         self.transformer, self.density, self.pooled, self.ran = transformer, density, pooled, 0.0
-        self.calls, self.forwards = 0.0, 0
+        self.calls, self.forwards = 0, 0
         self.blocks = get_family(transformer).self_attentions(transformer)
         transformer.register_forward_pre_hook(self._count_forward)
         for attn in self.blocks.values():  # at the projection: a step cache puts itself around the attention's forward
-            attn.to_q.register_forward_pre_hook(partial(self._count, attn))
+            attn.to_q.register_forward_pre_hook(self._count)
 
     def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
 
-    def _count(self, attn: Any, *_: Any) -> None:
-        context, is_sparse = current(), isinstance(attn.processor, MHLAProcessor)
-        sparse, shows = (self.density or 0) + self.pooled, is_sparse and context.shows
-        self.calls += 1 / 2 if shows else 1  # projected twice: for the model's own attention, and for the patch's
-        self.ran += (1 + sparse) / 2 if shows else sparse if is_sparse and not context.disabled else 1
+    def _count(self, *_: Any) -> None:
+        call = held().call
+        is_dense = self.density is None or call is None or call.is_dense
+        is_sparse = not is_dense or (call is not None and call.records_residual)  # both where it measures a residual
+        self.calls += 1
+        self.ran += is_dense + is_sparse * ((self.density or 0) + self.pooled)
 
     @property
     def cost(self) -> float:

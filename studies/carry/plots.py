@@ -14,8 +14,8 @@ from matplotlib import pyplot
 HERE = Path(__file__).parent
 SHOWN = {
     "density alone": (lambda row: not row["dense steps"] and not row["cache"], "C7", "s"),
-    "dense steps, dropped": (lambda row: row["carried"] == "no" and not row["cache"], "C1", "x"),
-    "dense steps, carried": (lambda row: row["carried"] == "yes" and not row["cache"], "C0", "o"),
+    "dense steps, dropped": (lambda row: row["corrected"] == "no" and not row["cache"], "C1", "x"),
+    "dense steps, corrected": (lambda row: row["corrected"] == "yes" and not row["cache"], "C0", "o"),
     "a step cache alone": (lambda row: row["cache"] and not row["density"], "C2", "^"),
     "a step cache with a sparse patch": (lambda row: row["cache"] and row["density"], "C3", "D"),
 }
@@ -40,16 +40,11 @@ def main() -> None:
                 marker=marker,
                 label=label,
             )
-            if label == "dense steps, carried":
+            if label == "dense steps, corrected":
                 for cost, psnr, row in points:
                     density = f"{float(row['density']):.1%}".replace(".0%", "%")
                     axis.annotate(density, (cost, psnr), (3, 4), textcoords="offset points", fontsize=7, color=colour)
         family, steps = name.split("-")
-        every = round(0.2 * int(steps))  # refresh="auto"
-        for row in rows:
-            if (row["density"], row["dense steps"], row["carried"]) == ("0.025", f"refresh {every}", "yes"):
-                spot = float(row["cost"]), float(row["psnr"])
-                axis.plot(*spot, "o", ms=13, mfc="none", mec="black", zorder=3, label="the default")
         axis.set(
             xlabel="keys that a query attends to / N, one pooled key for 32", title=f"tiny-{family}, {steps} steps"
         )
