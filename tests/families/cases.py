@@ -1,6 +1,7 @@
 """Tiny models of every family as a table: what differs from the package's own tiny models, inputs and pipelines."""
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -921,6 +922,14 @@ ALL_LISTED = {"density": 1.0, "dense_layers": 0}
 def handle(model: Any) -> Any:
     """The handle of a patched transformer."""
     return mhla.patching.find_patched(model)["transformer"]
+
+
+def tally(model: Any) -> tuple[int, dict[str, int]]:
+    """Sparse attentions of the latest call of a patched transformer, and dense ones by reason; read once."""
+    found = handle(model).tally
+    words, found.latest = found.summary() or found.latest, ""
+    dense = re.findall(r", ([\d,]+) dense: (.*?)(?=, [\d,]+ dense: |$)", words)
+    return int(re.findall(r"[\d,]+", words)[0].replace(",", "")), {reason: int(count) for count, reason in dense}
 
 
 class _Weights(dict[str, torch.Tensor]):

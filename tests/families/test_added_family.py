@@ -21,7 +21,7 @@ from mhla_diffusers.generation import PipelineChoice
 from ..models import assert_changed
 from ..refusals import refused
 from . import cases, cogview3plus, test_contract, test_inputs, test_pipelines
-from .cases import ALL_LISTED, SPARSE, handle
+from .cases import ALL_LISTED, SPARSE, handle, tally
 from .cogview3plus import COGVIEW3PLUS
 from .cogview3plus_tiny import CASE, cogview3plus_pipeline
 
@@ -83,7 +83,7 @@ def test_the_family_of_the_page_is_fifteen_lines_and_all_that_sparse_attention_n
     assert torch.equal(mhla.apply_mhla(model, **ALL_LISTED)(*call), expected)
     found = mhla.change_mhla(model, **SPARSE)(*call)
     assert_changed(found, expected)
-    assert (handle(model).latest_grid, handle(model).tally.sparse) == ((4, 8, 6), 2)
+    assert (handle(model).latest_grid, tally(model)) == ((4, 8, 6), (2, {}))
     mhla.save_mhla(model, tmp_path)
     assert torch.equal(mhla.remove_mhla(model)(*call), expected)
     assert torch.equal(mhla.load_mhla(model, tmp_path)(*call), found)

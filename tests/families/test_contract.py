@@ -16,7 +16,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.patching import attn_processors
 
 from ..models import assert_changed, relative_change
-from .cases import ALL_LISTED, CASES, ROUNDING, SPARSE, all_listed, case_of, footprint, handle, output, plain
+from .cases import ALL_LISTED, CASES, ROUNDING, SPARSE, all_listed, case_of, footprint, handle, output, plain, tally
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -62,8 +62,6 @@ def test_every_attention_is_sparse_attention_on_what_the_model_gives_it(
     reason, count = STAY_DENSE.get(name, ("", 0))
     for arguments, grid in zip(both(case), case.grids, strict=True):
         seen: list[Any] = []
-        tally = handle(model).tally
-        tally.end()
         with handle(model).watched(lambda one, seen=seen: seen.append(one) or one.output):
             output(model, arguments)
         for one in seen:
@@ -71,8 +69,9 @@ def test_every_attention_is_sparse_attention_on_what_the_model_gives_it(
             assert one.query.shape[1] == math.prod(grid) + sum(one.extra)
         found = {one.layer for one in seen}
         assert found <= set(case.attentions) and len(found) == len(case.attentions) - count
-        assert tally.sparse == len(seen) and tally.dense.total() == count
-        assert all(words.startswith(reason) and words in caplog.text for words in tally.dense)
+        sparse, dense = tally(model)
+        assert sparse == len(seen) and sum(dense.values()) == count
+        assert all(words.startswith(reason) and words in caplog.text for words in dense)
     assert {one.levelno for one in caplog.records if "dense attention" in one.message} <= {logging.WARNING}
 
 
@@ -235,7 +234,7 @@ def test_variants_of_a_family(name: str, settings: dict[str, Any], change: Any) 
     assert torch.equal(output(model, arguments), expected)
     mhla.change_mhla(model, **SPARSE)
     assert_changed(output(model, arguments), expected)
-    assert handle(model).tally.sparse >= len(case.attentions)
+    assert tally(model)[0] >= len(case.attentions)
 
 
 # MHLA, in the families that it is trained for
