@@ -28,9 +28,9 @@ def initial_mixing(blocks: Sequence[int], init: MixingInit = "locality") -> torc
     """
     count = math.prod(blocks)
     if init == "identity":
-        return torch.eye(count)
+        return torch.eye(count, dtype=torch.float32)
     if init == "uniform":
-        return torch.full((count, count), 1 / count)
+        return torch.full((count, count), 1 / count, dtype=torch.float32)
     check_choice("mixing_init", init, get_args(MixingInit))
     axes = [torch.arange(length, dtype=torch.float64) for length in blocks]
     positions = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)

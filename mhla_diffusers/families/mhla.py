@@ -252,6 +252,8 @@ def finite(output: torch.Tensor) -> torch.Tensor:
 
 def _is_fused(attn: Any) -> bool:
     """Whether its projections are fused, which some classes of diffusers do not know of."""
+    if not hasattr(attn, "unfuse_projections"):  # and keeps fused weights, and says so, when it is unfused
+        return getattr(attn.processor, "fused", None) is not None
     return bool(getattr(attn, "fused_projections", False))
 
 

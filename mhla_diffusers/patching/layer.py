@@ -40,8 +40,8 @@ class Gate(nn.Module):
 
     def __init__(self, hidden_size: int, inner_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(inner_size, hidden_size))
-        self.bias = nn.Parameter(torch.empty(inner_size))
+        self.weight = nn.Parameter(torch.empty(inner_size, hidden_size, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(inner_size, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -65,8 +65,8 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int, size: int, axes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, *(size,) * axes))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.weight = nn.Parameter(torch.empty(channels, 1, *(size,) * axes, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -115,7 +115,7 @@ class MHLALayer(nn.Module):
         """Log of λ, (H,); of layers that attend to the own block with softmax."""
         if isinstance(config, CausalConfig) and config.own == "softmax":
             self.linear_log_weight = nn.Parameter(torch.empty(heads, dtype=torch.float32))
-        self.output_norm = nn.Parameter(torch.empty(head_dim)) if config.output_norm else None
+        self.output_norm = nn.Parameter(torch.empty(head_dim, dtype=torch.float32)) if config.output_norm else None
         self.gate = Gate(hidden_size, heads * head_dim) if config.output_gate else None
         self.convolution: Convolution | None = None
         if isinstance(config, MHLAConfig) and config.convolution is not None:

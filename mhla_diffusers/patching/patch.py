@@ -32,10 +32,18 @@ from ..settings import check_choice, check_value
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal
 from .call import Counts
 from .describe import applied_in_words
-from .finding import find_patched, find_transformers, is_patched, models_of, refuse_wrapped, require_patched
-from .layer import OFFLOADED, MHLALayer, attentions_of, make_layer, share_parameters
+from .finding import (
+    find_patched,
+    find_transformers,
+    is_patched,
+    models_of,
+    refuse_wrapped,
+    require_layers,
+    require_patched,
+)
+from .layer import OFFLOADED, MHLALayer, attentions_of, layer_of, make_layer, share_parameters
 from .patched import Facts, Patched, check_counts
-from .processor import MHLAProcessor, holds_weights
+from .processor import MHLAProcessor, holds_weights, is_fused
 from .weights import base_weights, check_writable, group_offloading, has_lora, remove_lora, resized
 
 logger = logging.getLogger(__name__)
@@ -222,13 +230,16 @@ def attach(patched: Patched, layers: Layers) -> None:
     """Carry out a plan."""
     if layers:
         processor = MHLAProcessor(patched.config, backend=patched.backend)
+        processor.fused = next(filter(is_fused, (patched.attentions[name].processor for name in layers)), None)
         for name, layer in layers.items():
             _put_in(patched.attentions[name], layer, processor)
     patched.attach()
 
 
 def _put_in(attn: Any, layer: MHLALayer, processor: MHLAProcessor) -> None:
-    if layer.original_processor is None and not isinstance(attn.processor, MHLAProcessor):
+    if not isinstance(attn.processor, MHLAProcessor) and (
+        layer.original_processor is None or is_fused(layer.original_processor)
+    ):
         layer.original_processor = attn.processor
     processor._parallel_config = processor._parallel_config or getattr(attn.processor, "_parallel_config", None)
     attn.mhla = layer
@@ -402,7 +413,10 @@ def detach(patched: Patched) -> None:
             for place in places[name]:
                 place.copy_(tensor)
     patched.lora, patched.replaced_weights = None, {}
-    for attn in attentions_of(patched.transformer).values():
+    fused_from = getattr(patched.transformer, "original_attn_processors", None) or {}
+    for name, attn in attentions_of(patched.transformer).items():
+        if isinstance(fused_from.get(f"{name}.processor"), MHLAProcessor):  # which unfusing would put back
+            fused_from[f"{name}.processor"] = getattr(layer_of(attn), "original_processor", None)
         _take_out(patched, attn)
     patched.detach()
 
@@ -437,6 +451,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
     Raises:
         ValueError: not patched or switched off, settings that do not fit, or weights that they do not fit.
     """
+    check_choice("backend", backend, (*BACKENDS, None))
     handles = list(require_patched(model).values())
     plans = [_plan_change(patched, model, backend, settings) for patched in handles]
     for patched, (new, layers, _) in zip(handles, plans, strict=True):
@@ -546,9 +561,7 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
         ValueError: if the model has no mixing matrices, or ``optimizer`` was made before them and lacks a matrix that
             takes gradients.
     """
-    layers = [layer for patched in require_patched(model).values() for layer in patched.layers.values()]
-    if not layers:
-        raise ValueError("The model runs sparse attention, which has no mixing matrix to clip.")
+    layers = list(require_layers(model).values())
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(layer.mixing.requires_grad and id(layer.mixing) not in optimized for layer in layers):
         raise ValueError(

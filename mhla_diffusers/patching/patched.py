@@ -333,7 +333,7 @@ class Patched:
         others there is one warning.
         """
         foreign, own = {}, None
-        for name, layer in self.layers.items():
+        for name in self.layers:
             attn = self.attentions[name]
             processor = attn.processor
             own = own or MHLAProcessor(self.config, backend=self.backend)
@@ -341,7 +341,10 @@ class Patched:
                 if processor.is_blank:
                     attn.processor = own
             elif is_fused(processor):
-                layer.original_processor, attn.processor = processor, own
+                if own.fused is None:
+                    own = MHLAProcessor(self.config, backend=self.backend)
+                    own.fused = processor
+                attn.processor = own
             else:
                 foreign[name] = type(processor).__name__
         if foreign:

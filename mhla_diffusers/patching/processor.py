@@ -17,12 +17,12 @@ from ..attention import BACKENDS, mhla_attention
 from ..attention.layout import Shape, check_grid
 from ..attention.rope import rotated
 from ..attention.split import share_of
-from ..config import LinearConfig, PatchConfig, SparseConfig
+from ..config import NOTHING_DENSE, LinearConfig, PatchConfig, SparseConfig
 from ..families import AttentionAdapter, AttentionInputs, Family, family_of_attention
 from ..families.mhla import Arguments
 from ..settings import check_choice
 from .call import Call, Seen, held, within
-from .layer import MHLALayer, layer_of, make_layer
+from .layer import layer_of, make_layer
 
 _PARALLEL = "_parallel_config"
 """Attribute that diffusers' enable_parallelism writes into processors."""
@@ -60,6 +60,8 @@ class MHLAProcessor:
     _attention_backend: Any = None
     # written by its enable_parallelism; handed on to original processors
     _parallel_config: Any = None
+    fused: Any = None
+    """The processor of fused projections in whose place diffusers' unfusing puts another; None while not fused."""
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class MHLAProcessor:
             )
         check_choice("backend", backend, BACKENDS)
         is_blank = config is None and not settings and grid is None and backend == "auto"
+        if "density" in settings:  # in every step and layer unless they say otherwise
+            settings = NOTHING_DENSE | settings
         self._config = config if config is not None or is_blank else PatchConfig.read(settings)
         self.grid = None if grid is None else check_grid(grid, "grid")
         self.backend = backend
@@ -150,15 +154,20 @@ class MHLAProcessor:
             return adapter.run(self.with_choices(self._original(attn, adapter)), attn, arguments)
         grid = call.grid if call is not None and layer is not None else self._grid(attn, adapter, arguments)
         if own_form:
-            self._check_own_form(layer)
+            self._check_own_form()
+        if layer is not None and layer.config is not self.config and layer.config != self.config:
+            raise ValueError(
+                f"This attention was patched with {layer.config}, but its processor was made for {self.config}. "
+                "Call remove_mhla() before patching with other settings."
+            )
         if isinstance(self.config, SparseConfig):
             return self._answer(attn, adapter, arguments, grid)
-        if layer is None:  # a refused first forward leaves no weights behind
-            assert isinstance(self.config, LinearConfig)
-            attn.mhla = make_layer(attn, self.config, family)
         split = None if call is None else call.split
         tokens = None if split is None else share_of(math.prod(grid), split)[1]
         inputs = adapter.read(attn, arguments, grid, tokens)
+        if layer is None:  # now that the first forward is not refused
+            assert isinstance(self.config, LinearConfig)
+            attn.mhla = make_layer(attn, self.config, family)
         if _skips_scores(attn):
             return adapter.project_output(attn, inputs.value, inputs)
         output = attn.mhla(inputs, backend=self.backend, split=split)
@@ -218,19 +227,19 @@ class MHLAProcessor:
             "processor, grid=(frames, height, width) in tokens, or (height, width) for images."
         )
 
-    def _check_own_form(self, layer: MHLALayer | None) -> None:
+    def _check_own_form(self) -> None:
         """Raise ValueError for settings that need what diffusers' own ``set_attn_processor`` does not keep or pass."""
         config = self.config
+        if self._parallel_config is not None:
+            raise ValueError(
+                "In diffusers' own form MHLAProcessor does not know how context parallelism splits the token grid; use "
+                "apply_mhla(pipe, ...)."
+            )
         if config.layers != "all" or config.has_dense_steps:
             refused = config.dense_words if config.layers == "all" else f"layers={config.layers!r}"
             raise ValueError(
                 f"{refused} cannot be honoured when diffusers' own set_attn_processor puts the processor on every "
                 "layer and drops the original ones; use apply_mhla(pipe, ...), which keeps them."
-            )
-        if layer is not None and layer.config is not config and layer.config != config:
-            raise ValueError(
-                f"This attention was patched with {layer.config}, but its processor was made for {config}. "
-                "Call remove_mhla() before patching with other settings."
             )
 
 
@@ -276,6 +285,8 @@ def _warn_outside(config: PatchConfig) -> None:
 
 def replaced_processor(attn: Any) -> Any:
     """Return the processor that an attention had before its patch; None if no record was kept."""
+    if (fused := getattr(attn.processor, "fused", None)) is not None:
+        return fused
     module: Any = getattr(attn, "mhla", None)
     layer = getattr(module, "original_module", module)
     return None if layer is None else layer.original_processor

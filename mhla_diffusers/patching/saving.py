@@ -19,10 +19,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from ..config import LinearConfig
 from ..files import file_hash, write_json, write_tensors
 from ..settings import Settings, allow, check_choice
 from .describe import describe
-from .finding import find_transformers, is_patched, require_patched
+from .finding import find_transformers, is_patched, require_layers, require_patched
 from .patched import Patched
 from .weights import base_weights, check_plain, has_lora, lora_weights, refuse_weights_on_disk
 
@@ -139,6 +140,8 @@ def _collect(
     check_choice("dtype", dtype, (*_FLOAT_TYPES, None))
     find_transformers(model)  # refuses a patch without a family
     handles = require_patched(model)
+    if any(isinstance(patched.config, LinearConfig) for patched in handles.values()):
+        require_layers(model)  # which diffusers' own form makes at the first forward
     base_model = base_model or loaded_from(model, next(iter(handles.values())).transformer)
     tensors: dict[str, torch.Tensor] = {}
     lora: dict[str, torch.Tensor] = {}

@@ -5,7 +5,7 @@ import torch
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching import calibrate_output_norm, layer_sensitivity, record_calls
+from mhla_diffusers.patching import calibrate_output_norm, find_patched, layer_sensitivity, record_calls
 from mhla_diffusers.patching.patch import choose_layers
 from mhla_diffusers.tiny import load_tiny
 
@@ -61,7 +61,7 @@ REFUSED = {
     "no norms": (lambda: patched("sana"), "output_norm=True"),
     "sparse attention": (lambda: patched("dit", density=0.2), "output_norm=True"),
     "no patch": (sana, "not patched"),
-    "norms that run() does not reach": (lambda: patched("sana", output_norm=True), "3 of 3 layers...attn1"),
+    "norms that run() does not reach": (lambda: patched("sana", output_norm=True), "attn1...3 of 3"),
 }
 
 
@@ -119,7 +119,7 @@ def test_sensitivity_is_the_change_when_one_layer_alone_is_replaced(name):
     assert torch.equal(output(mhla.remove_mhla(model), inputs(name)), original)
 
 
-@pytest.mark.parametrize("settings", [{"blocks": (1, 2, 2)}, {"density": 0.2}], ids=str)
+@pytest.mark.parametrize("settings", [{"blocks": (1, 2, 2)}, {"density": 0.2, "dense_layers": 0}], ids=str)
 def test_every_transformer_of_a_pipeline_gets_its_own_choice_and_keeps_it(settings, tmp_path):
     pipe, call = wan22_pipeline(), PIPELINES["wan22"].call
     mhla.apply_mhla(
@@ -128,11 +128,13 @@ def test_every_transformer_of_a_pipeline_gets_its_own_choice_and_keeps_it(settin
         layers="auto:1/2",
         calibration=lambda: pipe(**call, generator=torch.Generator().manual_seed(0)),
     )
-    chosen = list(mhla.mhla_layers(pipe))
-    assert {name.split(".")[0] for name in chosen} == {"transformer", "transformer_2"}
+    chosen = {name: handle.chosen for name, handle in find_patched(pipe).items()}
+    assert list(map(len, chosen.values())) == [2, 2]
     mhla.save_mhla(pipe, tmp_path)
-    assert list(mhla.mhla_layers(mhla.load_mhla(wan22_pipeline(), tmp_path))) == chosen
-    assert {f"{name}.mhla" for name in layer_sensitivity(pipe, lambda: pipe(**call))} == set(chosen)
+    loaded = mhla.load_mhla(wan22_pipeline(), tmp_path)
+    assert {name: handle.chosen for name, handle in find_patched(loaded).items()} == chosen
+    names = [f"{component}.{name}" for component, names in chosen.items() for name in names]
+    assert list(layer_sensitivity(pipe, lambda: pipe(**call))) == names
 
 
 def test_automatic_choice_moves_the_output_no_more_than_the_fixed_one():

@@ -8,6 +8,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import mhla_diffusers as mhla
+from mhla_diffusers.config import NOTHING_DENSE
 
 from ..models import FAMILIES, inputs, output, patched, wan
 from ..pipelines import PIPELINES, dit_pipeline, sana_pipeline, wan22_pipeline, wan_pipeline
@@ -100,18 +101,18 @@ def test_describe_tells_the_density_that_is_reached(size, density):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "in 5 steps, evenly spread, where there are 20 or more;"),
-        ({"refresh": 0.1, "softmax_steps": 2}, "in the first 2 steps and in 10 steps, evenly spread;"),
-        ({"refresh": 7, "softmax_last": 0.1}, "in the last 10% of the steps and in one step of every 7;"),
+        ({"dense_first": 0.2, "dense_last": 1, "dense_layers": 1}, "dense in steps 1-10, 50 of 50 and in layer 0"),
+        ({"dense_every": 10, "dense_first": 2}, "dense in steps 1-2, 12, 22, 32, 42 of 50"),
+        ({"dense_every": 25, "dense_layers": 2}, "dense in steps 25, 50 of 50 and in layers 0-1"),
     ],
 )
 def test_dense_steps_are_said_in_words(settings, said):
-    assert f"as before the patch {said}" in str(mhla.describe(apply(**settings)))
+    assert said in str(mhla.describe(apply(**settings))).splitlines()
 
 
 def apply(**settings):
     """A Wan with sparse attention."""
-    return mhla.apply_mhla(wan(), **settings)
+    return mhla.apply_mhla(wan(), **NOTHING_DENSE | settings)
 
 
 def totals(described, *names):
@@ -156,9 +157,9 @@ def test_describe_tells_what_really_runs():
         found = mhla.describe(model)
         assert [(layer.replaced, layer.runs_mhla, layer.processor) for layer in found[:2]] == [
             (False, False, "WanAttnProcessor"),
-            (True, False, "WanAttnProcessor"),
+            (True, False, "MHLAProcessor"),
         ]
-        assert "blocks.1.attn1  off: WanAttnProcessor" in str(found)
+        assert "blocks.1.attn1  off: MHLAProcessor" in str(found)
         assert str(found).endswith("; the patch does not run in 2 of them now")
     assert "off" not in str(mhla.describe(model))
     model.set_attn_processor(WanAttnProcessor())
@@ -246,6 +247,15 @@ REFUSED = {
     "a grid as well": (wan_pipe, SMALL | {"grid": (3, 2, 3)}, "grid=(3, 2, 3)"),
     "no token": (wan_pipe, {"height": 4, "width": 48, "num_frames": 9}, "height=4, width=48...(3, 0, 3)"),
     "blocks": (wan_pipe, {"height": 32, "width": 16, "num_frames": 9}, "width...1...2"),
+    **{
+        name: (dit_pipeline, size, words)
+        for name, size, words in (
+            ("size as text", {"height": "64", "width": 64}, "height='64'"),
+            ("truth as a size", {"height": True, "width": True}, "height=True"),
+            ("grid as text", {"grid": "88"}, "grid='88'"),
+            ("grid of a number", {"grid": 8}, "grid=8 "),
+        )
+    },
     "size of a transformer": (wan, SMALL, "the pipeline...grid="),
     "frames of a picture": (sana_pipeline, SMALL | {"num_frames": 9}, "num_frames=9"),
     "no square": (dit_pipeline, SMALL, "height=32, width=48"),

@@ -1,16 +1,19 @@
 """The processor: masks, and diffusers' own form that puts one instance on every attention."""
 
+import copy
 import math
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import register_mixing_clip
+from mhla_diffusers.patching import attn_processors, register_mixing_clip
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
+from ..pipelines import wan_pipeline
 from ..refusals import refused
-from .shared import own_form
+from .shared import assert_equal_up_to_order, assert_same_footprint, footprint, own_form
 
 
 def masked_attention(name, tokens, mask, **settings):
@@ -96,9 +99,30 @@ def test_a_grid_that_was_read_once_is_not_read_from_the_device_again():
     assert output(model, arguments).shape == inputs("wan")["hidden_states"].shape
 
 
+@pytest.mark.parametrize("name", ["wan", "sana"])
+def test_a_class_in_the_place_of_an_instance_is_refused(name):
+    model = FAMILIES[name].build()
+    model.set_attn_processor(mhla.MHLAProcessor)
+    with refused("instance"):
+        model(**inputs(name))
+
+
+@pytest.mark.parametrize("name", ["wan", "dit"])
+def test_sparse_attention_in_diffusers_own_form(name):
+    """It runs in every step and layer, and is removed; dense steps that are asked for are refused."""
+    settings = {"density": 0.2, "block_size": 4, "far": "means"}
+    model, expected = FAMILIES[name].build(), output(FAMILIES[name].build(), inputs(name))
+    processor = mhla.MHLAProcessor(**settings, grid=FAMILIES[name].grid)
+    for attn in (attn for path, attn in model.named_modules() if path.endswith(("attn1", "attn2"))):
+        attn.set_processor(processor)
+    assert_equal_up_to_order(output(model, inputs(name)), output(patched(name, **settings), inputs(name)))
+    assert_changed(output(model, inputs(name)), expected)
+    assert torch.equal(output(mhla.remove_mhla(model), inputs(name)), expected)
+
+
 def test_diffusers_own_form_names_the_line_that_gives_the_grid():
     """SANA's attention is told nothing of it, nor is a compiled graph."""
-    message = "token grid...mhla_diffusers.set_attn_processor(pipe.transformer, processor)"
+    message = "token grid...apply_mhla(pipe, ...)"
     model = own_form("sana", blocks=(4, 2))
     with refused(message):
         output(model, inputs("sana"))
@@ -139,7 +163,37 @@ def test_processor_of_other_settings_on_a_patched_attention_is_refused():
         output(model, inputs("wan"))
 
 
+def test_set_attn_processor_of_a_transformer_without_the_method():
+    """As diffusers' own: an instance for all, or a dict, left as it is; what is no processor changes nothing."""
+    model = FAMILIES["dit"].build()
+    expected, before = output(model, inputs("dit")), footprint(model)
+    given = {path: copy.copy(processor) for path, processor in attn_processors(model).items()}
+    kept = dict(given)
+    mhla.set_attn_processor(model, given)
+    assert given == kept == attn_processors(model)
+    slow = AttnProcessor()
+    mhla.set_attn_processor(model, slow)
+    assert all(processor is slow for processor in attn_processors(model).values())
+    assert_equal_up_to_order(output(model, inputs("dit")), expected)
+    mhla.set_attn_processor(model, before["processors"])
+    renamed = dict(before["processors"])
+    renamed["transformer_blocks.9.attn1.processor"] = renamed.pop("transformer_blocks.0.attn1.processor")
+    cases = [(renamed, "transformer_blocks.0.attn1...transformer_blocks.9.attn1")]
+    for wrong, value in (("x", "'x'"), (None, "None"), (mhla.MHLAProcessor, "MHLAProcessor'>")):
+        cases += [(one, f"{value}...MHLAProcessor") for one in (wrong, dict.fromkeys(renamed, wrong))]
+    for wrong, value in cases:
+        with refused(value):
+            mhla.set_attn_processor(model, wrong)
+        assert_same_footprint(model, before)
+    for use in (lambda: mhla.set_attn_processor(type(model), slow), lambda: attn_processors(type(model))):
+        with refused("DiTTransformer2DModel is a class"):
+            use()
+    with refused("WanPipeline is a pipeline"):
+        attn_processors(wan_pipeline())
+
+
 REFUSED = [
+    ((3,), {}, "got int"),
     ((mhla.MHLAConfig(blocks=(2, 2)),), {"eps": 0.1}, "eps"),
     ((), {"blocks": (2, 2), "far": "means"}, "blocks...far"),
     ((), {"blocs": (2, 2, 2)}, "'blocs'"),
@@ -164,13 +218,6 @@ def test_before_its_first_forward_diffusers_own_form_says_what_is_missing(tmp_pa
             use()
 
 
-def test_a_bias_that_masks_every_key_alike_masks_none():
-    """As softmax has it: a constant on all scores of a query changes nothing."""
-    tokens = 64
-    masked = masked_attention("sana", tokens, torch.full((2, tokens), -10000.0))
-    torch.testing.assert_close(masked, masked_attention("sana", tokens, torch.zeros(2, tokens)))
-
-
 @pytest.mark.parametrize("settings", [{}, {"density": 0.3, "block_size": 16}], ids=["MHLA", "sparse"])
 def test_a_bias_of_minus_infinity_throughout_masks_a_sample(settings):
     """Its heads give 0, as PyTorch's do, so only the output projection's bias is left; the other sample is as alone."""
@@ -179,17 +226,6 @@ def test_a_bias_of_minus_infinity_throughout_masks_a_sample(settings):
     attn = FAMILIES["sana"].build().transformer_blocks[0].attn1
     torch.testing.assert_close(found[0], attn.to_out[0].bias.detach().expand(64, -1))
     torch.testing.assert_close(found[1], masked_attention("sana", 64, None, **settings)[1])
-
-
-def test_a_residual_and_a_rescaled_output_are_those_of_the_attention():
-    """Diffusers' ``Attention`` may have both; the families here have neither."""
-    attn = FAMILIES["sana"].build().transformer_blocks[0].attn1
-    attn.set_processor(mhla.MHLAProcessor(blocks=(2, 2), grid=(8, 8)))
-    x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        plain = attn(x)
-        attn.residual_connection, attn.rescale_output_factor = True, 2.0
-        torch.testing.assert_close(attn(x), (plain + x) / 2)
 
 
 @pytest.mark.parametrize("norm", ["group_norm", "spatial_norm"])

@@ -17,6 +17,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.tiny import pipeline_folder
 
 from .. import models
+from ..pipelines import wan_pipeline
 from ..processes import Processes
 from ..refusals import refused
 
@@ -91,6 +92,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "blocks of both processes": ("wan", False, False, {"blocks": (1, 2, 3), **LEARNED}),
     "a split within a row": ("wan", True, False, {"normalize": False, "output_norm": True, "rope": "before"}),
     "layers that keep softmax": ("wan", False, False, {"layers": "1/2"}),
+    "sparse attention": ("wan", False, False, {"density": 0.3, "block_size": 4, "far": "means"}),
     "a picture to begin with": ("wan_i2v", False, False, {}),
     "a compiled block": ("wan", False, True, LEARNED),
 }
@@ -124,36 +126,33 @@ def test_a_patch_comes_after_and_goes(two: Processes) -> None:
         assert max(found) < ROUNDING, found
 
 
-def error_of_dense_steps() -> float:
-    """Of the last of four steps, of which the first and third show what the others lose."""
-    outputs = []
+def error_of_residuals() -> float:
+    """Of a call of a pipeline, in dense steps and those that they correct; each process measures its heads."""
+    found = []
     for is_split in (False, True):
-        model, arguments = models.patched("wan", softmax_steps=1, refresh=2), models.inputs("wan")
+        settings = {"density": 0.2, "block_size": 4, "far": "means", "dense_layers": 0, "dense_first": 1}
+        pipe = mhla.apply_mhla(wan_pipeline(), **settings)
         if is_split:
-            spread(model)
-        with torch.no_grad():
-            for step in range(4):
-                with model.cache_context("cond", step_index=step, num_inference_steps=4):
-                    output = model(**arguments, return_dict=False)[0]
-        outputs.append(output)
-    return relative(*outputs)
+            spread(pipe.transformer)
+        call = {"num_frames": 9, "height": 32, "width": 64, "num_inference_steps": 4, "output_type": "latent"}
+        found.append(pipe("a cat", **call, generator=torch.Generator().manual_seed(0)).frames)
+    return relative(*found)
 
 
-def test_what_dense_steps_show(two: Processes) -> None:
-    for found in two.run(error_of_dense_steps):
+def test_what_dense_steps_measure(two: Processes) -> None:
+    for found in two.run(error_of_residuals):
         assert found < ROUNDING
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a convolution": ({"convolution": 3}, "convolution=3"),
-    "sparse attention": ({"density": 0.3}, "2 processes"),
 }
 
 
 def refuse(settings: dict[str, Any], words: str) -> None:
     model = spread(models.patched("wan", **settings))
     with refused(words):
-        model(**models.inputs("wan"))
+        model(**models.inputs("wan"), return_dict=False)
 
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
@@ -165,8 +164,8 @@ def refuse_own_form() -> None:
     model = models.FAMILIES["wan"].build()
     model.set_attn_processor(mhla.MHLAProcessor(blocks=models.FAMILIES["wan"].blocks))
     spread(model)
-    with refused("mhla_diffusers.set_attn_processor"):
-        model(**models.inputs("wan"))
+    with refused("apply_mhla"):
+        model(**models.inputs("wan"), return_dict=False)
 
 
 def test_diffusers_own_form_is_refused(two: Processes) -> None:

@@ -1,0 +1,323 @@
+"""A patch together with what else makes a pipeline fast: adapters, quantisation, step caches, casting, offloading.
+
+Each is held to three things. With a patch that lists every pair of tokens, and so computes softmax attention, the
+pipeline draws what it draws without the patch. With others it draws something else. And once the patch is removed, it
+draws bit for bit what the other draws alone.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    LayerSkipConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    SanaPAGPipeline,
+    TaylorSeerCacheConfig,
+    apply_layer_skip,
+)
+from torch import nn
+
+import mhla_diffusers as mhla
+from mhla_diffusers.config import NOTHING_DENSE
+from mhla_diffusers.patching import calibrate_output_norm, layer_sensitivity
+
+from ..families.cases import ROUNDING
+from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
+from ..pipelines import PIPELINES, quiet, sana_pipeline, wan_pipeline
+from ..refusals import refused
+from .shared import EVERYTHING, assert_equal_up_to_order, mixings
+
+STEPS = 4
+CPU = torch.device("cpu")
+ALL_PAIRS = NOTHING_DENSE | {"density": 1.0}
+SPARSE = NOTHING_DENSE | {"density": 0.1, "block_size": 4, "far": "means"}
+MHLA = {"blocks": (3, 2, 1)}
+
+
+def draw(pipe: Any) -> torch.Tensor:
+    """Latents from the same noise."""
+    call = PIPELINES["wan"].call | {"num_inference_steps": STEPS, "output_type": "latent"}
+    return pipe(**call, generator=torch.Generator().manual_seed(3)).frames
+
+
+def linears(pipe: Any) -> dict[str, nn.Linear]:
+    """Linear layers of all blocks, by name."""
+    modules = pipe.transformer.named_modules()
+    return {name: module for name, module in modules if "block" in name and isinstance(module, nn.Linear)}
+
+
+def load_lora(pipe: Any) -> None:
+    """On every linear layer of the blocks, as few-step LoRAs are."""
+    generator, weights = torch.Generator().manual_seed(2), {}
+    for name, module in linears(pipe).items():
+        for part, size in {"lora_A": (4, module.in_features), "lora_B": (module.out_features, 4)}.items():
+            weights[f"transformer.{name}.{part}.weight"] = 0.3 * torch.randn(size, generator=generator)
+    pipe.load_lora_weights(weights, adapter_name="few")
+
+
+def fuse_lora(pipe: Any) -> None:
+    load_lora(pipe)
+    pipe.fuse_lora(components=["transformer"])
+
+
+def quantise(pipe: Any, kind: str = "Int8WeightOnlyConfig") -> None:
+    from torchao import quantization
+
+    quantization.quantize_(pipe.transformer, getattr(quantization, kind)())
+
+
+def fuse_and_quantise(pipe: Any) -> None:
+    pipe.transformer.fuse_qkv_projections()
+    quantise(pipe)
+
+
+def to_bitsandbytes(pipe: Any, bits: int) -> None:
+    """By hand, since diffusers' ``BitsAndBytesConfig`` asks for a GPU."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    for name, module in linears(pipe).items():
+        sizes = module.in_features, module.out_features, module.bias is not None
+        made = Linear4bit(*sizes, compute_dtype=torch.float32) if bits == 4 else Linear8bitLt(*sizes, False)
+        made.load_state_dict(module.state_dict())
+        pipe.transformer.set_submodule(name, made.to("cpu"))
+
+
+def cached(config: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda pipe: pipe.transformer.enable_cache(config(pipe))
+
+
+MAG = MagCacheConfig(1.0, 2, retention_ratio=0.25, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS)
+TAYLOR = TaylorSeerCacheConfig(2, 1, taylor_factors_dtype=torch.float32, cache_identifiers=[r"blocks\.\d+\.attn1"])
+CACHES: dict[str, Callable[[Any], None]] = {
+    "First Block Cache": cached(lambda pipe: FirstBlockCacheConfig(threshold=100.0)),
+    "TaylorSeer": cached(lambda pipe: TAYLOR),
+    "MagCache": cached(lambda pipe: MAG),
+    "Pyramid Attention Broadcast": cached(
+        lambda pipe: PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(0, 1000),
+            current_timestep_callback=lambda: pipe.current_timestep,
+        )
+    ),
+    "FasterCache": cached(
+        lambda pipe: FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(-1, 1000),
+            current_timestep_callback=lambda: pipe.current_timestep,
+            is_guidance_distilled=True,
+        )
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to make a pipeline fast."""
+
+    enable: Callable[[Any], None]
+    package: str | None = None
+    """That must be installed."""
+    is_exact: bool = False
+    """Whether the pipeline draws what it draws without it."""
+
+
+WAYS = {
+    "LoRA": Way(load_lora),
+    "fused LoRA": Way(fuse_lora),
+    "fused projections": Way(lambda pipe: pipe.transformer.fuse_qkv_projections(), is_exact=True),
+    "int8": Way(quantise, "torchao"),
+    "float8": Way(lambda pipe: quantise(pipe, "Float8WeightOnlyConfig"), "torchao"),
+    "fused int8": Way(fuse_and_quantise, "torchao"),
+    "bitsandbytes 8": Way(lambda pipe: to_bitsandbytes(pipe, 8), "bitsandbytes"),
+    "bitsandbytes 4": Way(lambda pipe: to_bitsandbytes(pipe, 4), "bitsandbytes"),
+    **{name: Way(enable) for name, enable in CACHES.items()},
+    "layerwise casting": Way(
+        lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    ),
+    "group offload": Way(
+        lambda pipe: pipe.transformer.enable_group_offload(
+            CPU, CPU, offload_type="block_level", num_blocks_per_group=1
+        ),
+        is_exact=True,
+    ),
+    "sequential offload": Way(lambda pipe: cpu_offload(pipe.transformer, CPU), is_exact=True),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_patch_and_another_way(name: str) -> None:
+    """Enabled before the patch and after it; MHLA is refused on weights whose device is unknown."""
+    way = WAYS[name]
+    if way.package is not None and importlib.util.find_spec(way.package) is None:
+        pytest.skip(f"{way.package} is not installed")
+    plain, pipe = draw(wan_pipeline()), wan_pipeline()
+    way.enable(pipe)
+    alone = draw(pipe)
+    assert way.is_exact or not torch.equal(alone, plain)
+    for settings in (ALL_PAIRS, SPARSE, MHLA):
+        if "offload" in name and "blocks" in settings:
+            with refused("offloaded"):
+                mhla.apply_mhla(pipe, **settings)
+            continue
+        after = mhla.apply_mhla(wan_pipeline(), **settings)
+        way.enable(after)
+        mhla.apply_mhla(pipe, **settings)
+        found = draw(pipe)
+        assert relative_change(draw(after), found) < ROUNDING
+        if settings is ALL_PAIRS:
+            assert relative_change(found, alone) < ROUNDING
+        else:
+            assert not torch.equal(found, alone)
+        mhla.remove_mhla(pipe)
+        mhla.remove_mhla(after)
+        assert torch.equal(draw(pipe), alone) and torch.equal(draw(after), alone)
+
+
+@pytest.mark.parametrize("name", [*CACHES, "LoRA", "group offload"])
+def test_dense_steps_and_residuals_together_with_another_way(name: str) -> None:
+    """Every call is the same, and corrected where attention runs."""
+    pipe, found = wan_pipeline(), []
+    WAYS[name].enable(pipe)
+    alone = draw(pipe)
+    for correct in (True, False):
+        mhla.apply_mhla(pipe, **SPARSE | {"dense_first": 1, "correct": correct})
+        found.append(draw(pipe))
+        assert torch.equal(draw(pipe), found[-1])
+        mhla.remove_mhla(pipe)
+    assert torch.equal(draw(pipe), alone)
+    assert torch.equal(*found) is (name == "First Block Cache")  # which skips all that could be corrected
+
+
+MEASUREMENTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    "calibrate_output_norm": (MHLA | {"output_norm": True}, calibrate_output_norm),
+    "layer_sensitivity": (MHLA, layer_sensitivity),
+    "audit": (SPARSE, mhla.audit),
+}
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_what_looks_at_every_forward_refuses_a_step_cache(name: str) -> None:
+    """A skipped block shows them nothing, and a repeated call is all skipped."""
+    settings, measure = MEASUREMENTS[name]
+    pipe = mhla.apply_mhla(wan_pipeline(), **settings)
+    before = {key: value.clone() for key, value in pipe.transformer.state_dict().items()}
+    CACHES["MagCache"](pipe)
+    with refused("step cache", "disable_cache()"):
+        measure(pipe, lambda: draw(pipe))
+    assert all(torch.equal(value, before[key]) for key, value in pipe.transformer.state_dict().items())
+    pipe.transformer.disable_cache()
+    measure(pipe, lambda: draw(pipe))
+
+
+# Offloading of MHLA's own weights
+
+
+@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level", "accelerate"])
+@pytest.mark.parametrize("name", ["wan", "wan_vace", "sana"])
+def test_offloading_brings_every_weight_of_mhla_in_time(name, offload_type, tmp_path):
+    """To files or the meta device, so that the weights are gone until their group is loaded."""
+    model = patched(name, **EVERYTHING)
+    expected = output(model, inputs(name))
+    torch.use_deterministic_algorithms(True)  # memory that nothing was written to holds NaN
+    try:
+        if offload_type == "accelerate":
+            cpu_offload(model, execution_device=CPU)
+        else:
+            blocks = {"num_blocks_per_group": 1} if offload_type == "block_level" else {}
+            folder = {"offload_to_disk_path": str(tmp_path)}
+            model.enable_group_offload(CPU, CPU, offload_type=offload_type, **blocks, **folder)
+        assert all(matrix.is_meta or not matrix.isfinite().any() for matrix in mixings(model))
+        for _ in range(2):
+            assert torch.equal(output(model, inputs(name)), expected)
+        mhla.remove_mhla(model)
+        assert torch.equal(output(model, inputs(name)), output(FAMILIES[name].build(), inputs(name)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_weights_in_files_are_neither_saved_nor_replaced(tmp_path):
+    """Those in memory are no values then; those of group offloading in memory are."""
+    model = patched("wan")
+    with torch.no_grad():
+        model.blocks[0].attn1.to_q.weight.mul_(1.5)
+    mhla.save_mhla(model, tmp_path / "adapted", weights="changed", base=FAMILIES["wan"].build())
+    for folder in (None, str(tmp_path / "weights")):
+        model = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path / "adapted")
+        expected = output(model, inputs("wan"))
+        model.enable_group_offload(CPU, CPU, offload_type="leaf_level", offload_to_disk_path=folder)
+        if folder is not None:
+            with refused("offload_to_disk_path=", "save"):
+                mhla.save_mhla(model, tmp_path / "patch")
+            with refused("offload_to_disk_path=", "remove"):
+                mhla.remove_mhla(model)
+        assert torch.equal(output(model, inputs("wan")), expected)
+    mhla.remove_mhla(mhla.load_mhla(FAMILIES["wan"].build(), tmp_path / "adapted"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("settings", [{}, {"density": 0.2}], ids=["MHLA", "sparse"])
+def test_on_cuda_without_a_synchronisation(settings):
+    model = patched("wan", **settings)
+    expected = output(model, inputs("wan"))
+    model.to("cuda")
+    arguments = {key: value.to("cuda") for key, value in inputs("wan").items()}
+    output(model, arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = output(model, arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert relative_change(found.cpu(), expected) < 1e-3
+
+
+# Guidance that perturbs attention
+
+SKIPPED = {
+    "attention": {"skip_attention": True, "skip_ff": False},
+    "block": {"skip_attention": True, "skip_ff": True},
+    "scores": {"skip_attention": False, "skip_ff": False, "skip_attention_scores": True},  # perturbed attention
+}
+
+
+@pytest.mark.parametrize("settings", [{"density": 0.2}, {}], ids=["sparse", "MHLA"])
+@pytest.mark.parametrize("what", SKIPPED)
+def test_a_patched_layer_is_skipped_as_an_unpatched_one(settings, what):
+    """The layer that is patched alone."""
+    model, reference = patched("dit", **settings, layers=[1]), FAMILIES["dit"].build()
+    for one in (model, reference):
+        apply_layer_skip(one, LayerSkipConfig(indices=[1], fqn="transformer_blocks", **SKIPPED[what]))
+    assert_equal_up_to_order(output(model, inputs("dit")), output(reference, inputs("dit")))
+
+
+def pag_pipeline(transformer):
+    components = sana_pipeline(transformer).components
+    return quiet(SanaPAGPipeline(**components, pag_applied_layers=["transformer_blocks.1"]))
+
+
+def test_perturbed_guidance_of_sana_and_one_that_was_interrupted():
+    """It sets processors of its own, which stay when it is interrupted; change_mhla() brings the patch back."""
+    call = PIPELINES["sana"].call | {"pag_scale": 3.0}
+    expected = pag_pipeline(FAMILIES["sana"].build())(**call, generator=torch.Generator().manual_seed(0)).images
+    model = patched("sana")
+    pipe = pag_pipeline(model)
+    with mhla.mhla_disabled(pipe):
+        found = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+    assert torch.equal(found, expected)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe(**call, callback_on_step_end=interrupt)
+    mhla.change_mhla(model)
+    assert torch.equal(output(model, inputs("sana")), output(patched("sana"), inputs("sana")))
+    assert_changed(output(model, inputs("sana")), output(FAMILIES["sana"].build(), inputs("sana")))

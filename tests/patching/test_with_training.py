@@ -1,0 +1,311 @@
+"""Patched models in a loop of one's own: gradients, checkpointing, types, several processes, saving."""
+
+import copy
+import json
+import shutil
+from contextlib import nullcontext
+
+import pytest
+import torch
+from diffusers import DiTPipeline
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+import mhla_diffusers as mhla
+from mhla_diffusers.patching import register_mixing_clip
+from mhla_diffusers.tiny import load_tiny
+
+from ..models import FAMILIES, inputs, output, patched, relative_change
+from ..pipelines import dit_pipeline
+from ..processes import Processes
+from ..refusals import refused
+from .shared import (
+    CAUSAL,
+    EVERYTHING,
+    ONE_PER_CLASS,
+    PROJECTIONS,
+    assert_equal_up_to_order,
+    in_threads,
+    mixings,
+    with_lora,
+)
+
+SPARSE = {"density": 0.2, "block_size": 4, "far": "means"}
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_a_training_step_reaches_every_weight_of_every_layer(name):
+    """And the matrix stays inside (0, 1)."""
+    model = patched(name, **EVERYTHING).train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    register_mixing_clip(optimizer, model)
+    model(**inputs(name)).sample.square().mean().backward()
+    optimizer.step()
+    for key, value in model.state_dict().items():
+        if ".mhla." in key:
+            assert value.isfinite().all() and not torch.equal(value, before[key]), key
+    assert all(((mixing > 0) & (mixing < 1)).all() for mixing in mixings(model))
+
+
+def test_mixing_is_clipped_after_every_step_until_the_hook_is_removed():
+    for clip in (True, False):
+        model = patched("sana", mixing_clip=clip)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle = register_mixing_clip(optimizer, model)
+        for direction in (100.0, -100.0):
+            for matrix in mixings(model):
+                matrix.grad = torch.full_like(matrix, direction)
+            optimizer.step()
+            assert all(bool(((matrix > 0) & (matrix < 1)).all()) is clip for matrix in mixings(model))
+        handle.remove()
+        optimizer.step()
+        assert all(matrix.max() > 1 for matrix in mixings(model))
+    model = FAMILIES["wan"].build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for patch, words in (({}, "not patched"), ({"blocks": (2, 2, 3)}, "mixing matrix"), ({"density": 0.2}, "sparse")):
+        if patch:
+            mhla.remove_mhla(model)
+            mhla.apply_mhla(model, **patch)
+        with refused(words):
+            register_mixing_clip(optimizer, model)
+
+
+@pytest.mark.parametrize("settings", [{}, CAUSAL], ids=["MHLA", "causal"])
+def test_an_optimizer_without_the_clip_makes_no_nan(settings):
+    """It brings entries of the locality matrix, which begin at 0, below it."""
+    model = patched("wan", **settings).train()
+    optimizer = torch.optim.AdamW(mixings(model), lr=0.3)
+    for _ in range(3):
+        model(**inputs("wan"), return_dict=False)[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(float(mixing.min()) for mixing in mixings(model)) < 0
+    assert bool(output(model, inputs("wan")).isfinite().all())
+
+
+def gradients(model, name, run):
+    """Of the latents and of a weight, after another forward has run, possibly with the patch off."""
+    latents = inputs(name)["hidden_states"].requires_grad_(True)
+    loss = model(**(inputs(name) | {"hidden_states": latents})).sample.square().sum()
+    output(model, inputs(name, ragged=name != "dit"))  # which the second pass must not take for its own
+    run(loss.backward)
+    weight = next(parameter for key, parameter in model.named_parameters() if key.endswith("attn1.to_q.weight"))
+    return latents.grad, weight.grad
+
+
+@pytest.mark.parametrize("settings", [{}, SPARSE], ids=["MHLA", "sparse"])
+@pytest.mark.parametrize("name", ["wan", "dit", "sana"])
+def test_gradient_checkpointing_recomputes_what_ran(name, settings):
+    """After another forward of another size, in another thread, and where the patch is switched off by then."""
+    if name == "sana" and settings:
+        pytest.skip("SANA's own attention is linear")
+    expected = gradients(patched(name, **settings), name, lambda run: run())
+
+    def elsewhere(run):
+        in_threads(run)
+
+    def switched_off(run):
+        with mhla.mhla_disabled(model):
+            run()
+
+    for how in (lambda run: run(), elsewhere, switched_off):
+        model = patched(name, **settings)
+        model.enable_gradient_checkpointing()
+        for found, wanted in zip(gradients(model, name, how), expected, strict=True):
+            assert relative_change(found, wanted) < 1e-5
+        mhla.remove_mhla(model)
+        model(**inputs(name)).sample.sum().backward()
+
+
+class CudasFloat32Operations(TorchFunctionMode):
+    """What autocast does on CUDA and not on a CPU: some operations run in float32, and give float32.
+
+    From PyTorch's page on autocasting, with the norms that later versions added.
+    """
+
+    OPERATIONS = frozenset(
+        {
+            *(torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.exp, torch.Tensor.exp, torch.log),
+            *(torch.sum, torch.Tensor.sum, torch.prod, torch.cumsum, torch.norm, torch.rsqrt, torch.Tensor.rsqrt),
+            *(torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.nn.functional.mse_loss),
+            *(torch.nn.functional.layer_norm, torch.nn.functional.group_norm, torch.nn.functional.rms_norm),
+            *(torch.layer_norm, torch.rms_norm),
+        }
+    )
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.OPERATIONS and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(torch.Tensor, _raised, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def _raised(x):
+    return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+@pytest.mark.parametrize("as_on_cuda", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings"), [*((name, EVERYTHING) for name in ONE_PER_CLASS), ("wan", SPARSE), ("dit", SPARSE)], ids=str
+)
+def test_a_training_step_under_autocast(name, settings, as_on_cuda):
+    """Weights in float32, products in bfloat16: near the step without autocast, and in the type of the weights."""
+
+    def step(context):
+        model = patched(name, **settings)
+        with context:
+            loss = model(**inputs(name)).sample.float().square().mean()
+        loss.backward()
+        kinds = ("mixing",) if settings is EVERYTHING else ("attn1.to_q.weight",)
+        return loss.detach(), {key: x.grad for key, x in model.named_parameters() if key.endswith(kinds)}
+
+    expected, of_expected = step(nullcontext())
+    with CudasFloat32Operations() if as_on_cuda else nullcontext():
+        loss, found = step(torch.autocast("cpu", torch.bfloat16))
+    # bfloat16 keeps 8 bits, and its roundings add up over layers
+    assert abs(loss - expected) <= 0.05 * expected
+    for path, gradient in of_expected.items():
+        assert found[path].dtype == torch.float32
+        assert relative_change(found[path], gradient) < 0.5, path
+
+
+def ddp_gradients(settings):
+    """Of a step on half of a batch in each process, averaged."""
+    rank, arguments = torch.distributed.get_rank(), inputs("wan")
+    half = {name: value[rank : rank + 1] for name, value in arguments.items()}
+    model = patched("wan", **settings)
+    parallel = DistributedDataParallel(model)
+    parallel(**half, return_dict=False)[0].square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("settings", [{}, SPARSE], ids=["MHLA", "sparse"])
+def test_data_parallel_training_averages_the_gradients(settings):
+    processes = Processes(2)
+    try:
+        found, other = processes.run(ddp_gradients, settings)
+    finally:
+        processes.close()
+    model = patched("wan", **settings)
+    model(**inputs("wan"), return_dict=False)[0].square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
+            assert torch.equal(found[name], other[name])
+
+
+# Types
+
+
+def cast(arguments, dtype):
+    """Floating point arguments in ``dtype``."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_layerwise_casting_passes_over_what_mhla_adds(name, tmp_path):
+    """Stored in 8 bits: the model's linear layers. In full, also when saved: matrix, norm, gate and convolution."""
+    model = patched(name, **EVERYTHING)
+    expected, before = output(model, inputs(name)), own_tensors(model)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    # four bits of significand round a weight by up to 6%, in every layer one after the other
+    assert 0 < relative_change(output(model, inputs(name)), expected) < 0.2
+    after = own_tensors(model)
+    assert all(torch.equal(after[key], tensor) and after[key].dtype == tensor.dtype for key, tensor in before.items())
+    other = mhla.load_mhla(FAMILIES[name].build(), mhla.save_mhla(model, tmp_path))
+    assert torch.equal(output(other, inputs(name)), expected)
+    cast_first = FAMILIES[name].build().to(torch.bfloat16)
+    cast_first.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    mhla.apply_mhla(cast_first, blocks=FAMILIES[name].blocks, **EVERYTHING)
+    assert relative_change(output(cast_first, cast(inputs(name), torch.bfloat16)), expected) < 0.2
+    assert {matrix.dtype for matrix in mixings(cast_first)} == {torch.float32}
+
+
+def own_tensors(model):
+    return {key: tensor.clone() for key, tensor in model.state_dict().items() if ".mhla." in key}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004), (torch.float64, 1e-5)], ids=str
+)
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_other_types(name, dtype, tolerance):
+    """Cast before or after the patch: close to float32. A patch on a cast model keeps its matrix in float32.
+
+    Tolerance: some twenty roundings of 2^-9 (bfloat16), 2^-12 (float16) or 2^-24 each, in random directions.
+    """
+    expected = output(patched(name, **EVERYTHING), inputs(name))
+    cast_after = patched(name, **EVERYTHING).to(dtype)
+    cast_before = mhla.apply_mhla(FAMILIES[name].build().to(dtype), blocks=FAMILIES[name].blocks, **EVERYTHING)
+    for model in (cast_after, cast_before):
+        found = output(model, cast(inputs(name), dtype))
+        assert found.dtype == dtype
+        assert relative_change(found, expected) < tolerance
+    assert {matrix.dtype for matrix in mixings(cast_before)} == {torch.float32}
+    assert {matrix.dtype for matrix in mixings(cast_after)} == {dtype}
+    assert {layer.gate.weight.dtype for layer in mhla.mhla_layers(cast_before).values()} == {dtype}
+
+
+@pytest.mark.parametrize("settings", [{}, {"mixing_init": "uniform"}, CAUSAL], ids=str)
+def test_a_default_type_is_not_that_of_a_patch(settings):
+    """Nor a default device: what MHLA keeps in float32 stays so, to the last bit."""
+    expected, model = patched("wan", **settings or EVERYTHING), FAMILIES["wan"].build()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            mhla.apply_mhla(model, next(iter(mhla.mhla_layers(expected).values())).config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value) and model.state_dict()[name].dtype == value.dtype, name
+
+
+# diffusers' own saving
+
+
+@pytest.mark.parametrize("name", ONE_PER_CLASS)
+def test_save_pretrained_writes_the_weights_and_from_pretrained_opens_the_unpatched_model(name, tmp_path):
+    """diffusers knows nothing of the patch: it reports MHLA's tensors as unexpected and ignores them."""
+    model, base = patched(name), FAMILIES[name].build()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "diffusion_pytorch_model.safetensors")
+    assert set(saved) == set(model.state_dict())
+    assert json.loads((tmp_path / "config.json").read_text())["_class_name"] == type(base).__name__
+    opened, report = type(base).from_pretrained(tmp_path, output_loading_info=True)
+    assert sorted(report["unexpected_keys"]) == sorted(f"{layer}.mixing" for layer in mhla.mhla_layers(model))
+    assert not report["missing_keys"] and not mhla.is_patched(opened)
+    assert torch.equal(output(opened, inputs(name)), output(base, inputs(name)))
+    mhla.apply_mhla(opened, blocks=FAMILIES[name].blocks).load_state_dict(saved)
+    assert torch.equal(output(opened, inputs(name)), output(model, inputs(name)))
+
+
+def test_a_saved_pipeline_of_a_patched_dit_names_the_class_of_diffusers(tmp_path):
+    """Whoever opens it need not have this package."""
+    pipe = mhla.apply_mhla(dit_pipeline(), blocks=(4, 2))
+    for one in (pipe, DiTPipeline(transformer=pipe.transformer, vae=pipe.vae, scheduler=pipe.scheduler)):
+        one.save_pretrained(tmp_path)
+        index = json.loads((tmp_path / "model_index.json").read_text())
+        assert index["transformer"] == ["diffusers", "DiTTransformer2DModel"]
+
+
+def test_a_patch_beside_diffusers_own_files_opens_without_a_warning(tmp_path, recwarn):
+    """The pipeline was loaded from the folder that its patch lies in, so the two belong together."""
+    pipe = load_tiny("dit")
+    mhla.save_mhla(mhla.apply_mhla(pipe, blocks=(4, 2)), tmp_path)
+    pipe.save_pretrained(tmp_path)
+    for again in (DiTPipeline.from_pretrained(tmp_path), DiTPipeline.from_pretrained(tmp_path).transformer):
+        mhla.load_mhla(again, tmp_path)
+    assert not [one for one in recwarn if "belong together" in str(one.message)]
+    with pytest.warns(UserWarning, match="belong together"):  # of another folder
+        mhla.load_mhla(DiTPipeline.from_pretrained(tmp_path), shutil.copytree(tmp_path, tmp_path / "other"))
+
+
+def test_a_deep_copy_of_an_adapted_model_is_independent():
+    model = with_lora(patched("wan"), *PROJECTIONS)
+    clone, expected = copy.deepcopy(model), output(model, inputs("wan"))
+    assert_equal_up_to_order(output(clone, inputs("wan")), expected)
+    clone.unload_lora()
+    mhla.remove_mhla(clone)
+    assert torch.equal(output(model, inputs("wan")), expected)
