@@ -8,13 +8,14 @@ from diffusers import SanaPAGPipeline, SanaPipeline
 from PIL import Image
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention import with_lists
+from mhla_diffusers import SparseConfig
+from mhla_diffusers.attention import SparseCall, with_lists
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.sparse import key_block_of_tokens
 from mhla_diffusers.auditing import draw_audit
+from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.families import get_family
 from mhla_diffusers.patching import layer_sensitivity
-from mhla_diffusers.patching.processor import attention_inputs
 
 from . import models
 from .evaluation.pictures import mhla as command
@@ -23,7 +24,7 @@ from .pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
 from .refusals import refused
 
 NAMES = ["wan_vace", "sana", "dit"]
-SPARSE = {"block_size": 4}
+SPARSE = NOTHING_DENSE | {"block_size": 4}
 
 
 def audited(name, **settings):
@@ -95,14 +96,16 @@ def test_lora_is_part_of_both_attentions():
 def test_mass_is_the_softmax_weight_of_the_listed_pairs():
     """With all queries looked at the measured weight is the whole truth."""
     model, found = audited("dit", **SPARSE, density=0.2)
-    attn = model.transformer_blocks[0].attn1
+    attn, family = model.transformer_blocks[0].attn1, get_family(model)
+    rule = SparseConfig(**SPARSE, density=0.2).rule_on((8, 8))
     weights = {}
 
     def note(_, args, kwargs):
-        given = attention_inputs(attn, args, kwargs)
+        given = family.mhla.read(attn, family.mhla.arguments(args, kwargs), (8, 8))
         query, key = given.query, given.key
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
-        call = with_lists(attn.mhla.call(given))
+        tensors = {"query": query, "key": key, "value": given.value, "key_mask": given.key_mask}
+        call = with_lists(SparseCall(**tensors, grid=given.grid, sparse=rule))
         of_queries = call.sparse.mask()[:, :, layout_of(given.grid, 4).rows.long() // 4]
         members = key_block_of_tokens(call, call.sparse)[:, :, None].expand_as(logits)
         weights["kept"] = (logits.softmax(dim=-1) * of_queries.gather(-1, members)).sum(dim=-1).mean()
@@ -125,7 +128,7 @@ def test_without_lists_there_is_no_mass():
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_pipeline_tells_its_steps(name):
     case = PIPELINES[name]
-    pipe = mhla.apply_mhla(case.build(), blocks=case.blocks, softmax_steps=1)
+    pipe = mhla.apply_mhla(case.build(), blocks=case.blocks, dense_first=1)
     found = mhla.audit(pipe, lambda: generate(name, pipe))
     steps = case.call["num_inference_steps"]
     assert found.knows_steps
@@ -253,8 +256,8 @@ def test_the_command_prints_and_writes(tmp_path):
     [
         (("seven",), "--patch"),
         (("seven", "--patch", "sana-0.6b"), "'sana'"),
-        (("", "--patch", "default"), "'' is not a class"),
-        (("seven", "--patch", "default", "--seed", "-1"), "seed=-1"),
+        (("", "--patch", "faithful"), "'' is not a class"),
+        (("seven", "--patch", "faithful", "--seed", "-1"), "seed=-1"),
     ],
 )
 def test_the_command_refuses_what_cannot_be(tmp_path, arguments, message):
