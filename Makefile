@@ -66,6 +66,7 @@ kernels: $(VENV)/triton-oldest
 	PYTHONPATH=$(VENV)/triton-oldest $(BIN)/python -m tests.attention.triton.ahead_of_time add MHLA
 
 gpu: $(VENV)/ready
+	$(BIN)/mhla check
 	$(BIN)/python -m pytest -m gpu
 
 # Each tests/engines/<engine>.txt makes an environment, and what <engine>.no-deps.txt names joins it without what that

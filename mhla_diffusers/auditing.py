@@ -162,6 +162,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         raise ValueError("The patch of this model is switched off; leave mhla_disabled() first.")
     transformers = {name: patched.transformer for name, patched in running.items()}
     forwards: list[Call] = []
+    always_dense: dict[str, bool] = {}
     watches = {(component, name): _Watch() for component, patched in running.items() for name in patched.chosen}
 
     def look(component: str, patched: Patched) -> Callable[[Seen], torch.Tensor]:
@@ -176,12 +177,17 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     with ExitStack() as stack:
         for component, patched in running.items():
             stack.enter_context(patched.watched(look(component, patched)))
-            handle = patched.transformer.register_forward_pre_hook(lambda *_: forwards.append(held().call or Call()))
+
+            def begin(*_: object, component: str = component) -> None:
+                forwards.append(held().call or Call())
+                always_dense[component] = always_dense.get(component, True) and forwards[-1].is_dense
+
+            handle = patched.transformer.register_forward_pre_hook(begin)
             stack.callback(handle.remove)
         recorded = record_calls(transformers, run)
     names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
-    if not all(call.is_dense for call in forwards):
-        check_reached(list(names.values()), [names[key] for key, watch in watches.items() if watch.forwards])
+    sparse = [key for key in watches if not always_dense.get(key[0])]  # a transformer of early steps may never be
+    check_reached([names[key] for key in sparse], [names[key] for key in sparse if watches[key].forwards])
 
     knows_steps = all(call.step is not None for call in forwards)
     steps = [call.step.index if knows_steps and call.step else place for place, call in enumerate(forwards)]

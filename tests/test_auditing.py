@@ -242,7 +242,7 @@ HEAD = "family: dit\nbase_model: tiny-dit\ndescription: half\npatch:\n"
 
 def test_the_command_prints_and_writes(tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / "patch.yaml").write_text(f"{HEAD}  density: 0.1\n  block_size: 4\n")
+    (tmp_path / "patch.yaml").write_text(f"{HEAD}  density: 0.1\n  block_size: 4\n  dense_first: 0\n  dense_last: 0\n")
     asked = ("--patch", tmp_path / "patch.yaml", "--output", tmp_path / "out", "--set", "num_inference_steps=2")
     shown = command("audit", "dit", "seven", *asked)
     assert shown.exit_code == 0, shown.output

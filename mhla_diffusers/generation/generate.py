@@ -15,6 +15,7 @@ import torch
 from ..devices import launched_on_cpus
 from ..families.calling import takes_picture
 from ..files import file_hash, folder_for_results
+from ..patching import find_patched
 from ..reporting import shows_bars
 from ..settings import check_value
 from .noise import generator_for
@@ -27,6 +28,7 @@ from .record import (
     import_imageio,
     read_sample_list,
     record_choices,
+    record_measured,
     write_sample,
     write_sample_list,
 )
@@ -183,6 +185,9 @@ def generate(
                 yield sample, True
         if not missing:
             _record(config)
+        measured = [] if pipe is None or process else [one.error_words() for one in find_patched(pipe).values()]
+        if any(measured):
+            record_measured(config.output, measured)
 
 
 def generate_share(config: SampleSet, *, show_steps: bool = False) -> Iterator[tuple[Sample, bool]]:

@@ -16,6 +16,8 @@ from ..lazy import installing
 
 RECORD_NAME = "generation.json"
 """Records beside generated files how they were made."""
+MEASURED = "error at dense steps"
+"""Entry of the record that says how far the patched attentions were from full attention there."""
 SAMPLE_LIST = "samples.json"
 """File that makes a folder a set for ``mhla eval``: [{"file": …, "text": …, "image": …}, …]."""
 
@@ -89,9 +91,19 @@ def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
 
 
 def record_choices(folder: Path, choices: Mapping[str, Any]) -> None:
-    """Record how the files are made, so that later runs do not mix other files in; see :func:`check_choices`."""
+    """Record how the files are made, so that later runs do not mix other files in; see :func:`check_choices`.
+
+    What :func:`record_measured` has written stays while there are files.
+    """
     check_choices(folder, choices)
-    write_json(choices, folder / RECORD_NAME)
+    file = folder / RECORD_NAME
+    earlier = read_json(file) if file.exists() and first_sample(folder) is not None else {}
+    write_json({**choices, **({MEASURED: earlier[MEASURED]} if MEASURED in earlier else {})}, file)
+
+
+def record_measured(folder: Path, words: Sequence[str]) -> None:
+    """Add to the record what dense steps measured, a sentence for each transformer."""
+    write_json({**read_json(folder / RECORD_NAME), MEASURED: list(words)}, folder / RECORD_NAME)
 
 
 def first_sample(folder: Path) -> Path | None:

@@ -262,10 +262,12 @@ class Patched:
     def _in_step(self, call: Call, named: Mapping[str, Any]) -> Call:
         """Return a call with its denoising step and the residuals of its branch; in training it has none."""
         config = self.config
-        if not config.has_dense_steps or torch.is_grad_enabled() or held().in_every_step:
+        if torch.is_grad_enabled() or held().in_every_step or not (config.has_dense_steps or self._watch):
             return call
         timestep, conditions = named.get("timestep"), _conditions(named)
         sampling: Sampling | None = self.pipeline.sampling(self.transformer, timestep)
+        if sampling is None and not config.has_dense_steps:
+            return call
         if sampling is None:
             self._warn_once(
                 "steps",
@@ -281,7 +283,7 @@ class Patched:
             self.tally.end()
             weakref.finalize(run, self._log_end, run.errors, config.dense_steps(step.count))
         call = call._replace(step=step, is_dense=config.is_dense(step), run=run)
-        if not (isinstance(config, SparseConfig) and config.correct):
+        if not (isinstance(config, SparseConfig) and config.correct and config.has_dense_steps):
             return call
         branch, begins = run.branch(id(self), step, timesteps, conditions)
         records = config.records_residual(step)

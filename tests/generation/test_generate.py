@@ -144,6 +144,15 @@ def test_command_tells_what_runs_and_shows_the_steps_on_a_terminal(tmp_path, mon
     assert bars == [{"disable": True}] * 4 + [{"disable": False}]
 
 
+def test_the_record_says_how_far_attention_was_from_full_attention(tmp_path):
+    asked = ("generate", "dit", "seven", "--model", "tiny-dit", "--device", "cpu", "--output", tmp_path)
+    patch = ("--patch", "fast", "--dense-every", 4, "--set", "num_inference_steps=12")
+    for _ in range(2):  # the second time there is nothing to make, and what was measured stays
+        assert in_process(*asked, *patch).exit_code == 0
+        (said,) = json.loads((tmp_path / "generation.json").read_text())["error at dense steps"]
+        assert "(median)" in said and "before correction" in said
+
+
 @pytest.mark.parametrize(
     ("family", "choices", "said"),
     [
