@@ -92,6 +92,7 @@ def test_the_longest_axis_is_followed_whatever_its_place(grid):
     assert (ends[1] - ends[0]).abs().argmax() == grid.index(9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 60))
 def test_lengths_add_up_and_differ_by_at_most_one(tokens, blocks):
     lengths = block_lengths(tokens, min(blocks, tokens))

@@ -1,7 +1,7 @@
 """The mixing matrix: initialisation, clipping, resizing."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -10,6 +10,7 @@ from mhla_diffusers.attention import clip_mixing_, initial_mixing, mhla_attentio
 COUNTS = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
+@settings(deadline=None)
 @given(COUNTS, st.sampled_from(["locality", "uniform", "identity"]))
 def test_rows_are_normalised_and_nonnegative(blocks, init):
     mixing = initial_mixing(blocks, init)
@@ -39,12 +40,14 @@ def test_clipping_leaves_the_open_interval():
     assert mixing[2] == torch.tensor(0.3)
 
 
+@settings(deadline=None)
 @given(COUNTS)
 def test_resizing_to_the_same_counts_changes_nothing(blocks):
     mixing = torch.rand(2, torch.Size(blocks).numel(), torch.Size(blocks).numel())
     torch.testing.assert_close(resize_mixing(mixing, blocks, blocks), mixing)
 
 
+@settings(deadline=None)
 @given(COUNTS, st.data())
 def test_a_uniform_matrix_stays_uniform(blocks, data):
     new_blocks = tuple(data.draw(st.lists(st.integers(1, 6), min_size=len(blocks), max_size=len(blocks))))
