@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from diffusers import SanaPAGPipeline, SanaPipeline
+from diffusers import SanaPAGPipeline
 from PIL import Image
 
 import mhla_diffusers as mhla
@@ -156,20 +156,12 @@ def test_guidance_counts_both_forwards_of_a_step():
     assert len(found.disabled) == 3 < len(calls)
 
 
-def test_under_perturbed_attention_guidance_the_branches_that_attend_are_compared():
-    """With one block MHLA is SANA's own attention but for the floor of its normaliser, in branches that it runs in."""
-    squares = []
-    for pag in ({}, {"pag_scale": 3.0}):
-        components = sana_pipeline(mhla.apply_mhla(models.sana(), blocks=(1, 1), eps=1e-12)).components
-        of_layers = {"pag_applied_layers": ["transformer_blocks.1"]} if pag else {}
-        pipe = quiet((SanaPAGPipeline if pag else SanaPipeline)(**components, **of_layers))
-        call = {**PIPELINES["sana"].call, **pag, "generator": torch.Generator().manual_seed(3)}
-        found = mhla.audit(pipe, lambda pipe=pipe, call=call: pipe(**call))
-        assert all(layer.error < 1e-3 for layer in found.layers)
-        squares.append([layer.squares[0] for layer in found.layers])
-    plain, guided = squares
-    torch.testing.assert_close(guided[1], plain[1])
-    assert (guided[0] > 1.2 * plain[0]).all(), "where nothing is perturbed all three branches are compared"
+def test_a_layer_that_guidance_perturbs_runs_no_mhla_and_is_named():
+    components = sana_pipeline(mhla.apply_mhla(models.sana(), blocks=(1, 1))).components
+    pipe = quiet(SanaPAGPipeline(**components, pag_applied_layers=["transformer_blocks.1"]))
+    call = {**PIPELINES["sana"].call, "pag_scale": 3.0, "generator": torch.Generator().manual_seed(3)}
+    with refused("transformer_blocks.1.attn1, and 1 of 3"):
+        mhla.audit(pipe, lambda: pipe(**call))
 
 
 def test_forwards_without_steps_are_numbered():
