@@ -522,7 +522,7 @@ def _count_of(steps: int | float, count: int) -> int:
     if isinstance(steps, int):
         return steps
     count = count or USUAL_STEPS
-    return min(1, math.ceil(steps)) if count < FEW_STEPS else math.ceil(steps * count - 1e-9)
+    return min(1, math.ceil(steps - 1e-9)) if count < FEW_STEPS else math.ceil(steps * count - 1e-9)
 
 
 def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:

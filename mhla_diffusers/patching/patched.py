@@ -125,17 +125,19 @@ class Patched:
 
     def attach(self) -> None:
         """Put the hooks into the model."""
-        if self.is_sparse:
-            register_backend()
-            for number, (name, attn) in enumerate(self.attentions.items()):
-                if name in self.chosen:
-                    LayerHook(number).attach(attn)
         model = self.transformer
-        self._hooks = [
-            model.register_forward_pre_hook(self.begin, with_kwargs=True),
-            model.register_forward_hook(self.end, always_call=True),
-        ]
-        setattr(model, ATTRIBUTE, self)
+        try:
+            if self.is_sparse:
+                register_backend()
+                for number, (name, attn) in enumerate(self.attentions.items()):
+                    if name in self.chosen:
+                        LayerHook(number).attach(attn)
+            self._hooks.append(model.register_forward_pre_hook(self.begin, with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(self.end, always_call=True))
+            setattr(model, ATTRIBUTE, self)
+        except BaseException:  # an interrupt as well
+            self.detach()
+            raise
 
     def detach(self) -> None:
         """Take them away."""

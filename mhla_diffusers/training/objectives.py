@@ -31,11 +31,10 @@ def stage_losses(roles: Roles, stage: StageConfig, model: torch.nn.Module, batch
         attentions = patched_attentions(roles.student) if weights.transfer else {}
         with recorded(attentions) as calls, roles.autocast():
             target = roles.teacher.predict(batch, stage.guidance, roles.empty)
-        patched = find_patched(roles.student)["transformer"]
         grid = get_family(roles.student).token_grid(roles.student, batch.hidden_states)
         for name, attn in attentions.items():
             args, kwargs, expected = calls.pop(name)
-            with roles.autocast(), patched.on_grid(grid):
+            with roles.autocast(), find_patched(roles.student)["transformer"].on_grid(grid):
                 transfer = attention_loss(attn(*args, **kwargs), expected) / len(attentions)
             # processes that split the tokens have equally many, so the average over them is the mean over all tokens
             loss = weights.transfer * transfer

@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +32,7 @@ from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.files import check_writable, read_json, write_json, write_tensors, written_aside
-from mhla_diffusers.patching import call_context
+from mhla_diffusers.patching import find_patched
 from mhla_diffusers.reporting import require_matplotlib, write_table
 from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
 
@@ -327,7 +328,9 @@ class Study:
         for name, attn in get_family(self.softmax).self_attentions(self.softmax).items():
 
             def compare(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                with call_context(grid=(self.size.frames, side, side)):
+                with ExitStack() as grids:
+                    for patched in find_patched(model).values():  # none where the model's own attention runs
+                        grids.enter_context(patched.on_grid((self.size.frames, side, side)))
                     error = model.get_submodule(name).forward(*args, **kwargs).float() - output.float()
                 found.append(float(error.norm() / output.float().norm()))
 

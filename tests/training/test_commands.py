@@ -221,7 +221,7 @@ def test_shipped_configs_are_valid_and_open_with_commands_that_parse(path: Path)
     assert config.model in sources or path.stem.startswith("tiny-"), "a dry run needs no Hub"
     commands = [_parse(line) for line in re.findall(r"^#.* ((?:mhla|accelerate launch) .*)$", path.read_text(), re.M)]
     tiny = path.stem.startswith("tiny-")
-    samples = {"classes", "prompts", "geneval", "vbench"}
+    samples = {"classes", "generate", "geneval", "vbench"}
     names = {name for name, _ in commands}
     assert names >= {"synthesize", "finetune"} | ({"compare"} if tiny else {"encode"})
     assert names & samples
@@ -369,7 +369,7 @@ def test_missing_data_names_the_commands_that_make_it(tmp_path: Path, model: str
 
 @pytest.mark.parametrize("make", [wan_pipeline, sana_pipeline])
 def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: Path, make: Callable[[], Any]) -> None:
-    """Encoding, prompts alone, and samples of a training, which put the transformer in training in its place."""
+    """Encoding, and samples of a training, which put the transformer in training in its place."""
     model, is_video = tmp_path / "model", make is wan_pipeline
     make().save_pretrained(model)
     (model / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
@@ -381,8 +381,6 @@ def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: P
     (tmp_path / "data" / "a.txt").write_text("5")
     made = _cli("encode", *common, "--source", tmp_path / "data", "--output", tmp_path / "encoded", "--workers", 0)
     assert "1 of 1 files are used" in made
-    prompts = ("--prompts", tmp_path / "data" / "a.txt", "--output", tmp_path / "prompts", "--steps", 0)
-    assert "holds 1 samples" in _cli("synthesize", *common, *prompts)
     stages = ({"steps": 1, "learning_rate": 1, "trainable": "all", "objectives": {"diffusion": 1}},)
     settings = {"model": str(model), "data": str(tmp_path / "encoded"), "output": str(tmp_path), "stages": stages}
     validation = {"prompts": ["5"], "inference_steps": 1}

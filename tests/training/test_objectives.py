@@ -8,6 +8,7 @@ import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla
 from mhla_diffusers.families import NoisedBatch, get_family, predict
+from mhla_diffusers.patching import find_patched
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, read_metrics, train
 from mhla_diffusers.training.latents.data import NoisedBatches
 from mhla_diffusers.training.objectives import stage_losses
@@ -69,7 +70,8 @@ def test_transfer_compares_each_student_layer_on_the_teachers_activations_and_in
     roles.teacher.predict(batch)
     for handle in handles:
         handle.remove()
-    with torch.no_grad():
+    grid = get_family(transformer).token_grid(transformer, batch.hidden_states)
+    with torch.no_grad(), find_patched(transformer)["transformer"].on_grid(grid):
         for block in transformer.blocks:
             block.attn1.to_v.weight.mul_(1.5)
         errors = [
