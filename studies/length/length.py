@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from scenes import Clips, ColourClassifier, Scenes, fine_detail, look, train_classifier
 
-from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla, mhla_layers
+from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla
 from mhla_diffusers.benchmark import measure
 from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, train_or_go_on
@@ -207,11 +207,10 @@ class Study:
 
     def train(self, model: Any, stages: Sequence[StageConfig], name: str, data: Captions, batch_size: int) -> bool:
         """Train by the package's loop, in a folder of the output; whether it finished."""
-        layers = mhla_layers(model)
         config = TrainingConfig(
             str(self.output / "runs" / name),
             tuple(stages),
-            patch=next(iter(layers.values())).config if layers else None,
+            patch=next((patched.config for patched in find_patched(model).values()), None),
             batch_size=batch_size,
             flow_shift=FLOW_SHIFT,
             prompt_dropout=DROPOUT,
@@ -327,11 +326,13 @@ class Study:
         found, hooks, side = [], [], self.size.pixels // self.size.patch
         for name, attn in get_family(self.softmax).self_attentions(self.softmax).items():
 
-            def compare(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            def compare(own: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                other = model.get_submodule(name)
+                run = own.forward if other is own else other  # without this hook
                 with ExitStack() as grids:
                     for patched in find_patched(model).values():  # none where the model's own attention runs
                         grids.enter_context(patched.on_grid((self.size.frames, side, side)))
-                    error = model.get_submodule(name).forward(*args, **kwargs).float() - output.float()
+                    error = run(*args, **kwargs).float() - output.float()
                 found.append(float(error.norm() / output.float().norm()))
 
             hooks.append(attn.register_forward_hook(compare, with_kwargs=True))
