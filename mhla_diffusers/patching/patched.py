@@ -131,10 +131,8 @@ class Patched:
                 if name in self.chosen:
                     LayerHook(number).attach(attn)
         model = self.transformer
-        self._hooks = [
-            model.register_forward_pre_hook(self.begin, with_kwargs=True),
-            model.register_forward_hook(self.end, always_call=True),
-        ]
+        self._hooks.append(model.register_forward_pre_hook(self.begin, with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(self.end, always_call=True))
         setattr(model, ATTRIBUTE, self)
 
     def detach(self) -> None:
