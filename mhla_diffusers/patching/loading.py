@@ -17,7 +17,7 @@ from ..families import get_family
 from ..files import check_hash, read_json
 from ..settings import check, check_value, differences, said_allowed
 from .finding import find_transformers, is_patched
-from .patch import Layers, attach, plan_patch, remove_mhla, replace_weights
+from .patch import Layers, attach, detach, plan_patch, replace_weights
 from .patched import Patched
 from .saving import (
     CONFIG_NAME,
@@ -118,8 +118,9 @@ def load_mhla(
                 load_lora(patched.transformer, own_lora)
                 patched.lora = LORA
     except BaseException:  # no memory, or interrupted
-        if is_patched(model) and all(patched.replaced_weights is not None for patched, *_ in plans):
-            remove_mhla(model)
+        if all(patched.replaced_weights is not None for patched, *_ in plans):
+            for patched, *_ in plans:
+                detach(patched)
         raise
     return model
 

@@ -117,8 +117,7 @@ def apply_mhla(
             attach(patched, layers)
     except BaseException:  # no memory, or interrupted
         for patched, _ in plans:
-            if is_patched(patched.transformer):
-                remove_mhla(patched.transformer)
+            detach(patched)
         raise
     for patched, _ in plans:
         _log_patch(patched, model)

@@ -125,19 +125,15 @@ class Patched:
 
     def attach(self) -> None:
         """Put the hooks into the model."""
+        if self.is_sparse:
+            register_backend()
+            for number, (name, attn) in enumerate(self.attentions.items()):
+                if name in self.chosen:
+                    LayerHook(number).attach(attn)
         model = self.transformer
-        try:
-            if self.is_sparse:
-                register_backend()
-                for number, (name, attn) in enumerate(self.attentions.items()):
-                    if name in self.chosen:
-                        LayerHook(number).attach(attn)
-            self._hooks.append(model.register_forward_pre_hook(self.begin, with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(self.end, always_call=True))
-            setattr(model, ATTRIBUTE, self)
-        except BaseException:  # an interrupt as well
-            self.detach()
-            raise
+        self._hooks.append(model.register_forward_pre_hook(self.begin, with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(self.end, always_call=True))
+        setattr(model, ATTRIBUTE, self)
 
     def detach(self) -> None:
         """Take them away."""

@@ -136,7 +136,7 @@ def _attend(
     tally, count = call.tally, max(1, len(call.branches))
     if fit.reason or call.is_dense:
         if tally is not None:
-            tally.note_dense(fit.reason or DENSE_STEP, query, fit.level if fit.reason else logging.INFO)
+            tally.note_dense(*(DENSE_STEP, query) if call.is_dense else (fit.reason, query, fit.level))
         exact = request.exact(query, key, value)
         if call.is_dense and call.records_residual and call.step is not None and not fit.reason:
             found = sparse(query, key, value, call, fit, request)
@@ -344,7 +344,8 @@ def _backend(
     """Answer a model that dispatches."""
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa, True, held().backend, _parallel_config)
     call = held().call
-    if _parallel_config is None or call is None or held().layer is None or call.is_dense:
+    is_dense = call is not None and call.is_dense and not call.records_residual
+    if _parallel_config is None or call is None or held().layer is None or is_dense:
         return answer(query, key, value, request)
     return _split_over_processes(query, key, value, request)
 
@@ -360,10 +361,12 @@ def _split_over_processes(
             "Ring attention hands an attention some of the keys, and sparse attention chooses among all; use "
             "ContextParallelConfig(ulysses_degree=...)."
         )
-    here = request._replace(parallel=None, dispatches=False)
+    state, here = held(), request._replace(parallel=None, dispatches=False)
+    place = state.call, state.layer, state.part  # of now: gradients come behind the forward
+    state.part += 1
 
     def run(mask: torch.Tensor | None, query: Any, key: Any, value: Any) -> torch.Tensor:
-        return answer(query, key, value, here._replace(mask=mask))
+        return attend(query, key, value, *place, here._replace(mask=mask))
 
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, *_: Any, **__: Any) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)

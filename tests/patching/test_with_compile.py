@@ -158,6 +158,5 @@ def test_the_operator_with_the_axes_of_the_grid_as_arguments(counter):
         return sparse_attention(query, query, query, (frames, height, width), density=0.2)
 
     compiled = torch.compile(attend, backend=counter, dynamic=True)
-    for grid in ((2, 4, 6), (3, 5, 4)):
-        query = torch.randn(1, torch.Size(grid).numel(), 2, 16)
-        assert_equal_up_to_order(compiled(query, *grid), attend(query, *grid))
+    query = torch.randn(1, 2 * 4 * 6, 2, 16)
+    assert_equal_up_to_order(compiled(query, 2, 4, 6), attend(query, 2, 4, 6))
