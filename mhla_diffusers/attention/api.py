@@ -160,7 +160,7 @@ def sparse_attention(
         value: like ``query``.
         grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
         density: part of all pairs of blocks that is listed, more than 0 and at most 1, which is softmax attention;
-            None for 0.025. Every query block lists at least one key block.
+            None for 0.1. Every query block lists at least one key block.
         block_size: tokens per block of queries, which follow a Hilbert curve through the grid; None fits it to the
             grid, 64 for videos.
         key_block_size: tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the
