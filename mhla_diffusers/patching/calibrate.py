@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -49,7 +48,11 @@ class TransformerCall:
 
 
 def check_run(run: Any, name: str = "run") -> None:
-    """Raise ValueError, with the argument's name, unless ``run`` is a function."""
+    """Raise unless ``run`` is a function, which is to run a model.
+
+    Raises:
+        ValueError: calling the argument ``name``.
+    """
     if not callable(run):
         raise ValueError(
             f"{name}={run!r} must be a function without arguments that runs the model on typical inputs, such as "
@@ -58,7 +61,11 @@ def check_run(run: Any, name: str = "run") -> None:
 
 
 def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
-    """Run something and keep the inputs of every forward of the transformers; ValueError if one was not reached."""
+    """Run something and keep the inputs of every forward of the transformers.
+
+    Raises:
+        ValueError: ``run`` is not a function, or did not reach a transformer, or a step cache is enabled.
+    """
     check_run(run)
     for transformer in transformers.values():
         refuse_step_cache(transformer, "recording its forwards to run them again")
@@ -69,13 +76,16 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
             return [copied(one) for one in value]
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
-    def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = {key: copied(value) for key, value in kwargs.items()}
-        calls[name].append(TransformerCall(tuple(map(copied, args)), named))
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            named = {key: copied(value) for key, value in kwargs.items()}
+            calls[name].append(TransformerCall(tuple(map(copied, args)), named))
+
+        return note
 
     with ExitStack() as hooks, torch.no_grad():
         for name, transformer in transformers.items():
-            hooks.enter_context(transformer.register_forward_pre_hook(partial(note, name), with_kwargs=True))
+            hooks.enter_context(transformer.register_forward_pre_hook(watch(name), with_kwargs=True))
         run()
     check_reached(transformers, [name for name in transformers if calls[name]])
     return calls
@@ -88,7 +98,11 @@ def spread_calls(calls: list[Item]) -> list[Item]:
 
 
 def check_reached(parts: Collection[str], reached: Collection[str]) -> None:
-    """Raise ValueError unless a run has reached all layers or transformers."""
+    """Raise unless a run has reached all layers or transformers.
+
+    Raises:
+        ValueError: naming one that it has not.
+    """
     missed = [name for name in parts if name not in reached]
     if missed:
         raise ValueError(
@@ -98,7 +112,15 @@ def check_reached(parts: Collection[str], reached: Collection[str]) -> None:
 
 
 def refuse_step_cache(transformer: nn.Module, what: str) -> None:
-    """Raise ValueError if a step cache is enabled, since ``what`` needs every attention of every forward."""
+    """Raise if a step cache is enabled, under which some forwards do not run every attention.
+
+    Args:
+        transformer: the model.
+        what: that needs every attention of every forward, for the error.
+
+    Raises:
+        ValueError: naming how to take it away.
+    """
     if getattr(transformer, "is_cache_enabled", False) or getattr(transformer, "_is_cached", False):
         raise ValueError(
             f"A step cache is enabled on this {type(transformer).__name__} and skips attentions in some steps, and "
@@ -116,7 +138,11 @@ def not_finite(layer: str) -> str:
 
 
 def refuse_causal(configs: Iterable[PatchConfig], what: str) -> None:
-    """Raise ValueError if a patch is causal, since ``what`` goes by attention that sees all tokens."""
+    """Raise if a patch is causal, where only attention that sees everything can stand in its place.
+
+    Raises:
+        ValueError: naming the order that the patch has.
+    """
     for config in configs:
         if isinstance(config, CausalConfig):
             raise ValueError(
@@ -157,8 +183,15 @@ def layer_sensitivity(model: Any, run: Callable[[], object]) -> dict[str, float]
 def measure_sensitivity(patched: Patched, calls: Sequence[TransformerCall]) -> dict[str, float]:
     """Replace one patched attention at a time and compare the transformer's output with that of none.
 
+    Args:
+        patched: left as it is.
+        calls: inputs to compare on.
+
     Returns:
-        Name → ‖output − output of none‖² / ‖output of none‖², averaged over the calls; ValueError if it is not finite.
+        Name → ‖output − output of none‖² / ‖output of none‖², averaged over the calls.
+
+    Raises:
+        ValueError: that is NaN or infinite.
     """
     sensitivities = {}
     with patched.running_only(()):
@@ -218,18 +251,21 @@ def calibrate_output_norm(model: Any, run: Callable[[], object]) -> None:
     squares: dict[tuple[str, str], torch.Tensor] = {}
     counts: dict[tuple[str, str], int] = defaultdict(int)
 
-    def note(component: str, one: Seen) -> torch.Tensor:
-        """Sum up the squares of the original attention's output, and go on with it."""
-        key, exact = (component, one.layer), one.exact()
-        heads = exact.detach().float().flatten(0, -2)
-        squares[key] = squares.get(key, torch.zeros_like(heads[0])) + heads.square().sum(dim=0)
-        counts[key] += len(heads)
-        return exact
+    def note(component: str) -> Callable[[Seen], torch.Tensor]:
+        def seen(one: Seen) -> torch.Tensor:
+            """Sum up the squares of the original attention's output, and go on with it."""
+            key, exact = (component, one.layer), one.exact()
+            heads = exact.detach().float().flatten(0, -2)
+            squares[key] = squares.get(key, torch.zeros_like(heads[0])) + heads.square().sum(dim=0)
+            counts[key] += len(heads)
+            return exact
+
+        return seen
 
     with ExitStack() as stack:
         for component, patched in handles.items():
             refuse_step_cache(patched.transformer, "calibrate_output_norm()")
-            stack.enter_context(patched.watched(partial(note, component)))
+            stack.enter_context(patched.watched(note(component)))
         run()
     check_reached([".".join(key) for key in layers], [".".join(key) for key in counts])
     for key, total in squares.items():

@@ -327,7 +327,15 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
 def sizes_of(
     attn: Any, family: Family, config: PatchConfig | None, grid: tuple[int, ...], extra: int = 0
 ) -> AttentionSizes:
-    """Return what the cost of a model's self-attention depends on; its family's own without ``config`` of a patch."""
+    """Return what the cost of a model's self-attention depends on.
+
+    Args:
+        attn: the attention, whose heads are counted.
+        family: whose own attention a layer without a patch has.
+        config: of its patch; None without one.
+        grid: token grid.
+        extra: extra tokens.
+    """
     heads, head_dim = family.heads(attn)
     if config is not None:
         return config.sizes_on(grid, heads, head_dim, extra)
@@ -339,7 +347,13 @@ def sizes_of(
 def grids_of_size(
     pipe: Any, height: int | None, width: int | None, num_frames: int | None
 ) -> Mapping[str, tuple[int, ...]]:
-    """Return the token grid at a size in pixels by component name, of a pipeline; ValueError for a size without one."""
+    """Return the token grid at a size in pixels by component name, of a pipeline.
+
+    Raises:
+        ValueError: a transformer alone, which does not know the strides of an autoencoder; half a size, or one of no
+            whole numbers; frames of an image; sides that differ where the model takes squares only; or a size without
+            a token.
+    """
     for side, value in (("height", height), ("width", width), ("num_frames", num_frames)):
         check_value(side, value, int | None, above=0)
     transformers = find_transformers(pipe)
@@ -368,10 +382,11 @@ def grids_of_size(
 def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = None) -> tuple[int, ...]:
     """Suggest block counts for a size in pixels.
 
-    Blocks are as long along every axis as those of the family's default at its default size: three latent frames and
-    ten tokens each way for Wan. But no more than about √(2 N) blocks of N tokens, beyond which mixing pairs of blocks
-    costs more than making and reading the KV states. A warning says where a size is too small for more than one block,
-    with which MHLA is plain linear attention.
+    Blocks as long along every axis as those of the family's default at its default size, since how far a block reaches
+    is what its KV state has to hold: three latent frames and ten tokens each way for Wan. But no more than about √(2 N)
+    blocks of N tokens, where mixing M² pairs of blocks costs as much as making and reading the KV states; beyond it
+    the cost would no longer be linear. Start from it, and look at a layer's attention or the loss for more. A warning
+    says where a size is too small for more than one block, with which MHLA is plain linear attention.
 
     Args:
         pipe: pipeline, patched or not; of several transformers the first counts.

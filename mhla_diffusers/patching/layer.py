@@ -84,9 +84,10 @@ class Convolution(nn.Module):
 class MHLALayer(nn.Module):
     """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
 
-    In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix. An
-    output norm, of weight 1, norms all the same (:func:`calibrate_output_norm` fits it), and softmax over the own block
-    of causal attention shares the denominator with MHLA, of weight λ = 1.
+    In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix, but
+    for two parts: an output norm, of weight 1, norms all the same (:func:`calibrate_output_norm` fits it), and softmax
+    over the own block of causal attention or over extra tokens shares the denominator with MHLA, of weight λ: 1 beside
+    the own block, 1 / √D beside extra tokens.
 
     Args:
         config: settings.
@@ -273,12 +274,18 @@ def layer_of(attn: Any) -> MHLALayer | None:
 
 
 def make_layer(attn: Any, config: LinearConfig, family: Family | None) -> MHLALayer:
-    """Make a fresh layer that fits an attention of a family, or an unknown one (None), on its device.
+    """Make a fresh layer that fits an attention, on its device; mixing matrix and λ are float32.
 
-    Mixing matrix and λ are float32; gate, norm and convolution take the type that the attention computes in.
+    Gate, norm and convolution take the type that the attention computes in.
+
+    Args:
+        attn: the attention.
+        config: settings.
+        family: of the model; None where it is unknown.
 
     Raises:
-        ValueError: the weights of the attention are offloaded, or it does what MHLA has no part for.
+        ValueError: if the weights of the attention are offloaded, so that its device is not known, or the attention
+            does what MHLA has no part for.
     """
     for norm in ("group_norm", "spatial_norm"):
         if getattr(attn, norm, None) is not None:

@@ -181,7 +181,12 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
 
 
 def read_record(folder: Path) -> PatchRecord:
-    """Read and check ``mhla_config.json``; FileNotFoundError without one, ValueError for what is not a record."""
+    """Read and check ``mhla_config.json``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, unknown format version, unknown or missing keys, values that are not allowed.
+    """
     path = folder / CONFIG_NAME
     if not path.is_file():
         pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLE_SUFFIXES)
@@ -208,7 +213,12 @@ def read_record(folder: Path) -> PatchRecord:
 
 
 def check_file(folder: Path, record: PatchRecord) -> Path:
-    """Find the safetensors file of a saved patch; ValueError if it is damaged or was saved with other settings."""
+    """Find the safetensors file of a saved patch and check it against its record.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: it is not a safetensors file of this folder, damaged, or was saved with other settings.
+    """
     path = _check_content(folder, record.file, record.sha256)
     try:
         with safe_open(path, framework="pt") as file:
@@ -278,7 +288,11 @@ def _check_tensors(
     record: PatchRecord,
     saved: TransformerRecord,
 ) -> None:
-    """Raise ValueError unless the tensors are those of the new layers, and of the model, that the patch should hold."""
+    """Raise unless the tensors are those of the new layers and those of the model that the patch should hold.
+
+    Raises:
+        ValueError: naming what is missing, unexpected or of another shape, or weights that cannot be replaced.
+    """
     own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
     check_writable(patched.transformer, set(tensors) - set(own), "load the patch")  # first: others have other shapes
     base = {}

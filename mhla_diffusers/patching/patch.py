@@ -141,7 +141,11 @@ def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings
 def _plan_by_grid(
     model: Any, patch: PatchConfig | str | Path | None, grid: Grid, extra: Extras, settings: Mapping[str, Any]
 ) -> list[Patched]:
-    """Plan the patches of a model without a family, or of those of a pipeline named ``transformer…`` or ``unet``."""
+    """Plan the patches of a model without a family, or of those of a pipeline named ``transformer…`` or ``unet``.
+
+    Raises:
+        ValueError: a model that has a family or is patched, nothing to patch, or settings that do not fit.
+    """
     if not isinstance(patch, SparseConfig | None):
         raise ValueError(
             f"A model without a family (grid={grid!r}) runs sparse attention alone; give fields of SparseConfig."
@@ -349,7 +353,11 @@ def remove_mhla(model: Model, *, strict: bool = False) -> Model:
 
 
 def _check_removable(patched: Patched) -> None:
-    """Raise ValueError unless weights of the model that the patch replaced can be brought back."""
+    """Raise unless weights of the model that the patch replaced can be brought back.
+
+    Raises:
+        ValueError: they were not kept, or cannot be written, or the patch's LoRA is fused with weights.
+    """
     for name, part in patched.transformer.named_modules():
         if patched.lora in (getattr(part, "merged_adapters", None) or ()):
             raise ValueError(
@@ -366,7 +374,13 @@ def _check_removable(patched: Patched) -> None:
 
 @torch.no_grad()
 def replace_weights(patched: Patched, tensors: Mapping[str, torch.Tensor], keep: bool) -> None:
-    """Write tensors over the model's, by name in a plain model; ``keep`` those that change, on the CPU, for removal."""
+    """Write an adapted patch's weights over those of the model.
+
+    Args:
+        patched: its handle.
+        tensors: name in a plain model → value.
+        keep: whether to keep those that change, on the CPU, for :func:`remove_mhla`.
+    """
     places = base_weights(patched.transformer)
     replaced: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -457,7 +471,15 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
 def _plan_change(
     patched: Patched, model: Any, backend: str | None, settings: Mapping[str, Any]
 ) -> tuple[Patched, Layers, str | None]:
-    """Check other settings and change nothing: the new handle, its layers, and a warning of what layers lose."""
+    """Check other settings and change nothing.
+
+    Returns:
+        The new handle; name of every attention that MHLA is to be in, with a new layer or the one it has; and a warning
+        about what layers have learned and lose.
+
+    Raises:
+        ValueError: switched off, settings that do not fit, or weights that they do not fit.
+    """
     if patched.is_off:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     old = patched.config
@@ -557,7 +579,11 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
 
 
 def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
-    """Choose self-attentions by name; ValueError for settings that the transformer cannot have."""
+    """Choose self-attentions by name, after checking that the transformer can have these settings.
+
+    Raises:
+        ValueError: settings that do not fit, or for MHLA offloaded weights or processors that have weights.
+    """
     family, kind = patched.family, type(patched.transformer).__name__
     assert family is not None
     if isinstance(config, LinearConfig):

@@ -258,7 +258,11 @@ def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless all values of a tensor of a patch are finite."""
+    """Raise unless all values of a tensor of a patch are finite.
+
+    Raises:
+        ValueError: with ``name`` and how many are not.
+    """
     if tensor.is_floating_point():
         # types of 8 bits do not know isfinite
         finite = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isfinite()
@@ -281,13 +285,22 @@ def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tor
 
 
 def loaded_from(model: Any, transformer: Any) -> str:
-    """Return the Hub id or path that a pipeline, or its transformer, was loaded from; empty if made in Python."""
+    """Return the Hub id or path that a model was loaded from; empty if it was made in Python.
+
+    Args:
+        model: a pipeline, or a transformer as the user holds it, such as in a wrapper of PEFT.
+        transformer: the transformer in it.
+    """
     source = transformer if isinstance(model, nn.Module) else model
     return str(getattr(getattr(source, "config", None), "_name_or_path", "") or "")
 
 
 def base_model_name(source: str) -> str:
-    """Return what is recorded of a Hub id or path, also of the Hub's cache: the id, or the folder's name alone."""
+    """Return what is recorded of where a model came from: a Hub id, or the name of a folder without its path.
+
+    Args:
+        source: Hub id or path, also of the Hub's cache; of a pipeline or of one of its components.
+    """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -433,7 +446,13 @@ def push_mhla(
 
 
 def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
-    """Write the text of the model card of a patched model and what was saved of it."""
+    """Write the text of the model card.
+
+    Args:
+        model: the patched pipeline or transformer.
+        repo_id: where it will be uploaded.
+        record: what was saved.
+    """
     from huggingface_hub import ModelCardData
 
     base, on_hub = record.base_model, "/" in record.base_model

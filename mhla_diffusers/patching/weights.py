@@ -55,12 +55,15 @@ def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise ValueError unless weights can be written: merged with adapters, quantised, sharded or offloaded ones.
+    """Raise unless weights of the model can be written.
 
     Args:
         transformer: the model.
         names: of the weights, in a plain model.
         purpose: for the error, such as "load the patch".
+
+    Raises:
+        ValueError: they are merged with adapters, quantised, sharded, or offloaded.
     """
     names = list(names)
     if not names:
@@ -80,7 +83,17 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
 
 
 def check_plain(name: str, tensor: torch.Tensor, purpose: str, may_be_meta: bool = False) -> None:
-    """Raise ValueError if a weight is quantised, sharded or, unless it may be on the meta device, offloaded."""
+    """Raise unless a weight holds its values.
+
+    Args:
+        name: of the weight.
+        tensor: the weight.
+        purpose: for the error, such as "save the patch".
+        may_be_meta: whether it may be on the meta device, as where the whole model is.
+
+    Raises:
+        ValueError: it is quantised, sharded or offloaded.
+    """
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, quantised or sharded; {purpose} before that, save weights='mhla', "
@@ -101,7 +114,11 @@ def group_offloading(transformer: nn.Module) -> list[Any]:
 
 
 def refuse_weights_on_disk(transformer: nn.Module, purpose: str) -> None:
-    """Raise ValueError if group offloading keeps weights in files: those in memory are neither read nor kept."""
+    """Raise if group offloading keeps weights in files, so that those in memory are neither read nor kept.
+
+    Raises:
+        ValueError: naming the folder, and ``purpose`` as what to do before.
+    """
     folders = (hook.group.offload_to_disk_path for hook in group_offloading(transformer))
     folder = next(filter(None, folders), None)
     if folder is not None:
@@ -192,14 +209,19 @@ def remove_lora(transformer: Any, name: str) -> None:
 
 
 def resized(tensors: Mapping[str, torch.Tensor], before: PatchConfig, after: PatchConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors of a patch for other settings; those that are no mixing matrices are left as they are.
+    """Return the tensors of a patch for other settings.
 
     Mixing matrices are interpolated over block positions. Those of causal patches are extended along the first axis by
     :func:`extend_mixing`, or cut there, since a block stands for as many tokens as before.
 
+    Args:
+        tensors: name → tensor, for example ``blocks.0.attn1.mhla.mixing``; others are left as they are.
+        before: settings that they belong to.
+        after: settings that they shall fit.
+
     Raises:
-        ValueError: other blocks together with another length of causal blocks, or entries below 0 where their
-            logarithm is taken.
+        ValueError: other blocks together with another order or another length of causal blocks, or more causal blocks
+            than a single one can be extended to, or entries below 0 where their logarithm is taken.
     """
     part = dict(tensors)
     if not (isinstance(before, LinearConfig) and isinstance(after, LinearConfig)):  # no matrix on both sides

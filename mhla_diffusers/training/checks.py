@@ -11,7 +11,7 @@ from ..config import LinearConfig, SparseConfig
 from ..devices import launched_processes
 from ..families import get_family, trained_family
 from ..patching import MHLALayer, find_patched, mhla_layers
-from ..patching.describe import sizes_of
+from ..patching.advice import advice_on
 from ..settings import check
 from .changes import find_changes
 from .config import TrainingConfig
@@ -98,15 +98,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             elif isinstance(patch, LinearConfig):
                 patch.layout_on(grid)  # raises if the blocks cannot cut the grid
     for patched in patches:
-        attn, grid, extra = next(iter(patched.attentions.values())), max(grids, key=math.prod), family.extra_tokens
-        sizes = sizes_of(attn, family, patched.config, grid, extra)
-        if family.computes == "softmax" and sizes.flops >= sizes.softmax_flops:
-            logger.warning(
-                "On a grid of %s tokens this patch computes %.0f%% of what softmax attention does, so it gains nothing "
-                "at this size. Choose a lower density or fewer blocks, or a larger size.",
-                math.prod(grid),
-                100 * sizes.flops / sizes.softmax_flops,
-            )
+        for words in advice_on(patched, max(grids, key=math.prod)).values():
+            logger.warning("%s", words)
     for index, stage in enumerate(config.stages):
         check(
             stage.trainable != "mhla"
