@@ -344,8 +344,9 @@ def _backend(
     """Answer a model that dispatches."""
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa, True, held().backend, _parallel_config)
     call = held().call
-    is_dense = call is not None and call.is_dense and not call.records_residual
-    if _parallel_config is None or call is None or held().layer is None or is_dense:
+    if _parallel_config is None or call is None or held().layer is None:  # first, so that graphs know of no step
+        return answer(query, key, value, request)
+    if call.is_dense and not call.records_residual:
         return answer(query, key, value, request)
     return _split_over_processes(query, key, value, request)
 
