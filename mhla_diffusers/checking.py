@@ -15,13 +15,10 @@ from .benchmark.counts import ATTENTION, count_forward
 from .benchmark.info import report
 from .benchmark.measure import Row, Runs, time_interleaved
 from .benchmark.operator import FLASH, SOFTMAX_BACKENDS, flash_attention, softmax_attention, why_no_softmax
-from .config import PROFILES, SparseConfig
+from .config import PROFILES, USUAL_STEPS, SparseConfig
 from .files import write_json, write_text
 from .patching.describe import dense_in_words
 from .reporting import markdown_table, scaled
-
-_STEPS = 50
-"""Denoising steps that a verdict is for."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Check:
             for row in self.rows
         ]
         bounds = [
-            (name, f"{one:.2f}", f"{call:.2f}", dense_in_words(SparseConfig(**PROFILES[name]), _STEPS))
+            (name, f"{one:.2f}", f"{call:.2f}", dense_in_words(SparseConfig(**PROFILES[name]), USUAL_STEPS))
             for name, (one, call) in self.bounds.items()
         ]
         parts = [
@@ -106,9 +103,11 @@ class Check:
             f"**{self.verdict}**",
             f"{word}: largest error {self.errors[worst]:.0e} ({worst}) on sampled rows against float64",
             markdown_table(("one attention", "time", "peak memory"), times),
-            markdown_table(("profile", "forward, at most", f"call of {_STEPS} steps, at most", "which steps"), bounds),
+            markdown_table(
+                ("profile", "forward, at most", f"call of {USUAL_STEPS} steps, at most", "which steps"), bounds
+            ),
             f"Self-attention is {self.share:.0%} of a forward's FLOPs; bounds are counted from FLOPs.",
-            "\n".join(self.about.splitlines()),
+            self.about,
         ]
         return "\n\n".join(parts) + "\n"
 
@@ -181,13 +180,12 @@ def _bounds(case: Case) -> tuple[dict[str, tuple[float, float]], float]:
     for name, settings in PROFILES.items():
         config = SparseConfig(**settings)
         left = sum(count_forward(case, config).values())
-        dense = len(config.dense_steps(_STEPS))
-        bounds[name] = whole / left, _STEPS * whole / (dense * whole + (_STEPS - dense) * left)
+        bounds[name] = whole / left, config.call_speedup(whole, left, USUAL_STEPS)
     return bounds, plain[ATTENTION] / whole
 
 
 def _times(share: float, factor: float) -> float:
-    """Return how much faster a whole is of which a share becomes faster by a factor."""
+    """Return the speedup of a whole when a share of it speeds up by a factor (Amdahl's law)."""
     return 1 / (1 - share + share / factor)
 
 

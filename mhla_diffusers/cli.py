@@ -30,14 +30,14 @@ from .tuning.commands import tune_command
 
 
 class _Commands(TyperGroup):
-    """Commands, of which a removed one says where it went."""
+    """The commands. A removed one says where it went."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command as typer does."""
         for words in range(1, 4):
             name = " ".join(args[:words])
             if gone := where_it_went(name):
-                raise ValueError(f"There is no `mhla {name}` any more.{gone}")
+                raise ValueError(f"`mhla {name}` was removed.{gone}")
         return super().resolve_command(ctx, args)
 
 

@@ -129,6 +129,17 @@ class PatchConfig(Settings):
         """Return the indices of the dense steps of a call of so many; all ways to say them count them here."""
         return tuple(index for index in range(count) if self.is_dense(Step(index, count)))
 
+    def call_speedup(self, dense: float, patched: float, count: int) -> float:
+        """Return the most that the patch speeds up a call, by the cost of its steps.
+
+        Args:
+            dense: cost of a dense step, such as FLOPs.
+            patched: cost of any other step.
+            count: denoising steps of the call.
+        """
+        dense_steps = len(self.dense_steps(count))
+        return count * dense / (dense_steps * dense + (count - dense_steps) * patched)
+
     def check_steps(self, count: int) -> None:
         """Raise ValueError for a number of dense steps that a call of so many does not have."""
         for name in ("dense_first", "dense_last"):
@@ -604,7 +615,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
     if path.suffix not in (".yaml", ".yml"):
         if str(name_or_path) not in patch_names():
             if gone := where_it_went(name_or_path):
-                raise ValueError(f"There is no patch {str(name_or_path)!r} any more.{gone}")
+                raise ValueError(f"Patch {str(name_or_path)!r} was removed.{gone}")
             known = [*PROFILES, *patch_names(), *adapted_patch_names()]
             near = "" if path.parts[1:] else nearest(name_or_path, known, count=3, cutoff=0.4)
             hint = f"; {near}" if near else ", and no such folder." if path.parts[1:] else "."

@@ -169,9 +169,7 @@ def print_model(
     _say(f"patched: {summary_of(config)}; {_needs(config)}")
     _say(f"one forward: {cost} → {cost_after}, counted: a factor of at most {whole / left:.2f}")
     if config.has_dense_steps:
-        dense = len(config.dense_steps(steps))
-        most_of_call = steps * whole / (dense * whole + (steps - dense) * left)
-        _say(f"{dense_in_words(config, steps)}: a call at most {most_of_call:.2f}")
+        _say(f"{dense_in_words(config, steps)}: a call at most {config.call_speedup(whole, left, steps):.2f}")
     typer.echo()
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))

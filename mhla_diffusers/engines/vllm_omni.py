@@ -155,7 +155,7 @@ class MHLAImpl(AttentionImpl):
 
         context = get_forward_context() if is_forward_context_available() else None
         index = None if context is None else context.denoise_step_idx
-        # the engine's Wan does not tell the number of steps, of which a share is then one of 50
+        # the engine's Wan does not report how many steps there are; a share then counts as a share of 50
         step = None if context is None or index is None else Step(index, context.total_denoise_steps or 0)
         call = self.engine.call(grid, extra, step, context, self.layer)
         output = self.engine.attend(

@@ -148,7 +148,7 @@ def vbench_commands(
         program: path of ``vbench``.
 
     Raises:
-        ValueError: an unknown dimension, or missing videos, of which VBench itself only warns.
+        ValueError: unknown dimension, or missing videos, for which VBench itself only warns.
     """
     check_names(dimensions, list(DIMENSIONS), "dimension of VBench")
     entries, commands = read_suite(suite), {}

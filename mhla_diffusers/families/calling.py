@@ -235,10 +235,10 @@ def class_label(prompt: str, labels: Mapping[str, int], count: int) -> int:
     Args:
         prompt: the class.
         labels: name → number of the classes that a pipeline was trained on.
-        count: classes of its transformer, all of which are meant if there are no labels.
+        count: number of classes of its transformer; without labels, every number below it is allowed.
 
     Raises:
-        ValueError: there is no such class.
+        ValueError: no class has this number or name.
     """
     numbers = {int(label) for label in labels.values()} or range(count)
     text = prompt.strip()

@@ -29,7 +29,7 @@ Reader = Callable[[Any, Mapping[str, Any]], tuple[int, ...]]
 
 
 def usual_latent_frames(config: Any, frames: int, stride: int) -> int:
-    """Return the latent frames of a video, of which the first frame becomes one of its own."""
+    """Return the number of latent frames of a video, whose first frame is encoded by itself."""
     return (frames - 1) // stride + 1
 
 

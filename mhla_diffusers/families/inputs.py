@@ -17,7 +17,7 @@ _CLIP_TOKENS = 257
 """Tokens of CLIP ViT-H/14 for a picture: a class token and 16x16 patches."""
 _TEXT_TOKENS = 256
 _SHOWN_TOKENS = {"latent_concat": 252 + 576 // 2, "token_replace": 252 + 576 // 4}
-"""Of HunyuanVideo's image-to-video: a text without four of its instruction, every second or fourth of the picture."""
+"""In HunyuanVideo's image-to-video: the prompt less four tokens of its template, every 2nd or 4th of the image."""
 Sample = Mapping[str, Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
 

@@ -1,6 +1,6 @@
 """All families of the package, as one table of facts.
 
-A comment says what a name does not: where else the model attends, and what stands beside the grid.
+Comments say what names do not: where else a model attends, and which tokens it has besides the grid's.
 """
 
 import math

@@ -205,8 +205,7 @@ def most_speedup(patched: Patched, grid: tuple[int, ...], steps: int = USUAL_STE
     }
     plain = linear + sum(one.softmax_flops for one in sizes.values())
     left = linear + sum(one.flops if name in patched.chosen else one.softmax_flops for name, one in sizes.items())
-    dense = len(patched.config.dense_steps(steps))
-    return steps * plain / (dense * plain + (steps - dense) * left)
+    return patched.config.call_speedup(plain, left, steps)
 
 
 def _usual_grid(patched: Patched, pipe: Any) -> tuple[int, ...] | None:

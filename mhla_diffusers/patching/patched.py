@@ -206,7 +206,7 @@ class Patched:
         if not self.is_sparse:
             self._keep_processors()
         elif self._answers_pytorch():
-            mode = Mode(partial(is_checkpointed, self.transformer) if self.family is None else _never)
+            mode = Mode(partial(is_checkpointed, self.transformer)) if self.family is None else Mode()
             mode.enter()
         if self.family is None:
             state = held()
@@ -264,15 +264,14 @@ class Patched:
             return call
         timestep, conditions = named.get("timestep"), _conditions(named)
         sampling: Sampling | None = self.pipeline.sampling(self.transformer, timestep)
-        if sampling is None and not config.has_dense_steps:
-            return call
         if sampling is None:
-            self._warn_once(
-                "steps",
-                f"The denoising step of a forward of {type(self.transformer).__name__} is unknown, so "
-                f"{config.dense_words} has no effect. Call the pipeline, or give apply_mhla() the object that has the "
-                "transformer and its scheduler; dense_first=0, dense_last=0, dense_every=0 for no dense steps.",
-            )
+            if config.has_dense_steps:
+                self._warn_once(
+                    "steps",
+                    f"The denoising step of a forward of {type(self.transformer).__name__} is unknown, so "
+                    f"{config.dense_words} has no effect. Call the pipeline, or give apply_mhla() the object that has "
+                    "the transformer and its scheduler; dense_first=0, dense_last=0, dense_every=0 for no dense steps.",
+                )
             return call
         run, step, timesteps = sampling
         if run.errors is not self.errors:
@@ -375,19 +374,24 @@ class Patched:
         """
         if not self.errors:
             return ""
-        before, after = torch.stack(list(self.errors.values())).float().cpu().unbind(dim=1)
+        before, after = self._measured_errors()
         worst = self.name_at(list(self.errors)[int(after.argmax())])
         return (
             f"error of an attention at the latest dense step {after.median():.0%} (median), {after.max():.0%} "
             f"({worst}); {before.median():.0%} before correction"
         )
 
+    def _measured_errors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return :attr:`errors` without and with correction, float32 (attentions,), on the CPU."""
+        before, after = torch.stack(list(self.errors.values())).float().cpu().unbind(dim=1)
+        return before, after
+
     def _log_end(self, errors: Mapping[tuple[int, int], torch.Tensor], dense: Sequence[int]) -> None:
         """Log what the dense steps of a call that has ended measured; warn where sparse attention is far off."""
         if errors is not self.errors or not errors:
             return
         logger.info("corrected from %d dense steps; %s", len(dense), self.error_words())
-        median = float(torch.stack(list(errors.values())).float().cpu()[:, 1].median())
+        median = float(self._measured_errors()[1].median())
         if median > FAR_OFF:
             logger.warning(
                 "The attentions of %s are %.0f %% off in the median at dense steps; a higher density than %s brings "
@@ -434,10 +438,6 @@ def _processes_of(transformer: Any) -> ProcessGroup | None:
     """Return the processes over which diffusers' context parallelism splits a transformer's tokens; None for one."""
     config = getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
     return None if config is None else config._flattened_mesh.get_group()
-
-
-def _never() -> bool:
-    return False
 
 
 def _conditions(named: Mapping[str, Any]) -> torch.Tensor | None:

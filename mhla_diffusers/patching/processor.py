@@ -1,7 +1,7 @@
 """MHLA's attention processor, for SANA, DiT and Wan and what shares their attention.
 
-The paper's RoPE acts behind the feature map and its gate reads the layer's input, so MHLA needs what stands before the
-call of attention: the processor reads it through the family's adapter. Sparse attention needs no processor.
+The paper applies RoPE after the feature map and computes the gate from the layer's input, so MHLA needs tensors from
+before the attention call. The processor reads them through the family's adapter. Sparse attention needs no processor.
 """
 
 import math

@@ -84,7 +84,7 @@ class Fit(NamedTuple):
     reason: str = ""
     """Why it stays dense; empty if it can be sparse."""
     level: int = logging.WARNING
-    """Of the log: information where dense is as it should be, as for cross-attention."""
+    """Log level: INFO where staying dense is intended, as for cross-attention."""
 
 
 def attend(
@@ -136,7 +136,7 @@ def _attend(
     tally, count = call.tally, max(1, len(call.branches))
     if fit.reason or call.is_dense:
         if tally is not None:
-            tally.note_dense(*(DENSE_STEP, query) if call.is_dense else (fit.reason, query, fit.level))
+            tally.note_dense(fit.reason or DENSE_STEP, query, fit.level if fit.reason else logging.INFO)
         exact = request.exact(query, key, value)
         if call.is_dense and call.records_residual and call.step is not None and not fit.reason:
             found = sparse(query, key, value, call, fit, request)
@@ -410,7 +410,7 @@ class Mode(TorchFunctionMode):
         _push_mode(self)
 
     def leave(self) -> None:
-        """Take this mode off the thread's stack, whatever lies above it after an interrupt."""
+        """Take this mode off the thread's stack, even if an interrupt left others above it."""
         above: list[TorchFunctionMode] = []
         while _len_torch_function_stack():
             top = _pop_mode()

@@ -43,7 +43,7 @@ class Pipeline:
         except TypeError:  # a SimpleNamespace
             self._owner = lambda: owner
         self._runs: weakref.WeakKeyDictionary[Any, Run] = weakref.WeakKeyDictionary()
-        """Of loops that no method of a pipeline runs, by scheduler."""
+        """Scheduler → run, for loops outside of a pipeline's methods."""
 
     def __reduce__(self) -> Any:
         """Leave the pipeline out: some other one will call a copied or pickled transformer."""

@@ -21,7 +21,7 @@ LADDERS: dict[str, tuple[Any, ...]] = {
 }
 """Setting → the values that are tried, from cheap to faithful."""
 THRESHOLDS = (0.2, 0.1, 0.05)
-"""Of diffusers' First Block Cache, from cheap to faithful."""
+"""Thresholds of diffusers' First Block Cache to try, from cheap to faithful."""
 DEFAULT_PSNR = 30.0
 """Target in dB where none is given."""
 
@@ -225,9 +225,8 @@ def next_candidate(
 ) -> Candidate | None:
     """Choose what to try next: the profiles, neighbours of the best on the ladders, then First Block Cache.
 
-    Where the best meets a target of PSNR its cheaper neighbours are tried, and what lies between it and the next
-    miss;
-    else its more faithful ones. For a speedup it is the other way round. With a target of PSNR the choice does not
+    If the best meets a target PSNR, its cheaper neighbours are tried, and what lies between it and the nearest miss;
+    else its more faithful neighbours. For a speedup it is the other way round. With a target PSNR the choice does not
     depend on measured times.
 
     Args:

@@ -31,6 +31,7 @@ def tune_command(
 
     from ..benchmark.commands import place_of
     from ..benchmark.pipeline import call_arguments, choose_pipeline
+    from ..config import USUAL_STEPS
     from ..generation.names import read_prompts
     from ..tiny import TINY
     from . import Target, tune
@@ -53,7 +54,7 @@ def tune_command(
         psnr=psnr,
         speedup=speedup,
         minutes=minutes,
-        steps=choice.known_arguments.get("num_inference_steps", 50),
+        steps=choice.known_arguments.get("num_inference_steps", USUAL_STEPS),
         layers=layers,
         cache=cache,
         settings={"model": name, **choice.choices["call"], "dtype": choice.dtype, "seed": seed},

@@ -32,7 +32,7 @@ def test_an_analysis_is_written(tmp_path):
     assert [layer.attention for layer in layers] == ["softmax", "MHLA", "MHLA", "softmax"]
     assert [layer.moves is not None for layer in layers] == [False, True, True, False]
     assert json.loads((tmp_path / "analysis.json").read_text())["grid"] == [8, 8]
-    # a layer of two makes a picture half as wide; of an unpatched one there is no mixing
+    # one layer instead of two: half the width; an unpatched layer has no mixing matrix
     analyzed(pipe, tmp_path / "one", layers=[1])
     widths = [Image.open(folder / "mixing-matrices.png").width for folder in (tmp_path / "one", tmp_path)]
     assert widths[0] < widths[1]

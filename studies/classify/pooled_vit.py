@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class PooledViT(nn.Module):
-    """Patches, learned positions, layers, norm, mean and classifier; there is no class token.
+    """A vision transformer that averages its tokens instead of using a class token.
 
     Args:
         size: height and width of a picture in pixels.
