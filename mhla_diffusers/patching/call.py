@@ -101,6 +101,8 @@ class Call(NamedTuple):
     """Whether a mask with a row for every query is the same for all queries of the grid."""
     pads_behind_grid: bool = False
     """Whether a mask means that the grids of samples begin at different tokens."""
+    dense_layers: int = 0
+    """How many attentions over the grid stay dense first, in a model whose layers are not known."""
     step: Step | None = None
     """The denoising step; None if it is unknown, or outside of sampling."""
     is_dense: bool = False
@@ -129,6 +131,8 @@ class _Held:
     """Number of the self-attention that runs, on the CPU; None outside of a patched one."""
     part = 0
     """How many calls of attention it has made so far."""
+    over_grid = 0
+    """How many attentions over the grid its forward has made, in a model whose layers are not known."""
     backend: str | None = None
     """Backend that the user has chosen for the attention that runs; None for diffusers' active one."""
     in_every_step = False

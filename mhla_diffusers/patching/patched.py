@@ -210,11 +210,12 @@ class Patched:
             mode.enter()
         if self.family is None:
             state = held()
-            state.layer, state.part = _FIRST, 0
+            state.layer, state.part, state.over_grid = _FIRST, 0, 0
         facts = (False, False) if self.family is None else (self.family.rows_alike, self.family.pads_behind_grid)
         split = None if self.is_sparse else _processes_of(self.transformer)
         call = Call(self, grid, extra, *facts, split=split, mode=mode, outer=outer)
-        return call._replace(tally=self.tally, watch=self._watch)
+        dense_layers = self.config.dense_layers if self.family is None and isinstance(self.config, SparseConfig) else 0
+        return call._replace(tally=self.tally, watch=self._watch, dense_layers=dense_layers)
 
     def _leave(self, call: Call) -> None:
         """Take off what a call has put around the forward."""

@@ -116,7 +116,7 @@ def attend(
     if torch.compiler.is_compiling():
         if fit.reason:
             return request.exact(query, key, value)
-        if torch.is_grad_enabled() or not call.patch.config.has_dense_steps:
+        if torch.is_grad_enabled() or not (call.patch.config.has_dense_steps or call.dense_layers):
             return sparse(query, key, value, call, fit, request)
         return _operator(query, key, value, request.mask, layer, part, request.scale, request.enable_gqa,
                          request.dispatches, request.backend or "")  # fmt: skip
@@ -134,6 +134,11 @@ def _attend(
 ) -> torch.Tensor:
     """Attend at a place, (number of the layer, which of its calls), outside of a graph."""
     tally, count = call.tally, max(1, len(call.branches))
+    if call.dense_layers and not fit.reason:
+        state = held()
+        state.over_grid += 1
+        if state.over_grid <= call.dense_layers:
+            fit = fit._replace(reason=f"dense_layers={call.dense_layers}", level=logging.INFO)
     if fit.reason or call.is_dense:
         if tally is not None:
             tally.note_dense(fit.reason or DENSE_STEP, query, fit.level if fit.reason else logging.INFO)

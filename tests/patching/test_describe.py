@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import mhla_diffusers as mhla
@@ -56,22 +55,6 @@ def test_describe_prints_a_table(monkeypatch):
     assert {layer.name.partition(".")[0] for layer in mhla.describe(pipe)} == {"transformer", "transformer_2"}
 
 
-def test_describe_says_how_many_extra_tokens_it_counts():
-    model = FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
-    table = str(mhla.describe(mhla.apply_mhla(model), grid=(4, 4)))
-    assert "attention of 16 tokens and 512 extra ones: " in table
-
-
 def test_describe_tells_of_sparse_attention():
     model = apply(layers=[1, 2, 3], block_size=4, density=0.26)
     first, *table = str(mhla.describe(model, grid=(4, 4, 5))).splitlines()
@@ -88,14 +71,6 @@ def test_describe_tells_of_sparse_attention():
     assert (kept.density, patched_one.density, patched_one.blocks) == (None, 0.25, None)
     with mhla.mhla_disabled(model):
         assert mhla.describe(model)[1].density == 0.25
-
-
-@pytest.mark.parametrize(("size", "density"), [(8, 1 / 12), (96, 1)])
-def test_describe_tells_the_density_that_is_reached(size, density):
-    """At least one of the blocks, though fewer pairs were asked for."""
-    found = mhla.describe(apply(block_size=size, density=0.05), grid=(4, 4, 6))
-    assert found[0].density == pytest.approx(density)
-    assert f"{density:.1%}" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -166,17 +141,6 @@ def test_describe_tells_what_really_runs():
     assert str(mhla.describe(model)).endswith("; the patch does not run in 2 of them now")
 
 
-def test_describe_after_a_grid_that_was_refused():
-    causal = _CAUSAL | {"blocks": (2, 2, 2), "block_length": 1}
-    for settings, named in (({"blocks": (4, 4, 7)}, "6 tokens...7 blocks"), (causal, "2 blocks of 1")):
-        model = mhla.apply_mhla(wan(), **settings)
-        with refused(named):
-            output(model, inputs("wan"))
-        (layer, *_) = mhla.describe(model)
-        assert (layer.blocks, layer.tokens_per_block) == (settings["blocks"], None)
-    assert layer.density == 1 / 2
-
-
 @pytest.mark.parametrize(("name", "num_frames"), [("dit", None), ("sana", None), ("wan22", 9), ("wan", 6), ("wan", 8)])
 def test_the_grid_of_a_size_is_that_of_a_run(name, num_frames):
     """Frames are rounded as the pipeline does."""
@@ -202,28 +166,6 @@ def test_costs_count_what_is_computed(settings, listed):
     assert sizes.flops == 2 * (4 * 96 + 2 * 12**2) * 12 * 13
     # the KV states and their mixtures, in float32
     assert sizes.held_bytes == 2 * 4 * 12 * 2 * 12 * 13
-
-
-def test_costs_of_sparse_attention_grow_with_its_density():
-    found = []
-    for density in (0.1, 0.5):
-        model = apply(block_size=8, density=density)
-        found.append(totals(mhla.describe(model, grid=(4, 4, 6)), "flops", "listed_pairs", "pairs", "softmax_flops"))
-    (less, listed, pairs, softmax), (more, more_listed, *_) = found
-    assert [listed / pairs, more_listed / pairs] == pytest.approx([1 / 12, 0.5])
-    assert more - less == 4 * (more_listed - listed) * 12
-    with mhla.mhla_disabled(model):
-        assert totals(mhla.describe(model, grid=(4, 4, 6)), "flops") == [softmax]
-
-
-@pytest.mark.parametrize("settings", [{"density": 1.0}, {"block_size": 96}], ids=["density 1", "one block"])
-def test_where_all_is_listed_softmax_attention_is_all_that_is_computed(settings):
-    sizes = mhla.describe(apply(**settings), grid=(4, 4, 6))[0].sizes
-    assert (sizes.flops, sizes.listed_pairs, sizes.held_bytes) == (sizes.softmax_flops, sizes.pairs, 0)
-
-
-def test_own_attention_of_sana_is_linear():
-    assert totals(mhla.describe(FAMILIES["sana"].build(), grid=(8, 8)), "flops") == [3 * 4 * 64 * 2 * 16 * 17]
 
 
 def causal():
@@ -279,10 +221,3 @@ def test_suggested_blocks_are_as_long_as_the_default_s():
     assert mhla.suggest_blocks(wan22_pipeline(), 832, 480, 81) == (7, 5, 3)
     mhla.apply_mhla(pipe, blocks=mhla.suggest_blocks(pipe, 32, 48, 9))
     assert pipe(**PIPELINES["wan"].call).frames.isfinite().all()
-
-
-def test_mixing_suggested_blocks_costs_no_more_than_their_summaries():
-    pipe = wan_pipeline()
-    blocks = mhla.suggest_blocks(pipe, 2160, 3840, 321)
-    grid = mhla.describe(pipe, height=2160, width=3840, num_frames=321)[0].grid
-    assert 0.5 < math.prod(blocks) / math.sqrt(2 * torch.Size(grid).numel()) <= 1.2

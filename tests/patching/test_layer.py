@@ -109,15 +109,6 @@ def test_the_convolution_runs_over_the_token_grid(name):
     torch.testing.assert_close(shifted, expected.flatten(1, axis), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["wan", "dit"])
-def test_a_default_device_is_not_that_of_a_patch(name):
-    expected = mhla.apply_mhla(FAMILIES[name].build(), blocks=FAMILIES[name].blocks, **EVERYTHING)
-    model = FAMILIES[name].build()
-    with torch.device("meta"):
-        mhla.apply_mhla(model, blocks=FAMILIES[name].blocks, **EVERYTHING)
-    assert torch.equal(output(model, inputs(name)), output(expected, inputs(name)))
-
-
 @pytest.mark.parametrize("settings", [EVERYTHING, {"mixing_per_head": True, "mixing_init": "uniform"}])
 def test_what_to_empty_leaves_undefined_is_reset(settings):
     """By the method that PyTorch's modules have for it, which FSDP calls."""

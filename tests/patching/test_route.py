@@ -213,6 +213,16 @@ def test_cross_attention_is_counted_and_no_warning(caplog):
     assert not [one for one in caplog.records if one.levelno == logging.WARNING and "cross" in one.getMessage()]
 
 
+def test_the_first_attentions_stay_dense_where_that_is_asked_for():
+    """As of a family, by the order in which they run; cross-attentions are not counted."""
+    model = plain({"dense_layers": 2, "density": 0.2})
+    assert_changed(run(model), run(plain()))
+    assert "sparse in 1 of 6" in tally(model) and "2 dense: dense_layers=2" in tally(model)
+    model = mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT))
+    run(model)
+    assert "sparse in 2 of 6" in tally(model)
+
+
 def test_a_forward_without_an_attention_is_told(caplog):
     class Other(nn.Module):
         def forward(self, x, _):
@@ -275,8 +285,8 @@ def test_a_forward_that_something_else_replaces(name, order):
 
 def test_threads_copies_and_other_models_are_left_alone():
     model, other, expected, found = plain({}), plain(), run(plain()), []
-    clone, sparse = copy.deepcopy(model), run(model)
-    in_threads(*(lambda one=one: found.append(run(one)) for one in (model, clone, other)))
+    clone, sparse, arguments = copy.deepcopy(model), run(model), inputs()
+    in_threads(*(lambda one=one: found.append(run(one, arguments)) for one in (model, clone, other)))
     assert sorted(torch.equal(one, sparse) for one in found) == [False, True, True]
     assert torch.equal(run(other), expected)
     mhla.remove_mhla(model)
@@ -458,8 +468,7 @@ def cosmos3():
 
 CLASSES = {
     "cosmos": cosmos,
-    "hidream, square": partial(hidream, 32, 32),
-    "hidream, not square": partial(hidream, 16, 24),
+    "hidream": partial(hidream, 16, 24),
     "qwenimage21": qwenimage21,
     "qwenimage21 with a cache": partial(qwenimage21, cached=True),
     "cosmos3": cosmos3,

@@ -97,15 +97,6 @@ def test_both_or_one_of_two_transformers(patched, tmp_path):
         load_mhla(pipelines.wan_pipeline(), tmp_path)
 
 
-def test_a_patch_of_one_transformer_does_not_go_into_a_pipeline_of_two(tmp_path):
-    """The same classes and sizes, as Wan 2.1 14B and Wan 2.2 A14B have them, are not the same model."""
-    pipe = pipelines.wan22_pipeline()
-    save_mhla(apply_mhla(pipelines.wan_pipeline(), blocks=(3, 2, 1)), tmp_path)
-    with refused("transformer", "has transformer, transformer_2"):
-        load_mhla(pipe, tmp_path)
-    load_mhla(pipe.transformer, tmp_path)
-
-
 def test_a_refused_patch_leaves_processors_that_were_set_by_hand(tmp_path):
     pipe = pipelines.wan22_pipeline()
     save_mhla(apply_mhla(pipelines.wan22_pipeline(), blocks=(3, 2, 1)), tmp_path)

@@ -19,7 +19,7 @@ from mhla_diffusers.patching import find_patched, in_every_step, layer_sensitivi
 
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output
-from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline
+from ..pipelines import PIPELINES, dit_pipeline, quiet, wan_pipeline
 from ..refusals import refused
 from .shared import own_form
 
@@ -215,16 +215,6 @@ def test_a_call_that_begins_in_the_middle_of_the_schedule(strength, steps):
     for _ in range(2):
         found = dense_forwards(pipe, lambda: pipe(**call, generator=seeded()))
         assert by_step(found, steps) == [True] + [False] * (steps - 1)
-
-
-def test_timesteps_that_are_scaled_on_their_way():
-    """As SANA-Sprint's are."""
-    drawn = []
-    for steps in (0, 1):
-        pipe = sana_pipeline()
-        pipe.transformer.register_to_config(timestep_scale=0.001)
-        drawn.append(pictures("sana", mhla.apply_mhla(pipe, blocks=(4, 2), dense_first=steps)))
-    assert_changed(*drawn)
 
 
 # Whose scheduler it is

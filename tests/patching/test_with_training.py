@@ -1,6 +1,5 @@
 """Patched models in a loop of one's own: gradients, checkpointing, types, several processes, saving."""
 
-import copy
 import json
 import shutil
 from contextlib import nullcontext
@@ -25,11 +24,8 @@ from .shared import (
     CAUSAL,
     EVERYTHING,
     ONE_PER_CLASS,
-    PROJECTIONS,
-    assert_equal_up_to_order,
     in_threads,
     mixings,
-    with_lora,
 )
 
 SPARSE = {"density": 0.2, "block_size": 4, "far": "means"}
@@ -300,12 +296,3 @@ def test_a_patch_beside_diffusers_own_files_opens_without_a_warning(tmp_path, re
     assert not [one for one in recwarn if "belong together" in str(one.message)]
     with pytest.warns(UserWarning, match="belong together"):  # of another folder
         mhla.load_mhla(DiTPipeline.from_pretrained(tmp_path), shutil.copytree(tmp_path, tmp_path / "other"))
-
-
-def test_a_deep_copy_of_an_adapted_model_is_independent():
-    model = with_lora(patched("wan"), *PROJECTIONS)
-    clone, expected = copy.deepcopy(model), output(model, inputs("wan"))
-    assert_equal_up_to_order(output(clone, inputs("wan")), expected)
-    clone.unload_lora()
-    mhla.remove_mhla(clone)
-    assert torch.equal(output(model, inputs("wan")), expected)
