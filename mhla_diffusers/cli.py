@@ -158,11 +158,10 @@ def audit(
     from .auditing import audit as audit_model
     from .auditing import write_audit
     from .files import folder_for_results
-    from .generation.generate import MAX_SEED
     from .generation.pipelines import PipelineChoice
-    from .settings import check_value
+    from .settings import Seed, check_value
 
-    check_value("seed", seed, int, at_least=0, at_most=MAX_SEED)
+    check_value("seed", seed, Seed)
     choice = PipelineChoice(family, **{**options, "settings": {"num_inference_steps": 4, **options["settings"]}})
     with folder_for_results(output):
         choice.check()

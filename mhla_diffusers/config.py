@@ -7,10 +7,12 @@ that see the past alone. What all have in common is in :class:`PatchConfig`. Pre
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, TypeAdapter
 
 from .attention import get_feature_map
 from .attention.call import DEFAULT_DENSITY, ContentRule, Far, Order, check_denominator
@@ -20,9 +22,10 @@ from .attention.layout import Shape, block_count, check_grid, check_layout, fit_
 from .attention.mixing import MixingInit
 from .attention.order import blocks_per_state
 from .attention.state import Beyond
+from .errors import check, check_names, nearest
 from .files import read_text
 from .moved import where_it_went
-from .settings import Settings, allow, check, check_names, nearest, read_yaml
+from .settings import Count, Flag, Integer, Number, Settings, read_yaml, settings
 
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
@@ -38,10 +41,10 @@ FEW_STEPS = 10
 
 
 def _layers(choice: Any) -> LayerChoice:
-    """Return a choice of layers; a list becomes a tuple."""
+    """Return a choice of layers as it can be saved: a list becomes a tuple, a fraction text."""
     layers: LayerChoice = tuple(choice) if isinstance(choice, list | tuple | range) else choice
     parse_layers(layers)
-    return layers
+    return str(layers) if isinstance(layers, Fraction) else layers
 
 
 def _blocks(blocks: Any) -> Shape:
@@ -57,44 +60,46 @@ def _blocks(blocks: Any) -> Shape:
     return blocks
 
 
-def _feature_map(name: Any) -> str:
-    get_feature_map(str(name))
-    return str(name)
+def _feature_map(name: str) -> str:
+    get_feature_map(name)
+    return name
 
 
-_SIZE = allow(at_least=1, at_most=MOST_BLOCK_SIZE, example=64)
-_KERNEL = allow(words="an odd kernel size, or None for no convolution", test=lambda size: size > 0 and size % 2 == 1)
-_LENGTH = allow(
-    words="the tokens in a block of the first axis, such as 64 of a text or 3 latent frames",
-    test=lambda length: length > 0,
-)
-_STEPS = allow(
-    words="a number of denoising steps such as 3, or a share of them from 0.0 to 1.0",
-    test=lambda steps: steps >= 0 if isinstance(steps, int) else 0 <= steps <= 1,
-)
+def _steps(steps: int | float) -> int | float:
+    if steps < 0 or (isinstance(steps, float) and steps > 1):
+        raise ValueError(f"{steps} must be a number of denoising steps such as 3, or a share from 0.0 to 1.0.")
+    return steps
 
 
-@dataclass(frozen=True, kw_only=True)
+def _odd(size: int | None) -> int | None:
+    check(size is None or (size > 0 and size % 2 == 1), f"{size} must be an odd kernel size, or None for none.")
+    return size
+
+
+_Steps = Annotated[Integer | Number, AfterValidator(_steps)]
+_Size = Annotated[Integer | None, Field(gt=0, le=MOST_BLOCK_SIZE)]
+
+
+@settings(kw_only=True)
 class PatchConfig(Settings):
     """What every patch has, whichever attention it runs; made as one of its three kinds."""
 
     attention: ClassVar[str]
     """Which attention runs, in words."""
-    layers: LayerChoice = field(default="all", metadata=allow(convert=_layers))
+    layers: Annotated[LayerChoice, PlainValidator(_layers)] = "all"
     """Which layers: "all", a fraction such as "2/3" or 0.5, a list of indices, or "auto:2/3" for that fraction, chosen
     by ``apply_mhla(..., calibration=…)``, which records the list here.
     """
-    dense_first: int | float = field(default=0, metadata=_STEPS)
+    dense_first: _Steps = 0
     """First denoising steps of a pipeline's call in which all layers use the original attention: a number of steps, or
     as a float a share of them, rounded up. 1 is one step.
     """
-    dense_last: int | float = field(default=0, metadata=_STEPS)
+    dense_last: _Steps = 0
     """Last denoising steps in which they do, as ``dense_first``."""
-    dense_every: int = field(default=0, metadata=allow(at_least=0, example=10))
+    dense_every: Count = 0
     """After how many denoising steps, counted from the first ones on, they do so again; 0 for never."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         shares = sum(steps for steps in (self.dense_first, self.dense_last) if isinstance(steps, float))
         check(
             shares < 1 and self.dense_every != 1,
@@ -188,7 +193,7 @@ class PatchConfig(Settings):
         return super().read(content)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class SparseConfig(PatchConfig):
     """Sparse attention (:mod:`mhla_diffusers.attention.sparse`), which has no parameters and needs no training.
 
@@ -197,23 +202,23 @@ class SparseConfig(PatchConfig):
     """
 
     attention: ClassVar[str] = "sparse attention"
-    dense_first: int | float = field(default=0.2, metadata=_STEPS)
-    dense_last: int | float = field(default=1, metadata=_STEPS)
-    dense_every: int = field(default=10, metadata=allow(at_least=0, example=10))
-    dense_layers: int = field(default=1, metadata=allow(at_least=0))
+    dense_first: _Steps = 0.2
+    dense_last: _Steps = 1
+    dense_every: Count = 10
+    dense_layers: Count = 1
     """How many of the first self-attentions, in the order of execution, stay as they are."""
-    correct: bool = True
+    correct: Flag = True
     """Whether the error that dense steps measure corrects the steps that follow
     (:mod:`mhla_diffusers.patching.residual`).
     """
-    density: float = field(default=DEFAULT_DENSITY, metadata=allow(above=0, at_most=1, example=0.05))
+    density: Annotated[Number, Field(gt=0, le=1)] = DEFAULT_DENSITY
     """Fraction of all pairs of uniform blocks in the lists. At 1 the attention is softmax attention."""
-    block_size: int | None = field(default=None, metadata=_SIZE)
+    block_size: _Size = None
     """Tokens per block of queries. Blocks follow a Hilbert curve through the grid
     (:mod:`mhla_diffusers.attention.layout`), so any grid works. The fused kernels take 16, 32, 64 and 128. None fits it
     to the grid of every call: 64 for videos.
     """
-    key_block_size: int | None = field(default=None, metadata=_SIZE)
+    key_block_size: _Size = None
     """Tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the grid if that is None
     too."""
     order: Order = "content"
@@ -277,33 +282,33 @@ class SparseConfig(PatchConfig):
         return super().replace(**(usual | settings))
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class LinearConfig(PatchConfig):
     """What MHLA and causal MHLA have in common: KV states of blocks, mixed by a learned matrix."""
 
-    blocks: tuple[int, ...] = field(default=(), metadata=allow(convert=_blocks))
+    blocks: Annotated[tuple[int, ...], PlainValidator(_blocks), Field(validate_default=True)] = ()
     """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
-    feature_map: str = field(default="relu", metadata=allow(convert=_feature_map))
+    feature_map: Annotated[str, AfterValidator(_feature_map)] = "relu"
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
     rope: Literal["after", "before"] = "after"
     """Whether RoPE acts before or after the feature map. "after", as in the paper's code, rotates the numerator alone.
     No effect in models without RoPE.
     """
-    normalize: bool = True
+    normalize: Flag = True
     """Divide by the normaliser of Eq. 4."""
-    eps: float = field(default=1e-6, metadata=allow(at_least=0, at_most=1, example="1e-6"))
+    eps: Annotated[Number, Field(ge=0, le=1)] = 1e-6
     """Floor that the relu and elu+1 feature maps add; softmax and identity need none."""
     mixing_init: MixingInit = "locality"
     """Mixing matrix before training: locality, uniform or identity."""
-    mixing_per_head: bool = False
+    mixing_per_head: Flag = False
     """One mixing matrix per attention head instead of one per layer."""
-    mixing_learnable: bool = True
+    mixing_learnable: Flag = True
     """Whether the mixing matrix takes gradients."""
-    mixing_clip: bool = True
+    mixing_clip: Flag = True
     """Whether ``register_mixing_clip`` keeps the matrix in (0, 1). False for matrices that were trained signed."""
-    output_norm: bool = False
+    output_norm: Flag = False
     """RMSNorm over each head's output, with one weight of head dim shared by the heads."""
-    output_gate: bool = False
+    output_gate: Flag = False
     """Multiply the output by SiLU of a projection of the layer's input (paper, Tab. 12)."""
 
     def __post_init__(self) -> None:
@@ -332,7 +337,7 @@ class LinearConfig(PatchConfig):
         return check_layout(grid, self.blocks_on(grid))
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class MHLAConfig(LinearConfig):
     """The paper's MHLA, of linear cost, which has to be adapted to a model that was trained with softmax.
 
@@ -341,9 +346,9 @@ class MHLAConfig(LinearConfig):
     """
 
     attention: ClassVar[str] = "MHLA"
-    convolution: int | None = field(default=None, metadata=_KERNEL)
+    convolution: Annotated[Integer | None, AfterValidator(_odd)] = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
-    clamp_blocks: bool = False
+    clamp_blocks: Flag = False
     """Whether block counts are fitted to the grid of every call, with an interpolated mixing matrix, where an axis has
     fewer tokens than blocks, which else is an error, or the grid of N tokens less than √(2 N) blocks would do. So it is
     for the family's blocks, which ``apply_mhla`` takes where none are given.
@@ -360,7 +365,7 @@ class MHLAConfig(LinearConfig):
         return AttentionSizes(math.prod(grid), heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(kw_only=True)
 class CausalConfig(LinearConfig):
     """Causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see the past alone.
 
@@ -371,7 +376,7 @@ class CausalConfig(LinearConfig):
     attention: ClassVar[str] = "causal MHLA"
     causal: Causal = "block"
     """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block")."""
-    block_length: int = field(default=0, metadata=_LENGTH)
+    block_length: Annotated[Integer, Field(gt=0, validate_default=True)] = 0
     """Tokens per block of the first axis, such as 64 of a text or 3 latent frames of a video. The sequence is split
     into blocks of this length and may be shorter than all of them.
     """
@@ -448,6 +453,12 @@ class CausalConfig(LinearConfig):
         return self.normalize and (self.causal == "token" or self.own == "softmax")
 
 
+def _of_its_kind(content: Any) -> Any:
+    return TypeAdapter(kind_of(content)).validate_python(content) if isinstance(content, Mapping) else content
+
+
+AnyPatch = Annotated[PatchConfig, BeforeValidator(_of_its_kind)]
+"""Field of one of the three kinds of settings; in a mapping their names say which."""
 PROFILES: dict[str, dict[str, Any]] = {
     "faithful": {},
     "balanced": {"density": 0.05, "dense_first": 0.1, "dense_last": 0, "dense_layers": 0},
@@ -562,7 +573,7 @@ def is_automatic(choice: LayerChoice) -> bool:
     return isinstance(choice, str) and choice.startswith(AUTOMATIC)
 
 
-@dataclass(frozen=True)
+@settings()
 class Patch(Settings):
     """One patch file.
 
@@ -570,13 +581,13 @@ class Patch(Settings):
         family: name of its model family.
         base_model: Hub id that it was made for.
         description: one line.
-        config: the settings.
+        patch: its settings.
     """
 
     family: str
     base_model: str
     description: str
-    config: PatchConfig = field(metadata=allow(key="patch"))
+    patch: AnyPatch
 
 
 def patch_folder() -> Path:

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from .errors import installing
 from .files import write_text
-from .lazy import installing
 
 _STYLE = """
 :root { color-scheme: light dark; }

@@ -26,10 +26,10 @@ def test_every_patch_opens_and_fits_its_family(name):
     patch = load_patch(name)
     family = next(family for family in families() if family.name == patch.family)
     assert patch.base_model.count("/") == 1
-    if isinstance(patch.config, SparseConfig):
+    if isinstance(patch.patch, SparseConfig):
         assert family.computes == "softmax"
         return
-    assert len(patch.config.blocks) == family.axes
+    assert len(patch.patch.blocks) == family.axes
     assert f"{name}-sparse" in patch_names() or family.computes != "softmax", "the other choice"
 
 
@@ -56,7 +56,7 @@ REFUSED = {
     # what is asked for, or what a file holds, and the offending value
     "keys missing": ("family: wan\n", "base_model, description, patch"),
     "key more": (f"{HEAD}patch: {{blocks: [1]}}\nextra: 1\n", "line 5: .*'extra'"),
-    "setting": (f"{HEAD}patch: {{block: [1]}}\n", "line 4: .*'patch.block'; .*'blocks'"),
+    "setting": (f"{HEAD}patch: {{block: [1]}}\n", "line 4: .*'block'; .*'blocks'"),
     "no blocks": (f"{HEAD}patch: {{eps: 1.0}}\n", "needs blocks"),
     "number": (f"{HEAD}patch: 3\n", "line 4: patch=3"),
     "text for a number": (f"{HEAD}patch: {{blocks: [1], eps: small}}\n", "eps='small'"),

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from ..settings import check_choice
+from ..errors import check_choice
 from . import eager
 from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall, check_denominator
 from .causal import Causal, causal_attention, frame_block_ends, see_nothing

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from ..settings import check_choice
+from ..errors import check_choice
 from .derivatives import is_free_to_read
 from .layout import Extra, Shape, block_count, blocks_of_range
 from .rope import Rotary

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..settings import check_choice
+from ..errors import check_choice
 from .precision import sum_dtype
 
 MixingInit = Literal["locality", "uniform", "identity"]

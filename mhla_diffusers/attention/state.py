@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..settings import check_choice
+from ..errors import check_choice
 from .api import BACKENDS, backend_for, check_call, check_causal, empty_output
 from .call import Backend, MHLACall
 from .causal import (

@@ -12,9 +12,9 @@ from ..attention import BlockLists
 from ..attention.call import list_length
 from ..attention.layout import block_count, check_layout
 from ..config import MHLAConfig, SparseConfig
+from ..errors import check_names
 from ..families import Family, Model, families, get_family
 from ..reporting import parse_size, times
-from ..settings import check_names
 
 Work = Literal["softmax", "linear", "lists", "sparse"]
 """Softmax over all pairs, MHLA, softmax over listed pairs alone, or sparse attention."""

@@ -42,7 +42,7 @@ def print_info() -> None:
     """Print what is there in a few lines, then versions, backends, supported models and patches."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     presets_by_name = {name: load_patch(name) for name in patch_names()}
-    untrained = sum(not isinstance(preset.config, LinearConfig) for preset in presets_by_name.values())
+    untrained = sum(not isinstance(preset.patch, LinearConfig) for preset in presets_by_name.values())
     _say(f"mhla_diffusers {_version('mhla_diffusers')} on {', '.join([*devices, f'CPU ({platform.machine()})'])}")
     _say(f"{len(families())} model families; apply_mhla(pipe) gives each the default that the table names")
     _say(f"{untrained} presets of sparse attention, which {_SPARSE}")
@@ -60,7 +60,7 @@ def print_info() -> None:
     typer.echo("\n".join(["\nModels for --model of info and bench:", *wrap(", ".join(known_models()))]))
     presets: dict[str, list[tuple[str, str, str]]] = {}
     for name, preset in presets_by_name.items():
-        config = preset.config
+        config = preset.patch
         setting = f"{config.density:.1%}" if isinstance(config, SparseConfig) else ""
         setting = times(config.blocks) if isinstance(config, LinearConfig) else setting
         row = f"  {name}", f"{config.short_name}, {setting}", str(config.layers)
@@ -125,7 +125,7 @@ def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
     folder = _saved_folder(patch)
     if folder is None:
         ready = load_patch(patch)
-        return [(ready.family, ready.config)]
+        return [(ready.family, ready.patch)]
     parts = read_record(folder).transformers.values()
     return [(part.family, PatchConfig.read(part.patch)) for part in parts]
 
@@ -200,7 +200,7 @@ def print_any_patch(patch: str) -> None:
     folder = _saved_folder(patch)
     if folder is None:
         preset = load_patch(patch)
-        _say(f"{patch} runs {summary_of(preset.config)}; {_needs(preset.config)}\n")
+        _say(f"{patch} runs {summary_of(preset.patch)}; {_needs(preset.patch)}\n")
         if preset.family:  # a profile has none
             _print_costs(preset)
         _print_settings(preset.description, preset)
@@ -239,7 +239,7 @@ def _saved_folder(patch: str) -> Path | None:
 
 
 def _print_settings(title: str, patch: Patch) -> None:
-    config = patch.config
+    config = patch.patch
     rows = [("family", patch.family or "any"), ("base model", patch.base_model or "any")]
     rows += [(field, str(value)) for field, value in config.to_dict().items()]
     if isinstance(config, LinearConfig):
@@ -249,7 +249,7 @@ def _print_settings(title: str, patch: Patch) -> None:
 
 def _print_costs(patch: Patch) -> None:
     """Print the FLOPs of a layer at every size of the family's models that the patch fits."""
-    config, rows = patch.config, []
+    config, rows = patch.patch, []
     family = next(family for family in families() if family.name == patch.family)
     for case in choose_cases([model.name for model in family.models if not model.is_tiny]):
         grid = case.grid

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
 from ..attention.layout import layout_of
-from ..settings import check_names
+from ..errors import check_names
 from .cases import Shape, Work
 from .correctness import check_operator, why_no_triton
 from .measure import Results, Row, Runs, free_bytes, time_interleaved

@@ -10,10 +10,10 @@ from torch import nn
 from ..attention import SparseCall, reference_weights
 from ..attention.rope import rotated
 from ..config import SparseConfig
+from ..errors import check_names
 from ..families import AttentionInputs, get_family
 from ..patching import TransformerCall, find_patched
 from ..patching.layer import layer_of
-from ..settings import check_names
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this fraction of the largest count."""

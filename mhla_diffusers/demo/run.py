@@ -3,15 +3,16 @@
 import platform
 import shutil
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
+from pydantic import Field
 
 from ..attention import initial_mixing
 from ..benchmark import measure
@@ -21,7 +22,7 @@ from ..families import arguments_of, predict
 from ..files import check_writable, write_json, write_text
 from ..patching import TransformerCall, mhla_layers
 from ..reporting import html_media, html_page, html_table, require_matplotlib, show_loading, text_table
-from ..settings import Settings, allow
+from ..settings import Count, Integer, Number, Seed, Settings, settings
 from ..tiny import tiny_pipeline
 from . import speed
 from .adaptation import Adaptation, held_out_curve, load_variant, stages_of, variants
@@ -44,28 +45,27 @@ _HEADER = (
 )
 
 
-@dataclass(frozen=True)
+@settings()
 class DemoConfig(Settings):
     """What the demo does; ValueError for a value that is not allowed."""
 
     output: Path = Path("outputs/demo")
     family: str = "wan"
     device: str = "cpu"
-    seed: int = 0
-    updates: int = field(default=60, metadata=allow(at_least=0))
+    seed: Seed = 0
+    updates: Count = 60
     """Updates end to end, after attention transfer, of each attention that is adapted live; 0 for none."""
-    scenes: int = field(default=12, metadata=allow(at_least=2))
+    scenes: Annotated[Integer, Field(ge=2)] = 12
     """Scenes that every variant generates."""
-    samples: int = field(default=256, metadata=allow(at_least=16))
+    samples: Annotated[Integer, Field(ge=16)] = 256
     """Scenes to adapt on."""
-    held_out: int = field(default=16, metadata=allow(at_least=2))
+    held_out: Annotated[Integer, Field(ge=2)] = 16
     """Scenes of held-out digits for the loss."""
-    speed_seconds: float = field(default=40.0, metadata=allow(at_least=0))
+    speed_seconds: Annotated[Number, Field(ge=0)] = 40.0
     """For timing attention over growing N; 0 for none."""
 
     def __post_init__(self) -> None:
         tiny_pipeline(self.family)
-        super().__post_init__()
 
 
 @dataclass(frozen=True)

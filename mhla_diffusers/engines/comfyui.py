@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ..config import PROFILES, SparseConfig, Step
+from ..errors import check
 from ..patching.call import Call
 from ..patching.route import Request
-from ..settings import check
 from .engine import Engine
 from .settings import EngineSettings, read_settings
 

@@ -2,34 +2,38 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
-from ..config import PROFILES, SparseConfig, load_patch
-from ..settings import Settings, allow, check, check_choice, check_names
+from pydantic import BeforeValidator
+
+from ..config import PROFILES, PatchConfig, SparseConfig, load_patch
+from ..errors import check, check_choice, check_names
+from ..settings import Count, Settings, parse_yaml, settings
 
 _NAMES = ("density", "order", "block_size", "key_block_size", "dense_first", "dense_last", "dense_every",
           "dense_layers", "min_tokens")  # fmt: skip
 """Settings that an environment variable such as ``MHLA_DENSITY`` stands for."""
 
 
-@dataclass(frozen=True)
+def _check_runs(config: Any) -> Any:
+    if isinstance(config, PatchConfig):
+        check(
+            isinstance(config, SparseConfig) and config.layers == "all",
+            f"An engine runs sparse attention with layers='all', not {config.attention} with layers={config.layers!r}. "
+            "Give a profile such as 'balanced' or a preset such as 'wan2.1-t2v-1.3b-sparse'; other patches run in "
+            "diffusers.",
+        )
+    return config
+
+
+@settings()
 class EngineSettings(Settings):
     """What an engine's attention does; raises ValueError unless it is sparse attention in all layers."""
 
-    config: SparseConfig = SparseConfig()
-    min_tokens: int = field(default=4096, metadata=allow(at_least=0))
+    config: Annotated[SparseConfig, BeforeValidator(_check_runs)] = SparseConfig()
+    min_tokens: Count = 4096
     """Sequences of fewer tokens stay dense, since there sparse attention gains next to nothing."""
-
-    def __post_init__(self) -> None:
-        config: Any = self.config
-        attention, layers = getattr(config, "attention", repr(config)), getattr(config, "layers", "all")
-        check(
-            isinstance(config, SparseConfig) and layers == "all",
-            f"An engine runs sparse attention with layers='all', not {attention} with layers={layers!r}. Give a "
-            "profile such as 'balanced' or a preset such as 'wan2.1-t2v-1.3b-sparse'; other patches run in diffusers.",
-        )
-        super().__post_init__()
 
 
 def read_settings(given: Mapping[str, Any], config: Any) -> EngineSettings:
@@ -42,10 +46,7 @@ def read_settings(given: Mapping[str, Any], config: Any) -> EngineSettings:
     Raises:
         ValueError: a value is not allowed.
     """
-    changes = {
-        name: int(value) if isinstance(value, str) and value.strip().isdigit() else value
-        for name, value in given.items()
-    }
+    changes = {name: parse_yaml(value, name) if isinstance(value, str) else value for name, value in given.items()}
     settings = EngineSettings(config, changes.pop("min_tokens", EngineSettings.min_tokens))
     return replace(settings, config=config.replace(**changes))
 
@@ -65,7 +66,7 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
     check(len(given.keys() & set(names[:2])) < 2, "MHLA_PROFILE and MHLA_PATCH both name settings; give one of them.")
     profile = given.get("MHLA_PROFILE", "faithful")
     check_choice("MHLA_PROFILE", profile, tuple(PROFILES))
-    config = load_patch(given.get("MHLA_PATCH", profile)).config
+    config = load_patch(given.get("MHLA_PATCH", profile)).patch
     changes = {name.removeprefix("MHLA_").lower(): text for name, text in given.items() if name not in names[:2]}
     try:
         return read_settings(changes, config)

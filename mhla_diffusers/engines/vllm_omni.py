@@ -21,8 +21,8 @@ from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_
 
 from ..attention.layout import Extra, Shape
 from ..config import Step
+from ..errors import check
 from ..patching.route import Request
-from ..settings import check
 from .engine import Engine
 from .settings import settings_from_environment
 

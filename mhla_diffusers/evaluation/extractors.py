@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from ..devices import choose_device
-from ..lazy import installing
+from ..errors import installing
 
 
 class ImageFeatures(NamedTuple):

@@ -3,8 +3,9 @@
 import random
 from pathlib import Path
 
+from ..errors import check_choice
 from ..generation.record import SAMPLE_LIST, Sample, read_sample_list
-from ..settings import check_choice, check_value
+from ..settings import PositiveInteger, check_value
 
 
 def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 0) -> list[Sample]:
@@ -13,7 +14,7 @@ def class_samples(count: int, labels: int, order: str = "balanced", seed: int = 
     The order "balanced" cycles through the classes; "random" draws them.
     """
     for name, number in (("count", count), ("labels", labels)):
-        check_value(name, number, int, above=0)
+        check_value(name, number, PositiveInteger)
     check_choice("order", order, ("balanced", "random"))
     chance = random.Random(seed)
     chosen = [number % labels if order == "balanced" else chance.randrange(labels) for number in range(count)]

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import check_names
 from ..files import read_json
 from ..generation.record import Sample
-from ..settings import check_names
 
 FLICKERING = "temporal_flickering"
 """The dimension whose videos VBench's static filter chooses."""

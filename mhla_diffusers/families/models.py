@@ -3,21 +3,26 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from ..settings import Settings, allow
+from pydantic import Field
+
+from ..settings import Positive, PositiveInteger, Settings, settings
+
+Size = tuple[PositiveInteger, PositiveInteger]
+"""(height, width) in pixels."""
+Sizes = Annotated[tuple[Size, ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
+@settings()
 class Clip(Settings):
     """Frames and size of a video, or of an image, which has one frame."""
 
-    frames: int = field(metadata=allow(above=0))
+    frames: PositiveInteger
     """1 for images."""
-    fps: float = field(metadata=allow(above=0))
+    fps: Positive
     """Frames per second that a video is sampled at."""
-    sizes: tuple[tuple[int, int], ...] = field(metadata=allow(above=0, is_filled=True))
-    """(height, width) in pixels."""
+    sizes: Sizes
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
 import torch
+from pydantic import Field
 
 from ..devices import launched_on_cpus
 from ..families.calling import takes_picture
 from ..files import file_hash, folder_for_results
 from ..patching import find_patched
 from ..reporting import shows_bars
-from ..settings import check_value
+from ..settings import PositiveInteger, Seed, check_value
 from .noise import generator_for
 from .pipelines import PipelineChoice, check_classes
 from .record import (
@@ -33,8 +34,6 @@ from .record import (
     write_sample_list,
 )
 
-MAX_SEED = 2**63 - 1
-"""Largest seed of torch's generators, which also accept negative seeds but map them to others."""
 _MAX_LENGTH, _MAX_BYTES = 60, 150
 """Maximum length of a prompt in a file name, which may have 255 bytes: 37 letters of four bytes."""
 
@@ -52,9 +51,9 @@ class SampleSet(PipelineChoice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_value("samples", list(self.samples), list[Any], is_filled=True)
+        check_value("samples", list(self.samples), Annotated[list[Any], Field(min_length=1)])
         pictures = any(sample.image for sample in self.samples)
-        check_value("batch_size", self.batch_size, int, at_least=1, at_most=1 if pictures else None)
+        check_value("batch_size", self.batch_size, Annotated[PositiveInteger, Field(le=1 if pictures else None)])
         suffix = self.of_family.calling.suffix
         wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
         if wrong is not None:
@@ -94,8 +93,8 @@ def plan_samples(
 
     Prompts are text, or for DiT classes by name or number; ``images`` has the picture of each, or None.
     """
-    check_value("prompts", list(prompts), list[str], is_filled=True)
-    check_value("seeds", list(seeds), list[int], is_filled=True, at_least=0, at_most=MAX_SEED)
+    check_value("prompts", list(prompts), Annotated[list[str], Field(min_length=1)])
+    check_value("seeds", list(seeds), Annotated[list[Seed], Field(min_length=1)])
     samples = []
     for place, (prompt, image) in enumerate(zip(prompts, images or [None] * len(prompts), strict=True)):
         name = name_of_prompt(prompt)

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
+from ..errors import check_names
 from ..files import check_unique, read_csv, read_json_lines, read_lines
-from ..settings import check_names, check_value, parse_yaml
+from ..settings import Flag, Integer, Number, PositiveInteger, check_value, parse_yaml
 
 _WRITABLE = {bool, int, float, str, list, dict}
 """Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
@@ -78,9 +79,10 @@ def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
     check_names(settings, sorted(allowed), f"setting of a call of {pipeline.__name__}")
     for name, value in settings.items():
         types = allowed[name]
-        kind: Any = functools.reduce(operator.or_, types)
         # annotations of diffusers often omit None; integers of these pipelines are sizes and counts
-        check_value(name, value, kind if types <= {int, float} else kind | None, at_least=1 if types == {int} else None)
+        strict = {int: PositiveInteger if types == {int} else Integer, float: Number, bool: Flag}
+        kind: Any = functools.reduce(operator.or_, (strict.get(one, one) for one in types))
+        check_value(name, value, kind if types <= {int, float} else kind | None)
 
 
 def _types(annotation: Any) -> set[type]:

@@ -17,11 +17,12 @@ import torch
 
 from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
+from ..errors import check_choice, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
 from ..files import content_of, read_json
 from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..reporting import times
-from ..settings import check_choice, check_value, nearest
+from ..settings import PositiveInteger, check_value
 from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES, FRAMES_PER_SECOND, PICTURE_SIZE
 from .names import check_settings
@@ -75,7 +76,7 @@ class PipelineChoice:
             object.__setattr__(self, "weights", str(_result_in(self.weights)))
         choose_device(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        check_value("frames_per_second", self.frames_per_second, int | None, above=0)
+        check_value("frames_per_second", self.frames_per_second, PositiveInteger | None)
         if self.frames_per_second is not None and not self.of_family.makes_videos:
             raise ValueError(
                 f"frames_per_second={self.frames_per_second} is for videos, but {self.family!r} makes images; leave it "
@@ -106,7 +107,7 @@ class PipelineChoice:
             **{name: getattr(self, name) for name in names},
             "call": self.known_arguments,
             "model_content": None if self.model is None else content_of(Path(self.model)),
-            "patch_content": None if self.patch is None else load_patch(self.patch).config.to_dict(),
+            "patch_content": None if self.patch is None else load_patch(self.patch).patch.to_dict(),
             "weights_content": None if weights is None else content_of(weights),
         }
 
@@ -148,7 +149,7 @@ class PipelineChoice:
     @property
     def _patch_config(self) -> PatchConfig:
         if self.patch is not None:
-            return load_patch(self.patch).config.replace(**self.patch_settings)
+            return load_patch(self.patch).patch.replace(**self.patch_settings)
         return self.of_family.complete(self.patch_settings)
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ import numpy
 import torch
 from PIL import Image, ImageOps
 
-from ..lazy import installing
+from ..errors import installing
 
 _BITS_16 = 257
 """65535 / 255: value of a 16-bit channel over that of an 8-bit one."""

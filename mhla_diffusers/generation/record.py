@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import installing
 from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_json, visible_files, write_json, written_aside
-from ..lazy import installing
 
 RECORD_NAME = "generation.json"
 """Records beside generated files how they were made."""

@@ -13,7 +13,7 @@ from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and
 from ..config import USUAL_STEPS, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
-from ..settings import check_value
+from ..settings import PositiveInteger, check_value
 from .finding import find_patched, find_transformers
 from .layer import layer_of
 from .patched import Patched
@@ -354,7 +354,7 @@ def grids_of_size(
             a token.
     """
     for side, value in (("height", height), ("width", width), ("num_frames", num_frames)):
-        check_value(side, value, int | None, above=0)
+        check_value(side, value, PositiveInteger | None)
     transformers = find_transformers(pipe)
     if isinstance(pipe, nn.Module):
         raise ValueError(

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..config import PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
+from ..errors import check, said_allowed
 from ..families import get_family
 from ..files import check_hash, read_json
-from ..settings import check, check_value, differences, said_allowed
+from ..settings import Flag, check_value, differences
 from .finding import find_transformers, is_patched
 from .patch import Layers, attach, detach, plan_patch, replace_weights
 from .patched import Patched
@@ -73,7 +74,7 @@ def load_mhla(
             values, or a model that is patched already.
         FileNotFoundError: no patch there.
     """
-    check_value("keep_replaced", keep_replaced, bool)
+    check_value("keep_replaced", keep_replaced, Flag)
     folder = _find_folder(patch, revision, token)
     record = read_record(folder)
     tensors = load_file(check_file(folder, record))

@@ -5,9 +5,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -27,8 +28,9 @@ from ..config import (
     load_patch,
     parse_layers,
 )
+from ..errors import check_choice
 from ..families import Family, find_family, get_family, why_refused
-from ..settings import check_choice, check_value
+from ..settings import Integer, check_value
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal
 from .call import Counts
 from .describe import applied_in_words
@@ -133,7 +135,7 @@ def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings
                 f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), but the model belongs "
                 f"to {family.name!r}."
             )
-        chosen = chosen.config
+        chosen = chosen.patch
     config: PatchConfig = family.complete(settings) if chosen is None else chosen.replace(**settings)
     return config
 
@@ -654,5 +656,5 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
     if isinstance(parsed, Fraction):
         kept = 1 - parsed
         return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
-    check_value("layers", list(parsed), list[int], at_least=-count, at_most=count - 1)
+    check_value("layers", list(parsed), list[Annotated[Integer, Field(ge=-count, lt=count)]])
     return sorted({index % count for index in parsed})

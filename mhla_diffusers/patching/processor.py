@@ -18,9 +18,9 @@ from ..attention.layout import Shape, check_grid
 from ..attention.rope import rotated
 from ..attention.split import share_of
 from ..config import NOTHING_DENSE, LinearConfig, PatchConfig, SparseConfig
+from ..errors import check_choice
 from ..families import AttentionAdapter, AttentionInputs, Family, family_of_attention
 from ..families.mhla import Arguments
-from ..settings import check_choice
 from .call import Call, Seen, held, within
 from .layer import layer_of, make_layer
 

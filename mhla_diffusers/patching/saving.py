@@ -10,18 +10,20 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from ..config import LinearConfig
+from ..errors import check_choice
 from ..files import file_hash, write_json, write_tensors
-from ..settings import Settings, allow, check_choice
+from ..settings import Settings, settings
 from .describe import describe
 from .finding import find_transformers, is_patched, require_layers, require_patched
 from .patched import Patched
@@ -38,7 +40,7 @@ _PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
+@settings()
 class TransformerRecord(Settings):
     """What a saved patch says of one transformer, to recognise the model that it fits."""
 
@@ -54,7 +56,7 @@ class TransformerRecord(Settings):
     """Names of the model's own tensors that a patch with ``weights="changed"`` holds."""
 
 
-@dataclass(frozen=True)
+@settings()
 class LoraFile(Settings):
     """File of a LoRA that belongs to a saved patch."""
 
@@ -62,7 +64,7 @@ class LoraFile(Settings):
     sha256: str
 
 
-@dataclass(frozen=True)
+@settings()
 class PatchRecord(Settings):
     """Content of ``mhla_config.json``."""
 
@@ -73,7 +75,7 @@ class PatchRecord(Settings):
     weights: Weights
     file: str
     sha256: str
-    transformers: dict[str, TransformerRecord] = field(metadata=allow(is_filled=True))
+    transformers: Annotated[dict[str, TransformerRecord], Field(min_length=1)]
     unpatched: list[str] = field(default_factory=list)
     """Transformers of the pipeline that the patch leaves alone."""
     lora: LoraFile | None = None

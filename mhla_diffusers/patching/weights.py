@@ -14,7 +14,7 @@ from torch import nn
 from ..attention import extend_mixing, resize_mixing
 from ..attention.mixing import causal_mixing
 from ..config import CausalConfig, LinearConfig, PatchConfig
-from ..settings import check
+from ..errors import check
 from .layer import attentions_of
 
 LORA = "mhla"

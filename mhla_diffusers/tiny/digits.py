@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from safetensors.torch import load_file
 
-from ..settings import check_choice
+from ..errors import check_choice
 
 Split = Literal["train", "held-out"]
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..devices import choose_device
-from ..settings import check_value
 from .digits import parse_caption
 from .pipelines import TinyPipeline, tiny_pipeline
 
@@ -54,7 +53,6 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
     from diffusers import DiffusionPipeline
 
     folder, place = pipeline_folder(family), choose_device(str(device))
-    check_value("control", control, bool)
     check_asset(folder)
     pipe = DiffusionPipeline.from_pretrained(folder)
     if control:

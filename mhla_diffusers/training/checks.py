@@ -9,10 +9,10 @@ import torch
 
 from ..config import LinearConfig, SparseConfig
 from ..devices import launched_processes
+from ..errors import check
 from ..families import get_family, trained_family
 from ..patching import MHLALayer, find_patched, mhla_layers
 from ..patching.advice import advice_on
-from ..settings import check
 from .changes import find_changes
 from .config import TrainingConfig
 from .distributed import check_groups, uses_fsdp2
@@ -122,17 +122,15 @@ def _check_lora(transformer: Any, config: TrainingConfig) -> None:
     for index, stage in enumerate(config.stages):
         check(
             stage.trainable in ("mhla", "lora"),
-            f"trainable={stage.trainable!r} changes the weights that the LoRA of patch={config.patch!r} adds to; use "
-            "trainable: lora or mhla.",
-            *("stages", index),
+            f"stages.{index}: trainable={stage.trainable!r} changes the weights that the LoRA of patch="
+            f"{config.patch!r} adds to; use trainable: lora or mhla.",
         )
         targets = has if stage.lora_rank is None else lora_targets(transformer, stage.lora_layers)
         check(
             stage.lora_rank in (None, rank) and has.keys() == set(targets),
-            f"lora_rank={stage.lora_rank} with lora_layers={stage.lora_layers!r} does not fit the LoRA of patch="
-            f"{config.patch!r}, which has rank {rank} on {len(has)} layers, not {len(targets)}; give those of the run "
-            "that made it.",
-            *("stages", index),
+            f"stages.{index}: lora_rank={stage.lora_rank} with lora_layers={stage.lora_layers!r} does not fit the "
+            f"LoRA of patch={config.patch!r}, which has rank {rank} on {len(has)} layers, not {len(targets)}; give "
+            "those of the run that made it.",
         )
 
 

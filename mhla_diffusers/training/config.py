@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from ..config import PatchConfig
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from ..config import AnyPatch
 from ..devices import precision_name
+from ..errors import check
 from ..files import read_text
-from ..settings import Settings, allow, check, read_yaml
+from ..settings import Count, Flag, Number, Positive, PositiveInteger, Settings, read_yaml, settings
 from .latents.clips import Clips
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
@@ -28,11 +31,6 @@ BaseType = Literal["int8", "float8"]
 """Type of frozen weights by torchao, with one scale per output channel."""
 
 
-_POSITIVE, _ZERO_OR_MORE, _FILLED = allow(above=0), allow(at_least=0), allow(is_filled=True)
-_GUIDANCE = allow(at_least=1, words="a number: 1.0, which is none, or more")
-_PATCH = allow(words="a name, a path, or settings such as blocks", is_filled=True)
-
-
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(min|h)")
 
 
@@ -42,49 +40,60 @@ def seconds_of(time: str) -> float:
     return float(number) * {"min": 60, "h": 3600}[unit]
 
 
-def _is_time(value: Any) -> bool:
-    return isinstance(value, str) and _TIME.fullmatch(value) is not None and seconds_of(value) > 0
+def _check_time(value: str) -> str:
+    check(
+        _TIME.fullmatch(value) is not None and seconds_of(value) > 0,
+        f'{value!r} must be a time such as "30min" or "8h".',
+    )
+    return value
 
 
-@dataclass(frozen=True)
+def _precision(name: object) -> str:
+    return precision_name(name, ("float32", "bfloat16"))
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Time = Annotated[str, AfterValidator(_check_time)]
+_Weight = Annotated[Number, Field(ge=0)]
+
+
+@settings()
 class ObjectiveWeights(Settings):
     """Weights of the summed losses; a loss with weight 0 is not computed."""
 
-    diffusion: float = field(default=0.0, metadata=_ZERO_OR_MORE)
+    diffusion: _Weight = 0.0
     """The model's original training loss."""
-    distillation: float = field(default=0.0, metadata=_ZERO_OR_MORE)
+    distillation: _Weight = 0.0
     """Mean squared error to the prediction of the unpatched model."""
-    transfer: float = field(default=0.0, metadata=_ZERO_OR_MORE)
+    transfer: _Weight = 0.0
     """Per layer, mean squared error between MHLA's output and the replaced attention's, on the unpatched model's
     activations."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check(any(vars(self).values()), f"at least one weight of {', '.join(vars(self))} must be positive.")
 
 
-@dataclass(frozen=True)
+@settings()
 class StageConfig(Settings):
     """One stage of training: the sum of some losses."""
 
-    steps: int = field(metadata=_POSITIVE)
+    steps: PositiveInteger
     """Updates."""
-    learning_rate: float = field(metadata=_POSITIVE)
+    learning_rate: Positive
     trainable: Trainable
     objectives: ObjectiveWeights
-    mixing_learning_rate: float | None = field(default=None, metadata=_POSITIVE)
+    mixing_learning_rate: Positive | None = None
     """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
-    lora_rank: int | None = field(default=None, metadata=_POSITIVE)
+    lora_rank: PositiveInteger | None = None
     """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
     lora_layers: LoraLayers = "attention"
     """Where LoRA is."""
     scheduler: Literal["constant", "cosine"] = "constant"
-    warmup_steps: int = field(default=0, metadata=_ZERO_OR_MORE)
-    guidance: float = field(default=1.0, metadata=_GUIDANCE)
+    warmup_steps: Count = 0
+    guidance: Annotated[Number, Field(ge=1)] = 1.0
     """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         steps, warmup, rank = self.steps, self.warmup_steps, self.lora_rank
         check(warmup <= steps, f"warmup_steps={warmup} must be at most the stage's steps={steps}.")
         check(
@@ -113,23 +122,23 @@ class StageConfig(Settings):
         return self.objectives.diffusion > 0 or self.objectives.distillation > 0
 
 
-@dataclass(frozen=True)
+@settings()
 class ValidationConfig(Settings):
     """The loss on held-out samples, at fixed timesteps and with fixed noise, and pictures or videos from prompts."""
 
-    samples: int = field(default=0, metadata=_ZERO_OR_MORE)
+    samples: Count = 0
     """Number of samples at the end of the data that are held out; 0 for no validation."""
-    every: int = field(default=100, metadata=_POSITIVE)
+    every: PositiveInteger = 100
     """Steps between validations; one also runs before the first step and after the last."""
-    timesteps: int = field(default=4, metadata=_POSITIVE)
+    timesteps: PositiveInteger = 4
     """Timesteps per sample, at equally spaced quantiles of the training distribution."""
     prompts: tuple[str, ...] = ()
     """Prompts (classes for DiT) to generate from at every validation; the rest of the pipeline stays on the device."""
-    inference_steps: int = field(default=20, metadata=_POSITIVE)
+    inference_steps: PositiveInteger = 20
     """Sampler steps for ``prompts``."""
 
 
-@dataclass(frozen=True)
+@settings()
 class TrainingConfig(Settings):
     """A training run.
 
@@ -137,69 +146,60 @@ class TrainingConfig(Settings):
         ValueError: if a value is not allowed, or fields contradict each other.
     """
 
-    output: str = field(metadata=_FILLED)
+    output: _Text
     """Folder for checkpoints, metrics and the result."""
-    stages: tuple[StageConfig, ...] = field(metadata=_FILLED)
-    model: str | None = field(default=None, metadata=_FILLED)
+    stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
+    model: _Text | None = None
     """Hub id or folder of the pipeline to adapt; None if the caller passes the transformer."""
-    component: str = field(default="transformer", metadata=_FILLED)
+    component: _Text = "transformer"
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
-    patch: str | PatchConfig | None = field(default=None, metadata=_PATCH)
+    patch: _Text | AnyPatch | None = None
     """Name of a patch, path of a patch YAML, or settings; or a saved patch to begin with, such as another run's result,
     with its weights and LoRA; None for no patch."""
-    data: str | None = field(default=None, metadata=_FILLED)
+    data: _Text | None = None
     """Folder of latents, or of videos or images with captions (or webdataset's tar shards, or a YAML file of several
     sources), which are encoded first; None if the caller passes the data."""
     clip: Clips | None = None
     """What to cut out of videos or images in ``data``; None for what the YAML file says, or the model's own clip."""
-    seed: int = field(default=0, metadata=_ZERO_OR_MORE)
-    batch_size: int = field(default=1, metadata=_POSITIVE)
+    seed: Count = 0
+    batch_size: PositiveInteger = 1
     """Samples per process and forward; with ``context_parallel`` per group of processes."""
-    gradient_accumulation: int = field(default=1, metadata=_POSITIVE)
+    gradient_accumulation: PositiveInteger = 1
     """Forwards per update."""
-    precision: Literal["no", "bf16"] = field(
-        default="no", metadata=allow(convert=lambda name: precision_name(name, ("float32", "bfloat16")))
-    )
+    precision: Annotated[Literal["no", "bf16"], BeforeValidator(_precision)] = "no"
     """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
     base_dtype: BaseType | None = None
     """Type that the weights of all linear layers of the blocks are kept in under LoRA; None for that of ``precision``,
     in which they compute in any case."""
     optimizer: OptimizerName = "adamw"
     """adamw8bit needs torchao, schedulefree the library of that name."""
-    weight_decay: float = field(default=0.0, metadata=_ZERO_OR_MORE)
+    weight_decay: _Weight = 0.0
     """Weight decay of the optimizer; the mixing matrices are never decayed."""
-    max_gradient_norm: float = field(default=1.0, metadata=_POSITIVE)
-    ema_decay: float | None = field(default=None, metadata=allow(above=0, below=1))
+    max_gradient_norm: Positive = 1.0
+    ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the trained weights, which is then validated and exported."""
-    gradient_checkpointing: bool = False
-    context_parallel: int = field(default=1, metadata=_POSITIVE)
+    gradient_checkpointing: Flag = False
+    context_parallel: PositiveInteger = 1
     """Launched processes that share a batch and split its tokens, by diffusers' Ulysses; 1 for one each."""
-    flow_shift: float = field(default=3.0, metadata=_POSITIVE)
+    flow_shift: Positive = 3.0
     """Shift of the timesteps of flow matching (Wan, SANA)."""
-    prompt_dropout: float = field(default=0.0, metadata=allow(at_least=0, below=1))
+    prompt_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Fraction of samples whose prompt is replaced by the empty one, for classifier-free guidance."""
-    workers: int = field(default=0, metadata=_ZERO_OR_MORE)
+    workers: Count = 0
     """Processes that prefetch data."""
-    checkpoint_every: int = field(default=500, metadata=_POSITIVE)
-    keep_checkpoints: int = field(default=2, metadata=_POSITIVE)
-    export_every: int | str | None = field(
-        default=None,
-        metadata=allow(
-            words='a number of updates, at least 1, or a time such as "30min" or "8h"',
-            test=lambda value: value >= 1 if isinstance(value, int) else _is_time(value),
-        ),
-    )
+    checkpoint_every: PositiveInteger = 500
+    keep_checkpoints: PositiveInteger = 2
+    export_every: PositiveInteger | _Time | None = None
     """Updates, or time such as "30min", between exports of the weights so far into ``exports/step-…``; None for the
     result alone."""
-    time_limit: str | None = field(default=None, metadata=allow(words='a time such as "30min" or "8h"', test=_is_time))
+    time_limit: _Time | None = None
     """Time after which the run writes a checkpoint and stops, counted from its start or resumption; None for none."""
-    max_skipped: int = field(default=10, metadata=_POSITIVE)
+    max_skipped: PositiveInteger = 10
     """Maximum consecutive updates that may be skipped because loss or gradient is not finite."""
     tracker: Literal["tensorboard", "wandb"] | None = None
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         adapters = {(stage.lora_rank, stage.lora_layers) for stage in self.stages if stage.lora_rank is not None}
         check(
             len(adapters) <= 1,
@@ -208,27 +208,21 @@ class TrainingConfig(Settings):
         for index, stage in enumerate(self.stages):
             check(
                 not adapters or stage.trainable in ("mhla", "lora"),
-                f"trainable={stage.trainable!r} changes the weights that LoRA adds to; "
+                f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA adds to; "
                 "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
-                "stages",
-                index,
             )
             weights = stage.objectives
             # an unpatched model can learn its own guidance
             compares = weights.transfer > 0 or (weights.distillation > 0 and stage.guidance == 1)
             check(
                 self.patch is not None or not compares,
-                "distillation and transfer compare with the unpatched model and need a patch; "
+                f"stages.{index}: distillation and transfer compare with the unpatched model and need a patch; "
                 "set patch, or train with objectives.diffusion alone.",
-                "stages",
-                index,
             )
             check(
                 self.patch is not None or stage.trainable in ("attention", "all"),
-                f"trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
+                f"stages.{index}: trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
                 "set patch, or use trainable: attention or all.",
-                "stages",
-                index,
             )
         check(
             self.base_dtype is None or all(stage.trainable in ("mhla", "lora") for stage in self.stages),

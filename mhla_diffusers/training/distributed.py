@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..errors import check
 from ..families import get_family, trained_family
-from ..settings import check
 from .config import TrainingConfig
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..errors import check
 from ..patching import Weights, find_patched, save_mhla
-from ..settings import check
 from .config import TrainingConfig
 from .roles import STUDENT, lora_of, prepare_for_training
 from .run_folder import find_checkpoint, read_state, read_tensors, write_whole

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from ..config import load_patch
 from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpus
+from ..errors import check
 from ..families import Clip, Model, families, trained_family
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..generation.pipelines import pipeline_source, tiny_of, transformers_of, usual_clip
 from ..patching import apply_mhla, find_patched, load_mhla, read_record
 from ..reporting import times
-from ..settings import check
 from .checks import check_fits, check_installed, check_start
 from .config import TrainingConfig
 from .estimate import Estimate, estimate

@@ -448,7 +448,7 @@ def content_of_run(config: TrainingConfig) -> dict[str, Any]:
     patch, model = config.patch, config.model
     content: dict[str, Any] = {"patch": None, "model": None}
     if isinstance(patch, str):
-        content["patch"] = content_of(Path(patch)) if Path(patch).is_dir() else load_patch(patch).config.to_dict()
+        content["patch"] = content_of(Path(patch)) if Path(patch).is_dir() else load_patch(patch).patch.to_dict()
     if model is not None:
         content["model"] = content_of(Path(model))
     return content

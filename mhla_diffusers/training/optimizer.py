@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..lazy import installing
+from ..errors import installing
 from ..patching import MHLALayer, mhla_layers, register_mixing_clip
 from .config import OptimizerName, StageConfig
 from .distributed import gathered, placed_like

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..config import LinearConfig
+from ..errors import installing
 from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict, trained_family
-from ..lazy import installing
 from ..patching import find_patched, is_patched, mhla_disabled, mhla_layers
 from ..patching.weights import LORA
 from .config import BaseType, LoraLayers, Trainable, TrainingConfig

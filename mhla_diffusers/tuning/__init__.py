@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..lazy import lazy_names
+from .. import lazy_names
 
 __all__ = ["Target", "Tuned", "tune"]
 

@@ -5,11 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ..config import PROFILES, SparseConfig
+from ..errors import check
 from ..patching import apply_mhla, find_transformers, remove_mhla
-from ..settings import check, check_value
+from ..settings import Number, Positive, check_value
 
 LADDERS: dict[str, tuple[Any, ...]] = {
     "density": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.3),
@@ -146,8 +149,8 @@ class Target:
             self.psnr is None or self.speedup is None,
             f"psnr={self.psnr} and speedup={self.speedup} are two targets; give one of them.",
         )
-        check_value("psnr", self.psnr, float | None, above=0, at_most=100)
-        check_value("speedup", self.speedup, float | None, above=0)
+        check_value("psnr", self.psnr, Annotated[Number, Field(gt=0, le=100)] | None)
+        check_value("speedup", self.speedup, Positive | None)
         if self.speedup is None and self.psnr is None:
             object.__setattr__(self, "psnr", DEFAULT_PSNR)
 

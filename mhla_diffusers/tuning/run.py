@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import yaml
+from pydantic import Field
 from safetensors.torch import load_file
 
 from ..benchmark.measure import gather_conditions
 from ..benchmark.operator import SOFTMAX
 from ..benchmark.pipeline import WHOLE, frames_of, timed_call
 from ..config import USUAL_STEPS, Patch
+from ..errors import check
 from ..families import get_family
 from ..files import (
     folder_for_results,
@@ -32,7 +34,7 @@ from ..files import (
 from ..generation.similarity import Similarity, image_metrics, load_similarities
 from ..patching import find_transformers
 from ..reporting import progress
-from ..settings import check, check_value, differences
+from ..settings import Positive, PositiveInteger, check_value, differences
 from .candidates import Candidate, Target, Trial, Tuned, next_candidate, search_rank
 from .page import write_page, write_strip
 
@@ -81,9 +83,9 @@ def tune(
     """
     image_metrics()
     target, folder = Target(psnr, speedup), Path(output)
-    check_value("prompts", list(prompts), list[str], is_filled=True)
-    check_value("minutes", minutes, float, above=0)
-    check_value("steps", steps, int, at_least=1)
+    check_value("prompts", list(prompts), Annotated[list[str], Field(min_length=1)])
+    check_value("minutes", minutes, Positive)
+    check_value("steps", steps, PositiveInteger)
     transformer = next(iter(find_transformers(pipe).values()))
     family, device = get_family(transformer), next(transformer.parameters()).device
     check(

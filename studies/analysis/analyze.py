@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from mhla_diffusers import MHLAConfig, is_patched, mhla_layers
@@ -32,7 +33,7 @@ from mhla_diffusers.patching import (
     record_calls,
 )
 from mhla_diffusers.reporting import require_matplotlib, text_table
-from mhla_diffusers.settings import check_value
+from mhla_diffusers.settings import Integer, check_value
 
 LARGEST_GRID = 4096
 """Tokens up to which N x N matrices are formed."""
@@ -116,13 +117,13 @@ def analyze(
     """
     component, transformer = next(iter(find_transformers(model).items()))
     names = list(get_family(transformer).self_attentions(transformer))
-    check_value("layers", list(layers), list[int], at_least=0, at_most=len(names) - 1)
+    check_value("layers", list(layers), list[Annotated[Integer, Field(ge=0, lt=len(names))]])
     names = [names[layer] for layer in layers] or names
     calls = record_calls({component: transformer}, run)[component]
     call = calls[len(calls) // 2]
     grid = call.grid(transformer)
     chosen = middle_of(grid) if token is None else token
-    check_value("token", chosen, int, at_least=0, at_most=math.prod(grid) - 1)
+    check_value("token", chosen, Annotated[Integer, Field(ge=0, lt=math.prod(grid))])
     rows: dict[str, torch.Tensor] = {}
 
     def keep(name: str, matrix: torch.Tensor) -> None:

@@ -104,7 +104,6 @@ def test_other_patches_are_refused():
         (MHLAConfig(blocks=(1, 1, 1)), "MHLA with layers='all'...'balanced'"),
         (CausalConfig(blocks=(2,), block_length=8), "causal MHLA...'balanced'"),
         (SparseConfig(layers="2/3"), "layers='2/3'...'balanced'"),
-        ({"density": 0.1}, {"density": 0.1}),
     ):
         with refused(words):
             EngineSettings(config)
@@ -121,7 +120,7 @@ def test_settings_from_the_environment():
     fast = SparseConfig(**PROFILES["fast"])
     assert read({"MHLA_PROFILE": "fast", "MHLA_DENSITY": "0.1"}).config == fast.replace(density=0.1)
     patched = read({"MHLA_PATCH": "wan2.1-t2v-1.3b-sparse", "MHLA_DENSITY": "0.1"})
-    assert patched.config == load_patch("wan2.1-t2v-1.3b-sparse").config.replace(density=0.1)
+    assert patched.config == load_patch("wan2.1-t2v-1.3b-sparse").patch.replace(density=0.1)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,8 @@ def test_settings_from_the_environment():
         ({"MHLA_PROFILE": "slow"}, "MHLA_PROFILE='slow'...'faithful'"),
         ({"MHLA_PROFILE": "fast", "MHLA_PATCH": "wan2.1-t2v-1.3b-sparse"}, "MHLA_PROFILE and MHLA_PATCH"),
         ({"MHLA_DENSITY": "2"}, "MHLA_DENSITY=2...density=2"),
-        ({"MHLA_DENSE_LAYERS": "-1"}, "dense_layers='-1'"),
-        ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens='1.5'"),
+        ({"MHLA_DENSE_LAYERS": "-1"}, "dense_layers=-1"),
+        ({"MHLA_MIN_TOKENS": "1.5"}, "min_tokens=1.5"),
         ({"MHLA_PATCH": "wan2.1-t2v-1.3b", "MHLA_DENSITY": "0.1"}, "MHLA_PATCH=wan2.1-t2v-1.3b...'balanced'"),
     ],
 )

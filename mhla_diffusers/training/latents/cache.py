@@ -24,9 +24,9 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...errors import check
 from ...families import Sample
 from ...files import check_hash, file_hash, read_checked_json, write_checked_json, write_tensors
-from ...settings import check
 from .clips import Clips
 from .media import Original
 

@@ -3,14 +3,16 @@
 import math
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from re import fullmatch
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from ...errors import check
 from ...families import Clip, Family
-from ...families.models import strides_of
+from ...families.models import Sizes, strides_of
 from ...reporting import parse_size, times
-from ...settings import Settings, allow, check
+from ...settings import Flag, Integer, Positive, PositiveInteger, Settings, settings
 
 _ASPECTS = (1.0, 4 / 3, 3 / 2, 16 / 9, 21 / 9)
 """Usual shares of width to height, from which ``sizes: auto`` makes buckets, upright and lying."""
@@ -18,16 +20,7 @@ _SAME_ASPECT = 0.06
 """Difference of logarithms up to which two aspect ratios are one."""
 
 
-def _are_sizes(sizes: Any) -> bool:
-    return not isinstance(sizes, str) or fullmatch(r"auto( \d+(x\d+)?)?", sizes) is not None
-
-
-_SIZES = allow(
-    above=0, is_filled=True, test=_are_sizes, words='a list of [height, width], or "auto", or such as "auto 240x416"'
-)
-
-
-@dataclass(frozen=True)
+@settings()
 class Clips(Settings):
     """Which clips every video gives, and which size.
 
@@ -35,25 +28,24 @@ class Clips(Settings):
     has.
     """
 
-    frames: int | tuple[int, ...] = field(metadata=allow(above=0, is_filled=True))
+    frames: PositiveInteger | Annotated[tuple[PositiveInteger, ...], Field(min_length=1)]
     """Length of a clip, or several; 1 for pictures, which are also the frames of videos then."""
-    fps: float = field(metadata=allow(above=0))
+    fps: Positive
     """Frames per second that a video is sampled at."""
-    sizes: tuple[tuple[int, int], ...] | str = field(metadata=_SIZES)
+    sizes: Sizes | Annotated[str, Field(pattern=r"^auto( \d+(x\d+)?)?$")]
     """(height, width) in pixels; a file gets the size nearest to its aspect ratio. "auto" are sizes of usual aspect
     ratios and about the area of the model's own size, or with "auto 240x416" of that."""
     extract: Literal["head", "uniform", "chunk", "all"] = "head"
     """Where clips begin: at the start of the video; at ``count`` frames spread evenly; one after another, each as long
     as the longest; or every ``stride`` frames."""
-    count: int | None = field(default=None, metadata=allow(at_least=2))
+    count: Annotated[Integer, Field(ge=2)] | None = None
     """Clips of a length per video; for ``extract: uniform`` alone."""
-    stride: int | None = field(default=None, metadata=allow(above=0))
+    stride: PositiveInteger | None = None
     """Frames, at ``fps``, from one clip to the next; for ``extract: all`` alone."""
-    upscale: bool = False
+    upscale: Flag = False
     """Whether to enlarge files that are smaller than their size, rather than to leave them out."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name, extract in (("count", "uniform"), ("stride", "all")):
             value = getattr(self, name)
             check(

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...errors import check
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
-from ...settings import check
 from ..config import TrainingConfig
 from .times import inside_unit_interval, random_quantiles
 

@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
+from ...errors import check
 from ...families import Family, Sample, trained_family
 from ...files import content_of, folder_for_results, weights_of
 from ...generation import component_identity, generator_for
 from ...generation.pipelines import usual_clip
 from ...patching import is_patched
 from ...reporting import progress
-from ...settings import check, check_value
+from ...settings import Number, PositiveInteger, check_value
 from .cache import BEGINS_WITH_PICTURE, CachedSource, CacheIndex, CacheWriter
 from .clips import Clips
 from .data import in_workers
@@ -143,8 +145,8 @@ def synthesize(
         not is_patched(pipe),
         "The pipeline is patched, but the latents must be the original model's; call remove_mhla() first.",
     )
-    check_value("guidance", guidance, float, at_least=0)
-    check_value("steps", steps, int, at_least=1)
+    check_value("guidance", guidance, Annotated[Number, Field(ge=0)])
+    check_value("steps", steps, PositiveInteger)
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
     check(
         bool(prompts) and not empty,

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ...errors import check
 from ...files import (
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
@@ -39,7 +40,6 @@ from ...generation.pixels import (
     video_seconds,
 )
 from ...reporting import times
-from ...settings import check
 from .clips import Clips
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from PIL import Image
 from torch import nn
 
 from ...devices import choose_device
+from ...errors import check
 from ...families.training import unscaled_latents
 from ...generation import component_identity
 from ...reporting import progress
-from ...settings import check
 from .cache import LatentCache
 from .clips import Clips
 from .media import Media, try_read

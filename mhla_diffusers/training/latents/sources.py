@@ -1,25 +1,28 @@
 """Where data comes from: one folder of media, or several with a share, a prefix and a rule for missing captions."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from ...errors import check
 from ...files import read_text
-from ...settings import Settings, allow, check, read_yaml
+from ...settings import Positive, PositiveInteger, Settings, read_yaml, settings
 from .clips import Clips
 from .media import NO_CAPTION, Media, find_media, list_media
 
 
-@dataclass(frozen=True)
+@settings()
 class Source(Settings):
     """A folder of videos and pictures with captions, or webdataset's tar shards."""
 
-    path: str = field(metadata=allow(is_filled=True))
+    path: Annotated[str, Field(min_length=1)]
     """See :func:`~.media.find_media`; a relative one begins at the working directory."""
-    share: float | None = field(default=None, metadata=allow(above=0))
+    share: Positive | None = None
     """Part of the samples that training draws from here, beside the other sources' shares, of any sum; rounded in every
     bucket. Without, every sample is drawn equally often."""
-    repeats: int = field(default=1, metadata=allow(above=0))
+    repeats: PositiveInteger = 1
     """How often each sample is drawn in an epoch."""
     prefix: str = ""
     """Text before every caption."""
@@ -28,31 +31,28 @@ class Source(Settings):
     with the prefix alone."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check(
             self.share is None or self.repeats == 1,
             f"share={self.share} and repeats={self.repeats} both say how often samples are drawn; give one of them.",
         )
 
 
-@dataclass(frozen=True)
+@settings()
 class Sources(Settings):
     """The data of a cache, as a YAML file says it, and what is cut out of it."""
 
-    sources: tuple[Source, ...] = field(metadata=allow(is_filled=True))
+    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
     clip: Clips | None = None
     """What to cut out of every file; None for what the command says, or the model's own clip."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         paths = [source.path for source in self.sources]
         for index, path in enumerate(paths):
-            check(path not in paths[:index], f"{path!r} is an earlier source too.", "sources", index, "path")
+            check(path not in paths[:index], f"sources.{index}.path: {path!r} is an earlier source too.")
         shares = [source.share for source in self.sources]
         check(
             None not in shares or not any(shares),
             f"Either all sources have a share or none; got {', '.join(map(str, shares))}.",
-            "sources",
         )
 
     def media(self, listing: bool = False) -> list[Media]:
