@@ -89,7 +89,7 @@ def test_automatic_sizes_have_one_area_and_sides_for_the_model() -> None:
     ("settings", "named"),
     [
         ("sources: [{path: a, share: 1}, {path: b}]", "sources.*1.0, None"),
-        ("sources: [{path: a}, {path: a}]", "line 1: sources.1.path"),
+        ("sources: [{path: a}, {path: a}]", "sources.1.path"),
         ("sources: [{path: a, share: 1, repeats: 2}]", "share=1.0 .* repeats=2"),
         ("sources: [{path: a, missing_captions: ignore}]", "'ignore'"),
         ("sources: [{path: a, share: 0}]", "sources.0.share=0"),
