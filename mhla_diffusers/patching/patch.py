@@ -5,10 +5,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from pydantic import Field
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -28,9 +27,8 @@ from ..config import (
     load_patch,
     parse_layers,
 )
-from ..errors import check_choice
+from ..errors import check, check_choice
 from ..families import Family, find_family, get_family, why_refused
-from ..settings import Integer, check_value
 from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal
 from .call import Counts
 from .describe import applied_in_words
@@ -656,5 +654,6 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
     if isinstance(parsed, Fraction):
         kept = 1 - parsed
         return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
-    check_value("layers", list(parsed), list[Annotated[Integer, Field(ge=-count, lt=count)]])
+    for index in parsed:
+        check(-count <= index < count, f"layers={parsed}: {index} must be from {-count} to {count - 1}.")
     return sorted({index % count for index in parsed})

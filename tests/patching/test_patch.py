@@ -90,8 +90,8 @@ def test_a_copy_is_patched_and_independent(name, copied):
 REFUSED = {
     "too few block counts": ("wan", {"blocks": (2, 2)}, "blocks=(2, 2)"),
     "too many block counts": ("sana", {"blocks": (2, 2, 2)}, "blocks=(2, 2, 2)"),
-    "layer too high": ("dit", {"layers": [0, 4]}, "layers.1=4...-4 to 3"),
-    "layer too low": ("dit", {"layers": [-5]}, "layers.0=-5...-4 to 3"),
+    "layer too high": ("dit", {"layers": [0, 4]}, "4...-4 to 3"),
+    "layer too low": ("dit", {"layers": [-5]}, "-5...-4 to 3"),
     "no layers": ("wan", {"layers": []}, "layers=()"),
     "all layers dense": ("wan", {"density": 0.1, "dense_layers": 4}, "dense_layers=4"),
     "a number of layers": ("wan", {"layers": 1}, "layers=1...[0, 2"),
