@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..devices import choose_device
+from ..errors import check
 from .digits import parse_caption
 from .pipelines import TinyPipeline, tiny_pipeline
 
@@ -52,6 +53,7 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
     """
     from diffusers import DiffusionPipeline
 
+    check(isinstance(control, bool), f"control={control!r} must be True or False.")
     folder, place = pipeline_folder(family), choose_device(str(device))
     check_asset(folder)
     pipe = DiffusionPipeline.from_pretrained(folder)

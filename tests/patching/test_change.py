@@ -155,7 +155,7 @@ def test_what_is_frozen_stays_frozen():
 CAUSAL = {"own": "linear", "causal": "block", "block_length": 2, "blocks": (2, 2, 3)}
 REFUSED = {
     "another number of axes": ({}, {"blocks": (2, 2)}, "blocks=(2, 2)"),
-    "a layer that is not there": ({}, {"layers": [9]}, "layers.0=9"),
+    "a layer that is not there": ({}, {"layers": [9]}, "9 must be"),
     "no layers": ({}, {"layers": []}, "layers=()"),
     "a matrix per head": ({}, {"mixing_per_head": True}, "(12, 12)...(2, 12, 12)"),
     "a setting that there is not": ({}, {"block": (1, 1, 1)}, "'block'"),
