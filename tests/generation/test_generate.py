@@ -327,7 +327,7 @@ def test_bad_settings_are_refused(tmp_path, change, message):
     [
         ((), (0,), "prompts="),
         (("1",), (), "seeds="),
-        (("1",), (0, -1), "seeds.1=-1 .*0 to 9223372036854775807"),
+        (("1",), (0, -1), "seeds.1=-1 .*0"),
         (("1",), (2**63,), "seeds.0=9223372036854775808 "),
     ],
 )
