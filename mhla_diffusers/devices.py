@@ -1,8 +1,7 @@
 """Devices and floating-point types by user-facing names."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -41,14 +40,6 @@ def precision_name(name: object, allowed: Sequence[str] = tuple(FLOAT_TYPES)) ->
     return _PRECISIONS[dtype_name(name, "precision", allowed)]
 
 
-def available_devices() -> list[str]:
-    """List the names of the devices that torch sees here, "cpu" first, then for example "cuda:0"."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return ["cpu"]
-    return ["cpu", *(f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()))]
-
-
 def choose_device(name: str) -> torch.device:
     """Return the device of a name; "auto" is a CUDA GPU if there is one, else the CPU.
 
@@ -57,7 +48,10 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    available = available_devices()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    available = ["cpu"]
+    if accelerator is not None:
+        available += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -95,30 +89,9 @@ def launched_on_cpus() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.accelerator.is_available())
 
 
-def free_threads() -> int:
-    """Count the free CPU threads: the processors that this process may use, minus those that others use now.
-
-    More threads than that would wait for each other at every operation. Measures for half a second.
-    """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    busy = psutil.cpu_percent(interval=0.5) / 100 * (os.cpu_count() or 1)
-    return max(1, allowed - round(busy))
-
-
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Return the most bytes that torch has held on a device, unless it is the CPU, and this process's resident ones."""
     resident = {"host_memory": psutil.Process().memory_info().rss}
     if device.type == "cpu":
         return resident
     return {"device_memory": torch.accelerator.max_memory_allocated(device), **resident}
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use this number of CPU threads within the context."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -12,11 +12,10 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     seed: Annotated[int, typer.Option(help="Same seed, same table on the same machine.")] = 0,
     updates: Annotated[int, typer.Option(help="Of each attention that is adapted live; 0 for none.")] = 60,
-    speed_seconds: Annotated[float, typer.Option(help="For timing attention over growing N; 0 for none.")] = 40.0,
 ) -> None:
-    """Softmax, linear attention and MHLA, adapted, on a tiny pipeline: generate, compare, time, adapt live; minutes."""
+    """Softmax, linear attention and MHLA, adapted, on a tiny pipeline: generate, compare, adapt live; minutes."""
     from ..devices import choose_device
     from .run import DemoConfig, run_demo
 
-    config = DemoConfig(output, family, str(choose_device(device)), seed, updates, speed_seconds=speed_seconds)
+    config = DemoConfig(output, family, str(choose_device(device)), seed, updates)
     run_demo(config)

@@ -1,4 +1,4 @@
-"""Run the demo: generate with each attention that ships adapted, measure, time, adapt two live: one page."""
+"""Run the demo: generate with each attention that ships adapted, measure, adapt two live: one page."""
 
 import platform
 import shutil
@@ -17,14 +17,12 @@ from pydantic import Field
 from ..attention import initial_mixing
 from ..benchmark import measure
 from ..config import MHLAConfig
-from ..devices import free_threads, threads
 from ..families import arguments_of, predict
 from ..files import check_writable, write_json, write_text
 from ..patching import TransformerCall, mhla_layers
 from ..reporting import html_media, html_page, html_table, require_matplotlib, show_loading, text_table
-from ..settings import Count, Integer, Number, Seed, Settings, settings
+from ..settings import Count, Integer, Seed, Settings, settings
 from ..tiny import tiny_pipeline
-from . import speed
 from .adaptation import Adaptation, held_out_curve, load_variant, stages_of, variants
 from .judging import Yardstick
 from .matrices import attention_matrices, mean_entropy, mean_rank
@@ -34,6 +32,8 @@ _LIVE = ("linear", "mhla")
 """Which variants are adapted live, by ``Variant.short``; SANA has the second alone."""
 _TRANSFER = 0.4
 """Updates of attention transfer before them, as a part of the updates, where the recipe has any."""
+_STEADY = 0.25
+"""Spread of repeated times, (80th − 20th percentile) / median, beyond which the machine was busy."""
 _HEADER = (
     "attention",
     "held-out loss ↓",
@@ -61,8 +61,6 @@ class DemoConfig(Settings):
     """Scenes to adapt on."""
     held_out: Annotated[Integer, Field(ge=2)] = 16
     """Scenes of held-out digits for the loss."""
-    speed_seconds: Annotated[Number, Field(ge=0)] = 40.0
-    """For timing attention over growing N; 0 for none."""
 
     def __post_init__(self) -> None:
         tiny_pipeline(self.family)
@@ -98,14 +96,11 @@ def run_demo(config: DemoConfig) -> list[Row]:
     started = time.perf_counter()
     show_loading(False)
     try:
-        with threads(free_threads()):
-            demo = Demo(config)
-            rows = demo.compare()
-            if config.speed_seconds:
-                demo.show_speed()
-            if config.updates:
-                demo.adapt_live(goal=rows[0].held_out_loss)
-            demo.show_mixing()
+        demo = Demo(config)
+        rows = demo.compare()
+        if config.updates:
+            demo.adapt_live(goal=rows[0].held_out_loss)
+        demo.show_mixing()
     finally:
         show_loading(True)
     demo.write(minutes=(time.perf_counter() - started) / 60)
@@ -131,17 +126,16 @@ class Demo:
     def compare(self) -> list[Row]:
         """Generate and measure with every variant: the table, and the same noise side by side.
 
-        Forwards have two samples, as guidance has them, and all take turns on one thread of a CPU: several that wait
-        for each other would measure what else the machine does. On a busy machine there are no times.
+        Forwards have two samples, as guidance has them, and all take turns. On a busy machine there are no times.
         """
         runs: measure.Runs = {
             measure.Row(name): partial(predict, pipe.transformer, self._last_samples(pipe, 2))
             for name, pipe in self.pipes.items()
         }
-        with threads(1), torch.no_grad():
+        with torch.no_grad():
             found = measure.time_interleaved(runs, torch.device(self.config.device), seconds=2.0, least=7)
         timed = {row.variant: row for row in found}
-        is_steady = all(row.median is not None and row.spread <= speed.STEADY for row in found)
+        is_steady = all(row.median is not None and row.spread <= _STEADY for row in found)
         pictures, rows, cells = {}, [], []
         for name, pipe in self.pipes.items():
             pictures[name] = self.yardstick.generate(pipe)
@@ -177,17 +171,6 @@ class Demo:
         """Return the last samples of the data, half noised."""
         total = len(self.adaptation.data)
         return self.adaptation.batch(pipe.transformer, range(total - count, total), torch.full((count,), 0.5))
-
-    def show_speed(self) -> None:
-        """Time attention over growing N: ``speed.json`` and ``speed.png``."""
-        seconds = self.config.speed_seconds
-        typer.echo(f"Timing attention over growing N, for {seconds:g} s at most")
-        here = speed.measure_growth(torch.device(self.config.device), seconds)
-        typer.echo(f"  {here}\n")
-        write_json(asdict(here), self.output / "speed.json")
-        speed.draw_growth(here, self.output / "speed.png")
-        picture = html_media(self.output / "speed.png", "Milliseconds of an attention over N")
-        self.sections["Is it fast?"] = speed.html_speed(here, picture)
 
     def adapt_live(self, goal: float) -> None:
         """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as they go on."""
