@@ -1,6 +1,5 @@
 """Compare sample sets of variants of one model: scores, and differences over the same samples."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,19 +19,26 @@ SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
 """Maps uint8 images (3, H, W) or videos (F, 3, H, W) and their texts to a score for each: (B,)."""
 _FRAMES = 8
 """Frames per similarity computation."""
+_RESAMPLES = 2000
+"""Resampled means of a bootstrap."""
 
 
 class Mean(NamedTuple):
-    """A mean over samples, and its standard error; None for one sample."""
+    """A mean over samples, and the ends of its 95 % interval; None for one sample."""
 
     value: float
-    error: float | None
+    low: float | None
+    high: float | None
 
 
 def mean_of(values: torch.Tensor) -> Mean:
-    """Return the mean of values (n,) with its standard error, s / √n."""
-    error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Mean(float(values.mean()), error)
+    """Return the mean of values (n,) with the percentile bootstrap's interval, which stays within their range."""
+    if len(values) < 2:
+        return Mean(float(values.mean()), None, None)
+    generator = torch.Generator().manual_seed(0)
+    means = [values[torch.randint(len(values), (len(values),), generator=generator)].mean() for _ in range(_RESAMPLES)]
+    low, high = torch.stack(means).quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    return Mean(float(values.mean()), low, high)
 
 
 @dataclass(frozen=True)
@@ -162,16 +168,17 @@ def measure_similarity(
 
 
 def score_table(variants: Sequence[Variant]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: every score of every variant, its standard error, and the difference from the first."""
+    """Return header and rows: every score of every variant, its interval, and the difference from the first."""
 
     def text(mean: Mean | None, sign: str = "") -> str:
         if mean is None:
             return ""
-        return f"{mean.value:{sign}.4g}" + ("" if mean.error is None else f" ± {mean.error:.2g}")
+        ends = "" if mean.low is None else f" ({mean.low:{sign}.4g} to {mean.high:{sign}.4g})"
+        return f"{mean.value:{sign}.4g}{ends}"
 
     rows = [
         [variant.name, name, text(score), text(variant.differences.get(name), "+")]
         for variant in variants
         for name, score in variant.scores.items()
     ]
-    return ["variant", "score", "mean ± its error", f"from {variants[0].name}"], rows
+    return ["variant", "score", "mean (95 % interval)", f"from {variants[0].name}"], rows
