@@ -4,14 +4,13 @@ import hashlib
 import inspect
 import json
 import shlex
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
 
@@ -389,15 +388,14 @@ def pipeline_file(model: str, name: str) -> Path:
 
 
 def check_network() -> None:
-    """Raise OSError if the Hub cannot be reached and nothing stands between that would know the way."""
+    """Raise OSError if the Hub, or a proxy on the way to it, does not answer within five seconds."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
-    place = urlsplit(ENDPOINT)
     if HF_HUB_OFFLINE:
         raise OSError("HF_HUB_OFFLINE is set, and the files are not in the cache.")
-    if place.scheme in getproxies():
-        return
     try:
-        socket.create_connection((place.hostname, place.port or (443 if place.scheme == "https" else 80)), 5).close()
+        urlopen(Request(ENDPOINT, method="HEAD"), timeout=5).close()
+    except HTTPError:
+        return  # an answer too
     except OSError as error:
         raise OSError(f"cannot connect to {ENDPOINT} ({error}), and the files are not in the cache.") from error

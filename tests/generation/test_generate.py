@@ -187,7 +187,6 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
         raise AssertionError("the Hub's client would try again and again")
 
     monkeypatch.setattr("socket.create_connection", fail)
-    monkeypatch.setattr("mhla_diffusers.generation.pipelines.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", ask)
     for offline, named in ((False, "someone/wan .*https://.*Name or service not known"), (True, "HF_HUB_OFFLINE")):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
