@@ -125,7 +125,8 @@ def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
         aside.mkdir(parents=True)
         write(aside)
         for file in aside.iterdir():
-            _flush_to_disk(file)
+            with file.open("rb") as stream:
+                os.fsync(stream)
         if folder.exists():
             shutil.rmtree(folder)
         aside.replace(folder)
@@ -135,14 +136,6 @@ def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
         raise cannot_write(folder, error.strerror) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush_to_disk(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_writable(folder: Path) -> None:
@@ -359,37 +352,25 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: two columns of one name, a quotation mark that nothing closes, a text over 131072 characters, or a
-            row with more values than columns, as where a text with a comma is not in quotation marks.
+        ValueError: two columns of one name, an unclosed quotation mark, or a row with more values than columns.
     """
     rows = csv.DictReader(StringIO(read_text(file)), strict=True)
-    found: list[dict[str, str | None]] = []
-    for number, row in enumerate(_rows(rows, file), start=1):
-        columns = len(rows.fieldnames or ())
-        if len(row) > columns:
-            given = sum(len(value) if isinstance(value, list) else 1 for value in row.values())
-            raise ValueError(
-                f"Row {number} of {file} has {given} values for {columns} columns; write a text that holds a comma in "
-                'quotation marks, "a, b".'
-            )
-        found.append(row)
-    return found
-
-
-def _rows(rows: "csv.DictReader[str]", file: Path) -> Iterator[dict[str, str | None]]:
-    """Yield the rows; ValueError where they cannot be told apart, or columns have one name."""
-    begins = 1
     try:
         check_unique(rows.fieldnames or (), f"{file}: the column")
-        begins = rows.line_num + 1
-        for row in rows:
-            begins = rows.line_num + 1
-            yield row
+        found = list(rows)
     except csv.Error as error:
         raise ValueError(
-            f"{file} cannot be read from line {begins} on: {error}. Close every quotation mark that a text begins "
+            f"{file} cannot be read up to line {rows.line_num}: {error}. Close every quotation mark that a text begins "
             'with, and write one inside a text twice, "a ""b""".'
         ) from error
+    for number, row in enumerate(found, start=1):
+        if None in row:
+            columns = len(rows.fieldnames or ())
+            raise ValueError(
+                f"Row {number} of {file} has {columns + len(row[None])} values for {columns} columns; write a text "
+                'that holds a comma in quotation marks, "a, b".'
+            )
+    return found
 
 
 def read_json_lines(file: Path) -> list[Any]:

@@ -3,16 +3,19 @@
 import base64
 import csv
 import io
+import mimetypes
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from .errors import installing
 from .files import write_text
@@ -28,47 +31,39 @@ th:first-child, td:first-child { text-align: left; }
 img, video { max-width: 100%; }
 td img, td video { min-width: 96px; }
 """
-_KINDS = {
-    ".png": "image/png",
-    ".svg": "image/svg+xml",
-    ".gif": "image/gif",
-    ".jpg": "image/jpeg",
-    ".webp": "image/webp",
-    ".mp4": "video/mp4",
-}
 _SECONDS = 30.0
 """Seconds between two lines of progress without a terminal."""
-_shown: dict[str, Any] = {"quiet": False, "at": time.monotonic()}
-"""Whether no progress is shown, and when the last line of it was."""
+_shown = {"quiet": False}
+"""Whether no progress is shown."""
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
     """Format a table with aligned columns, as wide as the terminal at most, or 80 without one.
 
-    Texts that make it too wide continue on further lines. Words are not broken, so that names can be copied.
+    Texts that make it too wide continue on further lines, names do not, so that they can be copied.
 
     Args:
         header: names of the columns.
         rows: texts of the cells.
         right: right-align all columns but the first.
     """
-    lines = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    words = [max(len(word) for cell in column for word in (*cell.split(), "")) for column in zip(*lines, strict=True)]
-    limit = shutil.get_terminal_size().columns
-    while sum(widths) + 2 * (len(widths) - 1) > limit and widths != words:
-        width, column = max((width, column) for column, width in enumerate(widths) if width > words[column])
-        widths[column] = width - 1
-    printed = []
+    lines = [list(header), *map(list, rows)]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    least = 0
+    for index, column in enumerate(zip(*lines, strict=True)):
+        words = [cell.split() for cell in column]
+        longest = max(len(word) for cell in words for word in (*cell, ""))
+        is_name = all(len(cell) < 2 for cell in words)
+        table.add_column(
+            justify="right" if right and index else "left", no_wrap=is_name, min_width=longest, overflow="fold"
+        )
+        least += longest + 2
     for line in lines:
-        cells = [wrap(cell, max(1, width)) or [""] for cell, width in zip(line, widths, strict=True)]
-        for parts in zip_longest(*cells, fillvalue=""):
-            aligned = (
-                part.rjust(width) if right and column else part.ljust(width)
-                for column, (part, width) in enumerate(zip(parts, widths, strict=True))
-            )
-            printed.append("  ".join(aligned).rstrip())
-    return "\n".join(printed)
+        table.add_row(*map(Text, line))
+    console = Console(width=max(shutil.get_terminal_size().columns, least), color_system=None, file=io.StringIO())
+    with console.capture() as printed:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 
 def wrap(text: str, width: int | None = None) -> list[str]:
@@ -187,18 +182,6 @@ def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
     return tqdm(items, **settings)
 
 
-def show_progress(done: int, total: int) -> None:
-    """Count on one line of the terminal, or on a line every half minute if the output is not a terminal."""
-    if _shown["quiet"]:
-        return
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{done} / {total}" + ("\n" if done == total else ""))
-        sys.stderr.flush()
-    elif time.monotonic() - _shown["at"] >= _SECONDS:
-        _shown["at"] = time.monotonic()
-        sys.stderr.write(f"{done} / {total}\n")
-
-
 def html_page(title: str, body: str) -> str:
     """Make a whole page; ``body`` is HTML."""
     return (
@@ -217,19 +200,12 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], is_html: bo
 
 
 def html_media(file: Path, description: str) -> str:
-    """Embed an image or a looping video in the page; ValueError for another kind of file."""
-    if file.suffix.lower() not in _KINDS:
-        raise ValueError(f"{file} cannot be shown on a page; allowed: {', '.join(_KINDS)}.")
-    kind = _KINDS[file.suffix.lower()]
-    source = data_url(file.read_bytes(), kind)
+    """Embed an image or a looping video in the page."""
+    kind = mimetypes.guess_type(file)[0] or ""
+    source = f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode('ascii')}"
     if kind.startswith("video"):
         return f'<video src="{source}" autoplay loop muted playsinline title="{escape(description)}"></video>'
     return f'<img src="{source}" alt="{escape(description)}">'
-
-
-def data_url(content: bytes, kind: str) -> str:
-    """Return the URL that holds content of a media type, such as image/png, by itself."""
-    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def require_matplotlib() -> Any:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from ..reporting import show_progress
+from ..reporting import progress
 from .extractors import CleanInception, Extractor, ImageFeatures
 from .images import Images, read_npz
 from .metrics import Moments, frechet_distance, inception_score, moments, precision_recall
@@ -97,6 +97,7 @@ def extract_features(images: Images, extractor: Extractor, batch_size: int = 50)
         ValueError: features that are not finite rows, one per image.
     """
     kept: dict[str, list[torch.Tensor]] = {}
+    bar = progress(total=len(images), desc="features", leave=False)
     for batch in images.batches(batch_size):
         features = extractor(batch)
         features = features if isinstance(features, ImageFeatures) else ImageFeatures(features)
@@ -109,5 +110,6 @@ def extract_features(images: Images, extractor: Extractor, batch_size: int = 50)
                     f"{tuple(values.shape)}."
                 )
             kept.setdefault(name, []).append(values.detach().float().cpu())
-        show_progress(sum(map(len, kept["pooled"])), len(images))
+        bar.update(len(batch))
+    bar.close()
     return ImageFeatures(**{name: torch.cat(values) for name, values in kept.items()})
