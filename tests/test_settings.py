@@ -15,18 +15,17 @@ from mhla_diffusers.engines.settings import EngineSettings
 from mhla_diffusers.errors import check_choice
 from mhla_diffusers.families import Clip
 from mhla_diffusers.settings import Integer, Positive, PositiveInteger, Settings, check_value, read_yaml, settings
-from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
+from mhla_diffusers.training import ObjectiveWeights, TrainingConfig, ValidationConfig
 
-STAGE = {"steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": {"diffusion": 1}}
+RUN = {"output": "out", "steps": 1, "learning_rate": 1.0, "trainable": "all", "objectives": {"diffusion": 1}}
 CLASSES = [
     # class, fields without a default
     (SparseConfig, {}),
     (MHLAConfig, {"blocks": (2, 2)}),
     (CausalConfig, {"blocks": (2, 2), "block_length": 2}),
     (ObjectiveWeights, {"diffusion": 1.0}),
-    (StageConfig, STAGE),
     (ValidationConfig, {}),
-    (TrainingConfig, {"output": "out", "stages": [STAGE]}),
+    (TrainingConfig, RUN),
     (Clip, {"frames": 1, "fps": 1.0, "sizes": [(8, 8)]}),
     (EngineSettings, {}),
     (DemoConfig, {}),

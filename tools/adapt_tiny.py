@@ -10,6 +10,7 @@ import shutil
 import time
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from mhla_diffusers.demo.adaptation import (
     Adaptation,
     Variant,
     held_out_curve,
-    stages_of,
+    runs_of,
     variants,
 )
 from mhla_diffusers.files import write_json, write_tensors
@@ -31,20 +32,20 @@ from mhla_diffusers.generation import load_result
 from mhla_diffusers.patching import save_mhla
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 from mhla_diffusers.tiny.loading import control_file, load_control, record_checksums
-from mhla_diffusers.training import StageConfig
 
 SAMPLES, HELD_OUT = 512, 64
 
 
-def variants_that_ship(tiny: TinyPipeline) -> dict[str, tuple[Variant, tuple[StageConfig, ...]]]:
-    """Return the variants of the demo and, for clips, the causal patch, by their short names, with their stages.
+def variants_that_ship(tiny: TinyPipeline) -> dict[str, tuple[Variant, tuple[dict[str, Any], ...]]]:
+    """Return the variants of the demo and, for clips, the causal patch, by their short names, with the settings of
+    their runs.
 
     The causal patch generates a few frames after others. It has two rows of blocks: the own frames, and all that came
     before, which ``beyond="relative"`` makes one. So a clip of the usual length, which has three frame blocks, shows it
     what a longer one is made of. It learns from the data alone: the teacher sees later frames, and was never trained on
     frames with separate times.
     """
-    found = {variant.short: (variant, stages_of(variant, tiny)) for variant in variants(tiny)}
+    found = {variant.short: (variant, runs_of(variant, tiny)) for variant in variants(tiny)}
     if tiny.is_video:
         patch = CausalConfig(
             blocks=(2, *tiny.blocks[1:]),
@@ -53,13 +54,19 @@ def variants_that_ship(tiny: TinyPipeline) -> dict[str, tuple[Variant, tuple[Sta
             block_length=3,
             beyond="relative",
         )
-        steps = TRANSFER_STEPS + END_TO_END_STEPS
-        stage = StageConfig(steps, 5e-4, "attention", DIFFUSION, mixing_learning_rate=5e-3, scheduler="cosine")
-        found["causal"] = Variant("MHLA, causal", "causal", patch), (stage,)
+        settings = {
+            "steps": TRANSFER_STEPS + END_TO_END_STEPS,
+            "learning_rate": 5e-4,
+            "mixing_learning_rate": 5e-3,
+            "trainable": "attention",
+            "objectives": DIFFUSION,
+            "scheduler": "cosine",
+        }
+        found["causal"] = Variant("MHLA, causal", "causal", patch), (settings,)
     return found
 
 
-def adapt(adaptation: Adaptation, variant: Variant, stages: tuple[StageConfig, ...], output: Path) -> Path:
+def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], ...], output: Path) -> Path:
     """Adapt one variant, or go on with it, and save it.
 
     Returns:
@@ -67,7 +74,7 @@ def adapt(adaptation: Adaptation, variant: Variant, stages: tuple[StageConfig, .
     """
     run, family = output / f"run-{variant.short}", adaptation.tiny.family
     if not (run / "result").is_dir():
-        adaptation.adapt(adaptation.patched(variant.patch), stages, run)
+        adaptation.adapt(adaptation.patched(variant.patch), runs, run)
     folder = output / "patches" / f"tiny-{family}-{variant.short}"
     if (folder / ADAPTED_RECORD).is_file():
         return folder
@@ -82,13 +89,13 @@ def adapt(adaptation: Adaptation, variant: Variant, stages: tuple[StageConfig, .
     else:
         save_mhla(trained, folder, weights="changed", base=base, base_model=f"tiny-{family}", dtype=torch.float16)
         load_result(saved, folder)
-    *transfer, end_to_end = stages
+    *transfer, end_to_end = runs
     record = {
         "command": f"python tools/adapt_tiny.py {family} --seed {adaptation.seed}",
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
-        "updates of attention transfer": sum(stage.steps for stage in transfer),
-        "updates end to end": end_to_end.steps,
+        "updates of attention transfer": sum(settings["steps"] for settings in transfer),
+        "updates end to end": end_to_end["steps"],
         "held-out loss": fmean(adaptation.held_out_losses(trained)),
         "held-out loss in half precision, as it ships": fmean(adaptation.held_out_losses(saved)),
         "held-out loss by update": held_out_curve(run),

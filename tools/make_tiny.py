@@ -40,7 +40,7 @@ from mhla_diffusers.tiny.digits import (
     to_rgb,
 )
 from mhla_diffusers.tiny.loading import record_checksums
-from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
+from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, ValidationConfig
 
 HELD_OUT = 32
 LATENT_CHANNELS = 4
@@ -535,17 +535,14 @@ def cut_clips(data: InMemoryData, frames: int, held_out: int) -> InMemoryData:
 
 def training_config(phase: Phase, output: Path, seed: int) -> TrainingConfig:
     """Settings of the training loop for one phase."""
-    stage = StageConfig(
+    return TrainingConfig(
+        output=str(output),
         steps=phase.steps,
         learning_rate=phase.learning_rate,
         trainable="all",
         objectives=ObjectiveWeights(diffusion=1.0),
         scheduler="cosine",
         warmup_steps=min(50, phase.steps // 2),
-    )
-    return TrainingConfig(
-        output=str(output),
-        stages=(stage,),
         seed=seed,
         batch_size=phase.batch_size,
         ema_decay=0.99,

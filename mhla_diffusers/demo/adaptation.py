@@ -6,7 +6,7 @@ scenes: in the demo, in ``tools/adapt_tiny.py``, which makes the patches that sh
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,21 @@ from ..tiny.digits import Split, compose, load_digits, to_rgb
 from ..training import (
     InMemoryData,
     ObjectiveWeights,
-    StageConfig,
     TrainingConfig,
     TrainingResult,
     ValidationConfig,
+    begin_with,
     read_metrics,
     train,
 )
-from ..training.latents.data import NoisedBatches, stack_samples
+from ..training.data.batches import NoisedBatches, stack_samples
 from ..training.validation import Sampler, validation_loss
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
 """The loss that the tiny pipelines were trained with, alone."""
 TRANSFER_STEPS, END_TO_END_STEPS = 100, 300
+TRANSFER_RUN = "transfer"
+"""Folder of the run of attention transfer inside that of the run that begins with its result."""
 ADAPTED_CONTROL, ADAPTED_RECORD = "control.safetensors", "adaptation.json"
 """Files of ``tools/adapt_tiny.py``: the control's weights that differ, and how a patch was made."""
 _FLOW_SHIFT = 3.0
@@ -74,23 +76,29 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
     ]
 
 
-def stages_of(variant: Variant, tiny: TinyPipeline) -> tuple[StageConfig, ...]:
-    """Return the stages of ``finetune/configs/tiny-*.yaml``: transfer, then distillation, of the attention alone.
+def runs_of(variant: Variant, tiny: TinyPipeline) -> tuple[dict[str, Any], ...]:
+    """Return the settings of ``finetune/configs/tiny-*.yaml``: transfer, then distillation, of the attention alone.
 
     A control has nothing to learn from itself, so it is trained on with the loss that it was trained with; so is MHLA
     in place of linear attention, which is to become better than what it replaces.
     """
-    mixing = 5e-3 if isinstance(variant.patch, LinearConfig) else None
-    transfer = StageConfig(
-        TRANSFER_STEPS, 2e-3, "attention", ObjectiveWeights(transfer=1.0), mixing_learning_rate=mixing
-    )
-    distillation = ObjectiveWeights(distillation=1.0)
-    end_to_end = StageConfig(
-        END_TO_END_STEPS, 5e-4, "attention", distillation, mixing_learning_rate=mixing, scheduler="cosine"
-    )
+    common: dict[str, Any] = {"trainable": "attention"}
+    if isinstance(variant.patch, LinearConfig):
+        common["mixing_learning_rate"] = 5e-3
     if variant.patch is None or family_named(tiny.family).computes != "softmax":
-        return (replace(end_to_end, steps=TRANSFER_STEPS + END_TO_END_STEPS, learning_rate=2e-4, objectives=DIFFUSION),)
-    return transfer, end_to_end
+        steps = TRANSFER_STEPS + END_TO_END_STEPS
+        return ({**common, "steps": steps, "learning_rate": 2e-4, "objectives": DIFFUSION, "scheduler": "cosine"},)
+    transfer, distillation = ObjectiveWeights(transfer=1.0), ObjectiveWeights(distillation=1.0)
+    return (
+        {**common, "steps": TRANSFER_STEPS, "learning_rate": 2e-3, "objectives": transfer},
+        {
+            **common,
+            "steps": END_TO_END_STEPS,
+            "learning_rate": 5e-4,
+            "objectives": distillation,
+            "scheduler": "cosine",
+        },
+    )
 
 
 def load_variant(tiny: TinyPipeline, variant: Variant, device: str = "cpu") -> Any:
@@ -171,10 +179,8 @@ class Adaptation:
             apply_mhla(pipe, patch, calibration=partial(calibration, pipe) if calibration and is_open else None)
         return pipe
 
-    def config(
-        self, stages: tuple[StageConfig, ...], patch: PatchConfig | None, output: Path, **changes: Any
-    ) -> TrainingConfig:
-        """Return the settings of a run of the training loop; the changes replace some."""
+    def config(self, patch: str | PatchConfig | None, output: Path, **changes: Any) -> TrainingConfig:
+        """Return the settings of a run; the changes add to those that all runs have in common, or replace some."""
         settings: dict[str, Any] = {
             "seed": self.seed,
             "batch_size": self.tiny.batch_size,
@@ -184,24 +190,37 @@ class Adaptation:
             "keep_checkpoints": 1,
             "validation": ValidationConfig(self.held_out, every=self.validate_every),
         }
-        return TrainingConfig(str(output), stages, patch=patch, **{**settings, **changes})
+        return TrainingConfig(str(output), patch=patch, **{**settings, **changes})
 
     def adapt(
         self,
         pipe: Any,
-        stages: tuple[StageConfig, ...],
+        runs: Sequence[dict[str, Any]],
         output: Path,
         sampler: Sampler | None = None,
         **changes: Any,
     ) -> None:
-        """Train the transformer of a pipeline of :meth:`patched` in place, from its last checkpoint if interrupted.
+        """Train the transformer of a pipeline of :meth:`patched`, from its last checkpoint if interrupted.
 
-        ``sampler`` is called whenever the held-out loss was measured, with the transformer and a folder; the changes
-        are those of :meth:`config`.
+        Args:
+            pipe: afterwards with the trained transformer.
+            runs: settings of the run, or of attention transfer and of the run that begins with its result.
+            output: folder of the last run, which holds that of the first.
+            sampler: called whenever the held-out loss was measured, with the transformer and a folder.
+            changes: as of :meth:`config`.
         """
         # automatically chosen layers stand in the configuration of what is patched
-        patch = next((patched.config for patched in find_patched(pipe).values()), None)
-        train_or_go_on(pipe.transformer, self.data, self.config(stages, patch, output, **changes), sampler)
+        patch: str | PatchConfig | None = next((patched.config for patched in find_patched(pipe).values()), None)
+        *first, last = runs
+        for settings in first:
+            folder = output / TRANSFER_RUN
+            if not (folder / "result").is_dir():
+                config = self.config(patch, folder, **{**settings, **changes})
+                train_or_go_on(pipe.transformer, self.data, config, sampler)
+            patch = str(folder / "result")
+            pipe.transformer = begin_with(folder / "result", load_tiny(self.tiny.family, self.device).transformer)
+        config = self.config(patch, output, **{**last, **changes})
+        train_or_go_on(pipe.transformer, self.data, config, sampler)
         pipe.transformer.to(self.device).eval()
 
     def held_out_losses(self, pipe: Any) -> list[float]:
@@ -209,7 +228,7 @@ class Adaptation:
         transformer, device, count = pipe.transformer, torch.device(self.device), self.held_out
         process = trained_family(transformer).training.process(transformer, _FLOW_SHIFT)
         # only the data's split, the seed and the timesteps of the settings are read
-        settings = self.config((StageConfig(1, 1e-4, "all", DIFFUSION),), None, Path())
+        settings = self.config(None, Path(), steps=1, learning_rate=1e-4, trainable="all", objectives=DIFFUSION)
         parts = [NoisedBatches(self.data, process, settings, device, index, count) for index in range(count)]
         return [float(validation_loss(transformer, part)) for part in parts]
 
@@ -227,11 +246,15 @@ def train_or_go_on(
     transformer: Any, data: InMemoryData, config: TrainingConfig, sampler: Sampler | None = None
 ) -> TrainingResult:
     """Train, from the last checkpoint where the folder holds a run that was interrupted."""
-    resume = "latest" if Path(config.output, "checkpoints").is_dir() else None
-    return train(transformer, data, config, resume=resume, sampler=sampler)
+    return train(transformer, data, config, resume="latest", sampler=sampler)
 
 
 def held_out_curve(run: Path) -> list[tuple[int, float]]:
-    """Return (updates done, held-out loss) of a run of the training loop, read from its folder."""
-    records = read_metrics(run / "metrics.jsonl")
-    return [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]
+    """Return (updates done, held-out loss) of a run, after those of the attention transfer that its folder holds."""
+    curve: dict[int, float] = {}
+    for file in (run / TRANSFER_RUN / "metrics.jsonl", run / "metrics.jsonl"):
+        if file.is_file():
+            begin = max(curve, default=0)
+            found = [record for record in read_metrics(file) if "validation_loss" in record]
+            curve |= {begin + record["step"]: record["validation_loss"] for record in found}
+    return list(curve.items())

@@ -3,7 +3,7 @@
 import platform
 import shutil
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..patching import TransformerCall, mhla_layers
 from ..reporting import html_media, html_page, html_table, require_matplotlib, show_loading, text_table
 from ..settings import Count, Integer, Seed, Settings, settings
 from ..tiny import tiny_pipeline
-from .adaptation import Adaptation, held_out_curve, load_variant, stages_of, variants
+from .adaptation import Adaptation, held_out_curve, load_variant, runs_of, variants
 from .judging import Yardstick
 from .matrices import attention_matrices, mean_entropy, mean_rank
 from .page import draw_losses, draw_mixing, draw_samples
@@ -187,10 +187,10 @@ class Demo:
                 curves[name] = held_out_curve(run)
                 draw_losses(curves, goal, file)
 
-            *transfer, end_to_end = stages_of(variant, self.tiny)
-            first = [replace(stage, steps=max(1, round(_TRANSFER * updates))) for stage in transfer]
-            stages = *first, replace(end_to_end, steps=updates)
-            self.adaptation.adapt(self.adaptation.patched(variant.patch), stages, run, redraw)
+            *transfer, end_to_end = runs_of(variant, self.tiny)
+            first = [{**settings, "steps": max(1, round(_TRANSFER * updates))} for settings in transfer]
+            runs = *first, {**end_to_end, "steps": updates}
+            self.adaptation.adapt(self.adaptation.patched(variant.patch), runs, run, redraw)
             curves[variant.name] = held_out_curve(run)
         self.results["live"] = curves
         heading = "Held-out loss while two of them adapt"

@@ -61,7 +61,7 @@ class Model:
     has_rope: bool = True
     """Whether self-attentions have RoPE, which is then measured with them."""
     source: str = ""
-    """Hub id of the pipeline whose transformer it is, for a dry run of its recipe without the Hub."""
+    """Hub id of the pipeline whose transformer it is."""
 
     @property
     def is_video(self) -> bool:

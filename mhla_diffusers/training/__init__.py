@@ -8,25 +8,26 @@ __all__ = [
     "CheckpointError",
     "InMemoryData",
     "ObjectiveWeights",
-    "StageConfig",
     "TrainingConfig",
     "TrainingData",
     "TrainingDivergedError",
     "TrainingResult",
     "ValidationConfig",
+    "begin_with",
     "export_checkpoint",
     "read_metrics",
     "train",
 ]
 
 if TYPE_CHECKING:
-    from .config import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
-    from .export import export_checkpoint
-    from .latents.data import InMemoryData, TrainingData
-    from .loop import TrainingResult, train
+    from .config import ObjectiveWeights, TrainingConfig, ValidationConfig
+    from .data.batches import InMemoryData, TrainingData
+    from .finetune import export_checkpoint
+    from .recipe import TrainingResult, train
     from .run_folder import CheckpointError, TrainingDivergedError, read_metrics
+    from .weights import begin_with
 else:
     # mhla finetune lies in this folder as well
     __getattr__, __dir__ = lazy_names(
-        __name__, __all__, (".config", ".latents.data", ".run_folder", ".loop", ".export")
+        __name__, __all__, (".config", ".data.batches", ".run_folder", ".weights", ".recipe", ".finetune")
     )

@@ -1,5 +1,6 @@
 """``mhla data``, ``encode``, ``synthesize`` and ``finetune``; their modules are imported when one is called."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ import typer
 from ..files import folder_for_results
 
 if TYPE_CHECKING:
-    from .latents.clips import Clips
+    from .data.clips import Clips
 
 _Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline; or tiny-wan, tiny-sana, tiny-dit.")]
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
@@ -31,38 +32,28 @@ _Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (o
 
 
 def finetune_command(
-    config: Annotated[Path, typer.Option(help="YAML file, for example one of finetune/configs.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example stages.0.steps=200.")] = None,
-    resume: Annotated[str | None, typer.Option(help='"latest", or the path of a checkpoint.')] = None,
-    dry_run: Annotated[bool, typer.Option(help="Show parameters, memory and FLOPs, and exit.")] = False,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="With --dry-run: processes that FSDP2 shards the weights over.")
+    config: Annotated[Path, typer.Argument(help="YAML file, for example one of finetune/configs.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=200.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help='"latest", which begins where there is no checkpoint, or the path of one.')
     ] = None,
 ) -> None:
-    """Adapt a patched model; the same as finetune/adapt.py, which accelerate launch starts on several devices."""
-    import logging
-
-    from . import finetune
+    """Adapt a patched model; accelerate launch finetune/adapt.py takes the same arguments on several devices."""
+    from ..devices import is_first_process
     from .config import TrainingConfig
+    from .finetune import finetune
     from .run_folder import TrainingDivergedError
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _log_lines()
     settings = TrainingConfig.from_yaml(config, overrides or [])
-    if dry_run:
-        typer.echo(finetune.dry_run(settings, processes))
-        return
-    if processes is not None:
-        raise ValueError(
-            f"--processes {processes} is for --dry-run; accelerate launch --num_processes {processes} "
-            "finetune/adapt.py … starts as many."
-        )
     try:
-        result = finetune.finetune(settings, resume=resume)
+        result = finetune(settings, resume=resume)
     except TrainingDivergedError as error:
         raise ValueError(error) from error
     if not result.finished:
         raise typer.Exit(result.exit_code)
-    typer.echo(f"Wrote {result.result}")
+    if is_first_process():
+        typer.echo(f"Wrote {result.result}")
 
 
 def export_command(
@@ -70,11 +61,9 @@ def export_command(
     output: Annotated[Path, typer.Option(help="New folder for the weights.")],
 ) -> None:
     """Make a patch of a checkpoint, as the run's result would be: of the moving average where there is one."""
-    import logging
-
     from .finetune import export
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _log_lines()
     export(checkpoint, output)
     typer.echo(f"Wrote {output}")
 
@@ -100,13 +89,11 @@ def data_command(
 
     Ends with an error if mhla encode would not begin with them.
     """
-    import logging
-
     from ..devices import FLOAT_TYPES, dtype_name
-    from .latents.sheets import write_sheets
-    from .latents.summary import summarize
+    from .data.sheets import write_sheets
+    from .data.summary import summarize
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _log_lines()
     dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
     given = _clips(source, model, frames, fps, sizes, upscale)
     summary = summarize(source, given, model, workers)
@@ -136,16 +123,14 @@ def encode_command(
     precision: _Precision = "bf16",
 ) -> None:
     """Encode videos or images with captions into latents for finetune. Resumes where it stopped."""
-    import logging
-
     from ..families import trained_family
     from ..generation.pipelines import check_classes, family_of, pipeline_source
-    from .latents.encode import encode_folder
-    from .latents.sources import read_sources
-    from .latents.summary import DataModel, summarize_cache
+    from .data.encode import encode_folder
+    from .data.sources import read_sources
+    from .data.summary import DataModel, summarize_cache
 
     model = pipeline_source(model)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _log_lines()
     # before anything is loaded; captions in shards are skipped where they are no class
     captions = dict.fromkeys(item.caption for item in read_sources(source).media() if item.offset is None)
     check_classes(model, trained_family(family_of(model).name).name, captions)
@@ -173,7 +158,7 @@ def synthesize_command(
     from ..families import trained_family
     from ..generation.names import read_prompts
     from ..generation.pipelines import check_classes, family_of, pipeline_source
-    from .latents.encode import synthesize
+    from .data.encode import synthesize
 
     model = pipeline_source(model)
     if len(sizes or ()) > 1:
@@ -185,6 +170,13 @@ def synthesize_command(
         pipe = _load(model, device, precision, uses_transformer=True)
         index = synthesize(pipe, model, lines, output, clips, steps=steps, guidance=guidance, seed=seed)
     typer.echo(f"{output} holds {len(index.samples)} samples.")
+
+
+def _log_lines() -> None:
+    """Show lines of the log: of several processes only those of the first, and what ends another one."""
+    from ..devices import is_first_process
+
+    logging.basicConfig(level=logging.INFO if is_first_process() else logging.CRITICAL, format="%(message)s")
 
 
 def _load(model: str, device: str, precision: str, uses_transformer: bool) -> Any:
@@ -213,8 +205,8 @@ def _clips(
     from ..generation import family_of
     from ..generation.pipelines import usual_clip
     from ..reporting import parse_size
-    from .latents.clips import Clips
-    from .latents.sources import read_sources
+    from .data.clips import Clips
+    from .data.sources import read_sources
 
     shapes = sizes[0] if sizes and sizes[0].startswith("auto") else tuple(map(parse_size, sizes or ())) or None
     wanted: dict[str, Any] = {"frames": tuple(frames or ()) or None, "fps": fps, "sizes": shapes}

@@ -13,15 +13,14 @@ from ..devices import precision_name
 from ..errors import check
 from ..files import read_text
 from ..settings import Count, Flag, Number, Positive, PositiveInteger, Settings, read_yaml, settings
-from .latents.clips import Clips
+from .data.clips import Clips
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
-"""What a stage trains: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole
-transformer; or LoRA with MHLA's own parameters in full."""
+"""What is trained: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole transformer; or
+LoRA with MHLA's own parameters in full."""
 
 LoraLayers = Literal["attention", "blocks"]
-"""Where LoRA is: on the projections of the patched self-attentions, or on every linear layer of the transformer's
-blocks."""
+"""Where LoRA is: on the projections of the patched self-attentions, or on every linear layer of the blocks."""
 
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "schedulefree"]
 """AdamW and Adafactor of PyTorch, torchao's AdamW with moments in 8 bits, and schedulefree's AdamW, which averages the
@@ -30,6 +29,12 @@ weights in place of a schedule that decays."""
 BaseType = Literal["int8", "float8"]
 """Type of frozen weights by torchao, with one scale per output channel."""
 
+MAY_CHANGE = (
+    *("output", "steps", "learning_rate", "mixing_learning_rate", "scheduler", "warmup_steps", "max_gradient_norm"),
+    *("batch_size", "gradient_accumulation", "gradient_checkpointing", "workers", "max_skipped", "time_limit"),
+    *("checkpoint_every", "keep_checkpoints", "export_every", "tracker", "validation"),
+)
+"""Settings that may differ when a run is resumed; samples per update and held-out samples are compared besides."""
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?(min|h)")
 
@@ -66,60 +71,19 @@ class ObjectiveWeights(Settings):
     distillation: _Weight = 0.0
     """Mean squared error to the prediction of the unpatched model."""
     transfer: _Weight = 0.0
-    """Per layer, mean squared error between MHLA's output and the replaced attention's, on the unpatched model's
-    activations."""
+    """Attention transfer: per layer, mean squared error between the patched attention's output and the replaced one's,
+    on the unpatched model's activations. Goes with no other loss."""
 
     def __post_init__(self) -> None:
         check(any(vars(self).values()), f"at least one weight of {', '.join(vars(self))} must be positive.")
-
-
-@settings()
-class StageConfig(Settings):
-    """One stage of training: the sum of some losses."""
-
-    steps: PositiveInteger
-    """Updates."""
-    learning_rate: Positive
-    trainable: Trainable
-    objectives: ObjectiveWeights
-    mixing_learning_rate: Positive | None = None
-    """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
-    lora_rank: PositiveInteger | None = None
-    """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
-    lora_layers: LoraLayers = "attention"
-    """Where LoRA is."""
-    scheduler: Literal["constant", "cosine"] = "constant"
-    warmup_steps: Count = 0
-    guidance: Annotated[Number, Field(ge=1)] = 1.0
-    """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
-
-    def __post_init__(self) -> None:
-        steps, warmup, rank = self.steps, self.warmup_steps, self.lora_rank
-        check(warmup <= steps, f"warmup_steps={warmup} must be at most the stage's steps={steps}.")
         check(
-            self.guidance == 1 or self.objectives.distillation > 0,
-            f"guidance={self.guidance} must be 1.0 without a positive weight of objectives.distillation.",
-        )
-        check(
-            (self.trainable == "lora") == (rank is not None) and (rank is not None or self.lora_layers == "attention"),
-            f"trainable=lora needs lora_rank, and lora_rank and lora_layers need trainable=lora; got trainable="
-            f"{self.trainable!r}, lora_rank={rank}, lora_layers={self.lora_layers!r}.",
+            not self.transfer or not (self.diffusion or self.distillation),
+            "transfer trains single attentions, without a prediction; train it in a run of its own, and begin the next "
+            "run with its result: patch: outputs/transfer/result.",
         )
 
-    def describe(self) -> str:
-        """Say what the stage trains, and what its loss is, which cannot be compared with that of other objectives."""
-        loss = " + ".join(f"{weight:g} {name}" for name, weight in vars(self.objectives).items() if weight)
-        return f"trains {self.trainable}, loss = {loss}"
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the unpatched model's outputs are needed."""
-        return self.objectives.distillation > 0 or self.objectives.transfer > 0
-
-    @property
-    def needs_prediction(self) -> bool:
-        """Whether the patched model itself runs forward and backward."""
-        return self.objectives.diffusion > 0 or self.objectives.distillation > 0
+    def __str__(self) -> str:
+        return " + ".join(f"{weight:g} {name}" for name, weight in vars(self).items() if weight)
 
 
 @settings()
@@ -148,7 +112,11 @@ class TrainingConfig(Settings):
 
     output: _Text
     """Folder for checkpoints, metrics and the result."""
-    stages: Annotated[tuple[StageConfig, ...], Field(min_length=1)]
+    steps: PositiveInteger
+    """Updates."""
+    learning_rate: Positive
+    trainable: Trainable
+    objectives: ObjectiveWeights
     model: _Text | None = None
     """Hub id or folder of the pipeline to adapt; None if the caller passes the transformer."""
     component: _Text = "transformer"
@@ -157,13 +125,23 @@ class TrainingConfig(Settings):
     """Name of a patch, path of a patch YAML, or settings; or a saved patch to begin with, such as another run's result,
     with its weights and LoRA; None for no patch."""
     data: _Text | None = None
-    """Folder of latents, or of videos or images with captions (or webdataset's tar shards, or a YAML file of several
-    sources), which are encoded first; None if the caller passes the data."""
+    """Folder of latents, or of videos or images with captions (or a YAML file of several sources), which are encoded
+    first; None if the caller passes the data."""
     clip: Clips | None = None
     """What to cut out of videos or images in ``data``; None for what the YAML file says, or the model's own clip."""
     seed: Count = 0
+    mixing_learning_rate: Positive | None = None
+    """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
+    lora_rank: PositiveInteger | None = None
+    """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
+    lora_layers: LoraLayers = "attention"
+    """Where LoRA is."""
+    scheduler: Literal["constant", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    guidance: Annotated[Number, Field(ge=1)] = 1.0
+    """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
     batch_size: PositiveInteger = 1
-    """Samples per process and forward; with ``context_parallel`` per group of processes."""
+    """Samples per process and forward."""
     gradient_accumulation: PositiveInteger = 1
     """Forwards per update."""
     precision: Annotated[Literal["no", "bf16"], BeforeValidator(_precision)] = "no"
@@ -179,8 +157,6 @@ class TrainingConfig(Settings):
     ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the trained weights, which is then validated and exported."""
     gradient_checkpointing: Flag = False
-    context_parallel: PositiveInteger = 1
-    """Launched processes that share a batch and split its tokens, by diffusers' Ulysses; 1 for one each."""
     flow_shift: Positive = 3.0
     """Shift of the timesteps of flow matching (Wan, SANA)."""
     prompt_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
@@ -200,56 +176,48 @@ class TrainingConfig(Settings):
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self) -> None:
-        adapters = {(stage.lora_rank, stage.lora_layers) for stage in self.stages if stage.lora_rank is not None}
+        weights, rank, kind = self.objectives, self.lora_rank, self.trainable
         check(
-            len(adapters) <= 1,
-            f"All LoRA stages train the same adapter, so they need one lora_rank and lora_layers; got {adapters}.",
-        )
-        for index, stage in enumerate(self.stages):
-            check(
-                not adapters or stage.trainable in ("mhla", "lora"),
-                f"stages.{index}: trainable={stage.trainable!r} changes the weights that LoRA adds to; "
-                "a run with LoRA may have stages of trainable=mhla and trainable=lora.",
-            )
-            weights = stage.objectives
-            # an unpatched model can learn its own guidance
-            compares = weights.transfer > 0 or (weights.distillation > 0 and stage.guidance == 1)
-            check(
-                self.patch is not None or not compares,
-                f"stages.{index}: distillation and transfer compare with the unpatched model and need a patch; "
-                "set patch, or train with objectives.diffusion alone.",
-            )
-            check(
-                self.patch is not None or stage.trainable in ("attention", "all"),
-                f"stages.{index}: trainable={stage.trainable!r} trains MHLA layers, so it needs a patch; "
-                "set patch, or use trainable: attention or all.",
-            )
-        check(
-            self.base_dtype is None or all(stage.trainable in ("mhla", "lora") for stage in self.stages),
-            f"base_dtype={self.base_dtype!r} is for weights that no stage trains; use trainable: lora or mhla.",
+            self.warmup_steps <= self.steps,
+            f"warmup_steps={self.warmup_steps} must be at most steps={self.steps}.",
         )
         check(
-            self.base_dtype is None or self.gradient_checkpointing,
-            f"base_dtype={self.base_dtype!r} needs gradient_checkpointing: true; otherwise the backward pass keeps "
-            "every weight as it was converted to compute, and nothing is saved.",
+            self.guidance == 1 or weights.distillation > 0,
+            f"guidance={self.guidance} must be 1.0 without a positive weight of objectives.distillation.",
         )
-        averages = {"ema_decay": self.ema_decay is not None}
-        averages |= {"scheduler: cosine": any(stage.scheduler == "cosine" for stage in self.stages)}
-        for name, is_set in averages.items():
+        check(
+            (kind == "lora") == (rank is not None) and (rank is not None or self.lora_layers == "attention"),
+            f"trainable=lora needs lora_rank, and lora_rank and lora_layers need trainable=lora; got trainable="
+            f"{kind!r}, lora_rank={rank}, lora_layers={self.lora_layers!r}.",
+        )
+        # an unpatched model can learn its own guidance
+        compares = weights.transfer > 0 or (weights.distillation > 0 and self.guidance == 1)
+        check(
+            self.patch is not None or not compares,
+            "distillation and transfer compare with the unpatched model and need a patch; "
+            "set patch, or train with objectives.diffusion alone.",
+        )
+        check(
+            self.patch is not None or kind in ("attention", "all"),
+            f"trainable={kind!r} trains MHLA layers, so it needs a patch; set patch, or train attention or all.",
+        )
+        check(
+            self.base_dtype is None or (kind in ("mhla", "lora") and self.gradient_checkpointing),
+            f"base_dtype={self.base_dtype!r} is for weights that are not trained, and without gradient_checkpointing "
+            "the backward pass would keep each of them as it was converted to compute; use trainable: lora or mhla, "
+            "with gradient_checkpointing: true.",
+        )
+        for name, is_set in (("ema_decay", self.ema_decay is not None), ("scheduler", self.scheduler == "cosine")):
             check(
                 self.optimizer != "schedulefree" or not is_set,
-                f"optimizer=schedulefree averages the weights at a constant rate and does not go with {name}; remove "
-                "one of the two.",
+                f"optimizer=schedulefree averages the weights at a constant rate and does not go with "
+                f"{name}={getattr(self, name)!r}; remove one of the two.",
             )
 
     @property
-    def total_steps(self) -> int:
-        """Updates of all stages."""
-        return self.end_of(len(self.stages) - 1)
-
-    def end_of(self, stage: int) -> int:
-        """Return the updates of all stages up to the end of one, by its index."""
-        return sum(stage.steps for stage in self.stages[: stage + 1])
+    def needs_teacher(self) -> bool:
+        """Whether the unpatched model's outputs are needed."""
+        return self.objectives.distillation > 0 or self.objectives.transfer > 0
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
@@ -257,7 +225,7 @@ class TrainingConfig(Settings):
 
         Args:
             path: the YAML file.
-            overrides: ``key=value`` with dotted keys, for example ``stages.0.steps=100``; values are YAML.
+            overrides: ``key=value`` with dotted keys, for example ``validation.samples=8``; values are YAML.
 
         Raises:
             FileNotFoundError: if there is no such file.

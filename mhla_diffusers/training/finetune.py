@@ -3,38 +3,34 @@
 import logging
 import shlex
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from ..config import load_patch
 from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpus
 from ..errors import check
-from ..families import Clip, Model, families, trained_family
+from ..families import Clip, trained_family
 from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..generation.pipelines import pipeline_source, tiny_of, transformers_of, usual_clip
-from ..patching import apply_mhla, find_patched, load_mhla, read_record
+from ..patching import apply_mhla, read_record
 from ..reporting import times
-from .checks import check_fits, check_installed, check_start
 from .config import TrainingConfig
-from .estimate import Estimate, estimate
-from .export import export_checkpoint
-from .latents.cache import INDEX_NAME, LatentCache
-from .latents.clips import Clips
-from .latents.data import InMemoryData
-from .latents.encode import encode_folder, model_header
-from .latents.media import contents_of
-from .latents.sources import read_sources
-from .latents.summary import DataModel
-from .loop import TrainingResult, content_of_run, train_checked
-from .roles import plain_name
+from .data.cache import INDEX_NAME, LatentCache
+from .data.clips import Clips
+from .data.encode import encode_folder, model_header
+from .data.media import contents_of
+from .data.sources import read_sources
+from .data.summary import DataModel
+from .recipe import Recipe, TrainingResult, check_fits, check_start, content_of_run
+from .run_folder import check_files, find_checkpoint, read_state, read_tensors, write_whole
 from .validation import PromptSampler
+from .weights import begin_with, prepare_for_training, write_weights
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +45,15 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
         config: with ``model`` and ``data``.
         resume: "latest" or the path of a checkpoint.
     """
-    config = _with_folder(config)
+    if config.model is not None:  # a tiny pipeline is named by its folder
+        config = replace(config, model=pipeline_source(config.model))
     checkpoint = check_start(config, resume)
     run = NamedRun(config)
     with folder_for_results(Path(config.output), lock=is_first_process()):
         data = run.open_data(resuming=checkpoint is not None)
         check_fits(run.transformer(with_weights=False), data, config)
         sampler = run.sampler() if config.validation.prompts else None
-        return train_checked(run.transformer(with_weights=True), data, config, checkpoint, sampler)
+        return Recipe(run.transformer(with_weights=True), data, config, checkpoint, sampler).run()
 
 
 def export(checkpoint: str | Path, output: str | Path) -> None:
@@ -65,7 +62,7 @@ def export(checkpoint: str | Path, output: str | Path) -> None:
     Raises as :func:`export_checkpoint` and :class:`NamedRun`, and ValueError if model or patch have changed since.
     """
 
-    def begin(config: TrainingConfig, content: dict[str, Any]) -> Any:
+    def begin(config: TrainingConfig, state: dict[str, Any]) -> Any:
         check(
             config.model is not None,
             f"The run of {checkpoint} names no model, since train() was called with a transformer; pass that to "
@@ -73,51 +70,49 @@ def export(checkpoint: str | Path, output: str | Path) -> None:
         )
         for name, found in content_of_run(config).items():
             check(
-                found == content[name],
-                f"The content of {name}={getattr(config, name)} is not what the run of {checkpoint} began with; put it "
-                "back. Large files are compared by size and time: copy weights with cp --preserve=timestamps.",
+                found == state[name],
+                f"{name.capitalize()} is not what the run of {checkpoint} began with; put it back. Large files are "
+                "compared by size and time: copy weights with cp --preserve=timestamps.",
             )
         return NamedRun(config).transformer(with_weights=True)
 
     export_checkpoint(checkpoint, output, begin)
 
 
-def dry_run(config: TrainingConfig, processes: int | None = None) -> Estimate:
-    """Estimate trainable parameters, memory and FLOPs of a run, without weights and without data.
+def export_checkpoint(
+    checkpoint: str | Path, output: str | Path, begin: Callable[[TrainingConfig, dict[str, Any]], Any]
+) -> None:
+    """Write the weights of a checkpoint in the form of a run's result, bit for bit what the run would have written.
 
-    Uses the shapes of the encoded data if it exists, else of ``config.clip`` or the model's own clip. Of a model whose
-    configuration ships with the package, the Hub is not asked.
+    That is a patch for :func:`mhla_diffusers.load_mhla`, with the moving average of the weights where there is one; for
+    a run without a patch a whole transformer. ``mhla export`` finds the transformer by the names in the run's
+    configuration.
 
     Args:
-        config: with ``model`` and ``data``.
-        processes: that FSDP2 shards weights, gradients and optimizer state over; None for no sharding.
+        checkpoint: its folder, or that of a run, whose latest one is meant.
+        output: folder to write; it must not hold anything.
+        begin: called with the run's configuration and the checkpoint's state; returns a transformer with the weights
+            and the patch that the run began with, which is changed.
+
+    Raises:
+        FileNotFoundError: no checkpoint, or one that lacks files.
+        ValueError: a damaged checkpoint, or an output that holds files.
+        CheckpointError: the output cannot be written.
     """
-    config = _with_folder(config)
-    check_installed(config)
-    shipped = (model for family in families() for model in family.models if model.source == config.model)
-    run = NamedRun(config, next(shipped, None) if config.component == "transformer" else None)
-    transformer = run.transformer(with_weights=False)
-    data: LatentCache | InMemoryData
-    if run.is_encoded:
-        data = run.open_data()
-    else:
-        if run.shipped is None:
-            vae: dict[str, Any] = read_json(pipeline_file(run.model, "vae/config.json"))
-        else:
-            strides = run.shipped.temporal_stride, run.shipped.stride
-            vae = dict(zip(("scale_factor_temporal", "scale_factor_spatial"), strides, strict=True))
-        latents = torch.empty(run.family.inputs.latent_shape(transformer.config, vae, run.clip), device="meta")
-        shapes = run.family.inputs.conditioning_shapes(transformer.config)
-        count = config.batch_size + config.validation.samples  # as many as there have to be
-        data = InMemoryData([{"latents": latents, **shapes}] * count, shapes)
-    check_fits(transformer, data, config)
-    largest = max(range(len(data)), key=lambda index: prod(data.shapes[index]))
-    return estimate(transformer, data[largest], config, processes)
-
-
-def _with_folder(config: TrainingConfig) -> TrainingConfig:
-    """Name the folder of a tiny pipeline in place of its name."""
-    return config if config.model is None else replace(config, model=pipeline_source(config.model))
+    folder, output = find_checkpoint(Path(checkpoint)), Path(output)
+    taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    check(not taken, f"{output} exists already; give the name of a new folder to export into.")
+    state = read_state(folder)
+    check_files(folder, state)
+    config = TrainingConfig.read(state["config"])
+    transformer = begin(config, state)
+    prepare_for_training(transformer, config)
+    parameters, average = dict(transformer.named_parameters()), read_tensors(folder, "average")
+    for name, value in (read_tensors(folder, "weights") | average).items():
+        parameters[name].data = value  # in the checkpoint's type: trained weights are float32 also under bfloat16
+    write_whole(output, lambda aside: write_weights(transformer, config, aside))
+    of_average = ", its moving average," if average else ""
+    logger.info("Exported update %d of %d%s from %s.", state["step"], config.steps, of_average, folder)
 
 
 class NamedRun:
@@ -125,59 +120,55 @@ class NamedRun:
 
     Args:
         config: with ``model`` and ``data``.
-        shipped: describes the model, in place of the files of its pipeline.
 
     Raises:
         ValueError: no model or data, a patch for another family, or a cache of another model or resolution.
         FileNotFoundError: no such model.
     """
 
-    def __init__(self, config: TrainingConfig, shipped: Model | None = None) -> None:
-        import diffusers
-
+    def __init__(self, config: TrainingConfig) -> None:
         if config.model is None or config.data is None:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
         self.config, self.model, self.data = config, config.model, Path(config.data)
-        self.shipped, tiny = shipped, tiny_of(config.model)
+        tiny = tiny_of(config.model)
         self.name = config.model if tiny is None else f"tiny-{tiny.family}"
         """As commands take it."""
-        named = None if shipped is None else trained_family(shipped.transformer)
-        self.family = family = named or trained_family(family_of(config.model, config.component).name)
+        self.family = family = trained_family(family_of(config.model, config.component).name)
         if isinstance(config.patch, str) and Path(config.patch).is_dir():
             read_record(Path(config.patch))
         elif isinstance(config.patch, str):
             patch = load_patch(config.patch)
             check(
-                patch.family == family.name,
+                patch.family in ("", family.name),  # a profile is for any
                 f"patch={config.patch!r} is for the {patch.family!r} family (made for {patch.base_model}), but "
                 f"{self.name} belongs to {family.name!r}.",
             )
         self._dtype = FLOAT_TYPES[dtype_name(config.precision)]
+        self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
         self.is_encoded = (self.data / INDEX_NAME).is_file()
         is_file = not self.is_encoded and self.data.is_file()
         self.clips = config.clip or (read_sources(self.data).clip if is_file else None)
         usual = usual_clip(self.model, family)
         self.clip = (self.clips or Clips.of(usual)).longest(usual)
         """As prompts are generated."""
-        if shipped is None:
-            self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
-        else:
-            described = family.class_settings(shipped, self.clip.sizes[0][0], self.clip.frames)
-            self._settings = {"_class_name": shipped.transformer, **described}
         if self.is_encoded:
-            cache = LatentCache(self.data)
-            if shipped is None:
-                name = read_json(pipeline_file(self.model, "model_index.json"))["_class_name"]
-                pipeline = getattr(diffusers, name, None)  # None for the user's own classes, which are not known here
-                picture = None if pipeline is None else family.calling.begins_with_picture(pipeline, self._settings)
-                cache.check_made_for(self.name, model_header(self.model, family), picture)
-            if config.clip is not None:
-                is_auto = isinstance(config.clip.sizes, str)
-                cache.check_cut_as(DataModel(self.model).fitted(config.clip) if is_auto else config.clip)
-            else:  # prompts are generated as most of the longest samples were cut
-                buckets = Counter(sample.bucket for sample in cache.samples)
-                frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))
-                self.clip = Clip(frames, cache.settings.get("fps", usual.fps), ((height, width),))
+            self._check_cache(LatentCache(self.data), usual.fps)
+
+    def _check_cache(self, cache: LatentCache, fps: float) -> None:
+        """Raise unless latents are for this model and cut as configured; generate as most of the longest are."""
+        import diffusers
+
+        name = read_json(pipeline_file(self.model, "model_index.json"))["_class_name"]
+        pipeline = getattr(diffusers, name, None)  # None for the user's own classes, which are not known here
+        picture = None if pipeline is None else self.family.calling.begins_with_picture(pipeline, self._settings)
+        cache.check_made_for(self.name, model_header(self.model, self.family), picture)
+        clip = self.config.clip
+        if clip is not None:
+            cache.check_cut_as(DataModel(self.model).fitted(clip) if isinstance(clip.sizes, str) else clip)
+            return
+        buckets = Counter(sample.bucket for sample in cache.samples)
+        frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))
+        self.clip = Clip(frames, cache.settings.get("fps", fps), ((height, width),))
 
     def transformer(self, with_weights: bool) -> Any:
         """Make the transformer, patched, on the CPU, or without weights on the meta device."""
@@ -189,8 +180,9 @@ class NamedRun:
             else:
                 model = cls.from_config(self._settings)
             if isinstance(patch, str) and Path(patch).is_dir():
-                return _begin_with(Path(patch), model)
-            return model if patch is None else apply_mhla(model, patch)
+                return begin_with(Path(patch), model)
+            with _without_warnings():  # that MHLA is not adapted yet
+                return model if patch is None else apply_mhla(model, patch)
 
     def open_data(self, resuming: bool = False) -> LatentCache:
         """Open the latents; videos or images are encoded into the output folder first.
@@ -201,41 +193,43 @@ class NamedRun:
         """
         if self.is_encoded:
             return LatentCache(self.data)
-        folder = Path(self.config.output) / "latents"
         try:
-            media = read_sources(self.data).media()
+            contents = contents_of(read_sources(self.data).media())
         except FileNotFoundError as error:
-            common = ["--model", self.name, "--output", str(self.data), "--precision", self.config.precision]
-            encoding = ["mhla", "encode", "--source", "FOLDER", *common]
-            synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
-            if (clips := self.config.clip) is not None:
-                sizes = [clips.sizes] if isinstance(clips.sizes, str) else list(map(times, clips.sizes))
-                encoding += [word for length in clips.lengths for word in ("--frames", str(length))]
-                encoding += ["--fps", str(clips.fps), *(word for size in sizes for word in ("--size", size))]
-                encoding += ["--upscale"] * clips.upscale
-                synthesizing += ["--frames", str(self.clip.frames), "--size", times(self.clip.sizes[0])]
-            raise FileNotFoundError(
-                f"{error} Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or "
-                f"from prompts, one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
-            ) from error
+            raise FileNotFoundError(f"{error} {self._how_to_make_data()}") from error
+        folder = Path(self.config.output) / "latents"
         if resuming:
-            cache, contents = LatentCache(folder), contents_of(media)
-            changed = [name for name, content in cache.index.contents.items() if contents.get(name) != content]
-            changed += [name for name in contents if name not in cache.index.contents]
+            cache = LatentCache(folder)
+            changed = [name for name, _ in cache.index.contents.items() ^ contents.items()]
             check(
                 not changed,
-                f"{len(changed)} files or captions in {self.data} are not those that this run has encoded, such as "
+                f"Files or captions in {self.data} are not those that this run has encoded, such as "
                 f"{', '.join(changed[:1])}. Put them back, or start a run in another output folder.",
             )
             return cache
-        logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
         state = _process_state()
         with state.main_process_first():
             if state.is_main_process:
-                unused = transformers_of(self.model)
-                pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype, unused)
+                logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
+                pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype, transformers_of(self.model))
                 encode_folder(pipe, self.model, self.data, folder, self.clips, self.config.workers)
         return LatentCache(folder)
+
+    def _how_to_make_data(self) -> str:
+        """Return the commands that encode files, or synthesize from prompts, as the configuration asks for."""
+        common = ["--model", self.name, "--output", str(self.data), "--precision", self.config.precision]
+        encoding = ["mhla", "encode", "--source", "FOLDER", *common]
+        synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
+        if (clips := self.config.clip) is not None:
+            sizes = [clips.sizes] if isinstance(clips.sizes, str) else list(map(times, clips.sizes))
+            encoding += [word for length in clips.lengths for word in ("--frames", str(length))]
+            encoding += ["--fps", str(clips.fps), *(word for size in sizes for word in ("--size", size))]
+            encoding += ["--upscale"] * clips.upscale
+            synthesizing += ["--frames", str(self.clip.frames), "--size", times(self.clip.sizes[0])]
+        return (
+            f"Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or from prompts, "
+            f"one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
+        )
 
     def sampler(self) -> PromptSampler:
         """Make what generates at every validation."""
@@ -246,21 +240,16 @@ class NamedRun:
         return PromptSampler(pipe, validation.prompts, self.clip, validation.inference_steps, component)
 
 
-def _begin_with(folder: Path, model: Any) -> Any:
-    """Load a saved patch, such as another run's result, to train on from it, and return the model.
-
-    What it was trained to stays in its own type, float32, also in a model in bfloat16, to which ``load_mhla`` rounds.
-    """
-    (patched,) = find_patched(load_mhla(model, folder)).values()
-    record = read_record(folder)
-    (component,) = record.transformers
-    saved = load_file(folder / record.file) | (load_file(folder / record.lora.file) if record.lora else {})
-    for name, parameter in model.named_parameters():
-        value = saved.get(f"{component}.{plain_name(name)}")
-        is_new = ".mhla." in name or plain_name(name) in (patched.replaced_weights or ())
-        if value is not None and is_new and not parameter.is_meta:
-            parameter.data = value
-    return model
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Context in which patching logs nothing but errors."""
+    patching = logging.getLogger("mhla_diffusers.patching")
+    before = patching.level
+    patching.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        patching.setLevel(before)
 
 
 def _process_state() -> Any:

@@ -1,64 +1,97 @@
-"""The losses of a stage: attention transfer, distillation, and the loss that the model was trained with."""
+"""The losses: attention transfer, distillation, and the loss that the model was trained with.
+
+Each yields losses one graph at a time, (loss, parts): run the loss () backward before asking for the next. The parts,
+each (), add up over the batch and go to the metrics.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..families import NoisedBatch, get_family, predict
+from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict
 from ..patching import find_patched
-from .config import StageConfig
-from .roles import Losses, Roles, patched_attentions
+from .config import ObjectiveWeights
+from .data.batches import drop_prompts
+from .weights import Original, patched_attentions
+
+Losses = Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-def stage_losses(roles: Roles, stage: StageConfig, model: torch.nn.Module, batch: NoisedBatch) -> Losses:
-    """Yield the weighted losses of a stage's objectives.
+def transfer_losses(transformer: Any, original: Original, weight: float, batch: NoisedBatch) -> Losses:
+    """Yield the loss of every patched attention, run on the input that the original attention had.
 
-    The teacher runs once. Attention transfer then runs every MHLA layer on the input that the teacher's attention had,
-    so at most one layer's graph is held, and no gradient flows between layers.
+    The original model runs once, so at most one layer's graph is held, and no gradient flows between layers.
+    """
+    attentions, family = patched_attentions(transformer), get_family(transformer)
+    with recorded(attentions) as calls, original.at_work():
+        predict(transformer, batch)
+    grid = family.token_grid(transformer, batch.hidden_states)
+    for name, attn in attentions.items():
+        args, kwargs, expected = calls.pop(name)
+        with find_patched(transformer)["transformer"].on_grid(grid):
+            error = attention_error(attn(*args, **kwargs), expected) / len(attentions)
+        yield weight * error, {"loss": weight * error, "transfer": error}
+
+
+def prediction_losses(
+    model: Any,
+    process: DiffusionProcess,
+    weights: ObjectiveWeights,
+    batch: NoisedBatch,
+    target: torch.Tensor | None = None,
+) -> Losses:
+    """Yield the loss of the model's prediction: the diffusion loss, the squared error to a target, or their sum.
 
     Args:
-        roles: with a teacher if an objective needs one.
-        stage: its objectives.
-        model: the student, possibly wrapped for training.
+        model: patched, possibly wrapped for training.
+        process: how the family was trained.
+        weights: of the losses.
         batch: the input.
+        target: the original model's prediction, for distillation.
     """
-    weights = stage.objectives
-    target = None
-    if roles.teacher is not None and stage.needs_teacher:
-        attentions = patched_attentions(roles.student) if weights.transfer else {}
-        with recorded(attentions) as calls, roles.autocast():
-            target = roles.teacher.predict(batch, stage.guidance, roles.empty)
-        grid = get_family(roles.student).token_grid(roles.student, batch.hidden_states)
-        for name, attn in attentions.items():
-            args, kwargs, expected = calls.pop(name)
-            with roles.autocast(), find_patched(roles.student)["transformer"].on_grid(grid):
-                transfer = attention_loss(attn(*args, **kwargs), expected) / len(attentions)
-            # processes that split the tokens have equally many, so the average over them is the mean over all tokens
-            loss = weights.transfer * transfer
-            yield loss, {"loss": loss, "transfer": transfer}
-    if stage.needs_prediction:
-        parts = {}
-        with roles.autocast():
-            prediction = predict(model, batch)
-            if weights.diffusion:
-                parts["diffusion"] = roles.process.loss(prediction, batch).mean()
-            if weights.distillation and target is not None:
-                parts["distillation"] = (prediction.float() - target.float()).square().mean()
-        loss = torch.stack([getattr(weights, name) * part for name, part in parts.items()]).sum()
-        # a process that has a part of the tokens adds the gradient through these alone, and gradients are averaged
-        yield roles.split * loss, {"loss": loss, **parts}
+    prediction, parts = predict(model, batch), {}
+    if weights.diffusion:
+        parts["diffusion"] = process.loss(prediction, batch).mean()
+    if target is not None:
+        parts["distillation"] = (prediction.float() - target.float()).square().mean()
+    loss = torch.stack([getattr(weights, name) * part for name, part in parts.items()]).sum()
+    yield loss, {"loss": loss, **parts}
+
+
+def guided_prediction(
+    transformer: Any, batch: NoisedBatch, guidance: float = 1.0, empty: Sample | None = None
+) -> torch.Tensor:
+    """Predict with classifier-free guidance on the channels of the noise: (B, output channels, ...).
+
+    Args:
+        transformer: which.
+        batch: the input.
+        guidance: scale; 1.0 for none.
+        empty: conditioning of the empty prompt, without a batch axis; without it there is no guidance.
+    """
+    conditional = predict(transformer, batch)
+    if guidance == 1 or empty is None:
+        return conditional
+    device = batch.noise.device
+    everywhere = torch.ones(len(batch.noise), dtype=torch.bool, device=device)
+    without = drop_prompts(batch.conditioning, {name: x.to(device) for name, x in empty.items()}, everywhere)
+    free = predict(transformer, replace(batch, conditioning=without))
+    noised = min(conditional.shape[1], batch.noise.shape[1])
+    guided = (free + guidance * (conditional - free))[:, :noised]
+    return torch.cat([guided, conditional[:, noised:]], dim=1)
 
 
 @contextmanager
 def recorded(attentions: Mapping[str, Any]) -> Iterator[dict[str, tuple[Any, Any, Any]]]:
-    """Yield the arguments, keyword arguments and output of the first call of every attention within the context."""
+    """Yield the arguments, keyword arguments and output of the last call of every attention within the context."""
     calls: dict[str, tuple[Any, Any, Any]] = {}
 
     def record(name: str, attn: Any, args: Any, kwargs: Any, output: Any) -> None:
-        calls.setdefault(name, (args, kwargs, output))  # guidance runs the teacher a second time
+        calls[name] = (args, kwargs, output)
 
     with ExitStack() as hooks:
         for name, attn in attentions.items():
@@ -66,10 +99,10 @@ def recorded(attentions: Mapping[str, Any]) -> Iterator[dict[str, tuple[Any, Any
         yield calls
 
 
-def attention_loss(output: Any, expected: Any) -> torch.Tensor:
+def attention_error(output: Any, expected: Any) -> torch.Tensor:
     """Mean squared error of an attention's output: one tensor, or one for the grid and one for the context."""
     if isinstance(output, torch.Tensor):
         return (output.float() - expected.float()).square().mean()
-    losses = torch.stack([attention_loss(found, wanted) for found, wanted in zip(output, expected, strict=True)])
+    errors = torch.stack([attention_error(found, wanted) for found, wanted in zip(output, expected, strict=True)])
     sizes = [wanted.numel() for wanted in expected]
-    return (losses * losses.new_tensor(sizes)).sum() / sum(sizes)
+    return (errors * errors.new_tensor(sizes)).sum() / sum(sizes)

@@ -4,24 +4,19 @@
 
     output/
       metrics.jsonl                     one line per update and per validation
-      changes.jsonl                     one line per resumption with other settings: the step, and name → [before, now]
-      checkpoints/step-00000500/        weights.safetensors, optimizer.safetensors, ema.safetensors, and
-                                        state.json, which holds the SHA-256 of each of them and of itself
+      checkpoints/step-00000500/        weights.safetensors and average.safetensors of what is trained, accelerate's
+                                        state, and state.json, which holds the SHA-256 of each of them and of itself
       samples/step-00000500/            what a validation generated
       exports/step-00000500/            what the result would be if the run had ended there
-      result/                           what load_mhla (or from_pretrained) loads after the last stage
-      aside-1/                          what an earlier run made after the step that a later one resumed from
+      result/                           what load_mhla (or from_pretrained) loads after the last step
 
 ``state.json`` holds the updates done and what identifies the run. Random numbers need no state: they follow from the
 seed and the step.
 """
 
 import json
-import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from itertools import count
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +29,13 @@ from ..files import (
     file_hash,
     read_checked_json,
     write_checked_json,
-    write_tensors,
     write_text,
     write_whole_folder,
 )
-from .changes import Change
-from .config import TrainingConfig
+from ..settings import differences
+from .config import MAY_CHANGE, TrainingConfig
 
-logger = logging.getLogger(__name__)
-
-Tensors = dict[str, torch.Tensor]
-
+FORMAT_VERSION = 2
 _STATE = "state.json"
 
 
@@ -61,91 +52,63 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.metrics, self.changes = self.path / "metrics.jsonl", self.path / "changes.jsonl"
-        self.result = self.path / "result"
+        self.metrics, self.result = self.path / "metrics.jsonl", self.path / "result"
 
     def checkpoints(self) -> list[Path]:
-        """Return complete checkpoints, oldest first."""
-        return _steps(self.path / "checkpoints")
+        """Return complete checkpoints, oldest first, without others such as a user's copy ``step-00000500.bak``."""
+        found = (self.path / "checkpoints").glob("step-*")
+        return sorted(path for path in found if path.name.removeprefix("step-").isdigit())
 
     def find(self, resume: str | None) -> Path | None:
-        """Return the checkpoint to resume from: "latest", a path, or None for a new run.
+        """Return the checkpoint to resume from: of a path, or the latest; None for a run from its beginning.
 
         Raises:
-            ValueError: a new run in a folder with checkpoints, or a damaged checkpoint state.
-            FileNotFoundError: no checkpoint to resume from, or one that lacks files.
+            ValueError: a run in a folder that holds one, or a damaged checkpoint state.
+            FileNotFoundError: no such checkpoint, or one that lacks files.
         """
         checkpoints = self.checkpoints()
-        if resume is None:
-            if checkpoints:
-                raise ValueError(
-                    f"{self.path} already holds a run, up to {checkpoints[-1].name}. Resume it with resume='latest' "
-                    "(--resume latest), or choose another output folder."
-                )
-            return None
-        chosen = Path(resume) if resume != "latest" else checkpoints[-1] if checkpoints else None
-        if chosen is None or not (chosen / _STATE).is_file():
-            where = chosen or self.path / "checkpoints"
-            hint = " Did you mean 'latest'?" if resume != "latest" and get_close_matches(resume, ["latest"]) else ""
-            raise FileNotFoundError(f"{where} holds no checkpoint to resume from.{hint}")
-        read_state(chosen)
+        if resume == "latest":
+            chosen = checkpoints[-1] if checkpoints else None
+        elif resume is not None and not (Path(resume) / _STATE).is_file():
+            raise FileNotFoundError(f"{resume} is no checkpoint; give outputs/…/checkpoints/step-…, or latest.")
+        else:
+            chosen = None if resume is None else Path(resume)
+        if checkpoints and (chosen is None or step_of(chosen) < step_of(checkpoints[-1])):
+            raise ValueError(
+                f"{self.path} already holds a run, up to {checkpoints[-1].name}. Go on there with --resume latest, or "
+                "choose another folder: output=…."
+            )
+        if chosen is not None:
+            read_state(chosen)
         return chosen
 
-    def save(self, state: Mapping[str, Any], tensors: Mapping[str, Tensors], keep: int) -> None:
+    def save(self, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> None:
         """Write a checkpoint, then remove all but the ``keep`` latest; a failed write removes none.
 
         Args:
             state: as JSON holds it, with ``step``.
-            tensors: file name without suffix → its tensors.
+            write: writes the files into the folder that it gets.
             keep: how many.
 
         Raises:
             CheckpointError: it could not be written.
         """
 
-        def write(aside: Path) -> None:
-            hashes = {}
-            for name, part in tensors.items():
-                file = aside / f"{name}.safetensors"
-                write_tensors(part, file)
-                hashes[file.name] = file_hash(file)
-            write_checked_json({**state, "files": hashes}, aside / _STATE)
+        def write_all(aside: Path) -> None:
+            write(aside)
+            hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
+            write_checked_json({"format_version": FORMAT_VERSION, **state, "files": hashes}, aside / _STATE)
 
-        write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write)
+        write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write_all)
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
-    def go_back_to(self, step: int) -> None:
-        """Move what was made after a step into ``aside-1``, ``aside-2``, …, with a copy of all metrics.
-
-        Only metrics after the last checkpoint are dropped, and the unfinished line of a killed run.
-        """
-        newer = [path for path in self.checkpoints() if step_of(path) > step]
-        if newer:
-            made = [*_steps(self.path / "samples"), *_steps(self.path / "exports")]
-            newer += [path for path in made if step_of(path) > step]
-            newer += [self.result] if self.result.is_dir() else []
-            aside = next(place for number in count(1) if not (place := self.path / f"aside-{number}").exists())
-            aside.mkdir()
-            for file in filter(Path.is_file, (self.metrics, self.changes)):
-                shutil.copy(file, aside)
-            for path in newer:
-                target = aside / path.relative_to(self.path)
-                target.parent.mkdir(exist_ok=True)
-                path.rename(target)
-            logger.warning("What this folder held of the steps after %d was moved into %s.", step, aside)
-        # changes at this step are found again, since it was saved before them
-        for file, last in ((self.metrics, step), (self.changes, step - 1)):
-            if file.is_file():
-                kept = [json.dumps(record) for record in read_metrics(file) if record["step"] <= last]
-                write_text("".join(f"{line}\n" for line in kept), file)
-
-    def add_changes(self, step: int, changes: Sequence[Change]) -> None:
-        """Append the settings that have changed after a step, if any."""
-        if changes:
-            with self.changes.open("a", encoding="utf-8") as file:
-                changed = {name: [before, now] for name, before, now in changes}
-                file.write(json.dumps({"step": step, "changed": changed}) + "\n")
+    def begin_at(self, step: int) -> None:
+        """Drop the metrics after a step, which are made again, and the unfinished line of a killed run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.metrics.is_file():
+            kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
+            write_text("".join(f"{line}\n" for line in kept), self.metrics)
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -153,14 +116,9 @@ class RunFolder:
             file.write(json.dumps(record) + "\n")
 
 
-def step_of(folder: Path) -> int:
-    """Return the step that a folder such as ``step-00000500`` is of."""
-    return int(folder.name.removeprefix("step-"))
-
-
-def _steps(folder: Path) -> list[Path]:
-    """Return the folders of steps in a folder, in order, without others such as a user's copy ``step-00000500.bak``."""
-    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a folder such as ``step-00000500``."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -175,45 +133,70 @@ def find_checkpoint(path: Path) -> Path:
     return checkpoints[-1]
 
 
-def read_tensors(folder: Path, state: Mapping[str, Any], *names: str) -> dict[str, Tensors]:
-    """Return file name without suffix → tensors of a checkpoint: of these files that it has, or of all.
-
-    Raises:
-        ValueError: a damaged file.
-    """
-    files = {name: digest for name, digest in state["files"].items() if not names or Path(name).stem in names}
-    try:
-        for name, expected in files.items():
-            check_hash(folder / name, expected, _STATE)
-        return {Path(name).stem: load_file(folder / name) for name in sorted(files)}
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
-
-
 def read_state(folder: Path) -> dict[str, Any]:
     """Read ``state.json``; settings that are newer than the checkpoint get their defaults.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or of an earlier version.
         FileNotFoundError: a file that it names is missing.
     """
     try:
         state = read_checked_json(folder / _STATE)
+        if state.get("format_version") != FORMAT_VERSION:
+            raise ValueError("it is of an earlier version, whose result/ a new run can begin with (patch: …/result).")
         state = {**state, "config": TrainingConfig.read(state["config"]).to_dict()}
         missing = [name for name in state["files"] if not (folder / name).is_file()]
     except ValueError as error:
-        raise ValueError(f"Checkpoint {folder} is damaged: {error} {_way_out(folder)}") from error
+        raise ValueError(f"Checkpoint {folder} cannot be read: {error} {_instead_of(folder)}") from error
     if missing:
-        raise FileNotFoundError(f"Checkpoint {folder} lacks {', '.join(missing)}. {_way_out(folder)}")
+        raise FileNotFoundError(f"Checkpoint {folder} lacks {', '.join(missing)}. {_instead_of(folder)}")
     return state
 
 
-def _way_out(checkpoint: Path) -> str:
+def check_files(folder: Path, state: Mapping[str, Any]) -> None:
+    """Raise ValueError for a file of a checkpoint that is damaged."""
+    try:
+        for name, expected in state["files"].items():
+            check_hash(folder / name, expected, _STATE)
+    except ValueError as error:
+        raise ValueError(f"Checkpoint {folder} cannot be read: {error} {_instead_of(folder)}") from error
+
+
+def read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Return name → tensor of a file of a checkpoint, on the CPU; none where it has no such file."""
+    file = folder / f"{name}.safetensors"
+    return load_file(file) if file.is_file() else {}
+
+
+def _instead_of(checkpoint: Path) -> str:
     """Say what to do instead of resuming from an unusable checkpoint."""
-    earlier = [path for path in _steps(checkpoint.parent) if path.name < checkpoint.name]
+    earlier = [path for path in RunFolder(checkpoint.parents[1]).checkpoints() if path.name < checkpoint.name]
     if earlier:
-        return f"Resume from an earlier one: --resume {earlier[-1]}"
+        return f"Remove it, and --resume latest goes on from {earlier[-1].name}."
     return "There is no earlier one beside it to resume from; start again in another output folder."
+
+
+def find_changes(folder: Path, state: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+    """Return what has changed since a checkpoint, such as "learning_rate: 0.0001 → 5e-05".
+
+    Args:
+        folder: the checkpoint's.
+        state: its content.
+        run: what identifies the run, or a part of that: ``config``, and other things by their names in errors.
+
+    Raises:
+        ValueError: something has changed that may not, with both values.
+    """
+    before = {**state["config"], **{name: state[name] for name in run if name != "config"}}
+    now = {**run.get("config", {}), **{name: value for name, value in run.items() if name != "config"}}
+    found = list(differences({name: before[name] for name in now}, now))
+    refused = [f"{name}={new!r}, which was {old!r}" for name, old, new in found if name.split(".")[0] not in MAY_CHANGE]
+    if refused:
+        raise ValueError(
+            f"{folder} cannot be resumed with {'; '.join(refused[:4])}. Put that back, or begin a new run in another "
+            f"output folder with its result (patch: …/result). What may change: {', '.join(MAY_CHANGE)}."
+        )
+    return [f"{name}: {old} → {new}" for name, old, new in found]
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -226,5 +209,5 @@ def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
     """Fill a folder atomically, as :func:`write_whole_folder`; CheckpointError if it cannot be written."""
     try:
         write_whole_folder(folder, write)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises the last one on a full disk
         raise CheckpointError(f"{folder} could not be written: {str(error).rstrip('.')}.") from error

@@ -12,8 +12,8 @@ from ..families import Clip, predict, trained_family, unwrapped
 from ..generation.pixels import opened_video
 from ..generation.record import write_sample
 from ..patching import in_every_step
-from .latents.data import NoisedBatches
-from .latents.times import even_quantiles, frames_together
+from .data.batches import NoisedBatches
+from .data.times import even_quantiles, frames_together
 
 Sampler = Callable[[nn.Module, Path], None]
 """Generates with the transformer into a folder."""

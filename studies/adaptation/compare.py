@@ -25,7 +25,7 @@ from mhla_diffusers.demo.adaptation import DIFFUSION, TRANSFER_STEPS, Adaptation
 from mhla_diffusers.families import predict
 from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.tiny import TINY
-from mhla_diffusers.training import ObjectiveWeights, StageConfig
+from mhla_diffusers.training import ObjectiveWeights
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""
@@ -58,7 +58,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mixing learns slowly": {"mixing": 5e-4},
     "mixing learns fast": {"mixing": 2e-2},
 }
-"""Arguments of :func:`stages_of`."""
+"""Arguments of :func:`runs_of`."""
 SETTINGS = (
     "MHLA",
     "MHLA, blocks of 4",
@@ -92,7 +92,7 @@ COLUMNS = (0, 25, 50, 100, 200, 300)
 """Updates end to end after which the held-out loss is shown; 0 is after attention transfer, if there is any."""
 
 
-def stages_of(
+def runs_of(
     steps: int,
     transfer_steps: int,
     transfer: bool = False,
@@ -100,13 +100,24 @@ def stages_of(
     learning_rate: float = 5e-4,
     mixing: float = 5e-3,
     scheduler: Literal["constant", "cosine"] = "constant",
-) -> tuple[StageConfig, ...]:
-    """Return the updates end to end, of the whole transformer, after those of attention transfer where asked for."""
-    end_to_end = StageConfig(steps, learning_rate, "all", objectives, mixing_learning_rate=mixing, scheduler=scheduler)
-    if not transfer:
-        return (end_to_end,)
-    weights = ObjectiveWeights(transfer=1.0)
-    return StageConfig(transfer_steps, 2e-3, "attention", weights, mixing_learning_rate=mixing), end_to_end
+) -> tuple[dict[str, Any], ...]:
+    """Return the settings of the run end to end, of the whole transformer, after attention transfer where asked for."""
+    end_to_end = {
+        "steps": steps,
+        "learning_rate": learning_rate,
+        "mixing_learning_rate": mixing,
+        "trainable": "all",
+        "objectives": objectives,
+        "scheduler": scheduler,
+    }
+    first = {
+        "steps": transfer_steps,
+        "learning_rate": 2e-3,
+        "mixing_learning_rate": mixing,
+        "trainable": "attention",
+        "objectives": ObjectiveWeights(transfer=1.0),
+    }
+    return (first, end_to_end) if transfer else (end_to_end,)
 
 
 def patched(adaptation: Adaptation, attention: str) -> Any:
@@ -136,17 +147,17 @@ def main() -> None:
     parser.add_argument("--timing-seconds", type=float, default=5.0, help="per attention, once all have adapted")
     arguments = parser.parse_args()
     adaptation = Adaptation(TINY["wan"], arguments.samples, arguments.held_out, validate_every=25)
-    runs, curves = TABLES[arguments.table], {}
-    for name, attention in runs:
-        stages = stages_of(arguments.steps, arguments.transfer_steps, **RECIPES[name])
+    variants, curves = TABLES[arguments.table], {}
+    for name, attention in variants:
+        runs = runs_of(arguments.steps, arguments.transfer_steps, **RECIPES[name])
         words = f"{name} {attention}".translate({ord(","): None, ord(" "): "-", ord("/"): "-", ord("%"): None})
-        before = sum(stage.steps for stage in stages[:-1])
+        before = sum(settings["steps"] for settings in runs[:-1])
         curves[name, attention] = []
         for seed in arguments.seeds:
             folder = arguments.output / f"{words}-{seed}"
             if not (folder / "result").is_dir():
                 pipe, changes = patched(adaptation, attention), {"seed": seed, "batch_size": arguments.batch_size}
-                adaptation.adapt(pipe, stages, folder, **changes)
+                adaptation.adapt(pipe, runs, folder, **changes)
             curves[name, attention].append({step - before: loss for step, loss in held_out_curve(folder)})
 
     def update(attention: str) -> Callable[[], object]:
@@ -154,7 +165,7 @@ def main() -> None:
         batch = first_samples(adaptation, pipe, arguments.batch_size)
         return lambda: predict(pipe.transformer, batch).square().mean().backward()
 
-    updates = {Row(attention): update(attention) for attention in sorted({attention for _, attention in runs})}
+    updates = {Row(attention): update(attention) for attention in sorted({attention for _, attention in variants})}
     timed = {row.variant: row for row in time_interleaved(updates, torch.device("cpu"), arguments.timing_seconds)}
     columns, rows = [column for column in COLUMNS if column <= arguments.steps], []
     for (name, attention), found in curves.items():

@@ -23,10 +23,9 @@ from transformers import get_cosine_schedule_with_warmup
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.demo.matrices import attention_matrices, mean_entropy, mean_rank
 from mhla_diffusers.files import write_json
-from mhla_diffusers.patching import TransformerCall
+from mhla_diffusers.patching import TransformerCall, register_mixing_clip
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, write_table
 from mhla_diffusers.tiny.digits import Digits, load_digits
-from mhla_diffusers.training.optimizer import make_optimizer
 
 SIZE, PATCH, DIGIT = 64, 8, 16
 """Pixels of a picture, a patch and a digit. Digits lie at multiples of a patch, so that a model learns in minutes."""
@@ -85,14 +84,18 @@ def build(variant: str, seed: int) -> PooledViT:
 def train(model: PooledViT, steps: int, seed: int) -> float:
     """Train a model in place; return the CPU seconds that it took."""
     begin, digits = time.process_time(), load_digits("train")
-    optimizer = make_optimizer(
-        model,
-        {name: one for name, one in model.named_parameters() if one.requires_grad},
-        learning_rate=RATE,
-        mixing_learning_rate=MIXING_RATE,
-        weight_decay=DECAY,
-        matrices_alone=True,
-    )
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    mixing = [one for name, one in trained.items() if name.endswith((".mixing", ".linear_log_weight"))]
+    matrices = [one for name, one in trained.items() if name.endswith("weight") and one.ndim > 1]
+    used = {id(one) for one in (*mixing, *matrices)}
+    others = [one for one in trained.values() if id(one) not in used]
+    groups = [
+        {"params": matrices, "weight_decay": DECAY},
+        {"params": others, "weight_decay": 0.0},
+        {"params": mixing, "weight_decay": 0.0, "lr": MIXING_RATE},
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE)
+    register_mixing_clip(optimizer, model)
     schedule = get_cosine_schedule_with_warmup(optimizer, int(WARM_UP * steps), steps)
     for step in range(steps):
         pixels, labels = draw_pictures(digits, BATCH, f"train {seed} {step}")

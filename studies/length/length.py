@@ -34,7 +34,7 @@ from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.files import check_writable, read_json, write_json, write_tensors, written_aside
 from mhla_diffusers.patching import find_patched
 from mhla_diffusers.reporting import require_matplotlib, write_table
-from mhla_diffusers.training import ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig
+from mhla_diffusers.training import ObjectiveWeights, TrainingConfig, ValidationConfig, begin_with
 
 TEXT_DIM, DIGITS = 64, 3
 """Channels of a caption's words, and digits of a scene."""
@@ -205,11 +205,10 @@ class Study:
         self.classifier.load_state_dict(load_file(file))
         self.classifier.eval()
 
-    def train(self, model: Any, stages: Sequence[StageConfig], name: str, data: Captions, batch_size: int) -> bool:
-        """Train by the package's loop, in a folder of the output; whether it finished."""
+    def train(self, model: Any, name: str, data: Captions, batch_size: int, **settings: Any) -> bool:
+        """Train by the package's recipe, in a folder of the output; whether it finished."""
         config = TrainingConfig(
             str(self.output / "runs" / name),
-            tuple(stages),
             patch=next((patched.config for patched in find_patched(model).values()), None),
             batch_size=batch_size,
             flow_shift=FLOW_SHIFT,
@@ -218,6 +217,7 @@ class Study:
             checkpoint_every=50,
             keep_checkpoints=1,
             validation=ValidationConfig(self.size.held_out, every=10**9),
+            **settings,
         )
         return train_or_go_on(model, data, config).finished
 
@@ -241,10 +241,9 @@ class Study:
             name = f"softmax-{frames}-frames"
             self.weights = self.output / "runs" / name / "result"
             if not self.weights.is_dir():
-                stage = StageConfig(
-                    steps, 1e-3, "all", DIFFUSION, scheduler="cosine", warmup_steps=min(100, steps // 2)
-                )
-                if not self.train(model, [stage], name, Captions(size, frames, self.device), batch_size):
+                settings: dict[str, Any] = {"steps": steps, "learning_rate": 1e-3, "trainable": "all"}
+                settings |= {"objectives": DIFFUSION, "scheduler": "cosine", "warmup_steps": min(100, steps // 2)}
+                if not self.train(model, name, Captions(size, frames, self.device), batch_size, **settings):
                     return False
             model = WanTransformer3DModel.from_pretrained(self.weights)
         self.softmax = model.to(self.device).eval().requires_grad_(False)
@@ -257,18 +256,21 @@ class Study:
             apply_mhla(model, row.config)
         if not row.adapted:
             return model
-        rates: dict[str, Any] = {"trainable": "attention", "mixing_learning_rate": 5e-3}
+        common: dict[str, Any] = {"data": self.data, "batch_size": self.size.curriculum[-1][1]}
+        common |= {"trainable": "attention", "mixing_learning_rate": 5e-3}
+        last = {"steps": self.size.adapted_steps, "learning_rate": 5e-4, "scheduler": "cosine"}
         if row.config is None:  # nothing to learn from itself: trained on with the loss of its training
-            steps = self.size.transfer_steps + self.size.adapted_steps
-            stages = [StageConfig(steps, 2e-4, objectives=DIFFUSION, scheduler="cosine", **rates)]
+            last |= {"steps": self.size.transfer_steps + last["steps"], "learning_rate": 2e-4, "objectives": DIFFUSION}
         else:
-            weights = ObjectiveWeights(transfer=1.0), ObjectiveWeights(distillation=1.0)
-            stages = [
-                StageConfig(self.size.transfer_steps, 2e-3, objectives=weights[0], **rates),
-                StageConfig(self.size.adapted_steps, 5e-4, objectives=weights[1], scheduler="cosine", **rates),
-            ]
-        result, batch_size = self.output / "runs" / row.file_name / "result", self.size.curriculum[-1][1]
-        if not result.is_dir() and not self.train(model, stages, row.file_name, self.data, batch_size):
+            last["objectives"] = ObjectiveWeights(distillation=1.0)
+            first = {"steps": self.size.transfer_steps, "objectives": ObjectiveWeights(transfer=1.0)}
+            name = f"{row.file_name}-transfer"
+            transferred = self.output / "runs" / name / "result"
+            if not transferred.is_dir() and not self.train(model, name, learning_rate=2e-3, **first, **common):
+                return None
+            model = begin_with(transferred, type(self.softmax).from_pretrained(self.weights))
+        result = self.output / "runs" / row.file_name / "result"
+        if not result.is_dir() and not self.train(model, row.file_name, **last, **common):
             return None
         if row.config is None:
             return type(self.softmax).from_pretrained(result).to(self.device)

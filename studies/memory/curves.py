@@ -17,20 +17,19 @@ from mhla_diffusers import MHLAConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, held_out_curve
 from mhla_diffusers.reporting import write_table
 from mhla_diffusers.tiny import TINY
-from mhla_diffusers.training import StageConfig
 
 _LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 8, "lora_layers": "blocks"}
-RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "adamw": ({}, {}),
-    "adamw8bit": ({}, {"optimizer": "adamw8bit"}),
-    "adafactor": ({}, {"optimizer": "adafactor"}),
-    "adafactor, rate 1e-2": ({"learning_rate": 1e-2}, {"optimizer": "adafactor"}),
-    "schedulefree": ({}, {"optimizer": "schedulefree"}),
-    "lora float32": (_LORA, {}),
-    "lora int8": (_LORA, {"base_dtype": "int8"}),
-    "lora float8": (_LORA, {"base_dtype": "float8"}),
+RUNS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "adafactor": {"optimizer": "adafactor"},
+    "adafactor, rate 1e-2": {"learning_rate": 1e-2, "optimizer": "adafactor"},
+    "schedulefree": {"optimizer": "schedulefree"},
+    "lora float32": _LORA,
+    "lora int8": {**_LORA, "base_dtype": "int8"},
+    "lora float8": {**_LORA, "base_dtype": "float8"},
 }
-"""Name → settings of the stage and of the run."""
+"""Name → settings that differ."""
 
 
 def main() -> None:
@@ -44,14 +43,14 @@ def main() -> None:
     arguments = parser.parse_args()
     adaptation = Adaptation(TINY["wan"], arguments.samples, arguments.held_out, validate_every=arguments.every)
     curves = {}
-    for name, (of_stage, changes) in RUNS.items():
-        settings = {"trainable": "attention", "learning_rate": 1e-3, "mixing_learning_rate": 5e-3, **of_stage}
-        stage = StageConfig(arguments.steps, objectives=DIFFUSION, **settings)
+    for name, changes in RUNS.items():
+        settings = {"trainable": "attention", "learning_rate": 1e-3, "mixing_learning_rate": 5e-3, **changes}
+        settings |= {"steps": arguments.steps, "objectives": DIFFUSION, "batch_size": 4, "gradient_checkpointing": True}
         folder = arguments.output / name.replace(",", "").replace(" ", "-")
         if not (folder / "result").is_dir():
             pipe = adaptation.patched(MHLAConfig(blocks=TINY["wan"].blocks))
             with torch.compiler.set_stance("force_eager"):  # compiling torchao's update would take longer than the run
-                adaptation.adapt(pipe, (stage,), folder, batch_size=4, gradient_checkpointing=True, **changes)
+                adaptation.adapt(pipe, (settings,), folder)
         curves[name] = dict(held_out_curve(folder))
     steps = sorted(next(iter(curves.values())))
     rows = [[name, *(f"{curve[step]:.4f}" for step in steps)] for name, curve in curves.items()]

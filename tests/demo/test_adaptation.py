@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, held_out_curve, load_variant, stages_of, variants
+from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, held_out_curve, load_variant, runs_of, variants
 from mhla_diffusers.families import predict
 from mhla_diffusers.patching import is_patched, mhla_layers
 from mhla_diffusers.tiny import TINY, load_tiny
-from mhla_diffusers.training import StageConfig, TrainingConfig
+from mhla_diffusers.training import TrainingConfig
 
 from ..scripts import CONFIGS
 
 MHLA = MHLAConfig(blocks=(4, 4))
 HELD_OUT = 3
-UPDATE = StageConfig(1, 5e-4, "all", DIFFUSION)
+UPDATE = {"steps": 1, "learning_rate": 5e-4, "trainable": "all", "objectives": DIFFUSION}
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +62,18 @@ def test_layers_are_chosen_on_what_the_calibration_runs(adaptation):
 @pytest.mark.parametrize("name", TINY)
 def test_variants_ship_adapted_by_the_configuration_that_ships(name):
     """Each opens by its name, and predicts better than a fresh patch on digits that it was not adapted on."""
-    tiny, shipped = TINY[name], TrainingConfig.from_yaml(CONFIGS / f"tiny-{name}.yaml")
+    tiny, first = TINY[name], CONFIGS / f"tiny-{name}-transfer.yaml"
+    files = [first] * first.is_file() + [CONFIGS / f"tiny-{name}.yaml"]
+    shipped = [TrainingConfig.from_yaml(file) for file in files]
     control, *patches = variants(tiny)
     assert control.name == ("own linear attention" if name == "sana" else "softmax")
-    assert patches[-1].patch == shipped.patch
+    assert patches[-1].patch == shipped[0].patch
     adaptation = Adaptation(tiny, 1, 4, seed=3)
-    used = adaptation.config(stages_of(patches[-1], tiny), patches[-1].patch, "x", validation=shipped.validation)
-    for setting in ("stages", "batch_size", "prompt_dropout", "flow_shift"):
-        assert getattr(used, setting) == getattr(shipped, setting)
+    runs = runs_of(patches[-1], tiny)
+    for settings, config in zip(runs, shipped, strict=True):
+        used = adaptation.config(patches[-1].patch, "x", **settings)
+        for setting in (*settings, "batch_size", "prompt_dropout", "flow_shift"):
+            assert getattr(used, setting) == getattr(config, setting)
     own, trained_on = load_tiny(name).transformer.state_dict(), load_variant(tiny, control).transformer.state_dict()
     assert any(not torch.equal(own[key], trained_on[key]) for key in own)
     for variant in patches:

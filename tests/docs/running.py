@@ -30,7 +30,7 @@ WAN_CALL = 'num_inference_steps=1, num_frames=6, height=64, width=64, max_sequen
 WAN_SET = "--set num_inference_steps=1 --set num_frames=7 --set max_sequence_length=10"
 SANA_SET = "--set num_inference_steps=1 --set height=64 --set width=64 --set use_resolution_binning=false"
 DIGITS = "--extractor mhla_diffusers.demo.judging:picture_features"
-SHORT = "validation.samples=0 stages.1.steps=1 batch_size=1"
+SHORT = "validation.samples=0 batch_size=1"
 
 FAMILIES = dict(families._FAMILIES)
 """Those that the package knows by itself."""
@@ -84,19 +84,18 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^mhla data videos .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0"),
     (r"--steps 50 --guidance 5.0", "--steps 1 --frames 9 --size 64x64 --precision no"),
     (r"^(mhla synthesize .*)--steps 20", r"\1--steps 1"),
-    (r"stages.0.steps=200", "stages.0.steps=1"),
+    (r"^mhla finetune finetune/configs/tiny-wan.*", rf"\g<0> {SHORT} steps=1"),
     (
-        r"^mhla finetune --config finetune/configs/tiny-wan-causal.yaml$",
-        r"\g<0> validation.samples=0 batch_size=1 stages.0.steps=1",
+        r"wan2.1-t2v-1.3b-hybrid-transfer.yaml",
+        f"tiny-wan-transfer.yaml data=latents/wan2.1-t2v-1.3b {SHORT} steps=1 output=outputs/w-transfer",
     ),
-    (r"stages.1.steps=4000", "stages.1.steps=2"),
+    (r"steps=4000", "steps=2"),
     (
         r"wan2.1-t2v-1.3b-hybrid.yaml",
-        f"tiny-wan.yaml data=latents/wan2.1-t2v-1.3b {SHORT} stages.0.steps=1 output=outputs/w",
+        f"tiny-wan.yaml patch=outputs/w-transfer/result data=latents/wan2.1-t2v-1.3b {SHORT} steps=1 output=outputs/w",
     ),
     (r"outputs/wan2.1-t2v-1.3b-hybrid", "outputs/w"),
-    (r"^mhla finetune --config finetune/configs/tiny-wan.yaml( patch=.*)?$", rf"\g<0> {SHORT} stages.0.steps=1"),
-    (r"^accelerate launch finetune/adapt.py .*", r"\g<0> stages.0.steps=1 output=outputs/launched"),
+    (r"^accelerate launch finetune/adapt.py .*", rf"\g<0> {SHORT} steps=1 output=outputs/launched"),
     # evaluation
     (r'^accelerate launch "\$\(command -v mhla\)"', "mhla"),
     (r"^(mhla eval samples classes .*)--count 50000", r"\1--count 4 --set num_inference_steps=1"),
@@ -124,8 +123,6 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^git clone ", "readers put in the address of the page that they read"),
     (r"^pip (install|download|wheel) ", "it would change the environment, or download packages"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
-    (r"^mhla finetune .* --dry-run --processes 8", "it reads a model of the Hub; tests/training counts tiny ones"),
-    (r"^mhla finetune .* batch_size=2 --dry-run", "it counts what the dry run above it counts, with other settings"),
     (r"^torchrun ", "it takes eight GPUs; tests/patching/test_split.py runs it on two processes"),
     (r"^mhla tune path/or/hub-id ", "it reads a model of the Hub; tests/test_tune.py runs a tiny one"),
     (r"^mhla demo ", "it takes minutes; tests/demo runs it"),

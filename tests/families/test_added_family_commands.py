@@ -94,14 +94,14 @@ def test_synthesize_and_finetune(model, tmp_path):
         "prompt_dropout": 0.2,
         "validation": {"samples": 1, "every": 1, "prompts": ["a cat"], "inference_steps": 2},
         "clip": {"frames": 1, "fps": 1, "sizes": [[64, 64]]},
-        "stages": [
-            {"trainable": "attention", "objectives": {"transfer": 1.0}, **one_step},
-            {"trainable": "all", "objectives": {"diffusion": 1.0, "distillation": 1.0}, **one_step},
-        ],
+        **one_step,
+        "trainable": "attention",
+        "objectives": {"transfer": 1.0},
     }
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    assert "FLOP per update" in run("finetune", "--config", file, "--dry-run")
-    run("finetune", "--config", file)
+    run("finetune", file, f"output={tmp_path / 'transfer'}")
+    begun = f"patch={tmp_path / 'transfer' / 'result'}"
+    run("finetune", file, begun, "trainable=all", "objectives={diffusion: 1.0, distillation: 1.0}")
     assert is_patched(load_mhla(cogview3plus_pipeline(), tmp_path / "run" / "result"))
     assert list((tmp_path / "run" / "samples").rglob("*.png"))

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mhla_diffusers import apply_mhla, suggest_blocks
 from mhla_diffusers.families import FlowMatching, arguments_of, get_family, predict
-from mhla_diffusers.training.latents.data import drop_prompts
+from mhla_diffusers.training.data.batches import drop_prompts
 
 from ..models import seeded, wan_i2v
 from ..pipelines import quiet

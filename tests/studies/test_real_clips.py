@@ -70,7 +70,7 @@ def test_real_clips_are_encoded_trained_on_generated_and_scored(tmp_path: Path) 
     assert shapes == {(6, 8), (8, 6)}, "the turned clip goes into the upright bucket"
 
     config = tmp_path / "run.yaml"
-    stage = {"steps": 2, "learning_rate": 1e-3, "trainable": "all", "objectives": {"diffusion": 1.0}}
+    trained = {"steps": 2, "learning_rate": 1e-3, "trainable": "all", "objectives": {"diffusion": 1.0}}
     config.write_text(
         yaml.safe_dump(
             {
@@ -79,12 +79,12 @@ def test_real_clips_are_encoded_trained_on_generated_and_scored(tmp_path: Path) 
                 "data": str(tmp_path / "latents"),
                 "output": str(tmp_path / "run"),
                 "clip": {"frames": 9, "fps": 8, "sizes": [[48, 64], [64, 48]]},
-                "stages": [stage],
+                **trained,
                 "batch_size": 1,
             }
         )
     )
-    mhla("finetune", "--config", config)
+    mhla("finetune", config)
 
     (tmp_path / "prompts.txt").write_text("people on bikes\na man\n")
     made = tmp_path / "made"

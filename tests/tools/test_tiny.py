@@ -158,9 +158,10 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
 
 def test_the_causal_patch_ships_adapted_by_the_configuration_that_ships(monkeypatch):
     script, tiny = load_script("tools/adapt_tiny.py", monkeypatch), TINY["wan"]
-    variant, stages = script.variants_that_ship(tiny)["causal"]
+    variant, (settings,) = script.variants_that_ship(tiny)["causal"]
     shipped = TrainingConfig.from_yaml(CONFIGS / "tiny-wan-causal.yaml")
-    assert (variant.patch, stages) == (shipped.patch, shipped.stages)
+    assert variant.patch == shipped.patch
+    assert settings == {name: getattr(shipped, name) for name in settings}
     held_out = adaptation.Adaptation(tiny, 1, 4, seed=3)
     pipes = adaptation.load_variant(tiny, variant), held_out.patched(variant.patch)
     adapted, fresh = (fmean(held_out.held_out_losses(pipe)) for pipe in pipes)

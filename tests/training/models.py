@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mhla_diffusers.families import Sample
-from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig
+from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig
 
 from .. import models
 
@@ -63,20 +63,8 @@ def poisoned_wan_data(*indices: int, value: float = float("nan")) -> InMemoryDat
     return InMemoryData(samples, data.empty)
 
 
-def one_stage(output: object, steps: int = 4, **settings: Any) -> TrainingConfig:
-    """A configuration of one stage; the stage's settings and the run's may be mixed."""
-    of_stage = {
-        name: settings.pop(name, default)
-        for name, default in {
-            "learning_rate": 1e-3,
-            "trainable": "all",
-            "guidance": 1.0,
-            "mixing_learning_rate": None,
-            "lora_rank": None,
-            "scheduler": "constant",
-            "warmup_steps": 0,
-        }.items()
-    }
-    objectives = ObjectiveWeights(**settings.pop("objectives", {"diffusion": 1.0}))
-    stage = StageConfig(steps=steps, objectives=objectives, **of_stage)
-    return TrainingConfig(output=str(output), stages=(stage,), **{"batch_size": 2, **settings})
+def settings(output: object, steps: int = 4, **changes: Any) -> TrainingConfig:
+    """Settings of a short run of all weights with the diffusion loss, but for the changes."""
+    objectives = ObjectiveWeights(**changes.pop("objectives", {"diffusion": 1.0}))
+    usual: dict[str, Any] = {"learning_rate": 1e-3, "trainable": "all", "batch_size": 2}
+    return TrainingConfig(output=str(output), steps=steps, objectives=objectives, **{**usual, **changes})

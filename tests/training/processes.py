@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from torch.distributed.tensor import DTensor
-
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.devices import FLOAT_TYPES
 from mhla_diffusers.training import TrainingConfig, train
@@ -83,6 +81,4 @@ def train_as_launched(
     if config.patch is not None:
         apply_mhla(transformer, config.patch)
     result = train(transformer, data(), config, resume=resume)
-    if "ACCELERATE_USE_FSDP" in environment:
-        assert all(isinstance(parameter, DTensor) for parameter in transformer.parameters())
     sys.exit(result.exit_code)

@@ -4,7 +4,6 @@ import logging
 import os
 import random
 import resource
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -22,35 +21,25 @@ from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.generate import SampleSet, generate
 from mhla_diffusers.generation.record import Sample
-from mhla_diffusers.training import (
-    ObjectiveWeights,
-    StageConfig,
-    TrainingConfig,
-    export_checkpoint,
-    read_metrics,
-    train,
-)
-from mhla_diffusers.training.latents.cache import CacheIndex, LatentCache
-from mhla_diffusers.training.latents.clips import Clips
-from mhla_diffusers.training.latents.data import NoisedBatches
-from mhla_diffusers.training.latents.encode import encode_folder, synthesize
+from mhla_diffusers.training import TrainingConfig, export_checkpoint, read_metrics, train
+from mhla_diffusers.training.data.batches import NoisedBatches
+from mhla_diffusers.training.data.cache import CacheIndex, LatentCache
+from mhla_diffusers.training.data.clips import Clips
+from mhla_diffusers.training.data.encode import encode_folder, synthesize
 
 from ..refusals import refused
-from .models import one_stage, tiny_wan, wan_data
+from .models import settings, tiny_wan, wan_data
 from .pipelines import sana_pipeline, wan_pipeline, write_image
 from .processes import finish, start_process, start_training
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
 
 
-def _config(output: Path, steps: int = 30) -> TrainingConfig:
-    both = ObjectiveWeights(diffusion=1.0, distillation=1.0)
-    stages = (
-        StageConfig(steps // 3, 1e-3, "mhla", ObjectiveWeights(transfer=1.0)),
-        StageConfig(steps - steps // 3, 1e-3, "attention", both, scheduler="cosine", warmup_steps=3),
-    )
-    further: dict[str, Any] = {"gradient_accumulation": 2, "ema_decay": 0.9, "prompt_dropout": 0.3}
-    return TrainingConfig(str(output), stages, patch=PATCH, batch_size=2, checkpoint_every=3, **further)
+def _config(output: Path, steps: int = 30, **changes: Any) -> TrainingConfig:
+    usual: dict[str, Any] = {"trainable": "attention", "objectives": {"diffusion": 1.0, "distillation": 1.0}}
+    usual |= {"scheduler": "cosine", "warmup_steps": 3, "patch": PATCH, "checkpoint_every": 3}
+    usual |= {"gradient_accumulation": 2, "ema_decay": 0.9, "prompt_dropout": 0.3}
+    return settings(output, steps, **{**usual, **changes})
 
 
 def _wait_for_step(output: Path, step: int, process: BaseProcess) -> None:
@@ -61,12 +50,14 @@ def _wait_for_step(output: Path, step: int, process: BaseProcess) -> None:
         time.sleep(0.005)
 
 
-def test_killed_and_resumed_gives_the_same_losses(tmp_path: Path) -> None:
-    undisturbed = start_training(_config(tmp_path / "alone", steps=12))
-    interrupted = _config(tmp_path / "killed", steps=12)
+@pytest.mark.parametrize("objective", ["transfer", "distillation"])
+def test_killed_and_resumed_gives_the_same_losses(objective: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"steps": 12, "objectives": {objective: 1.0}}
+    undisturbed = start_training(_config(tmp_path / "alone", **changes))
+    interrupted = _config(tmp_path / "killed", **changes)
     chance = random.Random(5)
     for kill_at in sorted(chance.sample(range(4, 10), 2)):
-        process = start_training(interrupted, "latest" if (tmp_path / "killed" / "checkpoints").exists() else None)
+        process = start_training(interrupted, "latest")
         _wait_for_step(tmp_path / "killed", kill_at, process)
         time.sleep(chance.random() * 0.05)
         process.kill()
@@ -78,23 +69,6 @@ def test_killed_and_resumed_gives_the_same_losses(tmp_path: Path) -> None:
     assert killed == alone
     results = [next((tmp_path / name / "result").glob("*.safetensors")).read_bytes() for name in ("alone", "killed")]
     assert results[0] == results[1]
-
-
-def test_what_is_newer_than_the_step_resumed_from_is_moved_aside(tmp_path: Path) -> None:
-    """Else the newest checkpoints would stay those of the run before, which ``latest`` exports."""
-    config = one_stage(tmp_path, steps=6, checkpoint_every=1, keep_checkpoints=9)
-    train(tiny_wan(), wan_data(), config)
-    first = tmp_path / "checkpoints" / "step-00000002"
-    train(tiny_wan(), wan_data(), replace(config, keep_checkpoints=2, checkpoint_every=2), resume=str(first))
-    kept = {path.name: (path / "weights.safetensors").stat().st_mtime_ns for path in first.parent.iterdir()}
-    assert sorted(kept) == ["step-00000004", "step-00000006"]
-    aside = tmp_path / "aside-1"
-    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == [f"step-0000000{x}" for x in (3, 4, 5, 6)]
-    assert min(kept.values()) > (aside / "checkpoints/step-00000006/weights.safetensors").stat().st_mtime_ns
-    assert (aside / "result").is_dir() and len(read_metrics(aside / "metrics.jsonl")) == 6
-    shutil.copytree(first.with_name("step-00000004"), first.with_name("step-00000009.bak"))  # no checkpoint of ours
-    train(tiny_wan(), wan_data(), config, resume="latest")
-    assert not (tmp_path / "aside-2").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -115,7 +89,7 @@ def test_signals_save_and_exit(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_a_spent_time_limit_saves_and_stops_and_exports_come_by_the_clock(tmp_path: Path) -> None:
-    config = one_stage(tmp_path / "run", steps=10**6, patch=PATCH, time_limit="0.02min", export_every="0.005min")
+    config = settings(tmp_path / "run", steps=10**6, patch=PATCH, time_limit="0.02min", export_every="0.005min")
     stopped = train(_patched(), wan_data(), replace(config, keep_checkpoints=1))
     assert (stopped.finished, stopped.exit_code) == (False, 124)
     export_checkpoint(tmp_path / "run", tmp_path / "so-far", lambda *_: _patched())
@@ -131,7 +105,7 @@ def _patched() -> Any:
 
 def test_ctrl_c_leaves_workers_alone(tmp_path: Path) -> None:
     """A terminal sends it to the processes that read data as well."""
-    config = one_stage(tmp_path, steps=6, workers=1)
+    config = settings(tmp_path, steps=6, workers=1)
     process = get_family(tiny_wan()).training.process(tiny_wan(), 3.0)
     batches = NoisedBatches(wan_data(), process, config, torch.device("cpu")).from_step(0)
     before = set(psutil.Process().children())
@@ -164,7 +138,7 @@ def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     while not (tmp_path / "waiting").exists():
         assert process.is_alive()
         time.sleep(0.01)
-    config = one_stage(tmp_path / "run", steps=1)
+    config = settings(tmp_path / "run", steps=1)
     samples = [Sample("0.png", "1")]
     for begin in (
         lambda: train(tiny_wan(), wan_data(), config),
@@ -185,7 +159,7 @@ def _train_on_data_that_waits(folder: Path) -> None:
             (folder / "waiting").touch()
             time.sleep(60)
 
-    config = one_stage(folder / "run", steps=6, patch=PATCH)
+    config = settings(folder / "run", steps=6, patch=PATCH)
     train(apply_mhla(tiny_wan(), PATCH), _Watched(wait), config)  # type: ignore[arg-type]
 
 
@@ -230,7 +204,7 @@ def _encode_until_a_signal(folder: Path, number: signal.Signals | None, from_fil
     clip, output = Clips(1, 1.0, ((32, 32),)), folder / "cache"
     with pytest.MonkeyPatch.context() as patched:
         if number == signal.SIGKILL:
-            patched.setattr("mhla_diffusers.training.latents.cache._FLUSH_SECONDS", 0)
+            patched.setattr("mhla_diffusers.training.data.cache._FLUSH_SECONDS", 0)
         if from_files:
             encode_folder(pipe, str(model), folder / "images", output, clip)
         else:
@@ -256,7 +230,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 def test_full_disk_keeps_the_last_checkpoint_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = one_stage(tmp_path / "run", steps=6, checkpoint_every=2, patch=PATCH, keep_checkpoints=9)
+    config = settings(tmp_path / "run", steps=6, checkpoint_every=2, patch=PATCH, keep_checkpoints=9)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(read: int) -> None:

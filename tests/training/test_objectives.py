@@ -9,37 +9,34 @@ import torch
 from mhla_diffusers import MHLAConfig, apply_mhla
 from mhla_diffusers.families import NoisedBatch, get_family, predict
 from mhla_diffusers.patching import find_patched
-from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, read_metrics, train
-from mhla_diffusers.training.latents.data import NoisedBatches
-from mhla_diffusers.training.objectives import stage_losses
-from mhla_diffusers.training.roles import Roles, Teacher, make_trainable, prepare_for_training
+from mhla_diffusers.training import InMemoryData, ObjectiveWeights, read_metrics, train
+from mhla_diffusers.training.data.batches import NoisedBatches
+from mhla_diffusers.training.objectives import guided_prediction, prediction_losses, transfer_losses
+from mhla_diffusers.training.weights import Original, prepare_for_training
 
 from ..refusals import refused
-from .models import dit_data, one_stage, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
+from .models import dit_data, sana_data, settings, tiny_dit, tiny_sana, tiny_wan, wan_data
 
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], InMemoryData], tuple[int, ...]]] = {
     "wan": (tiny_wan, wan_data, (2, 2, 2)),
     "sana": (tiny_sana, sana_data, (2, 2)),
     "dit": (tiny_dit, dit_data, (2, 2)),
 }
-TRANSFER = StageConfig(1, 1e-3, "attention", ObjectiveWeights(transfer=1.0))
 
 
 def _one_batch(transformer: Any, data: InMemoryData) -> NoisedBatch:
     process = get_family(transformer).training.process(transformer, 3.0)
-    config = one_stage("unused", batch_size=2)
+    config = settings("unused", batch_size=2)
     return next(NoisedBatches(data, process, config, torch.device("cpu")).from_step(0))
 
 
-def _patched_wan(trainable: Any = "attention") -> tuple[Any, Roles]:
-    """A student that takes gradients, and its teacher."""
-    transformer, objectives = apply_mhla(tiny_wan(), blocks=(2, 2, 2)), {"distillation": 1.0}
+def _patched_wan(trainable: str = "attention") -> tuple[Any, Original]:
+    """A model that takes gradients, and its original."""
+    transformer = apply_mhla(tiny_wan(), blocks=(2, 2, 2))
     rank = 2 if trainable == "lora" else None
-    config = one_stage("unused", trainable=trainable, lora_rank=rank, objectives=objectives, patch="unused")
-    names = prepare_for_training(transformer, config)
-    roles = Roles.of(transformer.eval(), config, names, None)
-    make_trainable(transformer, names)
-    return transformer, roles
+    config = settings("unused", trainable=trainable, lora_rank=rank, objectives={"distillation": 1.0}, patch="unused")
+    trained = prepare_for_training(transformer, config)
+    return transformer.eval(), Original(transformer, trained)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,8 +46,8 @@ def test_every_objective_decreases(family: str, objective: str, tmp_path: Path) 
     # SANA's own attention is linear, and a fresh DiT's output does not depend on its attention
     patch = MHLAConfig(blocks=blocks, mixing_init="identity")
     trainable = "all" if objective == "diffusion" else "attention"
-    settings: dict[str, Any] = {"batch_size": 4, "learning_rate": 3e-3, "max_gradient_norm": 100.0}
-    config = one_stage(tmp_path, 25, objectives={objective: 1.0}, trainable=trainable, patch=patch, **settings)
+    usual: dict[str, Any] = {"batch_size": 4, "learning_rate": 3e-3, "max_gradient_norm": 100.0}
+    config = settings(tmp_path, 25, objectives={objective: 1.0}, trainable=trainable, patch=patch, **usual)
     transformer = make()
     if family == "dit":
         torch.nn.init.normal_(transformer.proj_out_2.weight, std=0.1)
@@ -60,14 +57,15 @@ def test_every_objective_decreases(family: str, objective: str, tmp_path: Path) 
 
 
 def test_transfer_compares_each_student_layer_on_the_teachers_activations_and_in_its_own_graph() -> None:
-    transformer, roles = _patched_wan()
+    transformer, original = _patched_wan()
     batch = _one_batch(transformer, wan_data())
     seen: list[tuple[torch.Tensor, Any, torch.Tensor]] = []
     handles = [
         block.attn1.register_forward_hook(lambda _, args, output: seen.append((args[0], args[3], output)))
         for block in transformer.blocks
     ]
-    roles.teacher.predict(batch)
+    with original.at_work():
+        predict(transformer, batch)
     for handle in handles:
         handle.remove()
     grid = get_family(transformer).token_grid(transformer, batch.hidden_states)
@@ -79,7 +77,7 @@ def test_transfer_compares_each_student_layer_on_the_teachers_activations_and_in
             for block, (given, rotary, expected) in zip(transformer.blocks, seen, strict=True)
         ]
     found = []
-    for index, (loss, parts) in enumerate(stage_losses(roles, TRANSFER, transformer, batch)):
+    for index, (loss, parts) in enumerate(transfer_losses(transformer, original, 1.0, batch)):
         before = {name for name, p in transformer.named_parameters() if p.grad is not None}
         loss.backward()
         names = {name for name, p in transformer.named_parameters() if p.grad is not None} - before
@@ -100,46 +98,44 @@ def test_guidance_is_distilled_in(family: str) -> None:
     batch, empty = _one_batch(transformer, data()), data().empty
     assert empty is not None
     without = replace(batch, conditioning={name: torch.stack([x] * len(batch.latents)) for name, x in empty.items()})
-    teacher = Teacher(transformer, [])
     with torch.no_grad():
         conditional, free = predict(original, batch), predict(original, without)
         expected = free + 3.0 * (conditional - free)
         noised = batch.latents.shape[1]
         expected[:, noised:] = conditional[:, noised:]
-        torch.testing.assert_close(teacher.predict(batch, 3.0, empty), expected)
+        with Original(transformer, []).at_work():
+            target = guided_prediction(transformer, batch, 3.0, empty)
+        torch.testing.assert_close(target, expected)
         loss = (predict(transformer, batch) - expected).square().mean()
-    roles = Roles(transformer, get_family(transformer).training.process(transformer, 3.0), teacher, empty=empty)
-    stage = StageConfig(1, 1e-3, "all", ObjectiveWeights(distillation=1.0), guidance=3.0)
-    ((found, _),) = stage_losses(roles, stage, transformer, batch)
+    process, weights = get_family(transformer).training.process(transformer, 3.0), ObjectiveWeights(distillation=1.0)
+    ((found, _),) = prediction_losses(transformer, process, weights, batch, target)
     torch.testing.assert_close(found, loss)
 
 
-def test_guidance_needs_distillation_and_the_empty_prompt(tmp_path: Path) -> None:
+def test_guidance_needs_the_empty_prompt(tmp_path: Path) -> None:
     without = wan_data()
     without.empty = None
+    guided = settings(tmp_path, objectives={"distillation": 1.0}, guidance=3.0)
     with refused("guidance=3.0"):
-        one_stage(tmp_path, objectives={"transfer": 1.0}, guidance=3.0)
-    guided = one_stage(tmp_path, objectives={"distillation": 1.0}, guidance=3.0)
-    with refused("stages.0.guidance=3.0"):
         train(tiny_wan(), without, guided)
 
 
 @pytest.mark.parametrize("trainable", ["mhla", "attention", "all", "lora"])
-def test_teacher_stays_the_original_model_while_the_student_changes(trainable: Any) -> None:
-    transformer, roles = _patched_wan(trainable)
+def test_the_original_model_stays_while_the_patched_one_changes(trainable: str) -> None:
+    transformer, original = _patched_wan(trainable)
     batch = _one_batch(transformer, wan_data())
     with torch.no_grad():
         for parameter in transformer.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1)
         student = predict(transformer, batch)
-        assert torch.equal(roles.teacher.predict(batch), predict(tiny_wan().eval(), batch))
+        with original.at_work():
+            assert torch.equal(predict(transformer, batch), predict(tiny_wan().eval(), batch))
         assert torch.equal(predict(transformer, batch), student)
-    assert bool(roles.teacher.extra_parameters) == (trainable in ("attention", "all"))
 
 
 def test_an_unpatched_model_learns_guidance(tmp_path: Path) -> None:
-    config = one_stage(tmp_path, steps=15, objectives={"distillation": 1.0}, guidance=3.0, learning_rate=3e-3)
+    config = settings(tmp_path, steps=15, objectives={"distillation": 1.0}, guidance=3.0, learning_rate=3e-3)
     train(tiny_wan(), wan_data(), config)
     losses = [record["distillation"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     assert sum(losses[-5:]) < 0.95 * sum(losses[:5])

@@ -11,18 +11,17 @@ from mhla_diffusers.families import Clip
 from mhla_diffusers.generation import PipelineChoice, load_result
 from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.training import train
-from mhla_diffusers.training.export import write_weights
-from mhla_diffusers.training.roles import add_lora
 from mhla_diffusers.training.validation import PromptSampler
+from mhla_diffusers.training.weights import add_lora, write_weights
 
 from ..refusals import refused
-from .models import one_stage, tiny_wan, wan_data
+from .models import settings, tiny_wan, wan_data
 from .pipelines import dit_pipeline, sana_pipeline, wan_pipeline
 
 PATCH = MHLAConfig(blocks=(2, 2, 2))
 
 
-def _output(transformer: Any) -> torch.Tensor:
+def output_of(transformer: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(1, 4, 2, 8, 8, generator=generator)
     text = torch.randn(1, 3, 8, generator=generator)
@@ -35,25 +34,25 @@ def _output(transformer: Any) -> torch.Tensor:
 def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -> None:
     pipe = wan_pipeline()
     pipe.save_pretrained(tmp_path / "model")
-    settings: dict[str, Any] = {"trainable": trainable, "patch": PATCH, "learning_rate": 1e-2}
-    settings |= {"trainable": "all", "patch": None} if trainable == "unpatched" else {}
-    settings |= {"lora_rank": 2} if trainable == "lora" else {}
+    usual: dict[str, Any] = {"trainable": trainable, "patch": PATCH, "learning_rate": 1e-2}
+    usual |= {"trainable": "all", "patch": None} if trainable == "unpatched" else {}
+    usual |= {"lora_rank": 2} if trainable == "lora" else {}
     begun = wan_pipeline().transformer
     for transformer in (pipe.transformer, begun):
-        if settings["patch"]:
+        if usual["patch"]:
             apply_mhla(transformer, PATCH)
-    result = train(pipe.transformer, wan_data(), one_stage(tmp_path / "run", **settings)).result
+    result = train(pipe.transformer, wan_data(), settings(tmp_path / "run", **usual)).result
     assert result is not None
-    trained, loaded = _output(pipe.transformer), wan_pipeline()
+    trained, loaded = output_of(pipe.transformer), wan_pipeline()
     load_result(loaded, result if trainable == "lora" else tmp_path / "run")  # of a run its result is meant
-    assert torch.allclose(_output(loaded.transformer), trained, atol=1e-6)
-    assert not torch.allclose(_output(begun), trained, atol=1e-3)
+    assert torch.allclose(output_of(loaded.transformer), trained, atol=1e-6)
+    assert not torch.allclose(output_of(begun), trained, atol=1e-3)
     if trainable == "lora":
-        assert torch.allclose(_output(load_mhla(tiny_wan(), result)), trained, atol=1e-6)
+        assert torch.allclose(output_of(load_mhla(tiny_wan(), result)), trained, atol=1e-6)
         choice = PipelineChoice("wan", model=str(tmp_path / "model"), weights=str(tmp_path / "run"))
         assert choice.weights == str(result)
         chosen = choice.load()
-        assert torch.allclose(_output(chosen.transformer), trained, atol=1e-6)
+        assert torch.allclose(output_of(chosen.transformer), trained, atol=1e-6)
     if trainable == "unpatched":
         with refused("WanTransformer3DModel"):
             load_result(sana_pipeline(), result)
@@ -62,7 +61,7 @@ def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -
 def test_lora_of_a_class_without_methods_for_it_comes_with_the_patch(tmp_path: Path) -> None:
     pipe, loaded = dit_pipeline(), dit_pipeline()
     add_lora(apply_mhla(pipe.transformer, blocks=(2, 2)), 2, seed=0)
-    config = one_stage("unused", patch="unused", trainable="lora", lora_rank=2)
+    config = settings("unused", patch="unused", trainable="lora", lora_rank=2)
     write_weights(pipe.transformer, config, tmp_path / "result")
     load_result(loaded, tmp_path / "result")
     trained, found = (

@@ -11,21 +11,21 @@ from diffusers import SkyReelsV2Transformer3DModel, WanTransformer3DModel, WanVA
 
 import mhla_diffusers as mhla
 from mhla_diffusers.families import arguments_of, get_family, predict
-from mhla_diffusers.training import InMemoryData, ObjectiveWeights, StageConfig, TrainingConfig, ValidationConfig, train
-from mhla_diffusers.training.latents.data import NoisedBatches
-from mhla_diffusers.training.latents.times import even_quantiles, frames_together, random_quantiles
+from mhla_diffusers.training import InMemoryData, TrainingConfig, ValidationConfig, train
+from mhla_diffusers.training.data.batches import NoisedBatches
+from mhla_diffusers.training.data.times import even_quantiles, frames_together, random_quantiles
 from mhla_diffusers.training.validation import validation_loss
 
 from ...models import assert_changed, wan
+from ..models import settings
 
 CAUSAL: dict[str, Any] = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2}
 FRAMES = 6
 
 
-def _config(output: object = "outputs/run", **settings: Any) -> TrainingConfig:
-    stage = StageConfig(2, 1e-3, "attention", ObjectiveWeights(diffusion=1.0))
-    usual = TrainingConfig(str(output), (stage,), patch=mhla.CausalConfig(**CAUSAL), batch_size=2)
-    return replace(usual, validation=ValidationConfig(1, timesteps=2), **settings)
+def _config(output: object = "outputs/run", **changes: Any) -> TrainingConfig:
+    usual = settings(output, 2, trainable="attention", patch=mhla.CausalConfig(**CAUSAL))
+    return replace(usual, validation=ValidationConfig(1, timesteps=2), **changes)
 
 
 def _data() -> InMemoryData:

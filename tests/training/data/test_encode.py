@@ -15,20 +15,19 @@ from mhla_diffusers import apply_mhla
 from mhla_diffusers.families import get_family
 from mhla_diffusers.files import read_checked_json, write_checked_json
 from mhla_diffusers.training import train
-from mhla_diffusers.training.config import ObjectiveWeights, StageConfig, TrainingConfig
+from mhla_diffusers.training.data.batches import NoisedBatches
+from mhla_diffusers.training.data.cache import CacheIndex, CacheWriter, LatentCache
+from mhla_diffusers.training.data.clips import Clips
+from mhla_diffusers.training.data.encode import encode_folder, model_header, synthesize
+from mhla_diffusers.training.data.media import Media, read_clips
+from mhla_diffusers.training.data.summary import summarize
 from mhla_diffusers.training.finetune import NamedRun
-from mhla_diffusers.training.latents.cache import CacheIndex, CacheWriter, LatentCache
-from mhla_diffusers.training.latents.clips import Clips
-from mhla_diffusers.training.latents.data import NoisedBatches
-from mhla_diffusers.training.latents.encode import encode_folder, model_header, synthesize
-from mhla_diffusers.training.latents.media import Media, read_clips
-from mhla_diffusers.training.latents.summary import summarize
 
 from ...families.cases import case_of, wan_components
 from ...models import wan_i2v
 from ...pipelines import quiet
 from ...refusals import refused
-from ..models import one_stage, tiny_wan, wan_data
+from ..models import settings, tiny_wan, wan_data
 from ..pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, write_video
 
 WAN_CLIP = Clips(frames=5, fps=8.0, sizes=((32, 32),))
@@ -79,7 +78,7 @@ def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tm
     assert torch.allclose(alone[1]["latents"] * 0.5 + 0.1, raw, atol=1e-5)
     assert alone.shapes == [(4, 2, 4, 4)] * 3
     assert alone[0]["encoder_hidden_states"].shape == (512, 8)
-    assert train(wan_pipeline().transformer, alone, one_stage(tmp_path / "run", 2, prompt_dropout=0.5)).finished
+    assert train(wan_pipeline().transformer, alone, settings(tmp_path / "run", 2, prompt_dropout=0.5)).finished
 
 
 def test_what_has_changed_is_encoded_again_and_nothing_else(
@@ -130,7 +129,7 @@ def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_pa
     assert cache[0]["encoder_hidden_states_image"].shape == (5, 8)
     assert not torch.equal(cache[0]["encoder_hidden_states_image"], cache[1]["encoder_hidden_states_image"])
     assert cache.empty is not None and cache.empty.keys() == {"encoder_hidden_states"}
-    assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
+    assert train(pipe.transformer, cache, settings(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_synthesized_latents_train(
     cache = LatentCache(tmp_path / "cache")
     assert cache.shapes == [shape] * 2
     assert all(cache[index]["latents"].isfinite().all() for index in range(2))
-    assert train(pipe.transformer, cache, one_stage(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
+    assert train(pipe.transformer, cache, settings(tmp_path / "run", steps=2, prompt_dropout=0.5)).finished
 
 
 @pytest.mark.parametrize("make", [sana_pipeline, dit_pipeline])
@@ -258,8 +257,7 @@ def test_text_and_image_to_video_of_one_transformer_are_encoded_to_folders_of_th
     encode(shown, "image")
     assert len(encode(shown, "image").samples) == 3
     shown.save_pretrained(tmp_path / "shown")
-    stage = StageConfig(1, 1e-4, "all", ObjectiveWeights(diffusion=1.0))
-    config = TrainingConfig(str(tmp_path), (stage,), model=model, data=str(tmp_path / "text"))
+    config = settings(tmp_path, model=model, data=str(tmp_path / "text"))
     assert NamedRun(config).is_encoded
     with refused("begins_with_picture=None, ", "True"):
         encode(shown, "text")
@@ -336,7 +334,7 @@ def test_damage_of_a_cache_is_named(harm: Callable[[Path], object], name: str, w
     _small_cache(tmp_path, 2)
 
     def batch() -> object:
-        config, process = one_stage(tmp_path, workers=workers), get_family(tiny_wan()).training.process(tiny_wan(), 3.0)
+        config, process = settings(tmp_path, workers=workers), get_family(tiny_wan()).training.process(tiny_wan(), 3.0)
         return next(NoisedBatches(LatentCache(tmp_path), process, config, torch.device("cpu")).from_step(0))
 
     batch()

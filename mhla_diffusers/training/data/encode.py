@@ -18,9 +18,9 @@ from ...generation.pipelines import usual_clip
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import Number, PositiveInteger, check_value
+from .batches import in_workers
 from .cache import BEGINS_WITH_PICTURE, CachedSource, CacheIndex, CacheWriter
 from .clips import Clips
-from .data import in_workers
 from .media import Media, contents_of, try_read
 from .sources import read_sources
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
 from mhla_diffusers.tiny import pipeline_folder
-from mhla_diffusers.training.latents.clips import Clips
-from mhla_diffusers.training.latents.sheets import write_sheets
-from mhla_diffusers.training.latents.summary import summarize
+from mhla_diffusers.training.data.clips import Clips
+from mhla_diffusers.training.data.sheets import write_sheets
+from mhla_diffusers.training.data.summary import summarize
 
 from ...refusals import refused
 from ..pipelines import write_frames, write_image, write_video

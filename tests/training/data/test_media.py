@@ -14,10 +14,10 @@ from PIL import Image
 
 from mhla_diffusers.evaluation.images import read_sample
 from mhla_diffusers.generation.pixels import UnreadableMediaError
-from mhla_diffusers.training.latents.cache import LatentCache
-from mhla_diffusers.training.latents.clips import Clips
-from mhla_diffusers.training.latents.encode import encode_folder
-from mhla_diffusers.training.latents.media import Media, find_media, read_clips
+from mhla_diffusers.training.data.cache import LatentCache
+from mhla_diffusers.training.data.clips import Clips
+from mhla_diffusers.training.data.encode import encode_folder
+from mhla_diffusers.training.data.media import Media, find_media, read_clips
 
 from ..pipelines import wan_pipeline, write_frames, write_image, write_video
 

@@ -21,9 +21,9 @@ from ...generation.pipelines import (
     usual_clip,
 )
 from ...reporting import progress, text_table, times
+from .batches import in_workers
 from .cache import INDEX_NAME, CachedSample, CachedSource, CacheIndex
 from .clips import Clips
-from .data import in_workers
 from .encode import model_header
 from .media import NO_CAPTION, Media, Original, check_usable, try_read
 from .sources import Source, read_sources

@@ -12,17 +12,17 @@ import torch
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.pixels import UnreadableMediaError
 from mhla_diffusers.training import train
-from mhla_diffusers.training.latents.cache import CacheIndex, LatentCache
-from mhla_diffusers.training.latents.clips import Clips
-from mhla_diffusers.training.latents.data import BatchOrder, in_workers
-from mhla_diffusers.training.latents.encode import encode_folder
-from mhla_diffusers.training.latents.media import Media, read_clips
-from mhla_diffusers.training.latents.sources import Source, Sources, read_sources
-from mhla_diffusers.training.latents.summary import summarize, summarize_cache
+from mhla_diffusers.training.data.batches import BatchOrder, in_workers
+from mhla_diffusers.training.data.cache import CacheIndex, LatentCache
+from mhla_diffusers.training.data.clips import Clips
+from mhla_diffusers.training.data.encode import encode_folder
+from mhla_diffusers.training.data.media import Media, read_clips
+from mhla_diffusers.training.data.sources import Source, Sources, read_sources
+from mhla_diffusers.training.data.summary import summarize, summarize_cache
 
 from ...models import wan
 from ...refusals import refused
-from ..models import one_stage, tiny_dit
+from ..models import settings, tiny_dit
 from ..pipelines import wan_pipeline, write_image, write_video
 
 CLIPS = Clips((1, 5), 8.0, ((32, 32),), "chunk")
@@ -204,7 +204,7 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
     drawn = Counter(cache.samples[order[step][0]].origin for step in range(order.batches_per_epoch))
     assert drawn[str(videos)] / drawn[str(pictures)] == pytest.approx(3, rel=0.15)
     assert {sample.origin for sample in cache.samples[-3:]} == {str(videos), str(pictures)}
-    assert train(wan_pipeline().transformer, cache, one_stage(tmp_path / "run", 6, batch_size=2)).finished
+    assert train(wan_pipeline().transformer, cache, settings(tmp_path / "run", 6, batch_size=2)).finished
 
     # stopped after the third clip of a video; what is there is kept
     training, count = type(get_family(pipe.transformer).training), 0

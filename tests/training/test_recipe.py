@@ -2,7 +2,6 @@ import io
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig, apply_mhla
+from mhla_diffusers.files import read_checked_json, write_checked_json
 from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
-from mhla_diffusers.training.checks import check_fits
-from mhla_diffusers.training.latents.data import BatchOrder
+from mhla_diffusers.training.data.batches import BatchOrder
 
-from .models import dit_data, one_stage, poisoned_wan_data, tiny_dit, tiny_wan, wan_data
+from ..refusals import refused
+from .models import dit_data, poisoned_wan_data, settings, tiny_dit, tiny_wan, wan_data
 from .pipelines import write_frames, write_image
-from .processes import finish, start_distributed_training
 
 PATCH, SPARSE = MHLAConfig(blocks=(2, 2, 2)), SparseConfig(density=0.5, block_size=2)
 
@@ -29,14 +28,14 @@ def _patched() -> Any:
 
 def test_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     transformer = tiny_wan()
-    assert train(transformer, poisoned_wan_data(3), one_stage(tmp_path, steps=8)).finished
+    assert train(transformer, poisoned_wan_data(3), settings(tmp_path, steps=8)).finished
     assert sum(record["skipped"] for record in read_metrics(tmp_path / "metrics.jsonl")) == 1
     assert all(parameter.isfinite().all() for parameter in transformer.parameters())
 
 
-def _diverges(output: Path, message: str, data: InMemoryData | None = None, **settings: Any) -> None:
+def _diverges(output: Path, message: str, data: InMemoryData | None = None, **changes: Any) -> None:
     """However often the run is resumed, and without a result."""
-    config = one_stage(output, **{"steps": 6, "learning_rate": 1e9, **settings})
+    config = settings(output, **{"steps": 6, "learning_rate": 1e9, **changes})
     for resume in (None, "latest"):
         if resume is None or (output / "checkpoints").exists():
             with pytest.raises(TrainingDivergedError, match=message):
@@ -55,7 +54,7 @@ def test_a_run_that_diverged_ends_with_an_error_and_without_a_result(tmp_path: P
 def test_a_weight_of_the_linear_branch_that_leaves_its_range_is_told_as_divergence(tmp_path: Path) -> None:
     """It is the exponential of what is trained, and the operator takes neither 0 nor infinity."""
     causal = CausalConfig(blocks=(2, 1, 1), block_length=1, causal="block")
-    config = one_stage(tmp_path, steps=6, patch=causal, trainable="mhla", learning_rate=1e9)
+    config = settings(tmp_path, steps=6, patch=causal, trainable="mhla", learning_rate=1e9)
     with pytest.raises(TrainingDivergedError):
         train(apply_mhla(tiny_wan(), causal), wan_data(), config)
 
@@ -66,17 +65,17 @@ def test_weights_that_no_loss_depends_on_are_looked_at_too(tmp_path: Path) -> No
     with torch.no_grad():
         transformer.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight[9] = float("inf")
     with pytest.raises(TrainingDivergedError):
-        train(transformer, dit_data(8), one_stage(tmp_path))
+        train(transformer, dit_data(8), settings(tmp_path))
     assert not (tmp_path / "result").exists()
 
 
 def test_the_last_checkpoint_before_the_divergence_is_named_and_resumes(tmp_path: Path) -> None:
     """A sample that is not finite in the last update: mended, the run goes on to the end as if nothing had been."""
-    settings: dict[str, Any] = {"steps": 8, "learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
+    usual: dict[str, Any] = {"steps": 8, "learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
     last = BatchOrder([(4, 2, 8, 8)] * 16, batch_size=2, seed=0)[7][0]
-    _diverges(tmp_path / "run", "step 7 .*/step-00000006", poisoned_wan_data(last), **settings)
-    train(tiny_wan(), wan_data(), one_stage(tmp_path / "run", **settings), resume="latest")
-    train(tiny_wan(), wan_data(), one_stage(tmp_path / "alone", **settings))
+    _diverges(tmp_path / "run", "step 7 .*/step-00000006", poisoned_wan_data(last), **usual)
+    train(tiny_wan(), wan_data(), settings(tmp_path / "run", **usual), resume="latest")
+    train(tiny_wan(), wan_data(), settings(tmp_path / "alone", **usual))
     resumed, alone = (next((tmp_path / name / "result").glob("*.safetensors")) for name in ("run", "alone"))
     assert resumed.read_bytes() == alone.read_bytes()
 
@@ -84,7 +83,7 @@ def test_the_last_checkpoint_before_the_divergence_is_named_and_resumes(tmp_path
 def test_from_scratch_and_reload(tmp_path: Path) -> None:
     transformer = tiny_wan()
     validation = ValidationConfig(samples=4, every=10)
-    result = train(transformer, wan_data(), one_stage(tmp_path, steps=20, validation=validation, learning_rate=5e-3))
+    result = train(transformer, wan_data(), settings(tmp_path, steps=20, validation=validation, learning_rate=5e-3))
     losses = [record["validation_loss"] for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" not in record]
     assert len(losses) == 3 and losses[-1] < losses[0]
     loaded = WanTransformer3DModel.from_pretrained(result.result)
@@ -94,7 +93,7 @@ def test_from_scratch_and_reload(tmp_path: Path) -> None:
 
 def test_result_has_the_moving_average_and_old_checkpoints_are_removed(tmp_path: Path) -> None:
     transformer = tiny_wan()
-    config = one_stage(tmp_path, steps=5, ema_decay=0.99, checkpoint_every=1, keep_checkpoints=2)
+    config = settings(tmp_path, steps=5, ema_decay=0.99, checkpoint_every=1, keep_checkpoints=2)
     loaded = WanTransformer3DModel.from_pretrained(train(transformer, wan_data(), config).result)
     assert not torch.equal(loaded.proj_out.weight, transformer.proj_out.weight)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -111,36 +110,22 @@ def test_order_of_samples_covers_every_epoch_and_keeps_shapes_apart() -> None:
     assert [order[step + order.batches_per_epoch] for step in range(len(epoch))] != epoch
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would take the GPUs")
-def test_two_processes_are_one_with_twice_the_batch(tmp_path: Path) -> None:
-    """As torchrun starts them."""
-    common: dict[str, Any] = {"prompt_dropout": 0.3, "gradient_accumulation": 2, "validation": ValidationConfig(3, 2)}
-    config = one_stage(tmp_path / "two", batch_size=1, **common)
-    two = start_distributed_training(config, processes=2, ACCELERATE_USE_CPU="false")
-    train(tiny_wan(), wan_data(), one_stage(tmp_path / "one", batch_size=2, **common))
-    finish(two, timeout=120)
-    records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two")]
-    assert len(records[0]) == len(records[1]) == 7
-    for one, other in zip(*records, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
-
-
 def test_the_log_begins_with_processes_and_samples_per_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=1, batch_size=2, gradient_accumulation=3))
+    train(tiny_wan(), wan_data(), settings(tmp_path, steps=1, batch_size=2, gradient_accumulation=3))
     first = next(record.message for record in caplog.records if record.name.startswith("mhla_diffusers.training"))
     assert "1 process" in first and "6 samples per update" in first
 
 
 def test_an_update_of_more_samples_than_there_are_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(tiny_wan(), wan_data(6), one_stage(tmp_path, steps=1, batch_size=2, gradient_accumulation=4))
+    train(tiny_wan(), wan_data(6), settings(tmp_path, steps=1, batch_size=2, gradient_accumulation=4))
     assert "8 samples of one shape, but only 6 have latents of (4, 2, 8, 8)" in caplog.text
 
 
 def test_dit_labels_are_dropped_by_prompt_dropout_alone(tmp_path: Path) -> None:
-    train(tiny_dit(), dit_data(), one_stage(tmp_path / "a", steps=2))
+    train(tiny_dit(), dit_data(), settings(tmp_path / "a", steps=2))
     torch.manual_seed(123)
-    train(tiny_dit(), dit_data(), one_stage(tmp_path / "b", steps=2))
+    train(tiny_dit(), dit_data(), settings(tmp_path / "b", steps=2))
     assert read_metrics(tmp_path / "a" / "metrics.jsonl") == read_metrics(tmp_path / "b" / "metrics.jsonl")
 
 
@@ -148,7 +133,7 @@ def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     validation = ValidationConfig(samples=2, every=3, timesteps=1)
-    config = one_stage(tmp_path / "run", steps=3, tracker="tensorboard", validation=validation)
+    config = settings(tmp_path / "run", steps=3, tracker="tensorboard", validation=validation)
     with monkeypatch.context() as missing:
         missing.setattr("accelerate.utils.is_tensorboard_available", lambda: False)
         with pytest.raises(ImportError):
@@ -180,11 +165,10 @@ def test_validation_shows_the_unpatched_loss_the_samples_and_the_memory(
         write_frames(folder / "01.mp4", frames)
         write_image(folder / "00.png")
 
-    settings: dict[str, Any] = {"validation": ValidationConfig(samples=3, every=2), "steps": 4, "learning_rate": 1e-2}
-    train(tiny_wan(), wan_data(), one_stage(tmp_path / "unpatched", **settings))
-    shown = {**settings, "patch": PATCH, "checkpoint_every": 2, "tracker": "tensorboard"}
-    config = one_stage(tmp_path / "patched", **shown)
-    config = replace(config, stages=(replace(config.stages[0], steps=2), *one_stage("x", steps=2).stages))
+    usual: dict[str, Any] = {"validation": ValidationConfig(samples=3, every=2), "steps": 4, "learning_rate": 1e-2}
+    train(tiny_wan(), wan_data(), settings(tmp_path / "unpatched", **usual))
+    shown = {**usual, "patch": PATCH, "checkpoint_every": 2, "keep_checkpoints": 9, "tracker": "tensorboard"}
+    config = settings(tmp_path / "patched", **shown)
     train(_patched(), wan_data(), config, sampler=sample)
     expected = read_metrics(tmp_path / "unpatched" / "metrics.jsonl")[0]["validation_loss"]
 
@@ -195,7 +179,8 @@ def test_validation_shows_the_unpatched_loss_the_samples_and_the_memory(
 
     check()
     assert f"(unpatched {expected:.5f})" in caplog.text
-    assert "Stage 2 of 2, up to step 4: trains all, loss = 1 diffusion; not comparable" in caplog.text
+    assert "It trains all, loss = 1 diffusion." in caplog.text
+    assert "s per update" in caplog.text and "peak host_memory" in caplog.text
     (events,) = (tmp_path / "patched").rglob("events.out.tfevents*")
     board = EventAccumulator(str(events.parent))
     board.Reload()
@@ -205,13 +190,13 @@ def test_validation_shows_the_unpatched_loss_the_samples_and_the_memory(
     assert Image.open(io.BytesIO(video.encoded_image_string)).n_frames == len(frames)
     assert (video.width, video.height) == (48, 32)
     assert all(event.value > 1e6 for event in board.Scalars("host_memory"))
-    last = tmp_path / "patched/checkpoints/step-00000004"
-    train(_patched(), wan_data(), config, resume=str(last.with_name("step-00000002")), sampler=sample)
+    shutil.rmtree(tmp_path / "patched/checkpoints/step-00000004")
+    train(_patched(), wan_data(), config, resume="latest", sampler=sample)
     check()
 
 
 def test_progress_without_a_terminal_is_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tiny_wan(), wan_data(), one_stage(tmp_path, steps=2))
+    train(tiny_wan(), wan_data(), settings(tmp_path, steps=2))
     assert capsys.readouterr().err == "", "of what takes no half minute"
 
 
@@ -219,10 +204,11 @@ def test_tensorboard_shows_the_points_of_a_resumed_run_once(tmp_path: Path) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     validation = ValidationConfig(samples=2, every=2, timesteps=1)
-    config = one_stage(tmp_path, steps=6, tracker="tensorboard", validation=validation, checkpoint_every=2)
+    config = settings(tmp_path, steps=6, tracker="tensorboard", validation=validation, checkpoint_every=2)
     train(tiny_wan(), wan_data(), config)
     time.sleep(1)  # the names of the files have their second
-    train(tiny_wan(), wan_data(), config, resume=str(tmp_path / "checkpoints" / "step-00000004"))
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    train(tiny_wan(), wan_data(), config, resume="latest")
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
     shown = EventAccumulator(str(folder))
     shown.Reload()
@@ -234,15 +220,16 @@ def test_tensorboard_shows_the_points_of_a_resumed_run_once(tmp_path: Path) -> N
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run of two updates with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("finished")
-    train(tiny_wan(), wan_data(), one_stage(folder / "run", steps=2, checkpoint_every=1, ema_decay=0.9))
+    train(tiny_wan(), wan_data(), settings(folder / "run", steps=2, checkpoint_every=1, ema_decay=0.9))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("settings", "resume", "error", "words"),
+    ("changes", "resume", "error", "words"),
     [
         ({}, None, ValueError, "step-00000002"),
-        ({"output": "other"}, "latest", FileNotFoundError, "other"),
+        ({}, "{first}", ValueError, "step-00000002.*--resume latest.*output="),
+        ({}, "nowhere", FileNotFoundError, "nowhere.*latest"),
         ({"seed": 7}, "latest", ValueError, "seed=7, .*0"),
         ({"batch_size": 6}, "latest", ValueError, "update=6, .*2"),
         ({"validation": ValidationConfig(4)}, "latest", ValueError, "samples=12, .*16"),
@@ -252,7 +239,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"output": "x", "make": lambda: apply_mhla(tiny_wan(), SPARSE), "patch": SPARSE, "trainable": "mhla"},
             None,
             ValueError,
-            r"stages\.0\.trainable='mhla' .*'attention', 'lora' or 'all'",
+            r"trainable='mhla' .*'attention', 'lora' or 'all'",
         ),
         ({"output": "x", "validation": ValidationConfig(16)}, None, ValueError, "validation.samples=16"),
         ({"output": "x", "prompt_dropout": 0.1, "empty": None}, None, ValueError, "prompt_dropout=0.1"),
@@ -265,14 +252,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_is_refused_before_training(
-    settings: dict[str, Any], resume: str | None, error: type[Exception], words: str, finished: Path
+    changes: dict[str, Any], resume: str | None, error: type[Exception], words: str, finished: Path
 ) -> None:
-    given: dict[str, Any] = {"output": "run", "steps": 2, "make": tiny_wan, "empty": wan_data().empty, **settings}
+    given: dict[str, Any] = {"output": "run", "steps": 2, "make": tiny_wan, "empty": wan_data().empty, **changes}
+    resume = resume and resume.format(first=finished / "run/checkpoints/step-00000001")
     output, transformer = finished / given.pop("output"), given.pop("make")()
     data = InMemoryData([wan_data()[index] for index in range(16)], given.pop("empty"))
     with pytest.raises(error, match=words):
-        train(transformer, data, one_stage(output, ema_decay=0.9, **given), resume=resume)
+        train(transformer, data, settings(output, **{"ema_decay": 0.9, **given}), resume=resume)
     assert [path.name for path in finished.iterdir()] == ["run"]
+
+
+_FILES = "weights.safetensors", "average.safetensors", "optimizer.bin"
 
 
 def _flip(file: Path) -> None:
@@ -284,9 +275,9 @@ def _flip(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "harm", "error"),
     [
-        *((f"{name}.safetensors", _flip, ValueError) for name in ("weights", "optimizer", "ema")),
-        *((f"{name}.safetensors", Path.unlink, FileNotFoundError) for name in ("weights", "optimizer", "ema")),
-        ("ema.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1]), ValueError),
+        *((name, _flip, ValueError) for name in _FILES),
+        *((name, Path.unlink, FileNotFoundError) for name in _FILES),
+        ("average.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1]), ValueError),
         *(("state.json", lambda file, x=x: file.write_text(x), ValueError) for x in ("{", "[]", "{}")),
         ("state.json", lambda file: file.write_text(file.read_text().replace('"seed": 0', '"seed": 1')), ValueError),
     ],
@@ -295,21 +286,28 @@ def test_checkpoint_that_lacks_a_file_or_is_damaged_names_the_file_and_an_earlie
     name: str, harm: Callable[[Path], object], error: type[Exception], finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished / "run", tmp_path / "run")
-    config = one_stage(tmp_path / "run", steps=2, ema_decay=0.9)
+    config = settings(tmp_path / "run", steps=2, ema_decay=0.9)
     first, last = (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" for step in (1, 2))
-    for checkpoint, resume, ending in ((last, "latest", f"--resume {first}$"), (first, str(first), "no earlier one")):
+    for checkpoint, ending in ((last, f"Remove it.* {first.name}"), (first, "no earlier one")):
         harm(checkpoint / name)
         with pytest.raises(error, match=f" {checkpoint} .*{name}.*{ending}"):
-            train(tiny_wan(), wan_data(), config, resume=resume)
+            train(tiny_wan(), wan_data(), config, resume="latest")
+        shutil.rmtree(checkpoint)
 
 
-def test_advice_is_on_the_largest_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a dry run too, which checks the same."""
-    patch = SparseConfig(density=0.9, block_size=4)
-    transformer, samples = apply_mhla(tiny_wan(), patch), [wan_data(1)[0], dict(wan_data(1)[0])]
-    samples[1]["latents"] = torch.zeros(4, 4, 16, 16)
-    check_fits(transformer, InMemoryData(samples), one_stage(tmp_path, patch=patch))
-    for sample in samples:
-        latents, text = sample["latents"][None], sample["encoder_hidden_states"][None]
-        transformer.train()(latents, torch.zeros(1), text)
-    assert caplog.text.count("On a grid of 256 tokens") == caplog.text.count("On a grid of") == 1
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "run", tmp_path / "run")
+    file = tmp_path / "run/checkpoints/step-00000002/state.json"
+    state = read_checked_json(file)
+    old = {name: value for name, value in state.items() if name != "format_version"}
+    write_checked_json({**old, "config": {"output": "x", "stages": []}}, file)
+    with refused("earlier version", "patch: …/result"):
+        train(tiny_wan(), wan_data(), settings(tmp_path / "run", steps=2, ema_decay=0.9), resume="latest")
+
+
+def test_resuming_where_there_is_no_checkpoint_begins_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert train(tiny_wan(), wan_data(), settings(tmp_path / "run", steps=1), resume="latest").finished
+    assert "holds no checkpoint yet: the run begins" in caplog.text

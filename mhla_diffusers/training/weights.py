@@ -1,0 +1,307 @@
+"""The weights of a model in training: which ones are trained, LoRA, frozen ones in 8 bits, and the original ones."""
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ..config import LinearConfig
+from ..errors import installing
+from ..families import get_family, trained_family
+from ..patching import (
+    MHLALayer,
+    Weights,
+    find_patched,
+    is_patched,
+    load_mhla,
+    mhla_disabled,
+    mhla_layers,
+    read_record,
+    register_mixing_clip,
+    save_mhla,
+)
+from ..patching.weights import LORA
+from .config import BaseType, LoraLayers, OptimizerName, TrainingConfig
+
+_MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
+"""Ends of the names of mixing matrices and λ, which may have a learning rate of their own."""
+
+
+def lora_of(name: str) -> str | None:
+    """Return the name of the LoRA that a parameter belongs to; None for a parameter of the model or of MHLA."""
+    found = re.search(r"\.lora_[AB]\.(\w+)\.", name)
+    return found and found[1]
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter has in a model without adapters, and one of a LoRA as files name it."""
+    lora = lora_of(name)
+    return name.replace(".base_layer.", ".") if lora is None else name.replace(f".{lora}.", ".")
+
+
+def patched_attentions(transformer: nn.Module) -> dict[str, Any]:
+    """Name and module of every patched self-attention; all of them in an unpatched model."""
+    attentions = get_family(transformer).self_attentions(transformer)
+    chosen = [name for patched in find_patched(transformer).values() for name in patched.chosen]
+    return {name: attentions[name] for name in chosen} or attentions
+
+
+def prepare_for_training(transformer: Any, config: TrainingConfig) -> dict[str, nn.Parameter]:
+    """Add the LoRA of a run and set what takes gradients, in float32; return these parameters by name."""
+    from diffusers.training_utils import cast_training_params
+
+    if config.lora_rank is not None:
+        add_lora(transformer, config.lora_rank, config.seed, config.lora_layers)
+    transformer.train()
+    trained_family(transformer).training.prepare_for_training(transformer)
+    if config.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    names = trainable_names(transformer, config.trainable)
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_(name in names)
+    cast_training_params(transformer)
+    return {name: parameter for name, parameter in transformer.named_parameters() if name in names}
+
+
+def trainable_names(transformer: nn.Module, kind: str) -> set[str]:
+    """Return the names of the parameters that a kind of :data:`Trainable` trains, including LoRA's once added."""
+    layers = mhla_layers(transformer)
+    mhla = tuple(f"{name}." for name in layers)
+    attentions = tuple(f"{name}." for name in patched_attentions(transformer))
+    prefixes = {"mhla": mhla, "lora": mhla, "attention": (*mhla, *attentions), "all": ("",)}[kind]
+    fixed = {
+        f"{name}.mixing"
+        for name, layer in layers.items()
+        if isinstance(layer.config, LinearConfig) and not layer.config.mixing_learnable
+    }
+    names = {name for name, _ in transformer.named_parameters()} - fixed
+    return {name for name in names if (name.startswith(prefixes) if lora_of(name) is None else kind == "lora")}
+
+
+def make_optimizer(
+    model: nn.Module,
+    trained: dict[str, nn.Parameter],
+    *,
+    learning_rate: float,
+    mixing_learning_rate: float | None = None,
+    weight_decay: float = 0.0,
+    kind: OptimizerName = "adamw",
+) -> torch.optim.Optimizer:
+    """Make an optimizer; mixing matrices never decay, and every step clips them to (0, 1).
+
+    Args:
+        model: owner of the parameters.
+        trained: parameters by name.
+        learning_rate: for all but mixing matrices and λ.
+        mixing_learning_rate: for these; None for the same.
+        weight_decay: for the others.
+        kind: see :data:`OptimizerName`.
+
+    Raises:
+        ImportError: the library of the optimizer is missing.
+    """
+    mixing = [parameter for name, parameter in trained.items() if name.endswith(_MIXING)]
+    others = [parameter for name, parameter in trained.items() if not name.endswith(_MIXING)]
+    # the first group stays even if empty, because its learning rate is recorded
+    groups = [{"params": others, "lr": learning_rate, "weight_decay": weight_decay}]
+    if mixing:
+        groups.append({"params": mixing, "lr": mixing_learning_rate or learning_rate, "weight_decay": 0.0})
+    make: Any = optimizer_class(kind)
+    optimizer: torch.optim.Optimizer = make(groups)
+    if any(isinstance(layer, MHLALayer) for layer in mhla_layers(model).values()):
+        register_mixing_clip(optimizer, model)
+    return optimizer
+
+
+def optimizer_class(name: OptimizerName) -> type[torch.optim.Optimizer]:
+    """Return the optimizer class by its name in the configuration; ImportError if its library is missing.
+
+    ``adamw8bit`` keeps both moments in 8 bits, in blocks of 256 values, except for parameters with fewer than 4096
+    values or not a multiple of 256. It compiles its update for every shape of a parameter, at the first one.
+    """
+    try:
+        if name == "adamw8bit":
+            from torchao.optim import AdamW8bit
+
+            return AdamW8bit
+        if name == "schedulefree":
+            from schedulefree import AdamWScheduleFree
+
+            return AdamWScheduleFree
+    except ImportError as error:
+        extra = {"adamw8bit": "quantize"}.get(name, name)
+        raise ImportError(f"optimizer={name} needs a library; {installing(extra)}, or set optimizer: adamw.") from error
+    return torch.optim.Adafactor if name == "adafactor" else torch.optim.AdamW
+
+
+# Frozen weights
+
+
+def quantization(kind: BaseType) -> Any:
+    """Return torchao's configuration of a type of frozen weights; ImportError if torchao is missing."""
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ImportError(f"base_dtype={kind} needs torchao; {installing('quantize')}.") from error
+    return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+
+
+def quantize_base(transformer: nn.Module, kind: BaseType, device: torch.device) -> None:
+    """Convert the weights of all linear layers of the blocks in place, one layer at a time on the device."""
+    from torchao.quantization import quantize_
+
+    for linear in _linears_of_blocks(transformer).values():
+        quantize_(linear, quantization(kind), device=device)
+
+
+def _linears_of_blocks(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of the blocks by name, without those of MHLA and of LoRA."""
+    blocks = tuple(f"{block}." for block in get_family(transformer).blocks_of(transformer))
+    return {
+        place: module
+        for place, module in transformer.named_modules()
+        if isinstance(module, nn.Linear)
+        and place.startswith(blocks)
+        and ".mhla." not in place
+        and lora_of(f"{place}.") is None
+    }
+
+
+# LoRA
+
+
+def add_lora(transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = "attention") -> None:
+    """Add LoRA to linear layers, never to MHLA's own, unless it is there; it is the active one."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(lora_of(weight) == LORA for weight, _ in transformer.named_parameters()):
+        return
+    targets = lora_targets(transformer, layers)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TorchaoLoraLinear was instantiated", UserWarning)  # training never merges
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, LORA)
+    for layer in transformer.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer._active_adapter = [LORA]  # PEFT activates the latest one
+            for part in (layer.lora_A, layer.lora_B):
+                if LORA in part:  # PEFT leaves a second one on the CPU where the model is on the meta device
+                    part[LORA].to(layer.get_base_layer().weight.device)
+
+
+def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
+    """Return the names of the linear layers that a LoRA is for, whether or not they have one."""
+    places = [place.removesuffix(".base_layer") for place in _linears_of_blocks(transformer)]
+    attentions = tuple(f"{name}." for name in patched_attentions(transformer))
+    return places if layers == "blocks" else [place for place in places if place.startswith(attentions)]
+
+
+# The original model
+
+
+class Original:
+    """The original model within a context: the same modules without patch and LoRA, with the original weights.
+
+    Weights that are not trained are shared. Of weights that are trained, or that a loaded patch has replaced, the
+    original values are kept on the device and swapped in. So make it before anything is trained or resumed.
+
+    Args:
+        transformer: patched or not.
+        trained: names of the parameters that training changes.
+    """
+
+    def __init__(self, transformer: nn.Module, trained: Iterable[str]) -> None:
+        self._transformer, self._values = transformer, dict[str, torch.Tensor]()
+        replaced: dict[str, torch.Tensor] = {}
+        for patched in find_patched(transformer).values():
+            replaced |= patched.replaced_weights or {}
+        shared = {plain_name(name) for name in trained if ".mhla." not in name and lora_of(name) is None}
+        for name, parameter in transformer.named_parameters():
+            plain = plain_name(name)
+            if plain in replaced:
+                self._values[plain] = replaced[plain].to(parameter.device)
+            elif plain in shared and lora_of(name) is None:
+                self._values[plain] = parameter.detach().clone()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within the context the transformer is the original model; nothing takes gradients."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        adapted = [layer for layer in self._transformer.modules() if isinstance(layer, BaseTunerLayer)]
+        active = [layer._active_adapter for layer in adapted]
+        for layer in adapted:  # set_adapter() would also take the gradients from LoRA's weights
+            layer._active_adapter = []
+        self._swap()
+        try:
+            unpatched = mhla_disabled(self._transformer) if is_patched(self._transformer) else nullcontext()
+            with torch.no_grad(), unpatched:
+                yield
+        finally:
+            self._swap()
+            for layer, before in zip(adapted, active, strict=True):
+                layer._active_adapter = before
+
+    def _swap(self) -> None:
+        """Exchange original and current values without writing, since a forward may still wait for its backward."""
+        for name, parameter in self._transformer.named_parameters():
+            plain = plain_name(name)
+            if plain in self._values:
+                original = self._values[plain].to(parameter.dtype)
+                self._values[plain], parameter.data = parameter.data, original
+
+
+# Files
+
+
+def begin_with(folder: Path, model: Any) -> Any:
+    """Load a saved patch, such as another run's result, to train on from it, and return the model.
+
+    What it was trained to stays in its own type, float32, also in a model in bfloat16, to which ``load_mhla`` rounds.
+    """
+    (patched,) = find_patched(load_mhla(model, folder)).values()
+    record = read_record(folder)
+    (component,) = record.transformers
+    saved = load_file(folder / record.file) | (load_file(folder / record.lora.file) if record.lora else {})
+    for name, parameter in model.named_parameters():
+        value = saved.get(f"{component}.{plain_name(name)}")
+        is_new = ".mhla." in name or plain_name(name) in (patched.replaced_weights or ())
+        if value is not None and is_new and not parameter.is_meta:
+            parameter.data = value
+    return model
+
+
+def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> None:
+    """Write the trained weights into a folder: a patch for :func:`mhla_diffusers.load_mhla`, or a whole transformer.
+
+    A patch holds MHLA's own weights and, where they were trained, the model's, or its LoRA. An unpatched transformer is
+    saved whole, for ``from_pretrained``.
+
+    Raises:
+        ValueError: a patch in diffusers' own form.
+        OSError: it cannot be written.
+    """
+    if config.patch is None:
+        transformer.save_pretrained(folder)
+        return
+    (patched,) = find_patched(transformer).values()
+    if not patched.is_attached:
+        raise ValueError(
+            "The transformer was patched with diffusers' own set_attn_processor, which keeps no record of a LoRA; "
+            "patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
+        )
+    kinds: dict[bool, Weights] = {True: "mhla", False: "changed" if config.model is not None else "all"}
+    has_lora = any(lora_of(name) == LORA for name, _ in transformer.named_parameters())
+    before, patched.lora = patched.lora, LORA if has_lora else None
+    try:
+        weights = kinds[config.trainable in ("mhla", "lora")]
+        save_mhla(transformer, folder, weights=weights, base_model=config.model)
+    finally:  # training may go on
+        patched.lora = before

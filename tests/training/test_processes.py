@@ -1,0 +1,92 @@
+"""Several processes train as one does, and launchers that shard weights are refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
+from mhla_diffusers.training import ValidationConfig, read_metrics, train
+
+from ..refusals import refused
+from .models import settings, tiny_wan, wan_data
+from .processes import finish, start_distributed_training
+
+PATCH = MHLAConfig(blocks=(2, 2, 2), layers=(1,))
+"""Beside a layer that keeps softmax."""
+COMMON: dict[str, Any] = {
+    "patch": PATCH,
+    "prompt_dropout": 0.3,
+    "gradient_accumulation": 2,
+    "ema_decay": 0.9,
+    "max_gradient_norm": 0.05,
+    "validation": ValidationConfig(3, 2),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would take the GPUs")
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"trainable": "attention", "objectives": {"transfer": 1.0}},
+        {"trainable": "all", "objectives": {"diffusion": 1.0, "distillation": 1.0}},
+        {"trainable": "lora", "lora_rank": 2, "objectives": {"distillation": 1.0}, "gradient_checkpointing": True},
+    ],
+    ids=lambda trained: trained["trainable"],
+)
+def test_two_processes_are_one_with_twice_the_batch(trained: dict[str, Any], tmp_path: Path) -> None:
+    """As torchrun starts them; also where they go on with a checkpoint of one."""
+    config = settings(tmp_path / "two", batch_size=1, checkpoint_every=2, **COMMON, **trained)
+    two = start_distributed_training(config, processes=2, ACCELERATE_USE_CPU="false")
+    one = settings(tmp_path / "one", batch_size=2, checkpoint_every=2, keep_checkpoints=9, **COMMON, **trained)
+    train(apply_mhla(tiny_wan(), PATCH), wan_data(), one)
+    finish(two, timeout=120)
+    middle = str(tmp_path / "one/checkpoints/step-00000002")
+    again = settings(tmp_path / "again", batch_size=1, **COMMON, **trained)
+    finish(start_distributed_training(again, 2, middle, ACCELERATE_USE_CPU="false"), timeout=120)
+    alone, found, resumed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two", "again"))
+    assert len(alone) == len(found) == 7 and len(resumed) == 3
+    for here, there in [*zip(alone, found, strict=True), *zip(alone[-3:], resumed, strict=True)]:
+        assert here == pytest.approx(there, rel=1e-4)
+    one, two = (load_mhla(tiny_wan(), tmp_path / name / "result").state_dict() for name in ("one", "two"))
+    assert all(torch.allclose(two[name], value, atol=1e-4) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP.*finetune/accelerate/ddp.yaml"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED.*finetune/accelerate/ddp.yaml"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),  # launched, but not joined
+    ],
+)
+def test_unsupported_processes_are_refused_before_training(
+    environment: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        train(tiny_wan(), wan_data(), settings(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_base_in_8_bits_is_for_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    of_lora: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "gradient_checkpointing": True, "patch": PATCH}
+    with refused("base_dtype='int8'", " 2 "):
+        train(tiny_wan(), wan_data(), settings(tmp_path / "run", base_dtype="int8", **of_lora))
+
+
+def test_shipped_accelerate_configuration_starts_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    monkeypatch.chdir(Path(__file__).parents[2])
+    path = Path("finetune", "accelerate", "ddp.yaml")
+    assert load_config_from_file(str(path)).distributed_type == "MULTI_GPU"
+    (command,) = re.findall(r"^# +accelerate launch (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    arguments = launch_command_parser().parse_args(command.split())
+    assert Path(arguments.training_script).is_file()
+    _validate_launch_command(arguments)
