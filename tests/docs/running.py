@@ -295,6 +295,8 @@ def check_script(arguments: list[str]) -> None:
     name, *rest = arguments[1:] if module else arguments
     source = ROOT / (name.replace(".", "/") + ".py" if module else name)
     assert source.is_file(), f"{source} is not there"
+    if name == "finetune/adapt.py":
+        return check(["mhla", "finetune", *rest])
     before = sys.argv
     words = [word for word in rest[:1] if not word.startswith("--")]  # of a subcommand, which has options of its own
     sys.argv = [name, *words, "--help"]
