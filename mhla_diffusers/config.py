@@ -195,11 +195,7 @@ class PatchConfig(Settings):
 
 @settings(kw_only=True)
 class SparseConfig(PatchConfig):
-    """Sparse attention (:mod:`mhla_diffusers.attention.sparse`), which has no parameters and needs no training.
-
-    Raises:
-        ValueError: if a value is not allowed.
-    """
+    """Sparse attention (:mod:`mhla_diffusers.attention.sparse`), which has no parameters and needs no training."""
 
     attention: ClassVar[str] = "sparse attention"
     dense_first: _Steps = 0.2
@@ -257,7 +253,7 @@ class SparseConfig(PatchConfig):
         return f"{self.attention}: {density:.1%} of the pairs of {blocks}; the others through their {far}"
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
-        """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
+        """As :meth:`PatchConfig.sizes_on`."""
         rule = self.rule_on(grid)
         queries, keys = (block_count(grid, size) for size in rule.sizes)
         stretches = -(-keys // blocks_per_state(rule.key_block_size))
@@ -273,11 +269,7 @@ class SparseConfig(PatchConfig):
         )
 
     def replace(self, **settings: Any) -> Self:
-        """Return a copy with some fields changed; another block size resets the key block size.
-
-        Raises:
-            ValueError: unknown field, one of another attention, or value that is not allowed.
-        """
+        """Return a copy with some fields changed; another block size resets the key block size."""
         usual: dict[str, Any] = {"key_block_size": None} if "block_size" in settings else {}
         return super().replace(**(usual | settings))
 
@@ -339,11 +331,7 @@ class LinearConfig(PatchConfig):
 
 @settings(kw_only=True)
 class MHLAConfig(LinearConfig):
-    """The paper's MHLA, of linear cost, which has to be adapted to a model that was trained with softmax.
-
-    Raises:
-        ValueError: if a value is not allowed, or two fields contradict each other.
-    """
+    """The paper's MHLA, of linear cost, which has to be adapted to a model that was trained with softmax."""
 
     attention: ClassVar[str] = "MHLA"
     convolution: Annotated[Integer | None, AfterValidator(_odd)] = None
@@ -355,23 +343,19 @@ class MHLAConfig(LinearConfig):
     """
 
     def blocks_on(self, grid: Sequence[int]) -> Shape:
-        """Return block counts on a token grid: those of the setting, or with ``clamp_blocks`` what suits it."""
+        """Return block counts on a token grid."""
         if not self.clamp_blocks or len(grid) != len(self.blocks):
             return self.blocks
         return fit_blocks([min(count, size) for count, size in zip(self.blocks, grid, strict=True)], grid)
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
-        """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
+        """As :meth:`PatchConfig.sizes_on`."""
         return AttentionSizes(math.prod(grid), heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra)
 
 
 @settings(kw_only=True)
 class CausalConfig(LinearConfig):
-    """Causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see the past alone.
-
-    Raises:
-        ValueError: if a value is not allowed, or two fields contradict each other.
-    """
+    """Causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see the past alone."""
 
     attention: ClassVar[str] = "causal MHLA"
     causal: Causal = "block"
@@ -429,7 +413,7 @@ class CausalConfig(LinearConfig):
         return max(trained, needed) * length, *grid[1:]
 
     def blocks_on(self, grid: Sequence[int]) -> Shape:
-        """Return block counts on the grid of :meth:`grid_from`."""
+        """Return block counts on a token grid."""
         return self.grid_from(grid)[0] // self.block_length, *self.blocks[1:]
 
     def layout_on(self, grid: Sequence[int]) -> tuple[Shape, Shape]:
@@ -437,7 +421,7 @@ class CausalConfig(LinearConfig):
         return check_layout(self.grid_from(grid), self.blocks_on(grid), is_causal=True)
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
-        """Return what the cost of an attention with these settings depends on, see :meth:`PatchConfig.sizes_on`."""
+        """As :meth:`PatchConfig.sizes_on`."""
         tokens = math.prod(grid)
         sizes = AttentionSizes(tokens, heads, head_dim, math.prod(self.blocks_on(grid)), extra=extra)
         length = self.block_length * math.prod(grid[1:])
@@ -503,15 +487,9 @@ def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[Patc
 
 
 def check_settings(settings: Iterable[str], kind: type[PatchConfig], instead: str | None = None) -> None:
-    """Raise unless all names are fields of a kind of patch.
+    """Raise ValueError unless all names are fields of a kind of patch.
 
-    Args:
-        settings: names.
-        kind: of the patch.
-        instead: what to do about names of another attention, where it is not to patch with that one.
-
-    Raises:
-        ValueError: unknown names, or those of another attention, with the way to it.
+    ``instead`` says what to do about names of another attention, where it is not to patch with that one.
     """
     own = [field.name for field in fields(kind)]
     for name in settings:
@@ -619,24 +597,23 @@ def load_patch(name_or_path: str | Path) -> Patch:
         ValueError: unknown name (the message has the nearest ones), or a file with unknown or missing keys.
         FileNotFoundError: a path that does not exist.
     """
-    path = Path(name_or_path)
-    if str(name_or_path) in PROFILES:
-        name = str(name_or_path)
+    name, path = str(name_or_path), Path(name_or_path)
+    if name in PROFILES:
         return Patch("", "", f"the profile {name!r} of sparse attention", SparseConfig(**PROFILES[name]))
-    if path.suffix not in (".yaml", ".yml"):
-        if str(name_or_path) not in patch_names():
-            if gone := where_it_went(name_or_path):
-                raise ValueError(f"Patch {str(name_or_path)!r} was removed.{gone}")
-            known = [*PROFILES, *patch_names(), *adapted_patch_names()]
-            near = "" if path.parts[1:] else nearest(name_or_path, known, count=3, cutoff=0.4)
-            hint = f"; {near}" if near else ", and no such folder." if path.parts[1:] else "."
-            if adapted_patch_folder(str(name_or_path)) is not None:
-                hint = f": it is adapted, with weights; load_mhla(model, {str(name_or_path)!r}) opens it, or --weights."
-            elif str(name_or_path) and path.is_dir():
-                hint = f": {path} is a folder; open a saved patch with load_mhla(model, {str(name_or_path)!r})."
-            raise ValueError(
-                f"Unknown patch {str(name_or_path)!r}{hint} `mhla info` lists the names. The path of a .yaml file is "
-                "allowed too, and the folder of a saved patch for load_mhla(), --weights and patch: of a training run."
-            )
-        path = patch_folder() / f"{name_or_path}.yaml"
-    return read_yaml(Patch, read_text(path), path)
+    if name in patch_names():
+        path = patch_folder() / f"{name}.yaml"
+    if path.suffix in (".yaml", ".yml"):
+        return read_yaml(Patch, read_text(path), path)
+    if gone := where_it_went(name):
+        raise ValueError(f"Patch {name!r} was removed.{gone}")
+    if adapted_patch_folder(name) is not None or (name and path.is_dir()):
+        raise ValueError(
+            f"Patch {name!r} is a folder; load_mhla(model, {name!r}) opens it if it was saved, or --weights."
+        )
+    known = [*PROFILES, *patch_names(), *adapted_patch_names()]
+    near = nearest(name, known, count=3, cutoff=0.4)
+    hint = ", and no such folder." if path.parts[1:] else f"; {near}" if near else "."
+    raise ValueError(
+        f"Unknown patch {name!r}{hint} `mhla info` lists the names. The path of a .yaml file is allowed "
+        "too, and the folder of a saved patch for load_mhla(), --weights and patch: of a training run."
+    )

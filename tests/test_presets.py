@@ -82,7 +82,7 @@ def test_unknown_patches_give_the_nearest_names_and_what_else_is_allowed(tmp_pat
         ("zzz", "'zzz'. `mhla info`....yaml file...folder of a saved patch"),
         ("faithfull", "'faithfull'; ...'faithful'"),
         ("outputs/first/resutl", "'outputs/first/resutl', and no such folder"),
-        (str(tmp_path), f"{tmp_path} ...load_mhla"),
+        (str(tmp_path), f"{tmp_path}...load_mhla"),
         ("wan2.1-t2v-1.3", "'wan2.1-t2v-1.3'; ...'wan2.1-t2v-1.3b'"),
         ("tiny-wan-mlha", "'tiny-wan-mlha'; ...'tiny-wan-mhla'"),
     ):
