@@ -14,10 +14,8 @@ from .geneval import geneval_samples, geneval_score, read_geneval_metadata, writ
 from .samples import class_samples, require_samples
 from .vbench import (
     DIMENSIONS,
-    RESULT_FOLDER,
     read_results,
     read_suite,
-    run_vbench,
     suite_videos,
     total_scores,
     vbench_commands,
@@ -68,34 +66,22 @@ def vbench(
     folder: Annotated[Path | None, typer.Argument(help="Folder of the set, of mhla eval samples vbench.")] = None,
     source: Annotated[list[Path] | None, typer.Option("--from", help="Results of VBench: files or folders.")] = None,
     suite: Annotated[Path | None, typer.Option(help="VBench_full_info.json, which comes with VBench.")] = None,
-    program: Annotated[
-        Path | None, typer.Option("--vbench", help="bin/vbench of VBench's own environment; without it, commands only.")
-    ] = None,
     flickering: Annotated[
         Path | None, typer.Option(help="The folder filtered_videos of VBench's static_filter.py, for its dimension.")
     ] = None,
     dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Repeatable; default: all.")] = None,
     output: _OUTPUT = None,
 ) -> None:
-    """Run VBench's command for each dimension, or print it, or read results: Quality, Semantic, Total."""
+    """Print VBench's command for each dimension, or read its results: Quality, Semantic, Total."""
     if source:
         scores = read_results(source)
-    elif folder is None or suite is None:
-        raise ValueError("Give --from with results, or the folder of a set with --suite.")
+        totals = total_scores(scores)  # raises if dimensions are missing
+        _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output)
+    elif folder is not None and suite is not None:
+        commands = vbench_commands(suite, folder, dimensions or DIMENSIONS, flickering=flickering)
+        typer.echo("\n".join(map(shlex.join, commands)))
     else:
-        name = "vbench" if program is None else str(program)
-        commands = vbench_commands(suite, folder, dimensions or DIMENSIONS, flickering=flickering, program=name)
-        if program is None:
-            typer.echo("\n".join(map(shlex.join, commands.values())))
-            return
-        scores = {}
-        for dimension, score in run_vbench(commands, folder / RESULT_FOLDER):
-            typer.echo(f"{dimension}: {score:.4f}")
-            scores[dimension] = score
-        if len(scores) < len(DIMENSIONS):
-            return
-    totals = total_scores(scores)  # raises if dimensions are missing
-    _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output)
+        raise ValueError("Give --from with results, or the folder of a set with --suite.")
 
 
 @app.command()

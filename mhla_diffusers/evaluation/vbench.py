@@ -1,12 +1,10 @@
-"""VBench: the videos of its suite, its command, and the totals of its sixteen dimensions.
+"""VBench: the videos of its suite, its commands, and the totals of its sixteen dimensions.
 
-VBench needs old versions of its libraries, so its command runs in an environment of its own.
+VBench needs old versions of its libraries, so its commands run in an environment of its own.
 """
 
-import os
 import shlex
-import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +128,10 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
     return scores
 
 
-class VBenchError(OSError):
-    """VBench could not run or failed; its own output says why."""
-
-
 def vbench_commands(
-    suite: Path, folder: Path, dimensions: Sequence[str], *, flickering: Path | None = None, program: str = "vbench"
-) -> dict[str, list[str]]:
-    """Return dimension → command of VBench 0.1.5 that evaluates it and writes into ``vbench`` in the set's folder.
+    suite: Path, folder: Path, dimensions: Sequence[str], *, flickering: Path | None = None
+) -> list[list[str]]:
+    """Return the commands of VBench 0.1.5, one per dimension, which write into ``vbench`` in the set's folder.
 
     Args:
         suite: ``VBench_full_info.json``.
@@ -145,13 +139,12 @@ def vbench_commands(
         dimensions: which to evaluate.
         flickering: folder ``filtered_videos`` of VBench's ``static_filter.py``, which selects from 25 videos per
             flickering prompt; None for the unfiltered ones of the set.
-        program: path of ``vbench``.
 
     Raises:
         ValueError: unknown dimension, or missing videos, for which VBench itself only warns.
     """
     check_names(dimensions, list(DIMENSIONS), "dimension of VBench")
-    entries, commands = read_suite(suite), {}
+    entries, commands = read_suite(suite), []
     missing: list[Path] = []
     for dimension in dimensions:
         files = [folder / x.file for x in suite_videos([e for e in entries if dimension in e["dimension"]])]
@@ -164,37 +157,11 @@ def vbench_commands(
         missing += absent
         # it puts all but the videos into a line of the shell without quotes
         suite_path, output = (shlex.quote(str(path.resolve())) for path in (suite, folder / RESULT_FOLDER))
-        commands[dimension] = [program, "evaluate", "--dimension", dimension, "--videos_path", str(videos.resolve())]
-        commands[dimension] += ["--full_json_dir", suite_path, "--output_path", output]
+        command = ["vbench", "evaluate", "--dimension", dimension, "--videos_path", str(videos.resolve())]
+        commands.append([*command, "--full_json_dir", suite_path, "--output_path", output])
     if missing:
         raise ValueError(
             f"{len(set(missing))} videos are missing, for example {str(missing[0])!r}. Generate them with mhla eval "
             "samples vbench, or choose other dimensions."
         )
     return commands
-
-
-def run_vbench(commands: Mapping[str, Sequence[str]], output: Path) -> Iterator[tuple[str, float]]:
-    """Run the commands of :func:`vbench_commands`, which write into ``output``, one by one.
-
-    Yields:
-        Dimension, and its score from 0 to 1.
-
-    Raises:
-        VBenchError: VBench cannot be started, or failed in a dimension.
-    """
-    for dimension, command in commands.items():
-        before = set(output.glob(_RESULTS))
-        # VBench starts the first python on the path
-        path = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        try:
-            subprocess.run(command, env={**os.environ, "PATH": path}, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise VBenchError(f"VBench failed in {dimension}: {error}") from error
-        scores = read_results(set(output.glob(_RESULTS)) - before)
-        if dimension not in scores:  # its command ends well even where its work has failed
-            raise VBenchError(
-                f"VBench has written no score of {dimension}; its output above says why. Go on with --dimension, and "
-                f"add up the results with --from {output}."
-            )
-        yield dimension, scores[dimension]
