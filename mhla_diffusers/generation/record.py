@@ -4,6 +4,7 @@ Torch is imported where it is used, because ``mhla eval --help`` imports this fi
 """
 
 import errno
+import glob
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,8 @@ def first_sample(folder: Path) -> Path | None:
 
 def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
     """Write what a pipeline generated, atomically: a PIL image as .png, frames (F, H, W, 3) in [0, 1] as .mp4."""
+    for left in file.parent.glob(f".*-{glob.escape(file.name)}"):  # by a run that was killed; one process has a sample
+        left.unlink(missing_ok=True)
     with written_aside(file) as aside:
         if file.suffix == ".mp4":
             write_video(sample, aside, frames_per_second)

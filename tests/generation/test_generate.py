@@ -80,8 +80,9 @@ def test_samples_do_not_depend_on_batch_size_and_processes(tmp_path):
 def test_a_stopped_run_goes_on_and_a_longer_one_too(tmp_path):
     made(numbered(tmp_path))
     kept = (tmp_path / "000000.png").stat().st_mtime_ns
-    (tmp_path / "000003.png").unlink()
+    (tmp_path / "000003.png").rename(tmp_path / ".17-000003.png")  # as a run leaves it that is killed
     assert made(numbered(tmp_path)) == [False] * 4 + [True]
+    assert not list(tmp_path.glob(".*.png"))
     assert made(numbered(tmp_path, count=6)) == [False] * 5 + [True]
     assert (tmp_path / "000000.png").stat().st_mtime_ns == kept
     assert json.loads((tmp_path / "samples.json").read_text())[5] == {"file": "000005.png", "text": "5"}
