@@ -8,16 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from ..attention import BlockLists
-from ..attention.call import list_length
-from ..attention.layout import block_count, check_layout
+from ..attention.layout import check_layout
 from ..config import MHLAConfig, SparseConfig
 from ..errors import check_names
 from ..families import Family, Model, families, get_family
 from ..reporting import parse_size, times
 
-Work = Literal["softmax", "linear", "lists", "sparse"]
-"""Softmax over all pairs, MHLA, softmax over listed pairs alone, or sparse attention."""
+Work = Literal["softmax", "linear", "sparse"]
+"""Softmax over all pairs, MHLA, or sparse attention."""
 BLOCK_SIZE = 64
 """Tokens per query block with which sparse attention is measured."""
 
@@ -62,7 +60,7 @@ class Shape:
         """Count the FLOPs of a forward."""
         config = MHLAConfig(blocks=self.blocks) if work == "linear" else self.sparse_config
         sizes = config.sizes_on(self.grid, self.heads, self.head_dim)
-        return {"softmax": sizes.softmax_flops, "lists": sizes.listed_flops}.get(work, sizes.flops)
+        return sizes.softmax_flops if work == "softmax" else sizes.flops
 
     def draw_inputs(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Draw seeded query, key and value, each (1, N, H, D)."""
@@ -74,15 +72,6 @@ class Shape:
         """Return (cos, sin) of random angles, each (1, N, 1, D)."""
         angles = torch.randn(1, self.tokens, 1, self.head_dim // 2, device=device).repeat_interleave(2, dim=-1)
         return angles.cos(), angles.sin()
-
-    def draw_lists(self, device: torch.device) -> BlockLists:
-        """Draw seeded lists with equally many key blocks, at least one, for every query block."""
-        rule = self.sparse_config.rule_on(self.grid)
-        queries, keys = (block_count(self.grid, size) for size in rule.sizes)
-        order = torch.rand(self.heads, queries, keys, generator=torch.Generator().manual_seed(0))
-        chosen = order.topk(list_length(self.density, keys), dim=-1).indices
-        mask = torch.zeros(order.shape, dtype=torch.bool).scatter_(-1, chosen, value=True)
-        return BlockLists.from_mask(rule.block_size, mask.to(device), key_block_size=rule.key_block_size)
 
 
 @dataclass(frozen=True)

@@ -90,10 +90,6 @@ def bench_transformer(
     frames: _Frames = None,
     layers: Annotated[int | None, typer.Option(help="Build only so many; times of all are extrapolated.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
-    train: Annotated[bool, typer.Option(help="Time a training step of all weights in place of a forward.")] = False,
-    checkpointing: Annotated[
-        bool, typer.Option(help="In a training step compute activations again in the backward pass.")
-    ] = False,
     device: _Device = "auto",
     dtype: _DType = None,
     compile: _Compile = None,
@@ -108,10 +104,9 @@ def bench_transformer(
     place, precision, on_cpu = place_of(device, dtype)
     names = model or ["dit-s-2" if on_cpu else "wan2.1-1.3b"]
     cases = choose_cases(names, size, frames, smallest=on_cpu, batch=batch, layers=layers)
-    compiled = not on_cpu and not train if compile is None else compile
-    results = Results("train" if train else "transformer", place, precision, output, seconds)
+    results = Results("transformer", place, precision, output, seconds)
     for case in cases:
-        benchmark_forward(case, results, train=train, checkpointing=checkpointing, compile=compiled)
+        benchmark_forward(case, results, compile=not on_cpu if compile is None else compile)
     results.finish()
 
 

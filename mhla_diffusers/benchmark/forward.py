@@ -1,4 +1,4 @@
-"""A whole transformer with random weights, a forward or a training step: softmax against linear attentions.
+"""A forward of a whole transformer with random weights: softmax against linear attentions.
 
 All variants share the weights that they have in common.
 """
@@ -24,7 +24,7 @@ from .counts import count_forward
 from .measure import Results, Row, Runs, free_bytes, time_interleaved
 from .operator import MHLA, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE, why_no_softmax
 
-FORWARD, TRAINING_STEP = "forward", "training step"
+FORWARD = "forward"
 OWN = "own"
 """The model's own attention, where it is linear."""
 HYBRID = "MHLA hybrid 2/3"
@@ -51,14 +51,13 @@ def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
     return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": "2/3" if kind == HYBRID else "all"}
 
 
-def change_attention(case: Case, transformer: Any, kind: str, backend: str | None = None) -> Any:
+def change_attention(case: Case, transformer: Any, kind: str) -> Any:
     """Give a transformer of a case another self-attention, in place, and return it.
 
     Args:
         case: which the transformer was built for.
         transformer: unpatched.
         kind: ``OWN``, ``SOFTMAX``, ``WITHOUT`` or one of ``PATCHES``.
-        backend: diffusers' name of a backend, for families that dispatch attention.
     """
     family = case.family
     if kind == WITHOUT:
@@ -72,48 +71,17 @@ def change_attention(case: Case, transformer: Any, kind: str, backend: str | Non
         # where few layers are built, a dense one would stand for many
         alone: dict[str, Any] = {"dense_layers": 0} if kind == SPARSE else {}
         apply_mhla(transformer, **patch_settings(kind, case.model.blocks), **alone)
-    if backend is not None and family.dispatches:
-        from diffusers.models.attention_dispatch import attention_backend
-
-        with attention_backend("native"):  # which restores what set_attention_backend changes for all models
-            transformer.set_attention_backend(backend)
     return transformer
 
 
-def with_attention(case: Case, transformer: Any, kind: str, backend: str | None = None) -> Any:
+def with_attention(case: Case, transformer: Any, kind: str) -> Any:
     """Return a copy with another self-attention, as :func:`change_attention`; what weights both have, they share."""
     tensors = (*transformer.parameters(), *transformer.buffers())
     shared = copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
-    return change_attention(case, shared, kind, backend)
+    return change_attention(case, shared, kind)
 
 
-def softmax_backends(case: Case, device: torch.device) -> dict[str, str | None]:
-    """Map every backend of softmax attention to why it cannot run here, or to None.
-
-    Backends are diffusers' where the family dispatches attention, and PyTorch's for all others.
-    """
-    heads = case.model.heads * case.batch
-    if not case.family.dispatches:
-        return {name: why_no_softmax(name, device, math.prod(case.grid), heads) for name in SOFTMAX_BACKENDS}
-    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
-
-    found: dict[str, str | None] = {}
-    for name in (backend.value for backend in AttentionBackendName):
-        if name == "native" or any(word in name for word in ("varlen", "npu", "xla")):
-            continue  # the default, packed sequences and other accelerators
-        if name.endswith("_hub"):
-            found[name] = "its kernels are downloaded from the Hub, and benchmarks download nothing"
-            continue
-        found[name] = why_no_softmax(name.removeprefix("_native_"), device, math.prod(case.grid), heads)
-        try:
-            with attention_backend(name):
-                pass
-        except (RuntimeError, ValueError) as error:
-            found[name] = str(error)
-    return found
-
-
-def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compile: bool) -> tuple[Runs, list[Any]]:
+def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compile: bool) -> Runs:
     """Return the forwards of a transformer with every self-attention that it can be measured with, its own first.
 
     Args:
@@ -123,12 +91,11 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
         compile: add every variant with its repeated blocks compiled as well.
 
     Returns:
-        Row → the forward, or the reason why it cannot run; and the copies that run.
+        Row → the forward, or the reason why it cannot run.
     """
     model, family, own_is_softmax = case.model, case.family, case.family.computes == SOFTMAX
     blocks = {OWN: 1, PLAIN: 1} | dict.fromkeys((MHLA, HYBRID), math.prod(model.blocks))
     runs: Runs = {}
-    copies: list[Any] = []
 
     @cache
     def flops(kind: str) -> int:
@@ -137,26 +104,27 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
         return sum(count_forward(case, config, change=change).values())
 
     def add(name: str, kind: str, backend: str | None = None, absent: str | None = None, note: str = "") -> None:
-        is_baseline = kind == (SOFTMAX if own_is_softmax else OWN) and "sage" not in name  # which multiplies in 8 bits
+        is_baseline = kind == (SOFTMAX if own_is_softmax else OWN)
         row = Row(name, case.name, FORWARD, is_baseline, reason=note, tokens=math.prod(case.grid), batch=case.batch)
         counted = None if kind == WITHOUT or (absent and kind in PATCHES) else flops(kind)
         row = replace(row, blocks=blocks.get(kind), flops=counted)
         for compiled in (False, True) if compile and kind != WITHOUT else (False,):
             run: Callable[[], object] | str = absent or ""
-            if compiled and backend in SOFTMAX_BACKENDS:
+            if compiled and backend is not None:
                 run = absent or "torch.compile chooses PyTorch's backend itself"
             if not run:
-                changed = with_attention(case, transformer, kind, backend)
+                changed = with_attention(case, transformer, kind)
                 for block in family.blocks_of(changed).values() if compiled else ():
                     block.compile(dynamic=False)
-                copies.append(changed)
-                run = partial(_forward, changed, inputs, None if family.dispatches else backend)
+                run = partial(_forward, changed, inputs, backend)
             runs[replace(row, variant=name + COMPILED) if compiled else row] = run
 
     if not own_is_softmax:
         add(f"own {family.computes}", OWN)
     add("softmax native", SOFTMAX)
-    for backend, absent in softmax_backends(case, next(transformer.parameters()).device).items():
+    device, heads = next(transformer.parameters()).device, model.heads * case.batch
+    for backend in SOFTMAX_BACKENDS:
+        absent = why_no_softmax(backend, device, math.prod(case.grid), heads)
         add(f"softmax {backend}", SOFTMAX, backend, absent)
     kinds = kinds_of(family)
     uneven = case.is_cut and (case.layers or 0) % 3
@@ -172,7 +140,7 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
         add(SPARSE, SPARSE, note=f"{pairs}, chosen at every call")
     if case.is_cut:
         add(WITHOUT, WITHOUT)
-    return runs, copies
+    return runs
 
 
 def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> Any:
@@ -181,24 +149,13 @@ def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> A
         return transformer(**inputs)
 
 
-def _training_step(forward: Callable[[], Any], optimizer: torch.optim.Optimizer) -> None:
-    try:
-        forward()[0].float().square().mean().backward()
-        optimizer.step()
-    finally:
-        optimizer.zero_grad(set_to_none=True)  # also after running out of memory
-
-
-def benchmark_forward(
-    case: Case, results: Results, *, train: bool = False, checkpointing: bool = False, compile: bool = False
-) -> None:
-    """Check the patched attention, then time a forward, or a training step, of all variants in turns.
+@torch.no_grad()
+def benchmark_forward(case: Case, results: Results, *, compile: bool = False) -> None:
+    """Check the patched attention, then time a forward of all variants in turns.
 
     Args:
         case: the model at a size.
         results: gets a row per variant.
-        train: time forward, backward and optimizer step; all weights train.
-        checkpointing: compute activations again in the backward pass instead of keeping them.
         compile: time every variant with its repeated blocks compiled as well.
 
     Raises:
@@ -206,34 +163,19 @@ def benchmark_forward(
     """
     device, dtype = results.device, results.dtype
     weights = case.build(torch.device("meta"), dtype).parameters()
-    # weights, gradients and both moments of AdamW
-    needed, free = (4 if train else 1) * sum(x.numel() * x.itemsize for x in weights), free_bytes(device)
+    needed, free = sum(x.numel() * x.itemsize for x in weights), free_bytes(device)
     if needed > free:  # asked beforehand, as Linux ends a process that tries
         reason = f"the weights need {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
-        results.add([Row("all", case.name, TRAINING_STEP if train else FORWARD, status="out of memory", reason=reason)])
+        results.add([Row("all", case.name, FORWARD, status="out of memory", reason=reason)])
         return
     transformer = case.build(device, dtype)
     small = small_case(case.model).inputs(transformer, dtype)
     check_patched(with_attention(case, transformer, SPARSE if case.family.mhla is None else MHLA), small)
-    check_operator(case.shape, device, dtype)
-
-    runs, copies = forward_runs(case, transformer, case.inputs(transformer, dtype), compile=compile)
-    if train:
-        parameters = {id(weight): weight for one in copies for weight in one.parameters()}
-        # a learning rate of 0 moves the same bytes and leaves every repetition the same weights
-        optimizer = torch.optim.AdamW(list(parameters.values()), lr=0.0)
-        for one in copies:
-            one.train()
-            if checkpointing:  # by the method that diffusers gives its models, or transformers
-                (getattr(one, "enable_gradient_checkpointing", None) or one.activation_checkpointing_enable)()
-        runs = {
-            replace(row, stage=TRAINING_STEP, flops=row.flops and 3 * row.flops): (
-                run if isinstance(run, str) else partial(_training_step, run, optimizer)
-            )
-            for row, run in runs.items()
-        }
+    with torch.enable_grad():
+        check_operator(case.shape, device, dtype)
+    runs = forward_runs(case, transformer, case.inputs(transformer, dtype), compile=compile)
     # every variant compiles the same code again; beyond the limit torch would silently stop compiling
-    with torch.set_grad_enabled(train), torch._dynamo.config.patch(cache_size_limit=64):
+    with torch._dynamo.config.patch(cache_size_limit=64):
         rows = time_interleaved(runs, device, results.seconds)
     torch.compiler.reset()
     results.add([extrapolated(row, rows, case) for row in rows] if case.is_cut else rows)

@@ -39,34 +39,30 @@ _SPARSE, _LINEAR = "works untrained", "has to be adapted first"
 
 
 def print_info() -> None:
-    """Print what is there in a few lines, then versions, backends, supported models and patches."""
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    presets_by_name = {name: load_patch(name) for name in patch_names()}
-    untrained = sum(not isinstance(preset.patch, LinearConfig) for preset in presets_by_name.values())
-    _say(f"mhla_diffusers {_version('mhla_diffusers')} on {', '.join([*devices, f'CPU ({platform.machine()})'])}")
-    _say(f"{len(families())} model families; apply_mhla(pipe) gives each the default that the table names")
-    _say(f"{untrained} presets of sparse attention, which {_SPARSE}")
-    _say(f"{len(presets_by_name) - untrained} presets of MHLA, which {_LINEAR}")
-    _say(f"{len(adapted_patch_names())} adapted patches, for load_mhla()\n")
-    _print_table("Versions", ["package", "version"], [(package, _version(package)) for package in _PACKAGES])
-    _say(f"\nBackends: {', '.join(BACKENDS)}; feature maps: {', '.join(feature_map_names())}\n")
-    models = []
-    for family in families():
-        names = [family.name] + [""] * (len(family.transformers) - 1)
-        facts = family.default_config.short_name, times(family.mhla_blocks)
-        models += [(name, one, *facts) for name, one in zip(names, family.transformers, strict=True)]
+    """Print versions, devices and backends, then supported models and patches."""
+    _say(f"{report(None)}\nfeature maps: {', '.join(feature_map_names())}\n")
+    models = [
+        (family.name, name, family.default_config.short_name, times(family.mhla_blocks))
+        for family in families()
+        for name in family.transformers
+    ]
     _print_table("Supported models", ["family", "transformer", "default", "blocks"], models)
-    typer.echo("blocks: of MHLA, as height x width, frames x height x width, or along a text")
-    typer.echo("\n".join(["\nModels for --model of info and bench:", *wrap(", ".join(known_models()))]))
+    _say("blocks: of MHLA, as height x width, frames x height x width, or along a text")
+    _say(f"\nModels for --model of info and bench:\n{', '.join(known_models())}")
     presets: dict[str, list[tuple[str, str, str]]] = {}
-    for name, preset in presets_by_name.items():
+    for name in patch_names():
+        preset = load_patch(name)
         config = preset.patch
         setting = f"{config.density:.1%}" if isinstance(config, SparseConfig) else ""
         setting = times(config.blocks) if isinstance(config, LinearConfig) else setting
         row = f"  {name}", f"{config.short_name}, {setting}", str(config.layers)
         presets.setdefault(preset.base_model, [(preset.base_model, "", "")]).append(row)
     header = ["base model, presets for --patch", "attention", "layers"]
-    _print_table("\nPresets", header, [row for rows in presets.values() for row in rows])
+    _print_table(
+        f"\nPresets: sparse attention {_SPARSE}, MHLA {_LINEAR}",
+        header,
+        [row for rows in presets.values() for row in rows],
+    )
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)

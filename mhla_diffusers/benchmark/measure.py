@@ -296,17 +296,18 @@ class Results:
 
 
 def tables_of(rows: Sequence[Row]) -> list[tuple[str, tuple[list[str], list[list[str]]], list[str]]]:
-    """Return title, table and remarks of every case and stage: a line per reason why something was not timed."""
+    """Return title, table and remarks of every case and stage: a line per remark, with its variants."""
     tables = []
     for case, stage in dict.fromkeys((row.case, row.stage) for row in rows):
         here = [row for row in rows if (row.case, row.stage) == (case, stage)]
-        reasons: dict[str, list[str]] = {}
+        remarks: dict[str, list[str]] = {}
         for row in here:
-            if row.status != "measured":
-                reasons.setdefault(": ".join(filter(None, (row.status, row.reason))), []).append(row.variant)
-        remarks = [f"{reason}: {'; '.join(names)}" for reason, names in reasons.items()]
+            said = ": ".join(filter(None, (row.status if row.status != "measured" else "", row.reason)))
+            if said:
+                remarks.setdefault(said, []).append(row.variant)
         timed = table_of([row for row in here if row.status == "measured"])
-        tables.append((f"{case}, {stage}" if stage else case, timed, remarks))
+        lines = [f"{said}: {'; '.join(names)}" for said, names in remarks.items()]
+        tables.append((f"{case}, {stage}" if stage else case, timed, lines))
     return tables
 
 
@@ -337,7 +338,6 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 "speedup": text(baseline / row.seconds if baseline and row.seconds else None, "{:.2f}"),
                 "PSNR, dB": text(row.psnr, "{:.1f}"),
                 "SSIM": text(row.ssim, "{:.3f}"),
-                "remark": row.reason,
             }
         )
     used = [name for name in lines[0] if any(line[name] for line in lines)] if lines else ["variant"]

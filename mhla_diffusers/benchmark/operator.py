@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
-from ..attention.layout import layout_of
+from ..attention import initial_mixing, mhla_attention, sparse_attention
 from ..errors import check_names
 from .cases import Shape, Work
 from .correctness import check_operator, why_no_triton
@@ -24,10 +23,6 @@ MHLA = "MHLA"
 PLAIN = "plain linear"
 SPARSE = "sparse"
 """As in a patch: keys are sorted, lists chosen, and β and γ fitted at every call."""
-GIVEN = "sparse, lists given"
-"""The same without sorting, choosing and fitting."""
-LISTED = "listed blocks alone"
-"""Softmax over the same lists without means and states, which FlexAttention lacks."""
 SOFTMAX_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -82,51 +77,14 @@ def flash_attention(package: str, inputs: Sequence[torch.Tensor]) -> Attend | st
     return attend
 
 
-def flex_over_lists(shape: Shape, inputs: Sequence[torch.Tensor], lists: BlockLists) -> Attend:
-    """Return a call of compiled FlexAttention over listed blocks alone, which gives (B, N, H, D).
-
-    Tokens are brought into the order of the uniform blocks and back again.
-    """
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-    device, block, keys = inputs[0].device, lists.block_size, lists.key_block_size
-    layout = layout_of(shape.grid, block, device=str(device))
-    rows, back, is_token = layout.order.clamp_min(0), layout.rows, layout.order >= 0
-    listed = lists.mask()
-    listed = torch.nn.functional.pad(listed, (0, len(is_token) // keys - listed.shape[-1]))  # blocks of padding alone
-    count = listed.sum(dim=-1, dtype=torch.int32)
-    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    sizes: dict[str, Any] = {"BLOCK_SIZE": (block, keys), "seq_lengths": (len(is_token), len(is_token))}
-
-    def holds_token(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return is_token[key]
-
-    if len(is_token) == shape.tokens:  # all blocks are full; FlexAttention confuses tensors given twice
-        nothing = torch.zeros_like(count), torch.zeros_like(order)
-        mask = BlockMask.from_kv_blocks(*nothing, count, order, **sizes)
-    else:
-        mask = BlockMask.from_kv_blocks(count, order, mask_mod=holds_token, **sizes)
-    # on GPUs its kernels need smaller tiles where blocks are small
-    small: Any = {"BLOCK_M": block, "BLOCK_N": keys} if block <= 64 and device.type != "cpu" else None
-
-    @torch.compile(dynamic=False)
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.index_select(1, rows).transpose(1, 2) for x in (query, key, value))
-        output: Any = flex_attention(q, k, v, block_mask=mask, kernel_options=small)
-        return output.transpose(1, 2).index_select(1, back)
-
-    return lambda: attend(*inputs)
-
-
 # ---- mhla bench op --------------------------------------------------------------------------------------------------
 
 
 def benchmark_operator(shape: Shape, results: Results, stages: Sequence[str], *, compile: bool) -> None:
     """Check every MHLA backend against the reference, then time all variants in turns, for each stage.
 
-    MHLA is timed with a mixing matrix per head, and both with RoPE where the model has it. Softmax attention is timed
-    without RoPE. With ``compile`` torch.compile of the eager backend and FlexAttention are timed too, which take a
-    minute to compile.
+    MHLA is timed with a mixing matrix per head, and with RoPE where the model has it. Softmax attention is timed
+    without RoPE. With ``compile`` torch.compile of the eager backend is timed too.
 
     Raises:
         IncorrectAttentionError: a backend is wrong here; then nothing is timed.
@@ -147,8 +105,6 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
     inputs = tuple(x.requires_grad_(backward) for x in shape.draw_inputs(device, dtype))
     upstream = torch.ones_like(inputs[0])
     rotary: dict[str, Any] = {"rotary": shape.draw_rotary(device)} if shape.rope else {}
-    not_asked = None if compile else "not asked for; add --compile"
-    lists = None if shape.block_size is None else shape.draw_lists(device)
     runs: Runs = {}
 
     def add(kind: str, backend: str, work: Work, attend: Attend | str, leaves: Sequence[torch.Tensor] = ()) -> None:
@@ -161,7 +117,7 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
         counted = shape.plain if kind == PLAIN else shape
         flops = (3 if backward else 1) * counted.flops(work)
         blocks = math.prod(counted.blocks) if work == "linear" else None
-        note = "without RoPE" if kind in (SOFTMAX, LISTED) and shape.rope else ""
+        note = "without RoPE" if kind == SOFTMAX and shape.rope else ""
         row = Row(f"{kind} {backend}", shape.name, stage, kind == SOFTMAX, reason=note, tokens=shape.tokens)
         runs[replace(row, blocks=blocks, flops=flops)] = run
 
@@ -180,19 +136,15 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
         absent = why_no_triton(shape, device, dtype) if backend == "triton" else None
         add_mhla(MHLA, backend, absent)
         add_mhla(PLAIN, backend, absent)
-        if lists is not None:
-            heads = torch.ones(shape.heads, device=device)
-            names = ("density", "block_size", "key_block_size")
-            chosen: dict[str, Any] = {name: getattr(shape.sparse_config, name) for name in names}
-            given: dict[str, Any] = {"lists": lists, "pooled_bias": 0 * heads, "state_weight": heads}
+        if shape.block_size is not None:
+            config = shape.sparse_config
             function: Any = sparse_attention
-            for kind, options in ((SPARSE, chosen), (GIVEN, given)):
-                run = partial(function, *inputs, shape.grid, backend=backend, **rotary, **options)
-                add(kind, backend, "sparse", absent or run)
-    add_mhla(MHLA, "torch.compile", not_asked)
-    if lists is not None:
-        no_flex = not_asked or ("it has no backward pass on CPUs" if backward and device.type == "cpu" else None)
-        add(LISTED, "FlexAttention", "lists", no_flex or flex_over_lists(shape, inputs, lists))
+            options: dict[str, Any] = {
+                name: getattr(config, name) for name in ("density", "block_size", "key_block_size")
+            }
+            run = partial(function, *inputs, shape.grid, backend=backend, **rotary, **options)
+            add(SPARSE, backend, "sparse", absent or run)
+    add_mhla(MHLA, "torch.compile", None if compile else "not asked for; add --compile")
     for backend in SOFTMAX_BACKENDS:
         absent = why_no_softmax(backend, device, shape.tokens, shape.heads)
         add(SOFTMAX, backend, "softmax", absent or partial(softmax_attention, backend, *inputs))
