@@ -13,12 +13,18 @@ from .benchmark.cases import Case, Shape, choose_cases
 from .benchmark.correctness import limit_of, operator_errors
 from .benchmark.counts import ATTENTION, count_forward
 from .benchmark.info import report
-from .benchmark.measure import Row, Runs, time_interleaved
+from .benchmark.measure import Row, Runs, gather_conditions, time_interleaved
 from .benchmark.operator import FLASH, SOFTMAX_BACKENDS, flash_attention, softmax_attention, why_no_softmax
 from .config import PROFILES, USUAL_STEPS, SparseConfig
 from .files import write_json, write_text
 from .patching.describe import dense_in_words
 from .reporting import markdown_table, scaled
+
+
+_WORTHWHILE = 1.1
+"""Least speedup of a forward for which a patch pays."""
+_CPU_TOKENS = 4096
+"""Most tokens of an attention that a CPU times."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,10 @@ class Check:
 
     case: str
     """Model and size."""
+    tokens: int
+    """Of that size."""
+    timed_tokens: int
+    """Tokens of the attention that was timed, fewer on a CPU."""
     device: str
     dtype: str
     about: str
@@ -58,20 +68,29 @@ class Check:
         """Say whether sparse attention pays at this size."""
         if not self.is_correct:
             return "wrong here: do not use it on this machine, and please report check.md"
-        gained = {name: _times(self.share, factor) for name, factor in self.measured.items()}
-        best = max(gained, key=gained.__getitem__, default="")
-        if not best or gained[best] < 1.05:
-            return f"leave it off at this size: a forward of {self.case} gains less than 5 % here"
+        default = next(iter(PROFILES))
+        factor = self.measured[default]
+        if self.timed_tokens < self.tokens:
+            return (
+                f"not decided on a CPU: over {self.timed_tokens:,} of {self.tokens:,} tokens, {default} is {factor:.1f}x "
+                f"as fast as the fastest softmax; counted, a forward is at most {self.bounds[default][0]:.2f}x as fast"
+            )
+        gained = _times(self.share, factor)
+        if gained < _WORTHWHILE:
+            return (
+                f"leave it off at this size: with {default}, a forward of {self.case} is at most {gained:.2f}x as fast"
+            )
         return (
-            f"pays: with one attention {self.measured[best]:.1f}x as fast as the fastest softmax here, a forward of "
-            f"{self.case} is at most {gained[best]:.2f}x as fast ({best})"
+            f"pays: {default} is {factor:.1f}x as fast as the fastest softmax, so a forward of {self.case} is at most "
+            f"{gained:.2f}x as fast"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return values for JSON."""
         times = {row.variant: row.median if row.median is not None else row.reason for row in self.rows}
         peaks = {row.variant: row.peak_bytes for row in self.rows if row.peak_bytes is not None}
-        facts = {"case": self.case, "device": self.device, "dtype": self.dtype, "correct": self.is_correct}
+        tokens = {"tokens": self.tokens, "timed_tokens": self.timed_tokens}
+        facts = {"case": self.case, **tokens, "device": self.device, "dtype": self.dtype, "correct": self.is_correct}
         return {
             **facts,
             "verdict": self.verdict,
@@ -79,7 +98,7 @@ class Check:
             "limits": self.limits,
             "seconds": times,
             "peak_bytes": peaks,
-            "bounds": self.bounds,
+            "bounds": {name: {"forward": one, "call": call} for name, (one, call) in self.bounds.items()},
             "about": self.about.splitlines(),
         }
 
@@ -99,10 +118,10 @@ class Check:
             for name, (one, call) in self.bounds.items()
         ]
         parts = [
-            f"# mhla check: {self.case} on {self.device} in {self.dtype}",
+            f"# mhla check: {self.case}, {self.tokens:,} tokens, on {self.device} in {self.dtype}",
             f"**{self.verdict}**",
             f"{word}: largest error {self.errors[worst]:.0e} ({worst}) on sampled rows against float64",
-            markdown_table(("one attention", "time", "peak memory"), times),
+            markdown_table((f"one attention, {self.timed_tokens:,} tokens", "time", "peak memory"), times),
             markdown_table(
                 ("profile", "forward, at most", f"call of {USUAL_STEPS} steps, at most", "which steps"), bounds
             ),
@@ -119,7 +138,7 @@ def check(
 
     Args:
         model: a configuration that ``mhla info`` lists, such as "wan2.1-1.3b".
-        size: such as "480x832"; None for the model's first, on a CPU with half its tokens along every axis.
+        size: such as "480x832"; None for the model's first. A CPU times a part of its tokens.
         frames: of a video.
         device: "auto" for a GPU if there is one.
         dtype: "bfloat16" on a GPU and "float32" on a CPU by default.
@@ -138,21 +157,22 @@ def check(
             f"{model}'s own attention is {case.family.computes}; mhla check compares with softmax. Give wan2.1-1.3b, "
             "flux-dev or another model of softmax attention."
         )
-    shape = case.shape
-    if on_cpu and size is None:
-        shape = _smaller(shape)
+    shape = _smaller(case.shape) if on_cpu else case.shape
     errors = operator_errors(shape, place, kind)
     limits = {name: limit_of(name, kind) for name in errors}
     rows = time_interleaved(_runs(shape, place, kind), place, 0.5 if on_cpu else 1.0, least=3, most=15)
     bounds, share = _bounds(case)
-    every, taken = math.prod(case.grid), math.prod(shape.grid)
-    name = f"{case.name}, {every:,} tokens" if taken == every else f"{case.name}, {taken:,} of its {every:,} tokens"
-    return Check(name, str(place), str(kind).removeprefix("torch."), report(None), errors, limits, rows, bounds, share)
+    conditions = gather_conditions(place)
+    about = "\n".join([*(f"{name}: {conditions[name]}" for name in ("device", "date", "command")), report(None)])
+    tokens, timed, word = math.prod(case.shape.grid), math.prod(shape.grid), str(kind).removeprefix("torch.")
+    return Check(case.name, tokens, timed, str(place), word, about, errors, limits, rows, bounds, share)
 
 
 def _smaller(shape: Shape) -> Shape:
-    """Return a shape of half the tokens along every axis and at most three heads, for a CPU."""
-    grid = tuple(max(1, size // 2) for size in shape.grid)
+    """Return a shape of at most so many tokens and three heads as a CPU times, halving every axis of the grid."""
+    grid = tuple(shape.grid)
+    while math.prod(grid) > _CPU_TOKENS:
+        grid = tuple(max(1, size // 2) for size in grid)
     blocks = tuple(min(pair) for pair in zip(shape.blocks, grid, strict=True))
     return replace(shape, grid=grid, blocks=blocks, heads=min(3, shape.heads))
 

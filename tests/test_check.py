@@ -29,6 +29,17 @@ def test_a_check_is_correct_written_and_tells_what_pays(tmp_path):
         "fast",
     }
     assert found["verdict"].startswith(("pays", "leave it off"))
+    assert found["timed_tokens"] == found["tokens"]
+
+
+def test_a_cpu_times_a_part_of_a_long_sequence_and_decides_nothing(tmp_path):
+    command = ("check", "--model", "pixart-alpha-xl-2", "--size", "2048", "--device", "cpu", "--output", str(tmp_path))
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 0, ended.output
+    found = json.loads((tmp_path / "check.json").read_text())
+    assert found["timed_tokens"] == 4096 < found["tokens"] == 16384
+    assert found["verdict"].startswith("not decided on a CPU")
+    assert f"{found['bounds']['faithful']['forward']:.2f}x" in found["verdict"]
 
 
 @pytest.mark.parametrize(

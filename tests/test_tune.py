@@ -142,6 +142,25 @@ def test_a_file_without_prompts_and_a_folder_of_something_else(tmp_path, pipe):
         tune(load_tiny("sana"), call(pipe), PROMPTS, tmp_path / "run")
 
 
+def test_what_tune_cannot_judge_is_refused_before_anything_is_stored(tmp_path, pipe):
+    with refused("prompts='a seven'"):
+        tune(pipe, call(pipe), "a seven", tmp_path / "run")
+    with refused("NoneType"):
+        tune(pipe, lambda prompt: None, PROMPTS, tmp_path / "none")
+    mhla.apply_mhla(pipe)
+    try:
+        with refused("is patched"):
+            tune(pipe, call(pipe), PROMPTS, tmp_path / "run")
+    finally:
+        mhla.remove_mhla(pipe)
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_are_dense_throughout_are_no_candidates():
+    trials = search(Target(psnr=99), law, steps=2)
+    assert trials and all(len(trial.candidate.config.dense_steps(2)) < 2 for trial in trials)
+
+
 def search(target, judge, steps=50, **options):
     """What is tried where a function of the candidate says what is measured: pairs of dB and speedup."""
     trials = []

@@ -228,8 +228,13 @@ def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple
 
 
 def frames_of(sample: Any) -> torch.Tensor:
-    """Convert a PIL image, or frames (F, H, W, 3) in [0, 1], to uint8 (F, 3, H, W)."""
+    """Convert a PIL image, or frames (F, H, W, 3) in [0, 1], to uint8 (F, 3, H, W); ValueError for anything else."""
     values = numpy.asarray(sample)
+    if values.dtype == object or values.ndim not in (3, 4) or values.shape[-1] != 3:
+        raise ValueError(
+            f"A sample must be a PIL image or frames (F, H, W, 3), got {type(sample).__name__} of shape {values.shape}; "
+            "return frames[0] or images[0] of the pipeline's output."
+        )
     frames = torch.from_numpy(values.copy())
     if frames.is_floating_point():
         frames = (255 * frames.float().clamp(0, 1)).round().to(torch.uint8)

@@ -197,13 +197,15 @@ class Demo:
         self.sections[heading] = html_media(file, heading)
 
     def show_mixing(self) -> None:
-        """Draw the first layer's mixing matrix of every variant that learns it, before and after."""
+        """Draw the first layer's mixing matrix, the mean over heads, of every variant that learns it."""
         for variant in self.variants:
             if not isinstance(variant.patch, MHLAConfig) or not variant.patch.mixing_learnable:
                 continue
             layer_name, layer = next(iter(mhla_layers(self.pipes[variant.name]).items()))
             before = initial_mixing(variant.patch.blocks, variant.patch.mixing_init)
-            matrices = {f"{layer_name}, before": before, f"{layer_name}, after": layer.get_parameter("mixing")}
+            after = layer.get_parameter("mixing").detach()
+            after = after.mean(dim=0) if variant.patch.mixing_per_head else after
+            matrices = {f"{layer_name}, before": before, f"{layer_name}, after": after}
             file = self.output / f"mixing-{variant.name.replace(',', '').replace(' ', '-').replace('/', '-')}.png"
             heading = f"Mixing matrices of {variant.name}"
             self.sections[heading] = html_media(draw_mixing(matrices, file), heading)

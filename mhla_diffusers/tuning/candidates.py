@@ -251,10 +251,13 @@ def next_candidate(
     def cost(one: Candidate) -> float:
         return one.cost(steps, depth)
 
+    def is_new(one: Candidate) -> bool:
+        is_dense_throughout = one.config is not None and len(one.config.dense_steps(steps)) == steps
+        return effect(one) not in tried and not is_dense_throughout
+
     tried = {effect(trial.candidate) for trial in trials}
-    for profile in profiles().values():
-        if effect(profile) not in tried:
-            return profile
+    for profile in filter(is_new, profiles().values()):
+        return profile
     patched = [trial for trial in trials if trial.clips and trial.candidate.config and trial.candidate.cache is None]
 
     def rank(trial: Trial) -> tuple[bool, float]:
@@ -277,8 +280,8 @@ def next_candidate(
             nearest = min(missed, key=rank).candidate
             between = sorted((cost(nearest), own))
             found += [one for one in nearest.neighbours(layers) if between[0] < cost(one) < between[1]]
-        if found := [one for one in found if effect(one) not in tried]:
+        if found := list(filter(is_new, found)):
             return min(found, key=cost)
     beside = [None, *([best.candidate.patch] if best else [])]
     cached = [Candidate(patch, threshold) for patch in beside for threshold in THRESHOLDS]
-    return next((one for one in cached if cache and effect(one) not in tried), None)
+    return next((one for one in cached if cache and is_new(one)), None)

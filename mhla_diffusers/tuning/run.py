@@ -32,7 +32,7 @@ from ..files import (
     write_text,
 )
 from ..generation.similarity import Similarity, image_metrics, load_similarities
-from ..patching import find_transformers
+from ..patching import find_transformers, is_patched
 from ..reporting import progress
 from ..settings import Positive, PositiveInteger, check_value, differences
 from .candidates import Candidate, Target, Trial, Tuned, next_candidate, search_rank
@@ -76,14 +76,14 @@ def tune(
         settings: of the call, recorded so that runs do not mix.
 
     Raises:
-        ValueError: no prompts, both targets, a model without softmax attention, a folder of another run, or none could
-            run.
+        ValueError: no prompts, both targets, a patched pipeline, a model without softmax attention, a folder of another
+            run, or no candidate could run.
         OSError: the folder cannot be written, or another run is writing there.
         ImportError: torchmetrics is missing, which compares the samples.
     """
     image_metrics()
     target, folder = Target(psnr, speedup), Path(output)
-    check_value("prompts", list(prompts), Annotated[list[str], Field(min_length=1)])
+    check_value("prompts", prompts, Annotated[Sequence[str], Field(min_length=1)])
     check_value("minutes", minutes, Positive)
     check_value("steps", steps, PositiveInteger)
     transformer = next(iter(find_transformers(pipe).values()))
@@ -91,6 +91,9 @@ def tune(
     check(
         family.computes == SOFTMAX,
         f"The attention of {family.name!r} is {family.computes}, so only MHLA fits it, by finetuning.",
+    )
+    check(
+        not is_patched(pipe), "The pipeline is patched, and candidates are judged by the unpatched one; remove_mhla it."
     )
     model = str((settings or {}).get("model") or getattr(pipe, "name_or_path", ""))
     record = {"model": model, **(settings or {}), "prompts": list(prompts), "steps": steps}

@@ -48,6 +48,14 @@ def test_demo_writes_everything_and_repeats_itself(tmp_path, capfd):
 
 
 @pytest.mark.usefixtures("hasty")
+def test_a_patch_with_a_matrix_per_head_is_drawn(tmp_path, monkeypatch):
+    every = run.variants
+    monkeypatch.setattr(run, "variants", lambda tiny: every(tiny)[2:3])
+    run_demo(DemoConfig(tmp_path, "wan", updates=0, **SMALL))
+    assert (tmp_path / "mixing-MHLA.png").exists()
+
+
+@pytest.mark.usefixtures("hasty")
 def test_a_demo_that_is_stopped_leaves_no_page(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
