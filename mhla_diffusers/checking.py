@@ -20,7 +20,6 @@ from .files import write_json, write_text
 from .patching.describe import dense_in_words
 from .reporting import markdown_table, scaled
 
-
 _WORTHWHILE = 1.1
 """Least speedup of a forward for which a patch pays."""
 _CPU_TOKENS = 4096
@@ -72,8 +71,8 @@ class Check:
         factor = self.measured[default]
         if self.timed_tokens < self.tokens:
             return (
-                f"not decided on a CPU: over {self.timed_tokens:,} of {self.tokens:,} tokens, {default} is {factor:.1f}x "
-                f"as fast as the fastest softmax; counted, a forward is at most {self.bounds[default][0]:.2f}x as fast"
+                f"not decided on a CPU: over {self.timed_tokens:,} of {self.tokens:,} tokens, {default} is "
+                f"{factor:.1f}x as fast as the fastest softmax; counted, a forward is at most {self.bounds[default][0]:.2f}x as fast"
             )
         gained = _times(self.share, factor)
         if gained < _WORTHWHILE:

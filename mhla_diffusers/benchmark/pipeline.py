@@ -232,8 +232,8 @@ def frames_of(sample: Any) -> torch.Tensor:
     values = numpy.asarray(sample)
     if values.dtype == object or values.ndim not in (3, 4) or values.shape[-1] != 3:
         raise ValueError(
-            f"A sample must be a PIL image or frames (F, H, W, 3), got {type(sample).__name__} of shape {values.shape}; "
-            "return frames[0] or images[0] of the pipeline's output."
+            f"A sample must be a PIL image or frames (F, H, W, 3), got {type(sample).__name__} of shape "
+            f"{values.shape}; return frames[0] or images[0] of the pipeline's output."
         )
     frames = torch.from_numpy(values.copy())
     if frames.is_floating_point():
