@@ -72,7 +72,8 @@ class Check:
         if self.timed_tokens < self.tokens:
             return (
                 f"not decided on a CPU: over {self.timed_tokens:,} of {self.tokens:,} tokens, {default} is "
-                f"{factor:.1f}x as fast as the fastest softmax; counted, a forward is at most {self.bounds[default][0]:.2f}x as fast"
+                f"{factor:.1f}x as fast as the fastest softmax; counted, a forward is at most "
+                f"{self.bounds[default][0]:.2f}x as fast"
             )
         gained = _times(self.share, factor)
         if gained < _WORTHWHILE:
