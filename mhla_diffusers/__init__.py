@@ -22,11 +22,9 @@ __all__ = [
     "load_mhla",
     "mhla_disabled",
     "mhla_layers",
-    "push_mhla",
     "remove_mhla",
     "save_mhla",
     "set_attn_processor",
-    "suggest_blocks",
     "tune",
 ]
 
@@ -74,11 +72,9 @@ if TYPE_CHECKING:
         load_mhla,
         mhla_disabled,
         mhla_layers,
-        push_mhla,
         remove_mhla,
         save_mhla,
         set_attn_processor,
-        suggest_blocks,
     )
     from .tuning import tune
 else:

@@ -1,32 +1,30 @@
 """What a patch costs: every patched self-attention compared with the original on the same input, in one run."""
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from .attention import SparseCall
 from .attention.held import weight_held
 from .config import SparseConfig
+from .families import get_family, named_arguments
 from .files import write_json
-from .patching.calibrate import (
-    check_reached,
-    check_run,
-    measure_change,
-    measure_sensitivity,
-    not_finite,
-    record_calls,
-    spread_calls,
-)
-from .patching.call import Call, Seen, held
+from .patching.call import Call, Seen, held, in_every_step
 from .patching.finding import require_patched
 from .patching.patched import Patched
 from .reporting import require_matplotlib, text_table
 
+Item = TypeVar("Item")
+
+_CALLS = 4
+"""Most calls that are repeated with one layer patched at a time."""
 _QUERIES = 512
 """Queries per head whose N softmax weights each are computed."""
 _MOST_ROWS = 12
@@ -156,7 +154,6 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     Raises:
         ValueError: if the model is not patched, its patch is disabled, or ``run`` did not reach every layer.
     """
-    check_run(run)
     running = {name: patched for name, patched in require_patched(model).items() if not patched.is_off}
     if not running:
         raise ValueError("The patch of this model is switched off; leave mhla_disabled() first.")
@@ -187,14 +184,12 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
         recorded = record_calls(transformers, run)
     names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
     sparse = [key for key in watches if not always_dense.get(key[0])]  # a transformer of early steps may never be
-    check_reached([names[key] for key in sparse], [names[key] for key in sparse if watches[key].forwards])
+    _check_reached([names[key] for key in sparse], [names[key] for key in sparse if watches[key].forwards])
 
     knows_steps = all(call.step is not None for call in forwards)
     steps = [call.step.index if knows_steps and call.step else place for place, call in enumerate(forwards)]
     count = max(1 + max(steps), *(call.step.count for call in forwards if knows_steps and call.step), 0)
-    calls = {component: spread_calls(found) for component, found in recorded.items()}
-    moves = {component: measure_sensitivity(patched, calls[component]) for component, patched in running.items()}
-    changes = [measure_change(patched, calls[component]) for component, patched in running.items()]
+    measured = {name: _measure_moves(patched, _spread(recorded[name])) for name, patched in running.items()}
     layers = []
     for (component, name), watch in watches.items():
         heads = watch.errors[0].shape[0] if watch.errors else 1
@@ -204,9 +199,10 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
             errors.index_add_(0, where, torch.stack(watch.errors))
             squares.index_add_(0, where, torch.stack(watch.squares))
         density, mass = (sum(x) / len(x) if x else None for x in (watch.densities, watch.masses))
-        layers.append(LayerAudit(names[component, name], errors, squares, moves[component][name], density, mass))
+        layers.append(LayerAudit(names[component, name], errors, squares, measured[component][0][name], density, mass))
     disabled = {step for step, call in zip(steps, forwards, strict=True) if call.is_dense}
     flags = tuple(step in disabled for step in range(count))
+    changes = [change for _, change in measured.values()]
     return Audit(tuple(layers), flags, knows_steps, sum(changes) / len(changes))
 
 
@@ -229,13 +225,123 @@ class _Watch:
         self.errors.append((found - exact).square().sum(dim=(0, 1, 3)).double().cpu())
         self.squares.append(exact.square().sum(dim=(0, 1, 3)).double().cpu())
         if not bool((self.errors[-1] + self.squares[-1]).isfinite().all()):
-            raise ValueError(not_finite(seen.layer))
+            raise ValueError(_not_finite(seen.layer))
         if isinstance(patched.config, SparseConfig):
             rule = patched.config.rule_on(seen.grid)
             given: dict[str, Any] = {"query": seen.query, "key": seen.key, "value": seen.value, "grid": seen.grid}
             call = SparseCall(**given, sparse=rule, key_mask=seen.key_mask, extra=seen.extra)
             self.densities.append(rule.listed_on(seen.grid))
             self.masses.append(float(weight_held(call, _QUERIES, len(self.masses))))
+
+
+# Calls of a transformer, recorded and run again
+
+
+@dataclass(frozen=True)
+class TransformerCall:
+    """One forward of a transformer, to be run again."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def grid(self, transformer: nn.Module) -> tuple[int, ...]:
+        """Return the token grid that the transformer makes of it."""
+        family = get_family(transformer)
+        return tuple(map(int, family.grid(transformer, named_arguments(transformer, self.args, self.kwargs))))
+
+    def predict(self, transformer: nn.Module) -> torch.Tensor:
+        """Run it; return the output (B, output channels, ...), as the transformer's family has it."""
+        with in_every_step():  # outside of the loop that it was recorded in
+            prediction = transformer(*self.args, **{**self.kwargs, "return_dict": False})[0]
+        return prediction if isinstance(prediction, torch.Tensor) else torch.stack(list(prediction))
+
+
+def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
+    """Run something and keep the inputs of every forward of the transformers.
+
+    Raises:
+        ValueError: ``run`` is not a function, or did not reach a transformer, or a step cache is enabled.
+    """
+    if not callable(run):
+        raise ValueError(
+            f"run={run!r} must be a function without arguments that runs the model on typical inputs, such as "
+            'lambda: pipe("a cat", num_inference_steps=4) for a pipeline.'
+        )
+    for transformer in transformers.values():
+        if getattr(transformer, "is_cache_enabled", False) or getattr(transformer, "_is_cached", False):
+            raise ValueError(
+                f"A step cache is enabled on this {type(transformer).__name__} and skips attentions that must be "
+                "seen. Call transformer.disable_cache() before (cache_dit.disable_cache(pipe) of cache-dit), and "
+                "enable it again afterwards."
+            )
+    calls: dict[str, list[TransformerCall]] = {name: [] for name in transformers}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copied(one) for one in value]
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = {key: copied(value) for key, value in kwargs.items()}
+        calls[name].append(TransformerCall(tuple(map(copied, args)), named))
+
+    with ExitStack() as hooks, torch.no_grad():
+        for name, transformer in transformers.items():
+            hooks.enter_context(transformer.register_forward_pre_hook(partial(note, name), with_kwargs=True))
+        run()
+    _check_reached(transformers, [name for name in transformers if calls[name]])
+    return calls
+
+
+def _spread(calls: list[Item]) -> list[Item]:
+    """Choose some calls, evenly spread over all."""
+    count = min(len(calls), _CALLS)
+    return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
+
+
+def _check_reached(parts: Collection[str], reached: Collection[str]) -> None:
+    missed = [name for name in parts if name not in reached]
+    if missed:
+        raise ValueError(
+            f"run() did not reach {missed[0]}, and {len(missed)} of {len(parts)} in all; it must call the pipeline or "
+            "the model that was given."
+        )
+
+
+def _not_finite(layer: str) -> str:
+    return (
+        f"{layer} gets or returns NaN or infinity in this run, so nothing can be compared there. Run typical inputs in "
+        "a precision that the model can take, such as bfloat16 in place of float16."
+    )
+
+
+def _measure_moves(patched: Patched, calls: Sequence[TransformerCall]) -> tuple[dict[str, float], float]:
+    """Return ‖output − output of no patch‖² / ‖output of no patch‖², averaged over calls, of single layers and all."""
+
+    def output(call: TransformerCall) -> torch.Tensor:
+        return call.predict(patched.transformer).float()
+
+    def running_only(*names: str) -> AbstractContextManager[None]:
+        return patched.watched(lambda seen: seen.output if seen.layer in names else seen.exact())
+
+    with running_only():
+        expected = [output(call) for call in calls]
+
+    def change() -> float:
+        pairs = zip(map(output, calls), expected, strict=True)
+        changes = [float((found - wanted).square().sum() / wanted.square().sum()) for found, wanted in pairs]
+        return sum(changes) / len(changes)
+
+    moves = {}
+    for name in patched.chosen:
+        with running_only(name):
+            moves[name] = change()
+        if not math.isfinite(moves[name]):
+            raise ValueError(_not_finite(name))
+    return moves, change()
+
+
+# Pictures and files
 
 
 def write_audit(audit: Audit, folder: str | Path) -> list[Path]:

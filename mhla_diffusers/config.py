@@ -29,8 +29,6 @@ from .settings import Count, Flag, Integer, Number, Settings, read_yaml, setting
 
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
-AUTOMATIC = "auto:"
-"""Prefix of a choice of layers by measurement, for example "auto:2/3"."""
 MOST_BLOCKS = 8192
 """Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
 MOST_BLOCK_SIZE = 1024
@@ -55,7 +53,7 @@ def _blocks(blocks: Any) -> Shape:
     check(
         count <= MOST_BLOCKS,
         f"blocks={blocks} are {count:,} blocks, whose mixing matrix would have {count:,} rows and columns; at most "
-        f"{MOST_BLOCKS:,} are allowed, and suggest_blocks() says how many a size needs.",
+        f"{MOST_BLOCKS:,} are allowed.",
     )
     return blocks
 
@@ -87,9 +85,7 @@ class PatchConfig(Settings):
     attention: ClassVar[str]
     """Which attention runs, in words."""
     layers: Annotated[LayerChoice, PlainValidator(_layers)] = "all"
-    """Which layers: "all", a fraction such as "2/3" or 0.5, a list of indices, or "auto:2/3" for that fraction, chosen
-    by ``apply_mhla(..., calibration=…)``, which records the list here.
-    """
+    """Which layers: "all", a fraction such as "2/3" or 0.5, or a list of indices."""
     dense_first: _Steps = 0
     """First denoising steps of a pipeline's call in which all layers use the original attention: a number of steps, or
     as a float a share of them, rounded up. 1 is one step.
@@ -533,7 +529,7 @@ def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
             return indices
     if choice == "all":
         return Fraction(1)
-    share: Any = str(choice).removeprefix(AUTOMATIC) if is_automatic(choice) else choice
+    share: Any = choice
     try:
         fraction = Fraction(share).limit_denominator(1000)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
@@ -541,14 +537,9 @@ def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
     if isinstance(choice, int) or not 0 < fraction <= 1:  # 1 might be meant for one layer
         raise ValueError(
             f"layers={choice!r} is unknown; allowed: 'all', a fraction in (0, 1] such as '2/3' or 0.5, "
-            "a list of layer indices such as [0, 2, -1], or 'auto:2/3'."
+            "or a list of layer indices such as [0, 2, -1]."
         )
     return fraction
-
-
-def is_automatic(choice: LayerChoice) -> bool:
-    """Whether layers are chosen by measurement."""
-    return isinstance(choice, str) and choice.startswith(AUTOMATIC)
 
 
 @settings()
@@ -587,7 +578,7 @@ def adapted_patch_folder(name: str) -> Path | None:
 
 def adapted_patch_names() -> list[str]:
     """List the names of the adapted patches that ship, settings and weights, as ``save_mhla`` wrote them."""
-    return sorted(path.parent.name for path in patch_folder().glob("*/mhla_config.json"))
+    return sorted(path.parent.name for path in patch_folder().glob("*/mhla.safetensors"))
 
 
 def load_patch(name_or_path: str | Path) -> Patch:

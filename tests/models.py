@@ -182,6 +182,12 @@ def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return model(**arguments, return_dict=False)[0]
 
 
+def attn_processors(model: Any) -> dict[str, Any]:
+    """Processors by name as diffusers' property of that name has them, of any transformer."""
+    modules = model.named_modules()
+    return {f"{name}.processor": one.processor for name, one in modules if hasattr(one, "set_processor")}
+
+
 def relative_change(found: torch.Tensor, expected: torch.Tensor) -> float:
     """‖found − expected‖ / ‖expected‖; fails unless ``found`` is finite."""
     assert found.isfinite().all()

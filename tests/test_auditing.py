@@ -15,7 +15,6 @@ from mhla_diffusers.attention.sparse import key_block_of_tokens
 from mhla_diffusers.auditing import draw_audit
 from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching import layer_sensitivity
 
 from . import models
 from .evaluation.pictures import mhla as command
@@ -69,8 +68,10 @@ def test_moves_are_what_single_layers_and_the_whole_patch_change_and_the_model_i
     found = mhla.audit(model, run)
     assert_same_footprint(model, before)
     assert torch.equal(run(), expected)
-    assert {layer.name: layer.moves for layer in found.layers} == layer_sensitivity(model, run)
     original = models.output(models.FAMILIES[name].build(), models.inputs(name))
+    for index, layer in enumerate(found.layers):
+        alone = models.output(models.patched(name, layers=[index]), models.inputs(name))
+        assert layer.moves == pytest.approx(models.relative_change(alone, original) ** 2, rel=1e-4)
     assert found.moves == pytest.approx(models.relative_change(expected, original) ** 2, rel=1e-4)
 
 
@@ -205,6 +206,13 @@ def test_what_cannot_be_audited_is_refused():
     with mhla.mhla_disabled(model), refused("mhla_disabled()"):
         mhla.audit(model, lambda: None)
     assert not any(len(attn._forward_hooks) for attn in model.modules() if hasattr(attn, "to_out"))
+
+
+def test_a_run_with_nan_is_refused_and_the_layer_named():
+    model, arguments = models.patched("wan"), models.inputs("wan")
+    arguments["hidden_states"] = arguments["hidden_states"] * float("nan")
+    with refused("blocks.0.attn1"):
+        mhla.audit(model, lambda: model(**arguments))
 
 
 def test_the_picture_shows_where_the_error_is_and_what_did_not_run(tmp_path):

@@ -1,6 +1,6 @@
 """The mathematics of MHLA and sparse attention: torch only, no diffusers."""
 
-from .api import BACKENDS, attend, mhla_attention, sparse_attention
+from .api import BACKENDS, attend, mhla_attention, run, sparse_attention
 from .call import BlockLists, MHLACall, SparseCall
 from .feature_maps import feature_map_names, get_feature_map, register_feature_map
 from .mixing import clip_mixing_, extend_mixing, initial_mixing, resize_mixing
@@ -25,6 +25,7 @@ __all__ = [
     "reference_weights",
     "register_feature_map",
     "resize_mixing",
+    "run",
     "sparse_attention",
     "with_lists",
 ]

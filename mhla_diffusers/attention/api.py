@@ -215,6 +215,11 @@ def attend(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
     """
     check_call(call)
     _check_place(call)
+    return run(call, backend)
+
+
+def run(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
+    """Run a call that fits: (B, N, H, D)."""
     if call.query.numel() == 0:
         return empty_output(call)
     call = replace(call, rotary=steady(in_all_rows(call.rotary, call.query.shape[1])))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..config import AUTOMATIC, MHLAConfig, PatchConfig, is_automatic
+from ..config import MHLAConfig, PatchConfig
 from ..families import get_family, part_of
 from ..patching.describe import sizes_of
 from ..patching.patch import choose_layers
@@ -122,9 +122,7 @@ def count_forward(
             ) from error
         found.append({**plain})
         if config is not None:
-            # which layers an automatic choice takes is open until it is made, and all cost the same
-            chosen = str(config.layers).removeprefix(AUTOMATIC) if is_automatic(config.layers) else config.layers
-            share = len(choose_layers(chosen, built)) / built
+            share = len(choose_layers(config.layers, built)) / built
             patched = count_parts(transformer, inputs, config)
             found[-1] = {part: share * patched[part] + (1 - share) * plain[part] for part in PARTS}
     return {part: round(first + (built - 1) * (found[-1][part] - first)) for part, first in found[0].items()}

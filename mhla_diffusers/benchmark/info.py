@@ -25,8 +25,8 @@ from ..config import (
     patch_names,
 )
 from ..families import families
+from ..patching import PATCH_FILE, read_record
 from ..patching.describe import dense_in_words
-from ..patching.loading import check_file, read_record
 from ..reporting import scaled, text_table, times, wrap
 from ..tiny import TINY
 from .cases import choose_cases
@@ -202,15 +202,14 @@ def print_any_patch(patch: str) -> None:
         _print_settings(preset.description, preset)
         return
     record = read_record(folder)
-    file = check_file(folder, record)
+    file = folder / PATCH_FILE
     rows = [
         ("folder", str(folder)),
         ("base model", record.base_model or "not recorded"),
         ("saved with", f"diffusers {record.diffusers_version}, format {record.format_version}"),
         ("weights", record.weights),
         *([("left as it is", ", ".join(record.unpatched))] if record.unpatched else []),
-        ("file", f"{record.file}, {file.stat().st_size / 1e6:,.1f} MB"),
-        ("SHA-256, fits", record.sha256),
+        ("file", f"{PATCH_FILE}, {file.stat().st_size / 1e6:,.1f} MB"),
     ]
     runs = dict.fromkeys(summary_of(PatchConfig.read(part.patch)) for part in record.transformers.values())
     _say(f"{folder.name} runs {' and '.join(runs)}; saved with what it has learned, for load_mhla()\n")

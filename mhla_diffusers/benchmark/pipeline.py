@@ -19,7 +19,7 @@ from ..config import adapted_patch_folder, load_patch
 from ..families import Family
 from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.similarity import image_metrics, psnr, ssim
-from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, remove_mhla
+from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, remove_mhla
 from ..reporting import parse_size, progress
 from ..tiny import tiny_pipeline
 from .cases import BLOCK_SIZE, Shape, models
@@ -88,8 +88,8 @@ def patcher(name: str, family: Family) -> Callable[[Any], object]:
             raise ValueError(f"patch={name!r} is for softmax attention; that of {family.name} is {family.computes}.")
         return partial(apply_mhla, **patch_settings(name, family.mhla_blocks))
     saved, is_file = adapted_patch_folder(name) or name, Path(name).suffix in (".yaml", ".yml")
-    if Path(name).is_dir() and not Path(name, CONFIG_NAME).is_file():
-        raise ValueError(f"patch={name!r} holds no saved patch: {CONFIG_NAME} is missing; save one with save_mhla.")
+    if Path(name).is_dir() and not Path(name, PATCH_FILE).is_file():
+        raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
     if saved != name or Path(name).is_dir() or ("/" in name and not is_file):
         return lambda pipe: load_result(pipe, saved)
     try:

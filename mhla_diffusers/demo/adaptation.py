@@ -5,15 +5,14 @@ scenes: in the demo, in ``tools/adapt_tiny.py``, which makes the patches that sh
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..config import NOTHING_DENSE, LinearConfig, MHLAConfig, PatchConfig, SparseConfig, is_automatic
+from ..config import NOTHING_DENSE, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
 from ..families import NoisedBatch, Sample, trained_family
 from ..generation.pipelines import family_named
 from ..patching import apply_mhla, find_patched, load_mhla
@@ -168,16 +167,10 @@ class Adaptation:
         self.validate_every = validate_every
         self.data = digit_latents(load_tiny(tiny.family, device), tiny, samples, held_out, seed)
 
-    def patched(self, patch: PatchConfig | None, calibration: Callable[[Any], object] | None = None) -> Any:
-        """Return a fresh pipeline, patched; unpatched for None.
-
-        ``calibration`` runs the pipeline on typical inputs, for a patch that chooses layers.
-        """
+    def patched(self, patch: PatchConfig | None) -> Any:
+        """Return a fresh pipeline, patched; unpatched for None."""
         pipe = load_tiny(self.tiny.family, self.device)
-        if patch is not None:
-            is_open = is_automatic(patch.layers)
-            apply_mhla(pipe, patch, calibration=partial(calibration, pipe) if calibration and is_open else None)
-        return pipe
+        return pipe if patch is None else apply_mhla(pipe, patch)
 
     def config(self, patch: str | PatchConfig | None, output: Path, **changes: Any) -> TrainingConfig:
         """Return the settings of a run; the changes add to those that all runs have in common, or replace some."""
@@ -209,7 +202,6 @@ class Adaptation:
             sampler: called whenever the held-out loss was measured, with the transformer and a folder.
             changes: as of :meth:`config`.
         """
-        # automatically chosen layers stand in the configuration of what is patched
         patch: str | PatchConfig | None = next((patched.config for patched in find_patched(pipe).values()), None)
         *first, last = runs
         for settings in first:

@@ -9,10 +9,11 @@ from torch import nn
 
 from ..attention import SparseCall, reference_weights
 from ..attention.rope import rotated
+from ..auditing import TransformerCall
 from ..config import SparseConfig
 from ..errors import check_names
 from ..families import AttentionInputs, get_family
-from ..patching import TransformerCall, find_patched
+from ..patching import find_patched
 from ..patching.layer import layer_of
 
 RANK_TOLERANCE = 1e-4

@@ -15,11 +15,12 @@ import typer
 from pydantic import Field
 
 from ..attention import initial_mixing
+from ..auditing import TransformerCall
 from ..benchmark import measure
 from ..config import MHLAConfig
 from ..families import arguments_of, predict
 from ..files import check_writable, write_json, write_text
-from ..patching import TransformerCall, mhla_layers
+from ..patching import mhla_layers
 from ..reporting import html_media, html_page, html_table, require_matplotlib, show_loading, text_table
 from ..settings import Count, Integer, Seed, Settings, settings
 from ..tiny import tiny_pipeline

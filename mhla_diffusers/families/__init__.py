@@ -9,7 +9,7 @@ from torch import nn
 from ..moved import where_it_went
 from . import grids
 from .calling import Calling
-from .family import Counts, Family, part_of
+from .family import Counts, Family, named_arguments, part_of
 from .inputs import Condition, Inputs, Kwargs, Sample
 from .mhla import AttentionAdapter, AttentionInputs, imported
 from .models import Clip, Model
@@ -190,6 +190,7 @@ __all__ = [
     "get_family",
     "grids",
     "imported",
+    "named_arguments",
     "part_of",
     "predict",
     "register_family",

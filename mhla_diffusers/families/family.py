@@ -143,8 +143,7 @@ class Family:
         if self.trained is None:
             raise ValueError(
                 f"{self.name!r}: this family can be patched, but it does not say how its models are encoded for and "
-                "trained; give it inputs=Inputs(...) and trained=Training(). apply_mhla(pipe, calibration=...) fits a "
-                "patch without training."
+                "trained; give it inputs=Inputs(...) and trained=Training()."
             )
         return self.trained
 
@@ -173,11 +172,6 @@ class Family:
         if hasattr(attn, "head_dim"):
             return heads, int(attn.head_dim)
         return heads, int(attn.inner_dim if hasattr(attn, "inner_dim") else attn.to_query.out_features) // heads
-
-    def named_arguments(self, transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the forward of a transformer by name."""
-        forward: Any = type(transformer).forward
-        return {**dict(zip(_names_of_arguments(forward), args, strict=False)), **kwargs} if args else {**kwargs}
 
     def patch_of(self, transformer: Any) -> tuple[int, ...]:
         """Return latents per token along each axis."""
@@ -253,10 +247,16 @@ def part_of(module: Any, path: str) -> Any:
     return reduce(lambda found, name: getattr(found, name, None), path.split("."), module)
 
 
+def named_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model's forward by name; those of ``*args`` are numbered."""
+    if not args:
+        return {**kwargs}
+    names = _names_of_arguments(type(model).forward)
+    return {**{names[i] if i < len(names) else f"args{i}": value for i, value in enumerate(args)}, **kwargs}
+
+
 @cache
 def _names_of_arguments(method: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(method).parameters)[1:]
-
-
-# the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
-vars(_names_of_arguments)["_dynamo_marked_constant"] = True
+    parameters = inspect.signature(method).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(one.name for one in parameters if one.kind in kinds)[1:]

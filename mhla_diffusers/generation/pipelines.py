@@ -19,7 +19,7 @@ from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..errors import check_choice, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
 from ..files import content_of, read_json
-from ..patching import CONFIG_NAME, apply_mhla, change_mhla, find_transformers, load_mhla
+from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..reporting import times
 from ..settings import PositiveInteger, check_value
 from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
@@ -256,7 +256,7 @@ def load_result(pipe: Any, result: str | Path) -> None:
         ValueError: another model's weights, or as :func:`mhla_diffusers.load_mhla`.
     """
     folder = _result_in(result)
-    if (folder / "config.json").is_file() and not (folder / CONFIG_NAME).is_file():
+    if (folder / "config.json").is_file() and not (folder / PATCH_FILE).is_file():
         made_for = read_json(folder / "config.json").get("_class_name")
         if made_for != type(pipe.transformer).__name__:
             raise ValueError(f"{folder} holds a {made_for}, but the pipeline has a {type(pipe.transformer).__name__}.")

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..attention.call import ContentRule
 from ..attention.layout import Extra, Shape
 from ..config import Step
-from .residual import BranchState, Run
+from .residual import BranchState, Errors, Run
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Tally:
         self.dense: Counter[str] = Counter()
         self.latest = ""
         """:meth:`summary` of the latest call that has ended."""
-        self._logged: set[tuple[str, tuple[int, ...]]] = set()
+        self._logged: set[str] = set()
 
     def note_dense(self, reason: str, query: torch.Tensor, level: int = logging.INFO) -> None:
         """Count a dense attention; its reason is logged once for each shape of query."""
@@ -46,8 +47,8 @@ class Tally:
 
     def log_once(self, level: int, words: str) -> None:
         """Log a line the first time."""
-        if (words, ()) not in self._logged:
-            self._logged.add((words, ()))
+        if words not in self._logged:
+            self._logged.add(words)
             self.logger.log(level, "MHLA: %s.", words)
 
     def summary(self) -> str:
@@ -113,12 +114,16 @@ class Call(NamedTuple):
     """Where residuals are, for every equal part of the batch; empty if none are kept."""
     run: Run | None = None
     """The running call of a pipeline that it belongs to; None outside of sampling."""
+    errors: Errors | None = None
+    """Where dense steps write what they have measured."""
     split: Any = None
     """The processes over which the tokens of MHLA are split; None for one process."""
     mode: Any = None
     """What answers PyTorch's function during the forward; None in models that dispatch."""
     tally: Tally | None = None
     watch: Watch | None = None
+    rule: ContentRule | None = None
+    """How lists are chosen on the grid; None where it was not looked up for the whole forward."""
     outer: Any = None
     """The call in which the forward began, such as that of a student that asks a patched teacher."""
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..attention.costs import AttentionSizes
-from ..attention.layout import block_count, check_grid, fit_blocks, smallest_and_largest
-from ..config import USUAL_STEPS, CausalConfig, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
+from ..attention.layout import block_count, check_grid, smallest_and_largest
+from ..config import USUAL_STEPS, CausalConfig, LinearConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
 from ..settings import PositiveInteger, check_value
@@ -21,9 +21,6 @@ from .processor import MHLAProcessor
 from .residual import residual_bytes
 
 logger = logging.getLogger(__name__)
-
-_OF_TEXT = ("attn2.to_k", "attn2.to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context")
-"""Ends of the names of linear layers that see the text alone."""
 
 
 @dataclass(frozen=True)
@@ -187,61 +184,6 @@ def dense_in_words(config: PatchConfig, count: int = USUAL_STEPS) -> str:
     return f"dense in {' and in '.join(places)}" if places else "dense in no step"
 
 
-def most_speedup(patched: Patched, grid: tuple[int, ...], steps: int = USUAL_STEPS) -> float:
-    """Return the most that a patch can bring to a call of so many steps, by the FLOPs of its transformer's blocks.
-
-    Counted from the shapes of linear layers and attentions; those on the text alone are left out.
-    """
-    family, tokens = patched.of_family, math.prod(grid)
-    linear = sum(
-        2 * module.weight.numel() * tokens
-        for block in family.blocks_of(patched.transformer).values()
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and not name.endswith(_OF_TEXT)
-    )
-    sizes = {
-        name: sizes_of(attn, family, patched.config if name in patched.chosen else None, grid, family.extra_tokens)
-        for name, attn in patched.attentions.items()
-    }
-    plain = linear + sum(one.softmax_flops for one in sizes.values())
-    left = linear + sum(one.flops if name in patched.chosen else one.softmax_flops for name, one in sizes.items())
-    return patched.config.call_speedup(plain, left, steps)
-
-
-def _usual_grid(patched: Patched, pipe: Any) -> tuple[int, ...] | None:
-    """Return the token grid of a pipeline's default size; None where it is unknown, as of a transformer alone."""
-    family = patched.of_family
-    if isinstance(pipe, nn.Module) or getattr(pipe, "vae", None) is None:
-        return None
-    try:
-        return family.calling.grid(pipe, patched.transformer, family.default_clip)
-    except ValueError:  # an autoencoder that does not say its strides, or a size that the model does not take
-        return None
-
-
-def applied_in_words(patched: Patched, pipe: Any) -> str:
-    """Say in one line what a sparse patch does: density, dense steps and layers, bound, memory.
-
-    Args:
-        patched: of a family.
-        pipe: pipeline, at whose default size bound and memory are counted; a transformer has none.
-    """
-    config, family = patched.config, patched.of_family
-    assert isinstance(config, SparseConfig)
-    parts = [f"{config.density:.3g} of block pairs", dense_in_words(config)]
-    grid = _usual_grid(patched, pipe)
-    if grid is not None:
-        (height, width), frames = family.default_clip.sizes[0], family.default_clip.frames
-        size = f"{height}x{width}" + (f"x{frames}" if family.makes_videos else "")
-        parts.append(f"at most {most_speedup(patched, grid):.1f}x at {size}")
-        if config.correct and config.has_dense_steps:
-            heads, head_dim = family.heads(next(iter(patched.attentions.values())))
-            held = residual_bytes(math.prod(grid) + family.extra_tokens, heads * head_dim)
-            parts.append(f"{scaled(2 * held * len(patched.chosen), 1024, 'B')} for corrections with guidance")
-    parts.append("quality not measured on this model: mhla tune")
-    return f"{config.profile or config.attention}: {'; '.join(parts)}"
-
-
 def describe(
     model: Any,
     grid: Sequence[int] | None = None,
@@ -326,15 +268,7 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
 def sizes_of(
     attn: Any, family: Family, config: PatchConfig | None, grid: tuple[int, ...], extra: int = 0
 ) -> AttentionSizes:
-    """Return what the cost of a model's self-attention depends on.
-
-    Args:
-        attn: the attention, whose heads are counted.
-        family: whose own attention a layer without a patch has.
-        config: of its patch; None without one.
-        grid: token grid.
-        extra: extra tokens.
-    """
+    """Return what the cost of a model's self-attention depends on; its family's own without ``config`` of a patch."""
     heads, head_dim = family.heads(attn)
     if config is not None:
         return config.sizes_on(grid, heads, head_dim, extra)
@@ -346,13 +280,7 @@ def sizes_of(
 def grids_of_size(
     pipe: Any, height: int | None, width: int | None, num_frames: int | None
 ) -> Mapping[str, tuple[int, ...]]:
-    """Return the token grid at a size in pixels by component name, of a pipeline.
-
-    Raises:
-        ValueError: a transformer alone, which does not know the strides of an autoencoder; half a size, or one of no
-            whole numbers; frames of an image; sides that differ where the model takes squares only; or a size without
-            a token.
-    """
+    """Return the token grid at a size in pixels by component name, of a pipeline; ValueError for a size without one."""
     for side, value in (("height", height), ("width", width), ("num_frames", num_frames)):
         check_value(side, value, PositiveInteger | None)
     transformers = find_transformers(pipe)
@@ -376,46 +304,3 @@ def grids_of_size(
         if not all(grids[name]):
             raise ValueError(f"height={height}, width={width} is too small: its token grid is {grids[name]}.")
     return grids
-
-
-def suggest_blocks(pipe: Any, height: int, width: int, num_frames: int | None = None) -> tuple[int, ...]:
-    """Suggest block counts for a size in pixels.
-
-    Blocks as long along every axis as those of the family's default at its default size, since how far a block reaches
-    is what its KV state has to hold: three latent frames and ten tokens each way for Wan. But no more than about √(2 N)
-    blocks of N tokens, where mixing M² pairs of blocks costs as much as making and reading the KV states; beyond it
-    the cost would no longer be linear. Start from it, and look at a layer's attention or the loss for more. A warning
-    says where a size is too small for more than one block, with which MHLA is plain linear attention.
-
-    Args:
-        pipe: pipeline, patched or not; of several transformers the first counts.
-        height: in pixels.
-        width: in pixels.
-        num_frames: of a video; None for the family's default.
-
-    Returns:
-        For example (7, 3, 5), for ``apply_mhla(pipe, blocks=…)``.
-
-    Raises:
-        ValueError: what :func:`describe` raises for a size.
-    """
-    name, grid = next(iter(grids_of_size(pipe, height, width, num_frames).items()))
-    transformer = find_transformers(pipe)[name]
-    family = get_family(transformer)
-    usual = family.calling.grid(pipe, transformer, family.default_clip)
-    usual_blocks = MHLAConfig(blocks=family.mhla_blocks, clamp_blocks=True).blocks_on(usual)
-    wanted = [
-        size * count / max(size_then, 1) for size, count, size_then in zip(grid, usual_blocks, usual, strict=True)
-    ]
-    blocks = fit_blocks(wanted, grid)
-    if math.prod(blocks) == 1:
-        logger.warning(
-            "height=%s, width=%s has a token grid of %s, too small for more than one block: MHLA is plain linear "
-            "attention there. Softmax attention of %s tokens costs little; leave the model as it is, or ask for a "
-            "larger size.",
-            height,
-            width,
-            times(grid),
-            math.prod(grid),
-        )
-    return blocks

@@ -58,11 +58,7 @@ def _components(model: Any) -> dict[str, nn.Module]:
 
 
 def refuse_wrapped(model: Any) -> None:
-    """Raise if the model that was meant lies inside what was given.
-
-    Raises:
-        ValueError: a class, or PEFT's wrapper, with the way to what is inside.
-    """
+    """Raise ValueError, with the way to what is inside, for a class or PEFT's wrapper."""
     for name, module in _components(model).items():
         # PEFT's PeftModel would go on with a patched model inside, but is saved and called in its own ways
         take_out: Any = getattr(module, "get_base_model", None)
@@ -102,11 +98,7 @@ def _is_patched(attn: Any) -> bool:
 
 
 def require_patched(model: Any) -> dict[str, Patched]:
-    """Find the handles of :func:`find_patched`.
-
-    Raises:
-        ValueError: no transformer is patched, or what :func:`find_transformers` raises.
-    """
+    """Find the handles of :func:`find_patched`; ValueError if there are none."""
     found = find_patched(model)
     if not found:
         find_transformers(model)  # raises the fitting error for a model that cannot be patched
@@ -132,11 +124,7 @@ def mhla_layers(model: Any) -> dict[str, MHLALayer]:
 
 
 def require_layers(model: Any) -> dict[str, MHLALayer]:
-    """Find the layers of :func:`mhla_layers`.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Find the layers of :func:`mhla_layers`; ValueError if there are none."""
     layers = mhla_layers(model)
     if not layers:
         (patched, *_) = require_patched(model).values()

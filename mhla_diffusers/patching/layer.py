@@ -84,10 +84,9 @@ class Convolution(nn.Module):
 class MHLALayer(nn.Module):
     """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
 
-    In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix, but
-    for two parts: an output norm, of weight 1, norms all the same (:func:`calibrate_output_norm` fits it), and softmax
-    over the own block of causal attention or over extra tokens shares the denominator with MHLA, of weight λ: 1 beside
-    the own block, 1 / √D beside extra tokens.
+    In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix. An
+    output norm, of weight 1, norms all the same, and softmax over the own block
+    of causal attention shares the denominator with MHLA, of weight λ = 1.
 
     Args:
         config: settings.
@@ -102,7 +101,7 @@ class MHLALayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        """Settings; others that :func:`share_parameters` may take their place."""
+        """Settings; others may take their place that need the same parameters."""
         self.adapter = adapter if adapter is not None else AttentionAdapter()
         self.heads = heads
         self.head_dim = head_dim
@@ -240,6 +239,7 @@ _SETTINGS_OF_PARAMETERS = (
     "own",
     "block_length",
     "mixing_per_head",
+    "mixing_init",
     "mixing_learnable",
     "output_norm",
     "output_gate",
@@ -247,9 +247,10 @@ _SETTINGS_OF_PARAMETERS = (
 )
 
 
-def share_parameters(before: PatchConfig, after: PatchConfig) -> bool:
-    """Whether layers of these settings have the same parameters, so that one keeps its own when settings change."""
-    return all(getattr(before, name, None) == getattr(after, name, None) for name in _SETTINGS_OF_PARAMETERS)
+def setting_of_parameters(before: PatchConfig, after: PatchConfig) -> str | None:
+    """Return a setting that differs and gives layers other parameters; None if they can keep their own."""
+    differing = (name for name in _SETTINGS_OF_PARAMETERS if getattr(before, name, None) != getattr(after, name, None))
+    return next(differing, None)
 
 
 def attentions_of(transformer: nn.Module) -> dict[str, Any]:
@@ -274,18 +275,12 @@ def layer_of(attn: Any) -> MHLALayer | None:
 
 
 def make_layer(attn: Any, config: LinearConfig, family: Family | None) -> MHLALayer:
-    """Make a fresh layer that fits an attention, on its device; mixing matrix and λ are float32.
+    """Make a fresh layer that fits an attention of a family, or an unknown one (None), on its device.
 
-    Gate, norm and convolution take the type that the attention computes in.
-
-    Args:
-        attn: the attention.
-        config: settings.
-        family: of the model; None where it is unknown.
+    Mixing matrix and λ are float32; gate, norm and convolution take the type that the attention computes in.
 
     Raises:
-        ValueError: if the weights of the attention are offloaded, so that its device is not known, or the attention
-            does what MHLA has no part for.
+        ValueError: the weights of the attention are offloaded, or it does what MHLA has no part for.
     """
     for norm in ("group_norm", "spatial_norm"):
         if getattr(attn, norm, None) is not None:

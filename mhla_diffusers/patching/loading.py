@@ -1,6 +1,5 @@
 """Load a saved patch from a folder or the Hub."""
 
-import json
 import shlex
 import warnings
 from collections.abc import Mapping
@@ -15,14 +14,15 @@ from torch import nn
 from ..config import PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..errors import check, said_allowed
 from ..families import get_family
-from ..files import check_hash, read_json
-from ..settings import Flag, check_value, differences
+from ..files import parse_json
+from ..settings import Flag, check_value
 from .finding import find_transformers, is_patched
 from .patch import Layers, attach, detach, plan_patch, replace_weights
 from .patched import Patched
 from .saving import (
-    CONFIG_NAME,
     FORMAT_VERSION,
+    PATCH_FILE,
+    RECORD,
     PatchRecord,
     TransformerRecord,
     base_model_name,
@@ -42,7 +42,6 @@ def load_mhla(
     patch: str | Path,
     *,
     blocks: tuple[int, ...] | None = None,
-    density: float | None = None,
     backend: str = "auto",
     revision: str | None = None,
     token: str | None = None,
@@ -59,7 +58,6 @@ def load_mhla(
         model: unpatched pipeline or transformer of the kind that the patch was made for.
         patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-mhla".
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
-        density: another part of all pairs of blocks to list, of a patch with sparse attention.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         revision: of a Hub repository; with it a folder here of the owner's name does not count.
         token: for a private Hub repository.
@@ -76,11 +74,9 @@ def load_mhla(
     """
     check_value("keep_replaced", keep_replaced, Flag)
     folder = _find_folder(patch, revision, token)
-    record = read_record(folder)
-    tensors = load_file(check_file(folder, record))
+    record, tensors = read_record(folder), load_file(folder / PATCH_FILE)
     for name, tensor in tensors.items():
-        check_finite(f"{folder / record.file}: {name}", tensor)
-    lora = load_file(_check_content(folder, record.lora.file, record.lora.sha256)) if record.lora else {}
+        check_finite(f"{folder / PATCH_FILE}: {name}", tensor)
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
@@ -94,17 +90,17 @@ def load_mhla(
             "copy of it, the two do not belong together.",
             stacklevel=2,
         )
-    wanted = {"blocks": blocks, "density": density}
-    changes = {name: value for name, value in wanted.items() if value is not None}
     plans = []
     for name, transformer in transformers.items():
         saved = record.transformers[name]
         before = PatchConfig.read(saved.patch)
-        opened = before.replace(**changes)
+        opened = before if blocks is None else before.replace(blocks=blocks)
         patched, layers = plan_patch(transformer, opened, model, backend)
-        part = resized(_part_of(tensors, name), before, opened)
+        part = {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
+        lora = {key: part.pop(key) for key in list(part) if ".lora_A." in key or ".lora_B." in key}
+        part = resized(part, before, opened)
         _check_tensors(patched, layers, part, record, saved)
-        plans.append((patched, layers, part, _part_of(lora, name)))
+        plans.append((patched, layers, part, lora))
     try:
         for patched, layers, part, _ in plans:
             for name, layer in layers.items():
@@ -126,12 +122,6 @@ def load_mhla(
     return model
 
 
-def _part_of(tensors: Mapping[str, torch.Tensor], component: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of one transformer, without the name of the component."""
-    prefix = f"{component}."
-    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-
-
 # Where the patch is
 
 
@@ -145,34 +135,22 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         raise ValueError(
             f"{patch} is a preset, settings without weights; apply_mhla(model, {str(patch)!r}) opens it, or --patch."
         )
-    if path.exists():
-        raise FileNotFoundError(
-            f"{patch} is not a folder; load_mhla takes the folder that save_mhla wrote, or a Hub id."
-        )
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(str(patch))
-        is_hub_id = "/" in str(patch)
-    except HFValidationError:
-        is_hub_id = False
-    if not is_hub_id:
-        names = [] if path.parts[1:] else adapted_patch_names()
+    if len(path.parts) == 1 or path.exists():
         raise FileNotFoundError(
             f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch; "
-            f"{said_allowed(path.name, names, 'mhla info')}"
+            f"{said_allowed(path.name, adapted_patch_names(), 'mhla info')}"
         )
     if path.parent.is_dir() and revision is None:
         raise FileNotFoundError(
             f"The local folder {path.parent} has no {path.name}. If the Hub's {patch} is meant, say so with "
             "revision='main'."
         )
-    patterns = [CONFIG_NAME, "mhla-*.safetensors", "lora-*.safetensors"]
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
     try:
-        return Path(snapshot_download(str(patch), revision=revision, token=token, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(str(patch), revision=revision, token=token, allow_patterns=[PATCH_FILE]))
+    except (HFValidationError, HfHubHTTPError, OSError) as error:  # offline and not in the cache is an OSError
         raise FileNotFoundError(
             f"{patch} is neither a folder here nor a repository that the Hub gave: {error}"
         ) from error
@@ -182,24 +160,20 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
 
 
 def read_record(folder: Path) -> PatchRecord:
-    """Read and check ``mhla_config.json``.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no JSON, unknown format version, unknown or missing keys, values that are not allowed.
-    """
-    path = folder / CONFIG_NAME
+    """Read what a saved patch says of itself; FileNotFoundError without one, ValueError for what is not a patch."""
+    path = folder / PATCH_FILE
     if not path.is_file():
         pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLE_SUFFIXES)
         why = f" It holds {', '.join(pickles)}, but pickle files are never loaded." if pickles else ""
         if (folder / "state.json").is_file() or (folder / "checkpoints").is_dir():
             command = shlex.join(["mhla", "export", str(folder)])
             why = f" It is of a training run; make a patch of its weights: {command} --output FOLDER"
-        if (folder / "result" / CONFIG_NAME).is_file():
+        if (folder / "result" / PATCH_FILE).is_file():
             why = f" It is a training run, whose patch is {folder / 'result'}."
-        raise FileNotFoundError(f"{folder} holds no MHLA patch: {CONFIG_NAME} is missing.{why}")
-    content = read_json(path)
+        raise FileNotFoundError(f"{folder} holds no MHLA patch: {PATCH_FILE} is missing.{why}")
     try:
+        with safe_open(path, framework="pt") as file:
+            content = parse_json((file.metadata() or {}).get(RECORD, "null"))
         version = content.get("format_version", FORMAT_VERSION) if isinstance(content, Mapping) else FORMAT_VERSION
         check(
             version == FORMAT_VERSION,
@@ -209,47 +183,8 @@ def read_record(folder: Path) -> PatchRecord:
         for part in record.transformers.values():
             PatchConfig.read(part.patch)
         return record
-    except ValueError as error:
+    except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path} is not a valid patch: {error}") from error
-
-
-def check_file(folder: Path, record: PatchRecord) -> Path:
-    """Find the safetensors file of a saved patch and check it against its record.
-
-    Raises:
-        FileNotFoundError: it is missing.
-        ValueError: it is not a safetensors file of this folder, damaged, or was saved with other settings.
-    """
-    path = _check_content(folder, record.file, record.sha256)
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}.") from error
-    check(
-        "mhla" in metadata,
-        f"{record.file} was written again without its settings, so it is unknown whether those in {CONFIG_NAME} "
-        "belong to its tensors; keep the metadata of the safetensors file, or save with save_mhla().",
-    )
-    changed = next(differences(json.loads(metadata["mhla"]), record.settings()), None)
-    if changed is not None:
-        name, saved, now = changed
-        raise ValueError(
-            f"{CONFIG_NAME} was changed after saving: {name} is {now!r}, and the weights were saved with {saved!r}. "
-            "They belong together, so put it back. What may differ are the arguments of load_mhla: blocks "
-            "or density; other settings need other weights: apply_mhla() and an adaptation."
-        )
-    return path
-
-
-def _check_content(folder: Path, file: str, sha256: str) -> Path:
-    path = folder / file
-    if path.suffix != ".safetensors" or path.parent != folder:
-        raise ValueError(f"{CONFIG_NAME} names {file!r}, which is not a safetensors file in {folder}.")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; the patch is incomplete.")
-    check_hash(path, sha256, CONFIG_NAME)
-    return path
 
 
 # Whether it fits the model
@@ -289,11 +224,7 @@ def _check_tensors(
     record: PatchRecord,
     saved: TransformerRecord,
 ) -> None:
-    """Raise unless the tensors are those of the new layers and those of the model that the patch should hold.
-
-    Raises:
-        ValueError: naming what is missing, unexpected or of another shape, or weights that cannot be replaced.
-    """
+    """Raise ValueError unless the tensors are those of the new layers, and of the model, that the patch should hold."""
     own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
     check_writable(patched.transformer, set(tensors) - set(own), "load the patch")  # first: others have other shapes
     base = {}

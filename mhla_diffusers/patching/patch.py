@@ -1,7 +1,6 @@
 """Patch, change, remove. Each checks everything first, changes nothing until then, and carries out what it planned."""
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +14,6 @@ from ..attention import BACKENDS
 from ..attention.call import check_denominator
 from ..attention.layout import check_grid
 from ..config import (
-    AUTOMATIC,
     CausalConfig,
     LayerChoice,
     LinearConfig,
@@ -23,15 +21,13 @@ from ..config import (
     PatchConfig,
     SparseConfig,
     check_settings,
-    is_automatic,
     load_patch,
     parse_layers,
 )
 from ..errors import check, check_choice
 from ..families import Family, find_family, get_family, why_refused
-from .calibrate import check_run, measure_sensitivity, record_calls, refuse_causal
 from .call import Counts
-from .describe import applied_in_words
+from .describe import dense_in_words
 from .finding import (
     find_patched,
     find_transformers,
@@ -41,10 +37,10 @@ from .finding import (
     require_layers,
     require_patched,
 )
-from .layer import OFFLOADED, MHLALayer, attentions_of, layer_of, make_layer, share_parameters
+from .layer import OFFLOADED, MHLALayer, attentions_of, layer_of, make_layer, setting_of_parameters
 from .patched import Facts, Patched, check_counts
 from .processor import MHLAProcessor, holds_weights, is_fused
-from .weights import base_weights, check_writable, group_offloading, has_lora, remove_lora, resized
+from .weights import base_weights, check_writable, group_offloading, has_lora, remove_lora
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +57,6 @@ def apply_mhla(
     patch: PatchConfig | str | Path | None = None,
     *,
     backend: str = "auto",
-    calibration: Callable[[], object] | None = None,
     grid: Grid | None = None,
     extra: Extras = (0, 0),
     **settings: Any,
@@ -80,9 +75,6 @@ def apply_mhla(
         patch: settings, a profile ("faithful", "balanced" or "fast"), the name of a preset, or the path of a patch
             YAML; None for the family's defaults: "faithful", or MHLA where a model's own attention is linear.
         backend: of MHLA, see :func:`mhla_diffusers.attention.mhla_attention`.
-        calibration: with ``layers="auto:2/3"``, runs the model on typical inputs, for example
-            ``lambda: pipe("a cat", num_inference_steps=4)``. Those layers are replaced whose replacement alone moves
-            the output least, which costs one run of each call per layer; their list is recorded in the configuration.
         grid: for a model without a family, whose calls of PyTorch's ``scaled_dot_product_attention`` sparse attention
             then answers: the token grid, such as (21, 30, 52), or a function of the forward's arguments that returns
             it.
@@ -95,8 +87,7 @@ def apply_mhla(
         ``model``.
 
     Raises:
-        ValueError: unsupported model, already patched, a patch for another family, settings that do not fit, or a
-            calibration without layers to choose.
+        ValueError: unsupported model, already patched, a patch for another family, or settings that do not fit.
     """
     check_choice("backend", backend, BACKENDS)
     if not isinstance(patch, PatchConfig | str | Path | None):
@@ -109,8 +100,6 @@ def apply_mhla(
     else:
         transformers = find_transformers(model)
         configs = {name: _config_for(get_family(one), patch, settings) for name, one in transformers.items()}
-        if calibration is not None:
-            configs = _choose_automatically(transformers, configs, calibration, backend)
         plans = [plan_patch(transformers[name], config, model, backend) for name, config in configs.items()]
     try:
         for patched, layers in plans:
@@ -120,7 +109,7 @@ def apply_mhla(
             detach(patched)
         raise
     for patched, _ in plans:
-        _log_patch(patched, model)
+        _log_patch(patched)
     return model
 
 
@@ -141,11 +130,7 @@ def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings
 def _plan_by_grid(
     model: Any, patch: PatchConfig | str | Path | None, grid: Grid, extra: Extras, settings: Mapping[str, Any]
 ) -> list[Patched]:
-    """Plan the patches of a model without a family, or of those of a pipeline named ``transformer…`` or ``unet``.
-
-    Raises:
-        ValueError: a model that has a family or is patched, nothing to patch, or settings that do not fit.
-    """
+    """Plan the patches of a model without a family, or of those of a pipeline named ``transformer…`` or ``unet``."""
     if not isinstance(patch, SparseConfig | None):
         raise ValueError(
             f"A model without a family (grid={grid!r}) runs sparse attention alone; give fields of SparseConfig."
@@ -176,7 +161,7 @@ def _check_by_grid(config: PatchConfig) -> None:
         raise ValueError(f"layers={config.layers!r}: layers can be chosen of models with a family alone; leave it out.")
 
 
-def _log_patch(patched: Patched, pipe: Any) -> None:
+def _log_patch(patched: Patched) -> None:
     """Log which attention a new patch runs, and warn where it has yet to be adapted; not of one without weights."""
     if all(parameter.is_meta for parameter in patched.transformer.parameters()):
         return
@@ -184,16 +169,16 @@ def _log_patch(patched: Patched, pipe: Any) -> None:
     if family is None:
         return logger.info("%s in the attentions over the grid of %s", config.attention, kind)
     if isinstance(config, SparseConfig):
-        return logger.info("%s", applied_in_words(patched, pipe))
+        words = f"{config.profile or config.attention}: {config.density:.3g} of block pairs; {dense_in_words(config)}"
+        return logger.info("%s; quality not measured on this model: mhla tune", words)
     runs = f"{config.attention} in {len(patched.chosen)} of the {len(patched.attentions)} self-attentions of {kind}"
-    if isinstance(config, LinearConfig) and family.computes == "softmax":
-        logger.warning(
-            "%s: nothing of it is adapted yet, so the outputs are not usable. Train it, or load an adapted patch with "
-            "load_mhla(). Sparse attention, apply_mhla(model), needs no training.",
-            runs,
-        )
-    else:
-        logger.info("%s", runs)
+    if family.computes != "softmax":
+        return logger.info("%s", runs)
+    logger.warning(
+        "%s: nothing of it is adapted yet, so the outputs are not usable. Train it, or load an adapted patch with "
+        "load_mhla(). Sparse attention, apply_mhla(model), needs no training.",
+        runs,
+    )
 
 
 def plan_patch(
@@ -245,81 +230,19 @@ def _put_in(attn: Any, layer: MHLALayer, processor: MHLAProcessor) -> None:
     attn.set_processor(processor)
 
 
-def _choose_automatically(
-    transformers: Mapping[str, nn.Module],
-    configs: Mapping[str, PatchConfig],
-    calibration: Callable[[], object],
-    backend: str,
-) -> dict[str, PatchConfig]:
-    """Put the layers that hurt least in place of "auto:…", and leave the transformers as they are."""
-    check_run(calibration, "calibration")
-    refuse_causal(configs.values(), "calibration")
-    if not any(is_automatic(config.layers) for config in configs.values()):
-        raise ValueError("calibration chooses layers, and this patch names them; set layers='auto:2/3' as well.")
-    for config in configs.values():
-        if isinstance(config, LinearConfig) and config.output_norm:
-            raise ValueError(
-                "layers='auto:…' cannot judge an output norm that is not fitted yet. Patch all layers, call "
-                "calibrate_output_norm(), look at layer_sensitivity(), and patch again with the list of layers."
-            )
-    plans = {
-        name: plan_patch(transformers[name], config.replace(layers="all"), None, backend)
-        for name, config in configs.items()
-    }
-    calls = record_calls(transformers, calibration)
-    chosen = {}
-    for name, (patched, layers) in plans.items():
-        attach(patched, layers)
-        try:
-            sensitivities = measure_sensitivity(patched, calls[name])
-        finally:
-            detach(patched)
-        values = list(sensitivities.values())
-        least = sorted(range(len(values)), key=values.__getitem__)
-        count = len(choose_layers(str(configs[name].layers).removeprefix(AUTOMATIC), len(values)))
-        chosen[name] = configs[name].replace(layers=tuple(sorted(least[:count])))
-    return chosen
-
-
-def set_attn_processor(transformer: Any, processor: Any) -> None:
-    """Set processors as diffusers' ``set_attn_processor`` does, for a transformer of any family, DiT included.
-
-    A :class:`MHLAProcessor` is :func:`apply_mhla` with its settings. Another processor goes to every attention, and a
-    dict (name → processor, as :func:`attn_processors` returns) gives each its own; the dict is left as it is.
+def set_attn_processor(transformer: nn.Module, processor: MHLAProcessor) -> None:
+    """Do what diffusers' ``set_attn_processor`` does with a :class:`MHLAProcessor`, also for DiT, which has none.
 
     Raises:
-        ValueError: unsupported transformer or a class of one, already patched, what is not a processor, or a dict whose
-            names are not those of the attentions.
+        ValueError: unsupported transformer or a class of one, already patched, or another processor.
     """
     refuse_wrapped(transformer)
-    if isinstance(processor, MHLAProcessor):
-        attach(*plan_patch(transformer, processor.config, None, processor.backend))
-        return
-    get_family(transformer)
-    names = {f"{name}.processor": module for name, module in attentions_of(transformer).items()}
-    for one in processor.values() if isinstance(processor, Mapping) else [processor]:
-        if isinstance(one, type) or not callable(one):
-            raise ValueError(
-                f"processor={one!r} is not a processor; allowed: MHLAProcessor(...), a processor of diffusers "
-                "such as AttnProcessor2_0(), or a dict of them as attn_processors(transformer) gives it."
-            )
-    if isinstance(processor, Mapping) and set(processor) != set(names):
-        wrong = sorted(set(processor) ^ set(names))
-        raise ValueError(f"The processors' names do not match the attentions'; differing: {', '.join(wrong[:6])}.")
-    for name, module in names.items():
-        module.set_processor(processor[name] if isinstance(processor, Mapping) else processor)
-
-
-def attn_processors(transformer: Any) -> dict[str, Any]:
-    """Return processors by name as diffusers' ``attn_processors`` does, for a transformer of any family, DiT included.
-
-    Raises:
-        ValueError: a pipeline, a class, or no model.
-    """
-    refuse_wrapped(transformer)
-    if not isinstance(transformer, nn.Module):
-        get_family(transformer)
-    return {f"{name}.processor": module.processor for name, module in attentions_of(transformer).items()}
+    if not isinstance(processor, MHLAProcessor):
+        raise ValueError(
+            f"processor={processor!r} must be an MHLAProcessor(...); call set_processor() of every attention for "
+            "others."
+        )
+    attach(*plan_patch(transformer, processor.config, None, processor.backend))
 
 
 def remove_mhla(model: Model, *, strict: bool = False) -> Model:
@@ -353,11 +276,7 @@ def remove_mhla(model: Model, *, strict: bool = False) -> Model:
 
 
 def _check_removable(patched: Patched) -> None:
-    """Raise unless weights of the model that the patch replaced can be brought back.
-
-    Raises:
-        ValueError: they were not kept, or cannot be written, or the patch's LoRA is fused with weights.
-    """
+    """Raise ValueError unless weights of the model that the patch replaced can be brought back."""
     for name, part in patched.transformer.named_modules():
         if patched.lora in (getattr(part, "merged_adapters", None) or ()):
             raise ValueError(
@@ -374,13 +293,7 @@ def _check_removable(patched: Patched) -> None:
 
 @torch.no_grad()
 def replace_weights(patched: Patched, tensors: Mapping[str, torch.Tensor], keep: bool) -> None:
-    """Write an adapted patch's weights over those of the model.
-
-    Args:
-        patched: its handle.
-        tensors: name in a plain model → value.
-        keep: whether to keep those that change, on the CPU, for :func:`remove_mhla`.
-    """
+    """Write tensors over the model's, by name in a plain model; ``keep`` those that change, on the CPU, for removal."""
     places = base_weights(patched.transformer)
     replaced: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -431,13 +344,11 @@ def _take_out(patched: Patched, attn: Any) -> None:
 
 
 def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) -> Model:
-    """Change density, steps, layers, blocks or other settings of a patched model, without loading it again.
+    """Change density, steps, layers or other settings of a patched model, without loading it again.
 
-    What the layers of MHLA that stay have learned is kept: mixing matrices are interpolated to other blocks, as
-    :func:`load_mhla` does it, and what has learned nothing is as in a fresh layer of the new settings. A layer that is
-    patched now starts fresh, and one that is no longer patched gets its original processor. A warning names what was
-    learned and is dropped. With other blocks or parts layers have new parameters, so make optimizers after it. Where
-    something else has set processors, the patch runs again. If anything is refused the model is unchanged.
+    Layers of MHLA that stay keep what they have learned. A layer that is patched now starts fresh, and one that is no
+    longer patched gets its original processor. Where something else has set processors, the patch runs again. If
+    anything is refused the model is unchanged.
 
     Args:
         model: patched pipeline or transformer; a pipeline becomes the one whose steps are counted.
@@ -448,12 +359,12 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
         ``model``.
 
     Raises:
-        ValueError: not patched or switched off, settings that do not fit, or weights that they do not fit.
+        ValueError: not patched or switched off, settings that do not fit, or that need other parameters, as blocks do.
     """
     check_choice("backend", backend, (*BACKENDS, None))
     handles = list(require_patched(model).values())
     plans = [_plan_change(patched, model, backend, settings) for patched in handles]
-    for patched, (new, layers, _) in zip(handles, plans, strict=True):
+    for patched, (new, layers) in zip(handles, plans, strict=True):
         for name, attn in patched.attentions.items():
             if name not in layers:
                 _take_out(patched, attn)
@@ -463,23 +374,13 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
             assert isinstance(new.config, LinearConfig)
             layer.config = new.config
         attach(new, layers)
-    for loss in (loss for *_, loss in plans if loss is not None):  # when all is done: a warning may be an error
-        warnings.warn(loss, stacklevel=2)
     return model
 
 
 def _plan_change(
     patched: Patched, model: Any, backend: str | None, settings: Mapping[str, Any]
-) -> tuple[Patched, Layers, str | None]:
-    """Check other settings and change nothing.
-
-    Returns:
-        The new handle; name of every attention that MHLA is to be in, with a new layer or the one it has; and a warning
-        about what layers have learned and lose.
-
-    Raises:
-        ValueError: switched off, settings that do not fit, or weights that they do not fit.
-    """
+) -> tuple[Patched, Layers]:
+    """Check other settings and change nothing: the new handle, and its layers of MHLA, kept or fresh."""
     if patched.is_off:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     old = patched.config
@@ -488,67 +389,20 @@ def _plan_change(
     new = Patched(patched.transformer, config, patched.family, patched.facts, pipe, backend or patched.backend)
     if patched.family is None:
         _check_by_grid(config)
-        return new, {}, None
+        return new, {}
     chosen = _chosen_attentions(patched, config)
     new.chosen = tuple(chosen)
     if not isinstance(config, LinearConfig):
-        return new, {}, None
+        return new, {}
     if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in patched.attentions.values()):
         raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
-    if config.mixing_init != getattr(old, "mixing_init", None):
+    if (name := setting_of_parameters(old, config)) is not None:
         raise ValueError(
-            f"mixing_init={config.mixing_init!r} says how fresh mixing matrices begin, and these are kept; call "
-            "remove_mhla() and apply_mhla() to begin again."
+            f"{name}={getattr(config, name)!r} needs other parameters than the layers have. save_mhla() and "
+            "load_mhla(..., blocks=...) interpolate matrices; remove_mhla() and apply_mhla() begin again."
         )
-    layers, dropped = _kept_layers(patched, config, chosen)
-    loss = f"What the patch has learned of {', '.join(sorted(dropped))} is dropped." if dropped else None
-    return new, layers, loss
-
-
-def _kept_layers(patched: Patched, config: LinearConfig, chosen: Mapping[str, Any]) -> tuple[Layers, set[str]]:
-    """Return the layers of MHLA under other settings, with what they have learned, and the names of what is lost."""
-    before, old_config, family = patched.layers, patched.config, patched.family
-    assert family is not None
-    assert isinstance(old_config, LinearConfig)
-    keeps_parameters = share_parameters(old_config, config)
-    tensors = {f"{name}.mhla.{key}": x for name, layer in before.items() for key, x in layer.state_dict().items()}
-    fitting = resized(tensors, old_config, config)
-    layers, dropped = Layers(), set[str]()
-    for name, attn in chosen.items():
-        old = before.get(name)
-        if old is not None and keeps_parameters:
-            layers[name] = old
-            continue
-        layers[name] = make_layer(attn, config, family)
-        if old is None:
-            continue
-        layers[name].original_processor = old.original_processor
-        fresh = make_layer(attn, old_config, family).state_dict()
-        names = {key for key, x in old.state_dict().items() if not x.is_meta and not torch.equal(x, fresh[key])}
-        own = {key: fitting[f"{name}.mhla.{key}"] for key in old.state_dict()}
-        # what has learned nothing starts as in a fresh layer of the new settings
-        _take_over(name, old, layers[name], {key: x for key, x in own.items() if key in names or x.is_meta})
-        dropped |= names - set(layers[name].state_dict())
-    return layers, dropped
-
-
-def _take_over(name: str, before: MHLALayer, after: MHLALayer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a new layer the tensors of the one before, as far as it has them, and what is frozen stays frozen."""
-    state = after.state_dict(keep_vars=True)
-    for key in state.keys() & tensors.keys():
-        if state[key].shape != tensors[key].shape:
-            raise ValueError(
-                f"{name}.mhla.{key} has shape {tuple(tensors[key].shape)}, which these settings would make "
-                f"{tuple(state[key].shape)}; what it has learned cannot be carried over. Call remove_mhla() and "
-                "apply_mhla() to begin again."
-            )
-        with torch.no_grad():
-            state[key].copy_(tensors[key])
-    old = dict(before.named_parameters())
-    for key, parameter in after.named_parameters():
-        is_set_anew = key == "mixing" and before.config.mixing_learnable != after.config.mixing_learnable
-        if key in old and not is_set_anew:
-            parameter.requires_grad_(old[key].requires_grad)
+    kept, family = patched.layers, patched.of_family
+    return new, {name: kept.get(name) or make_layer(attn, config, family) for name, attn in chosen.items()}
 
 
 def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> RemovableHandle:
@@ -579,11 +433,7 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
 
 
 def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
-    """Choose self-attentions by name, after checking that the transformer can have these settings.
-
-    Raises:
-        ValueError: settings that do not fit, or for MHLA offloaded weights or processors that have weights.
-    """
+    """Choose self-attentions by name; ValueError for settings that the transformer cannot have."""
     family, kind = patched.family, type(patched.transformer).__name__
     assert family is not None
     if isinstance(config, LinearConfig):
@@ -642,15 +492,9 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
         count: number of self-attentions of the model.
 
     Raises:
-        ValueError: unknown choice, an index out of range, or a choice that is made by measuring.
+        ValueError: unknown choice, or an index out of range.
     """
     parsed = parse_layers(choice)
-    if is_automatic(choice):
-        raise ValueError(
-            f"layers={choice!r} is chosen by measuring an unpatched model: call remove_mhla(model) if it is patched, "
-            f"and apply_mhla(model, layers={choice!r}, calibration=run), with run() a function that runs the model on "
-            "typical inputs. Or give the list of layers that it chose."
-        )
     if isinstance(parsed, Fraction):
         kept = 1 - parsed
         return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]

@@ -3,8 +3,8 @@
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,10 +15,11 @@ from torch.distributed import ProcessGroup
 
 from ..attention.layout import Shape, check_grid
 from ..config import PatchConfig, SparseConfig
-from ..families import Family
+from ..families import Family, named_arguments
 from .call import CHOSEN_BACKEND, Call, CarryingCheckpoint, Counts, LayerHook, Tally, Watch, held, is_off, within
 from .layer import MHLALayer, layer_of
 from .processor import MHLAProcessor, is_fused, replaced_processor
+from .residual import Errors
 from .route import BACKEND, Mode, is_checkpointed, register_backend
 from .steps import Pipeline, Sampling
 from .weights import has_lora, runs_lora
@@ -29,6 +30,7 @@ ATTRIBUTE = "_mhla"
 """Holds the handle, on a patched model."""
 _BACKEND = "_attention_backend"
 """Attribute of processors that dispatch, which diffusers' set_attention_backend writes."""
+_NONE = object()
 
 
 class Facts(NamedTuple):
@@ -79,8 +81,8 @@ class Patched:
         """Weights of the model that the patch replaced, as they were; None if they were not kept."""
         self.lora: str | None = None
         """Name of the LoRA that belongs to the patch; None without one."""
-        self.errors: dict[tuple[int, int], torch.Tensor] = {}
-        """:attr:`Run.errors` of the latest call."""
+        self.errors: Errors = {}
+        """Those of the latest call."""
         self._watch: Watch | None = None
         self._hooks: list[Any] = []
         self._warned: set[str] = set()
@@ -171,7 +173,8 @@ class Patched:
         call = self._entered(grid, extra, outer)
         state.call = call
         state.call = self._in_step(call, named)
-        self._warn_of_lora()
+        if self.lora is not None and "lora" not in self._warned and (why := self.inactive_lora()) is not None:
+            self._warn_once("lora", why)
 
     @_disable_dynamo
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -185,20 +188,15 @@ class Patched:
         if output is not None and call.grid:
             self.latest_grid = call.grid
         if call.run is None:
-            self._end_of_call()
-            return
-        if output is None:
+            if self.family is None and not self.tally.summary():
+                self.tally.latest = "no attention that the patch sees: it answers scaled_dot_product_attention alone"
+                self.tally.log_once(logging.WARNING, f"{type(self.transformer).__name__}: {self.tally.latest}")
+            self.tally.end()
+        elif output is None:
             call.run.clear()
         elif call.step is not None and call.step.index == call.step.count - 1:
             for branch in call.branches:
                 branch.residuals.clear()
-
-    def _end_of_call(self) -> None:
-        """End the count of a forward outside of sampling."""
-        if self.family is None and not self.tally.summary():
-            self.tally.latest = "no attention that the patch sees: it answers scaled_dot_product_attention alone"
-            self.tally.log_once(logging.WARNING, f"{type(self.transformer).__name__}: {self.tally.latest}")
-        self.tally.end()
 
     def _entered(self, grid: Shape, extra: Counts, outer: Call | None) -> Call:
         """Return a call outside of sampling, with what its attentions need around them put in place."""
@@ -214,8 +212,11 @@ class Patched:
         facts = (False, False) if self.family is None else (self.family.rows_alike, self.family.pads_behind_grid)
         split = None if self.is_sparse else _processes_of(self.transformer)
         call = Call(self, grid, extra, *facts, split=split, mode=mode, outer=outer)
-        dense_layers = self.config.dense_layers if self.family is None and isinstance(self.config, SparseConfig) else 0
-        return call._replace(tally=self.tally, watch=self._watch, dense_layers=dense_layers)
+        call = call._replace(tally=self.tally, watch=self._watch)
+        if not isinstance(self.config, SparseConfig):
+            return call
+        dense_layers = self.config.dense_layers if self.family is None else 0
+        return call._replace(rule=self.config.rule_on(grid), dense_layers=dense_layers)
 
     def _leave(self, call: Call) -> None:
         """Take off what a call has put around the forward."""
@@ -252,10 +253,12 @@ class Patched:
         others = self.family is None
         for name in self.chosen:
             processor = getattr(self.attentions[name], "processor", None)
-            if hasattr(processor, _BACKEND):
-                _choose_backend(processor)
-            else:
+            chosen = getattr(processor, _BACKEND, _NONE)
+            if chosen is _NONE:
                 others = True
+            elif chosen != BACKEND:  # what the user has chosen since
+                setattr(processor, CHOSEN_BACKEND, chosen)
+                setattr(processor, _BACKEND, BACKEND)
         return others
 
     def _in_step(self, call: Call, named: Mapping[str, Any]) -> Call:
@@ -275,12 +278,13 @@ class Patched:
                 )
             return call
         run, step, timesteps = sampling
-        if run.errors is not self.errors:
+        errors = run.errors.get(id(self))
+        if errors is None:
             config.check_steps(step.count)
-            self.errors = run.errors
+            errors = run.errors[id(self)] = self.errors = {}
             self.tally.end()
-            weakref.finalize(run, self._log_end, run.errors, config.dense_steps(step.count))
-        call = call._replace(step=step, is_dense=config.is_dense(step), run=run)
+            weakref.finalize(run, self._log_end, errors, len(config.dense_steps(step.count)))
+        call = call._replace(step=step, is_dense=config.is_dense(step), run=run, errors=errors)
         if not (isinstance(config, SparseConfig) and config.correct and config.has_dense_steps):
             return call
         branch, begins = run.branch(id(self), step, timesteps, conditions)
@@ -300,10 +304,6 @@ class Patched:
                 yield
         finally:
             self._watch = before
-
-    def running_only(self, names: Collection[str]) -> AbstractContextManager[None]:
-        """Let all other attentions give what the model's own give."""
-        return self.watched(lambda seen: seen.output if seen.layer in names else seen.exact())
 
     @contextmanager
     def on_grid(self, grid: Shape) -> Iterator[None]:
@@ -373,26 +373,25 @@ class Patched:
 
         Reads the device.
         """
-        if not self.errors:
-            return ""
-        before, after = self._measured_errors()
-        worst = self.name_at(list(self.errors)[int(after.argmax())])
-        return (
+        return self._words_of(self.errors)[0] if self.errors else ""
+
+    def _words_of(self, errors: Errors) -> tuple[str, float]:
+        """Return words, and the median relative error of the attentions after correction."""
+        before, after = torch.stack(list(errors.values())).float().cpu().unbind(dim=1)
+        worst = self.name_at(list(errors)[int(after.argmax())])
+        words = (
             f"error of an attention at the latest dense step {after.median():.0%} (median), {after.max():.0%} "
             f"({worst}); {before.median():.0%} before correction"
         )
+        return words, float(after.median())
 
-    def _measured_errors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return :attr:`errors` without and with correction, float32 (attentions,), on the CPU."""
-        before, after = torch.stack(list(self.errors.values())).float().cpu().unbind(dim=1)
-        return before, after
-
-    def _log_end(self, errors: Mapping[tuple[int, int], torch.Tensor], dense: Sequence[int]) -> None:
-        """Log what the dense steps of a call that has ended measured; warn where sparse attention is far off."""
-        if errors is not self.errors or not errors:
+    def _log_end(self, errors: Errors, dense_steps: int) -> None:
+        """Log what a call was that has ended, and what its dense steps measured; warn where attention is far off."""
+        self.tally.end()
+        if not errors:
             return
-        logger.info("corrected from %d dense steps; %s", len(dense), self.error_words())
-        median = float(self._measured_errors()[1].median())
+        words, median = self._words_of(errors)
+        logger.info("corrected from %d dense steps; %s", dense_steps, words)
         if median > FAR_OFF:
             logger.warning(
                 "The attentions of %s are %.0f %% off in the median at dense steps; a higher density than %s brings "
@@ -401,13 +400,6 @@ class Patched:
                 100 * median,
                 getattr(self.config, "density", "that of the patch"),
             )
-
-    def _warn_of_lora(self) -> None:
-        """Warn once of a LoRA of the patch that does not run."""
-        if self.lora is not None and "lora" not in self._warned:
-            why = self.inactive_lora()
-            if why is not None:
-                self._warn_once("lora", why)
 
     def _warn_once(self, topic: str, words: str) -> None:
         if topic not in self._warned:
@@ -448,25 +440,6 @@ def _conditions(named: Mapping[str, Any]) -> torch.Tensor | None:
     return next((x for x in tensors if isinstance(x, torch.Tensor) and x.ndim > 1), None)
 
 
-def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by their names; those of ``*args`` are numbered."""
-    if not args:
-        return {**kwargs}
-    names = _names_of_arguments(type(model).forward)
-    return {**{names[i] if i < len(names) else f"args{i}": value for i, value in enumerate(args)}, **kwargs}
-
-
-_names: dict[Any, tuple[str, ...]] = {}
-
-
-def _names_of_arguments(method: Any) -> tuple[str, ...]:
-    if method not in _names:
-        parameters = inspect.signature(method).parameters.values()
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        _names[method] = tuple(one.name for one in parameters if one.kind in kinds)[1:]
-    return _names[method]
-
-
 def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any]) -> Any:
     """Call a user's function with a forward's arguments: by name where it takes these, or as they were given."""
     try:
@@ -486,14 +459,6 @@ def check_counts(extra: Any) -> Counts:
             "for as many as there are."
         )
     return counts
-
-
-def _choose_backend(processor: Any) -> None:
-    """Give a processor the route's backend, and keep the one that the user has chosen since."""
-    chosen = getattr(processor, _BACKEND)
-    if chosen != BACKEND:
-        setattr(processor, CHOSEN_BACKEND, chosen)
-        setattr(processor, _BACKEND, BACKEND)
 
 
 def _restore_backend(processor: Any) -> None:

@@ -12,7 +12,7 @@ found by a fixed random projection with one power step (Halko et al., arXiv 0909
 """
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +21,10 @@ import torch
 
 from ..config import Step
 
+Place = tuple[int, int]
+"""Number of a layer, and of the call of attention that it makes."""
+Errors = dict[Place, torch.Tensor]
+""":attr:`Residual.error` of every attention at its latest dense step."""
 RANK = 64
 """Rank at which residuals are stored. It keeps 92 to 99 % of a residual's energy in DINOv2-S (studies/real_weights)."""
 FIRST_FADING = 0.95
@@ -148,35 +152,27 @@ class BranchState:
     """
 
     def __init__(self) -> None:
-        self.residuals: dict[tuple[int, int], Residual] = {}
-        """By number of the layer and of the call that it made."""
-        self._conditions: weakref.ref[torch.Tensor] | None = None
+        self.residuals: dict[Place, Residual] = {}
+        self.conditions: Callable[[], torch.Tensor | None] = _nothing
+        """Returns what the model was given beside the latents, such as the caption; None if it is gone."""
 
-    def conditions(self) -> torch.Tensor | None:
-        """Return what the model was given beside the latents, such as the caption; None if it is gone."""
-        return None if self._conditions is None else self._conditions()
-
-    def enter(self, conditions: Any) -> None:
-        """Begin a forward; residuals of other conditions that are still there are forgotten."""
-        given = conditions if isinstance(conditions, torch.Tensor) else None
-        known = self.conditions()
-        if known is not None and known is not given:
-            self.residuals.clear()
-        self._conditions = None if given is None else weakref.ref(given)
-
-    def record(self, key: tuple[int, int], dense: torch.Tensor, sparse: torch.Tensor, step: int) -> Residual:
+    def record(self, place: Place, dense: torch.Tensor, sparse: torch.Tensor, step: int) -> Residual:
         """Keep the residual of an attention at a dense step."""
-        self.residuals[key] = Residual.measured(dense, sparse, step, self.residuals.get(key))
-        return self.residuals[key]
+        self.residuals[place] = Residual.measured(dense, sparse, step, self.residuals.get(place))
+        return self.residuals[place]
 
-    def correct(self, key: tuple[int, int], output: torch.Tensor, step: Step) -> torch.Tensor:
+    def correct(self, place: Place, output: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of an attention with the residual that its latest dense step has measured."""
-        residual = self.residuals.get(key)
+        residual = self.residuals.get(place)
         if residual is None or not residual.fits(output):
             return output
         if step.index == step.count - 1:
-            del self.residuals[key]
+            del self.residuals[place]
         return residual.add_to(output, step.index)
+
+
+def _nothing() -> None:
+    return None
 
 
 class Run:
@@ -191,19 +187,19 @@ class Run:
         """By the model, or an engine's name."""
         self._used: set[BranchState] = set()
         """Those of the present step."""
-        self.errors: dict[tuple[int, int], torch.Tensor] = {}
-        """By number of a layer and of the call that it made: :attr:`Residual.error` of the latest dense step."""
+        self.errors: dict[Hashable, Errors] = {}
+        """By the model."""
 
     def branch(self, owner: Hashable, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
         """Return the branch that a forward belongs to, and whether the forward begins a step.
 
         A branch is identified by its conditions, or by its order within a step if the pipeline recreates them.
         """
-        latest = self.step
+        before = self.step
         if (
-            latest is None
-            or step.count != latest.count
-            or step.index < latest.index
+            before is None
+            or step.count != before.count
+            or step.index < before.index
             or timesteps is not self._timesteps
         ):
             self.clear()
@@ -219,7 +215,9 @@ class Run:
         if found not in branches:
             branches.append(found)
         self._used.add(found)
-        found.enter(conditions)
+        if found.conditions() is not None and found.conditions() is not conditions:  # those of before are still there
+            found.residuals.clear()
+        found.conditions = _nothing if conditions is None else weakref.ref(conditions)
         return found, begins
 
     def begin(self, step: Step) -> bool:

@@ -22,10 +22,10 @@ from torch.overrides import (  # type: ignore[attr-defined]
     _push_mode,
 )
 
-from ..attention import SparseCall, reference_attention, sparse_attention
+from ..attention import SparseCall, reference_attention, run
 from ..attention.layout import Extra
 from ..attention.precision import autocast_type
-from .call import Call, Counts, Seen, held
+from .call import Call, Seen, held
 
 BACKEND = "mhla"
 """Name of the attention backend that is registered with diffusers."""
@@ -81,6 +81,8 @@ class Fit(NamedTuple):
     extra: Extra = (0, 0)
     key_mask: torch.Tensor | None = None
     """(B, N), which tokens take part."""
+    differs: bool = False
+    """Whether there are queries of extra tokens, whose rows of the mask may be others than the grid's."""
     reason: str = ""
     """Why it stays dense; empty if it can be sparse."""
     level: int = logging.WARNING
@@ -120,71 +122,50 @@ def attend(
             return sparse(query, key, value, call, fit, request)
         return _operator(query, key, value, request.mask, layer, part, request.scale, request.enable_gqa,
                          request.dispatches, request.backend or "")  # fmt: skip
-    return _attend(query, key, value, call, (int(layer), part), fit, request)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call,
-    place: tuple[int, int],
-    fit: Fit,
-    request: Request,
-) -> torch.Tensor:
-    """Attend at a place, (number of the layer, which of its calls), outside of a graph."""
-    tally, count = call.tally, max(1, len(call.branches))
     if call.dense_layers and not fit.reason:
         state = held()
         state.over_grid += 1
         if state.over_grid <= call.dense_layers:
             fit = fit._replace(reason=f"dense_layers={call.dense_layers}", level=logging.INFO)
+    place = int(layer), part
     if fit.reason or call.is_dense:
-        if tally is not None:
-            tally.note_dense(fit.reason or DENSE_STEP, query, fit.level if fit.reason else logging.INFO)
+        if call.tally is not None:
+            call.tally.note_dense(fit.reason or DENSE_STEP, query, fit.level if fit.reason else logging.INFO)
         exact = request.exact(query, key, value)
         if call.is_dense and call.records_residual and call.step is not None and not fit.reason:
             found = sparse(query, key, value, call, fit, request)
-            halves = zip(call.branches, exact.flatten(2).chunk(count), found.flatten(2).chunk(count), strict=True)
-            for branch, one, other in halves:
+            parts = (x.flatten(2).chunk(len(call.branches)) for x in (exact, found))
+            for branch, one, other in zip(call.branches, *parts, strict=True):
                 residual = branch.record(place, one, other, call.step.index)
-                if call.run is not None:
-                    call.run.errors[place] = residual.error
+                if call.errors is not None:
+                    call.errors[place] = residual.error
         return exact
     output = sparse(query, key, value, call, fit, request)
-    if tally is not None:
-        tally.sparse += 1
+    if call.tally is not None:
+        call.tally.sparse += 1
     if call.branches and call.step is not None:
-        flat = output.flatten(2).chunk(count)
-        corrected = [branch.correct(place, x, call.step) for branch, x in zip(call.branches, flat, strict=True)]
-        output = (corrected[0] if count == 1 else torch.cat(corrected)).view(output.shape)
+        halves = zip(call.branches, output.flatten(2).chunk(len(call.branches)), strict=True)
+        corrected = [branch.correct(place, x, call.step) for branch, x in halves]
+        output = (corrected[0] if len(corrected) == 1 else torch.cat(corrected)).view(output.shape)
     if call.watch is not None:
         exact_of = partial(request.exact, query, key, value)
-        reference = partial(_reference, query, key, value, call, fit)
-        seen = Seen(
-            call.patch.name_at(place),
-            query,
-            key,
-            value,
-            call.grid,
-            fit.extra,
-            fit.key_mask,
-            exact_of,
-            reference,
-            output,
-        )
-        output = call.watch(seen)
+        reference = partial(_reference, query, key, value, call, fit, request)
+        shown = query, key, value, call.grid, fit.extra, fit.key_mask
+        output = call.watch(Seen(call.patch.name_at(place), *shown, exact_of, reference, output))
     return output
 
 
 def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, request: Request) -> Fit:
     """Return how the tokens of an attention lie on the grid of a call."""
     tokens, keys, grid = query.shape[1], key.shape[1], math.prod(call.grid)
-    extra = counted(call.extra, keys - grid)
+    before, after = call.extra if keys > grid else (0, 0)
+    if before is None:
+        before = max(0, keys - grid - (after or 0))
+    extra = before, max(0, keys - grid - before) if after is None else after
     if keys != tokens and not (tokens == grid and keys == grid + sum(extra)):
         words = f"{tokens:,} queries of {keys:,} keys are not over the grid, as in cross-attention"
         return Fit(reason=words, level=logging.INFO)
-    reason, key_mask = "", None
+    reason, key_mask, differs, mask = "", None, False, request.mask
     if keys != grid + sum(extra):
         size = "x".join(map(str, call.grid))
         reason = f"{tokens:,} tokens are not those of the grid {size} and {sum(extra)} others"
@@ -192,83 +173,80 @@ def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         reason = f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
     elif request.is_causal or request.dropout:
         reason = "causal attention" if request.is_causal else "dropout"
-    elif request.mask is not None and call.pads_behind_grid:
+    elif mask is not None and call.pads_behind_grid:
         reason = "samples of different lengths, whose grids begin at different tokens"
-    elif request.mask is not None:
-        key_mask = _key_mask(request.mask, len(query), keys, extra[0] if call.rows_alike else None)
-        reason = "a mask between tokens" if key_mask is None else ""
-    return Fit(extra, key_mask, reason)
+    elif mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]  # (B, H, queries, keys)
+        differs = mask.shape[2] != 1 and mask.stride(2) != 0
+        by_head = mask.shape[1] != 1 and mask.stride(1) != 0
+        if mask.shape[3] != keys or by_head or (differs and not call.rows_alike):
+            reason = "a mask between tokens"
+        else:
+            key_mask = _key_mask(mask[:, 0, before if differs else 0].expand(len(query), -1))
+    return Fit(extra, key_mask, differs and tokens > grid, reason)
 
 
-def counted(extra: Counts, others: int) -> Extra:
-    """Return how many tokens stand before and after the grid in a sequence with so many besides."""
-    before, after = extra if others > 0 else (0, 0)
-    if before is None:
-        return max(0, others - (after or 0)), after or 0
-    return before, max(0, others - before) if after is None else after
-
-
-def _key_mask(mask: torch.Tensor, batch: int, keys: int, row: int | None) -> torch.Tensor | None:
-    """Return a mask of ``scaled_dot_product_attention`` as one of keys, (B, N); None for one that differs by query.
+def _key_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return weights of keys (B, N) for a mask of ``scaled_dot_product_attention``, bool or added to the scores.
 
     A bias that is added to a key's scores multiplies the key's weight by its exponential.
-
-    Args:
-        mask: (B, H, queries, keys) as far as it has these axes, bool or added to the scores.
-        batch: B.
-        keys: N.
-        row: whose mask is that of all queries of the grid; None if the mask must not differ between queries.
     """
-    mask = mask[(None,) * (4 - mask.ndim)]
-    differs = mask.shape[2] != 1 and mask.stride(2) != 0
-    if mask.shape[3] != keys or (mask.shape[1] != 1 and mask.stride(1) != 0) or (differs and row is None):
-        return None
-    of_keys = mask[:, 0, row or 0 if differs else 0].expand(batch, -1)
-    if of_keys.dtype == torch.bool:
-        return of_keys
+    if mask.dtype == torch.bool:
+        return mask
     # as in softmax, only differences between the keys of a sample count; of one that is -inf throughout, none does
-    of_keys = of_keys.float()
-    return (of_keys - of_keys.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(of_keys.dtype).min)).exp()
+    mask = mask.float()
+    return (mask - mask.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(mask.dtype).min)).exp()
 
 
 def sparse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit, request: Request
 ) -> torch.Tensor:
     """Return sparse attention, (B, N, H, D); (B, product of the grid, H, D) where extra tokens have keys alone."""
-    config, tokens, lower = call.patch.config, query.shape[1], autocast_type(query)
+    tokens, (before, after), given, lower = query.shape[1], fit.extra, (query, key, value), autocast_type(query)
     if lower is not None:  # as scaled_dot_product_attention casts
-        query, key, value = (x.to(lower) for x in (query, key, value))
+        query, key, value = (x.to(lower) for x in given)
     factor = 1.0 if request.scale is None else request.scale * math.sqrt(query.shape[-1])
     if not math.isclose(factor, 1, rel_tol=1e-6):
         query = query * factor
     if key.shape[2] != query.shape[2]:
         key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
-    before, after = fit.extra
     is_grid_alone = tokens != key.shape[1]
     if is_grid_alone:  # any query will do for the others, whose output nobody gets
         query = functional.pad(query, (0, 0, 0, 0, before, after))
-    output = sparse_attention(
-        query,
-        key,
-        value,
-        call.grid,
-        density=config.density,
-        block_size=config.block_size,
-        key_block_size=config.key_block_size,
-        order=config.order,
-        far=config.far,
-        key_mask=fit.key_mask,
-        extra=fit.extra,
-    )
-    return output[:, before : before + tokens] if is_grid_alone else output
+    config = call.patch.config
+    rule = config.rule_on(call.grid) if call.rule is None else call.rule
+    shown: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
+    output = run(SparseCall(**shown, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra))
+    if is_grid_alone:
+        return output[:, before : before + tokens]
+    return _with_own_rows(output, *given, fit, request) if fit.differs else output
 
 
-def _reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit) -> torch.Tensor:
+def _with_own_rows(
+    output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fit: Fit, request: Request
+) -> torch.Tensor:
+    """Give extra tokens, whose rows of the mask may be others than the grid's, the model's own attention."""
+    (before, after), end = fit.extra, query.shape[1] - fit.extra[1]
+
+    def outside(x: torch.Tensor, axis: int) -> torch.Tensor:
+        return torch.cat([x.narrow(axis, 0, before), x.narrow(axis, end, after)], axis)
+
+    assert request.mask is not None
+    mask = outside(request.mask, -2)
+    mask = mask.to(query.dtype) if mask.is_floating_point() else mask
+    exact = request._replace(mask=mask).exact(outside(query, 1), key, value)
+    return torch.cat([exact[:, :before], output[:, before:end], exact[:, before:]], dim=1)
+
+
+def _reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit, request: Request
+) -> torch.Tensor:
     """Return sparse attention in float64."""
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
-    rule = call.patch.config.rule_on(call.grid)
-    far = call.patch.config.far
-    return reference_attention(SparseCall(**tensors, grid=call.grid, sparse=rule, far=far, extra=fit.extra))
+    rule, far = call.patch.config.rule_on(call.grid), call.patch.config.far
+    output = reference_attention(SparseCall(**tensors, grid=call.grid, sparse=rule, far=far, extra=fit.extra))
+    doubles = query.double(), key.double(), value.double()
+    return _with_own_rows(output, *doubles, fit, request) if fit.differs else output
 
 
 # torch.compile calls this as it is: which step it is and what was measured stays out of its graphs
@@ -291,8 +269,7 @@ def _operator(
     call = held().call
     if call is None:
         return request.exact(query, key, value).clone()
-    fit = fitted(query, key, value, call, request)
-    return _attend(query, key, value, call, (int(layer), part), fit, request).clone()
+    return attend(query, key, value, call, layer, part, request).clone()
 
 
 @_operator.register_fake

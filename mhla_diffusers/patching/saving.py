@@ -1,19 +1,14 @@
-"""Save a patched model's MHLA to a folder, and share it on the Hub.
+"""Save a patched model's MHLA to a folder, which may be uploaded to the Hub as it is.
 
-A folder holds ``mhla_config.json`` and one safetensors file, named after the hash of its content; a second one for the
-LoRA of a patch that has one. The JSON is written last and names the files, so that at every moment the folder holds one
-complete patch: a kill in the middle of saving leaves the patch that was there before. The safetensors file carries the
-settings once more among its metadata, so that its hash covers them: a JSON that was changed by hand is noticed.
+A patch is one safetensors file: MHLA's tensors, those of the model that were adapted and a LoRA's, and the settings
+among the metadata. It is written aside and renamed, so that a kill in the middle of saving leaves the one before.
 """
 
 import json
 import logging
-import os
-from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -22,9 +17,8 @@ from torch import nn
 
 from ..config import LinearConfig
 from ..errors import check_choice
-from ..files import file_hash, write_json, write_tensors
+from ..files import write_tensors
 from ..settings import Settings, settings
-from .describe import describe
 from .finding import find_transformers, is_patched, require_layers, require_patched
 from .patched import Patched
 from .weights import base_weights, check_plain, has_lora, lora_weights, refuse_weights_on_disk
@@ -33,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
-CONFIG_NAME = "mhla_config.json"
-FORMAT_VERSION = 4
+PATCH_FILE = "mhla.safetensors"
+RECORD = "mhla"
+"""Entry of the metadata."""
+FORMAT_VERSION = 5
 _PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
 """Parts of the names that PEFT gives to weights."""
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -57,38 +53,17 @@ class TransformerRecord(Settings):
 
 
 @settings()
-class LoraFile(Settings):
-    """File of a LoRA that belongs to a saved patch."""
-
-    file: str
-    sha256: str
-
-
-@settings()
 class PatchRecord(Settings):
-    """Content of ``mhla_config.json``."""
+    """What a saved patch says of itself."""
 
     format_version: int
     base_model: str
     """Hub id, or the name of a local folder; empty where it is unknown."""
     diffusers_version: str
     weights: Weights
-    file: str
-    sha256: str
     transformers: Annotated[dict[str, TransformerRecord], Field(min_length=1)]
     unpatched: list[str] = field(default_factory=list)
     """Transformers of the pipeline that the patch leaves alone."""
-    lora: LoraFile | None = None
-    """LoRA that belongs to the patch."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return what belongs to the tensors, as the safetensors file carries it."""
-        content = self.to_dict()
-        return {name: content[name] for name in ("weights", "transformers", "unpatched", "lora") if name in content}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of the JSON, without ``lora`` where there is none."""
-        return {name: value for name, value in super().to_dict().items() if value or name != "lora"}
 
 
 def save_mhla(
@@ -104,7 +79,7 @@ def save_mhla(
 
     Args:
         model: patched pipeline or transformer; of a pipeline the transformers that are patched are saved.
-        folder: is made if it is missing; a patch in it is replaced in one step, other files stay.
+        folder: is made if it is missing; its ``mhla.safetensors`` is replaced in one step, other files stay.
         weights: "mhla": MHLA's own tensors, and weights of the model that :func:`load_mhla` replaced, which makes it
             "changed"; "changed": also every other tensor that differs from ``base``; "all": the whole transformer.
         base: for "changed", the unpatched pipeline or transformer to compare with; None loads it from ``base_model``.
@@ -122,17 +97,20 @@ def save_mhla(
             that ``dtype`` cannot hold.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
-    record, tensors, lora = _collect(model, weights, base, base_model, dtype)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder, record, tensors, lora)
-    return folder
+    record, tensors = _collect(model, weights, base, base_model, dtype)
+    apart, seen = {}, set()
+    for name, tensor in tensors.items():  # safetensors writes no tensors that share memory, as tied embeddings do
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    write_tensors(apart, Path(folder, PATCH_FILE), {RECORD: json.dumps(record.to_dict())})
+    return Path(folder)
 
 
 def _collect(
     model: Any, weights: Weights, base: Any, base_model: str | None, dtype: torch.dtype | None
-) -> tuple[PatchRecord, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Check everything and write nothing: the record without its files, the tensors, and those of the LoRA."""
+) -> tuple[PatchRecord, dict[str, torch.Tensor]]:
+    """Check everything and write nothing: the record and the tensors."""
     check_choice("weights", weights, get_args(Weights))
     if base is not None and weights != "changed":
         raise ValueError(
@@ -146,7 +124,6 @@ def _collect(
         require_layers(model)  # which diffusers' own form makes at the first forward
     base_model = base_model or loaded_from(model, next(iter(handles.values())).transformer)
     tensors: dict[str, torch.Tensor] = {}
-    lora: dict[str, torch.Tensor] = {}
     records = {}
     for name, patched in handles.items():
         if weights == "mhla":
@@ -155,7 +132,7 @@ def _collect(
         tensors |= {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
         if patched.lora is not None:
             for key, tensor in lora_weights(patched.transformer, patched.lora).items():
-                lora[f"{name}.{key}"] = _as_saved(f"{name}.{key}", tensor, dtype)
+                tensors[f"{name}.{key}"] = _as_saved(f"{name}.{key}", tensor, dtype)
         family = patched.of_family
         records[name] = TransformerRecord(
             family.name,
@@ -172,12 +149,10 @@ def _collect(
         base_model_name(base_model),
         version("diffusers"),
         weights,
-        file="",
-        sha256="",
         transformers=records,
         unpatched=sorted(set(find_transformers(model)) - set(handles)),
     )
-    return record, tensors, lora
+    return record, tensors
 
 
 def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
@@ -260,11 +235,7 @@ def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless all values of a tensor of a patch are finite.
-
-    Raises:
-        ValueError: with ``name`` and how many are not.
-    """
+    """Raise ValueError unless all values of a tensor of a patch are finite."""
     if tensor.is_floating_point():
         # types of 8 bits do not know isfinite
         finite = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isfinite()
@@ -287,22 +258,13 @@ def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> tor
 
 
 def loaded_from(model: Any, transformer: Any) -> str:
-    """Return the Hub id or path that a model was loaded from; empty if it was made in Python.
-
-    Args:
-        model: a pipeline, or a transformer as the user holds it, such as in a wrapper of PEFT.
-        transformer: the transformer in it.
-    """
+    """Return the Hub id or path that a pipeline, or its transformer, was loaded from; empty if made in Python."""
     source = transformer if isinstance(model, nn.Module) else model
     return str(getattr(getattr(source, "config", None), "_name_or_path", "") or "")
 
 
 def base_model_name(source: str) -> str:
-    """Return what is recorded of where a model came from: a Hub id, or the name of a folder without its path.
-
-    Args:
-        source: Hub id or path, also of the Hub's cache; of a pipeline or of one of its components.
-    """
+    """Return what is recorded of a Hub id or path, also of the Hub's cache: the id, or the folder's name alone."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -318,159 +280,3 @@ def base_model_name(source: str) -> str:
     if cached is not None:
         return "/".join(cached.split("--")[1:])
     return path.parent.name if (path.parent / "model_index.json").is_file() else path.name
-
-
-def _write(
-    folder: Path, record: PatchRecord, tensors: dict[str, torch.Tensor], lora: dict[str, torch.Tensor]
-) -> PatchRecord:
-    """Write a patch; at every moment the folder holds a whole one. Returns the record with its files."""
-    config = folder / CONFIG_NAME
-    named_before = config.read_bytes() if config.is_file() else b""
-    earlier = [path for path in folder.glob("*.safetensors") if f'"{path.name}"'.encode() in named_before]
-    if lora:
-        file, digest = _write_tensors(folder, "lora", lora, {"format": "pt"})
-        record = replace(record, lora=LoraFile(file, digest))
-    # a single entry, since safetensors writes several in any order and the file is named after its content
-    metadata = {"mhla": json.dumps(record.settings(), sort_keys=True)}
-    file, digest = _write_tensors(folder, "mhla", tensors, metadata)
-    record = replace(record, file=file, sha256=digest)
-    write_json(record.to_dict(), config)
-    for path in earlier:
-        if path.name not in (file, record.lora and record.lora.file):
-            path.unlink(missing_ok=True)
-    return record
-
-
-def _write_tensors(
-    folder: Path, kind: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-) -> tuple[str, str]:
-    """Write a safetensors file that is named after its content; return its name and SHA-256."""
-    apart, seen = {}, set()
-    for name, tensor in tensors.items():  # safetensors writes no tensors that share memory, as tied embeddings do
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    aside = folder / f".{kind}-{os.getpid()}.safetensors"  # errors name it
-    try:
-        write_tensors(apart, aside, metadata)
-        digest = file_hash(aside)
-        file = f"{kind}-{digest[:12]}.safetensors"
-        aside.replace(folder / file)
-    finally:
-        aside.unlink(missing_ok=True)
-    return file, digest
-
-
-_CARD = """\
-# {title}
-
-A patch that gives {base_link} Multi-Head Linear Attention (MHLA),
-self-attention of linear cost, through [mhla_diffusers](https://pypi.org/project/mhla-diffusers).
-
-```python
-import torch
-from diffusers import DiffusionPipeline
-from mhla_diffusers import load_mhla
-
-pipe = DiffusionPipeline.from_pretrained("{base_source}", dtype=torch.bfloat16)
-load_mhla(pipe, "{repo_id}")
-```
-
-`remove_mhla(pipe)` takes it away again.
-
-## What it holds
-
-{holds}
-
-```
-{table}
-```
-
-## Settings
-
-```json
-{settings}
-```
-"""
-
-_HOLDS = {
-    "mhla": "Only the tensors that MHLA adds; the base model's weights are used as they are.",
-    "changed": "The tensors that MHLA adds and those of the base model that were adapted to it.",
-    "all": "All weights of the transformer.",
-}
-
-_HOLDS_LORA = " A LoRA on the base model's linear layers, which `load_mhla` loads as the adapter `mhla`."
-
-
-def push_mhla(
-    model: Any,
-    repo_id: str,
-    *,
-    weights: Weights = "mhla",
-    base: Any = None,
-    private: bool = False,
-    token: str | None = None,
-) -> str:
-    """Upload the patch with a model card to the Hub.
-
-    Args:
-        model: patched pipeline or transformer.
-        repo_id: ``user/name``; is made if it is missing.
-        weights: see :func:`save_mhla`.
-        base: see :func:`save_mhla`.
-        private: for a repository that is made.
-        token: for the Hub; None for the one of ``hf auth login``.
-
-    Returns:
-        Address of the commit.
-
-    Raises:
-        ValueError: what :func:`save_mhla` raises, or a ``repo_id`` that cannot be one.
-        OSError: the Hub cannot be reached, or refused.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError  # of the HTTP library, whose errors of connection are no OSErrors
-
-    with TemporaryDirectory() as folder:
-        record = _write(Path(folder), *_collect(model, weights, base, None, None))
-        Path(folder, "README.md").write_text(model_card(model, repo_id, record), encoding="utf-8")
-        hub = HfApi(token=token)
-        try:
-            hub.create_repo(repo_id, private=private, exist_ok=True)
-            commit = hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload MHLA patch")
-        except (HTTPError, OSError) as error:
-            raise OSError(
-                f"The patch could not be uploaded to the Hub repository {repo_id!r}: {error} Check the connection, "
-                "HF_HUB_OFFLINE and the token (hf auth login) and call push_mhla again; until then "
-                "save_mhla(model, folder) keeps the patch here."
-            ) from error
-    return str(commit.commit_url)
-
-
-def model_card(model: Any, repo_id: str, record: PatchRecord) -> str:
-    """Write the text of the model card.
-
-    Args:
-        model: the patched pipeline or transformer.
-        repo_id: where it will be uploaded.
-        record: what was saved.
-    """
-    from huggingface_hub import ModelCardData
-
-    base, on_hub = record.base_model, "/" in record.base_model
-    data = ModelCardData(
-        base_model=base if on_hub else None, library_name="diffusers", tags=["mhla", "linear-attention"]
-    )
-    settings = {name: part.patch for name, part in record.transformers.items()}
-    body = _CARD.format(
-        title=repo_id.split("/")[-1],
-        repo_id=repo_id,
-        base_link=f"[{base}](https://huggingface.co/{base})"
-        if on_hub
-        else f"the model {base or 'that it was made for'}",
-        base_source=base if on_hub else f"path/to/{base or 'the-model'}",
-        holds=_HOLDS[record.weights] + _HOLDS_LORA * bool(record.lora),
-        table=describe(model),
-        settings=json.dumps(settings, indent=2),
-    )
-    return f"---\n{data.to_yaml()}\n---\n\n{body}"

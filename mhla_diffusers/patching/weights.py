@@ -14,7 +14,6 @@ from torch import nn
 from ..attention import extend_mixing, resize_mixing
 from ..attention.mixing import causal_mixing
 from ..config import CausalConfig, LinearConfig, PatchConfig
-from ..errors import check
 from .layer import attentions_of
 
 LORA = "mhla"
@@ -55,15 +54,12 @@ def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise unless weights of the model can be written.
+    """Raise ValueError unless weights can be written: merged with adapters, quantised, sharded or offloaded ones.
 
     Args:
         transformer: the model.
         names: of the weights, in a plain model.
         purpose: for the error, such as "load the patch".
-
-    Raises:
-        ValueError: they are merged with adapters, quantised, sharded, or offloaded.
     """
     names = list(names)
     if not names:
@@ -83,17 +79,7 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
 
 
 def check_plain(name: str, tensor: torch.Tensor, purpose: str, may_be_meta: bool = False) -> None:
-    """Raise unless a weight holds its values.
-
-    Args:
-        name: of the weight.
-        tensor: the weight.
-        purpose: for the error, such as "save the patch".
-        may_be_meta: whether it may be on the meta device, as where the whole model is.
-
-    Raises:
-        ValueError: it is quantised, sharded or offloaded.
-    """
+    """Raise ValueError if a weight is quantised, sharded or, unless it may be on the meta device, offloaded."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, quantised or sharded; {purpose} before that, save weights='mhla', "
@@ -114,11 +100,7 @@ def group_offloading(transformer: nn.Module) -> list[Any]:
 
 
 def refuse_weights_on_disk(transformer: nn.Module, purpose: str) -> None:
-    """Raise if group offloading keeps weights in files, so that those in memory are neither read nor kept.
-
-    Raises:
-        ValueError: naming the folder, and ``purpose`` as what to do before.
-    """
+    """Raise ValueError if group offloading keeps weights in files: those in memory are neither read nor kept."""
     folders = (hook.group.offload_to_disk_path for hook in group_offloading(transformer))
     folder = next(filter(None, folders), None)
     if folder is not None:
@@ -209,44 +191,15 @@ def remove_lora(transformer: Any, name: str) -> None:
 
 
 def resized(tensors: Mapping[str, torch.Tensor], before: PatchConfig, after: PatchConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors of a patch for other settings.
+    """Return the tensors of a patch for other blocks: mixing matrices are interpolated over block positions.
 
-    Mixing matrices are interpolated over block positions. Those of causal patches are extended along the first axis by
-    :func:`extend_mixing`, or cut there, since a block stands for as many tokens as before.
-
-    Args:
-        tensors: name → tensor, for example ``blocks.0.attn1.mhla.mixing``; others are left as they are.
-        before: settings that they belong to.
-        after: settings that they shall fit.
-
-    Raises:
-        ValueError: other blocks together with another order or another length of causal blocks, or more causal blocks
-            than a single one can be extended to, or entries below 0 where their logarithm is taken.
+    Those of causal patches are extended along the first axis by :func:`extend_mixing`, or cut there, since a block
+    stands for as many tokens as before.
     """
     part = dict(tensors)
-    if not (isinstance(before, LinearConfig) and isinstance(after, LinearConfig)):  # no matrix on both sides
+    if not (isinstance(before, LinearConfig) and isinstance(after, LinearConfig)) or before.blocks == after.blocks:
         return part
-    mixings = [name for name in part if name.endswith(".mhla.mixing")]
-    if isinstance(after, CausalConfig) and after.needs_positive_mixing:
-        # a matrix of another size is refused where it is loaded
-        for name in (one for one in mixings if part[one].shape[-1] == math.prod(before.blocks)):
-            least = 0.0 if part[name].is_meta else causal_mixing(part[name], before.blocks, own=True).min().item()
-            check(
-                least >= 0,
-                f"{name} has entries down to {least:.3g}, and this causal patch takes the logarithm of what blocks "
-                "weigh, which must be positive. Train with register_mixing_clip(), which keeps them in (0, 1), or "
-                "choose normalize=False with output_norm=True and own='linear'.",
-            )
-    if before.blocks == after.blocks:
-        return part
-    lengths = [getattr(config, "block_length", None) for config in (before, after)]
-    check(
-        not mixings or lengths[0] == lengths[1],
-        f"Blocks cannot go from {before.blocks} to {after.blocks} together with block_length={lengths[0]} to "
-        f"{lengths[1]}: a mixing matrix would have to be interpolated and stand for other tokens at once. Change one "
-        "after the other, with change_mhla().",
-    )
-    for name in mixings:
+    for name in (name for name in part if name.endswith(".mhla.mixing")):
         if not isinstance(after, CausalConfig):
             part[name] = resize_mixing(part[name], before.blocks, after.blocks)
             continue

@@ -15,6 +15,7 @@ from ..config import LinearConfig
 from ..errors import installing
 from ..families import get_family, trained_family
 from ..patching import (
+    PATCH_FILE,
     MHLALayer,
     Weights,
     find_patched,
@@ -269,7 +270,7 @@ def begin_with(folder: Path, model: Any) -> Any:
     (patched,) = find_patched(load_mhla(model, folder)).values()
     record = read_record(folder)
     (component,) = record.transformers
-    saved = load_file(folder / record.file) | (load_file(folder / record.lora.file) if record.lora else {})
+    saved = load_file(folder / PATCH_FILE)
     for name, parameter in model.named_parameters():
         value = saved.get(f"{component}.{plain_name(name)}")
         is_new = ".mhla." in name or plain_name(name) in (patched.replaced_weights or ())

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from mhla_diffusers import MHLAConfig, SparseConfig
+from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, audit, remove_mhla
 from mhla_diffusers.benchmark.measure import Row, time_interleaved
 from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, TRANSFER_STEPS, Adaptation, held_out_curve
@@ -35,7 +35,7 @@ ATTENTIONS: dict[str, PatchConfig | None] = {
     "plain linear": MHLAConfig(blocks=(1, 1, 1), mixing_learnable=False, mixing_clip=False),
     "MHLA": MHLAConfig(blocks=FINE),
     "MHLA hybrid 2/3": MHLAConfig(blocks=FINE, layers="2/3"),
-    "MHLA auto:2/3": MHLAConfig(blocks=FINE, layers="auto:2/3"),
+    "MHLA auto:2/3": MHLAConfig(blocks=FINE),
     "MHLA, blocks of 4": MHLAConfig(blocks=(9, 4, 4)),
     "MHLA, elu+1": MHLAConfig(blocks=FINE, feature_map="elu+1"),
     "MHLA, softmax feature map": MHLAConfig(blocks=FINE, feature_map="softmax"),
@@ -121,10 +121,14 @@ def runs_of(
 
 
 def patched(adaptation: Adaptation, attention: str) -> Any:
-    """Return a fresh pipeline; automatic hybrids are chosen on a fixed batch."""
-    return adaptation.patched(
-        ATTENTIONS[attention], lambda pipe: predict(pipe.transformer, first_samples(adaptation, pipe, 16))
-    )
+    """Return a fresh pipeline; "auto" patches those layers that move the output least on a fixed batch."""
+    config = ATTENTIONS[attention]
+    pipe = adaptation.patched(config)
+    if config is not None and "auto" in attention:
+        found = audit(pipe, lambda: predict(pipe.transformer, first_samples(adaptation, pipe, 16))).layers
+        least = sorted(range(len(found)), key=lambda layer: found[layer].moves)[: len(found) * 2 // 3]
+        apply_mhla(remove_mhla(pipe), config, layers=sorted(least))
+    return pipe
 
 
 def first_samples(adaptation: Adaptation, pipe: Any, samples: int) -> Any:

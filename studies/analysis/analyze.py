@@ -18,19 +18,17 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from mhla_diffusers import MHLAConfig, is_patched, mhla_layers
+from mhla_diffusers import MHLAConfig, audit, is_patched, mhla_layers
 from mhla_diffusers.attention.layout import block_sizes
+from mhla_diffusers.auditing import TransformerCall, record_calls
 from mhla_diffusers.demo.matrices import each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
 from mhla_diffusers.files import write_json
 from mhla_diffusers.generation import PipelineChoice
 from mhla_diffusers.patching import (
     MHLALayer,
-    TransformerCall,
     find_patched,
     find_transformers,
-    layer_sensitivity,
-    record_calls,
 )
 from mhla_diffusers.reporting import require_matplotlib, text_table
 from mhla_diffusers.settings import Integer, check_value
@@ -133,7 +131,8 @@ def analyze(
     output.mkdir(parents=True, exist_ok=True)
     draw_attention_maps(rows, grid, chosen, output / "attention-maps.png")
     if is_patched(transformer):
-        moves = layer_sensitivity(transformer, lambda: [call.predict(transformer) for call in calls])
+        measured = audit(transformer, lambda: [call.predict(transformer) for call in calls])
+        moves = {layer.name: layer.moves for layer in measured.layers}
         for layer in found:
             layer.moves = moves.get(layer.name)
         patched = {name.removesuffix(".mhla"): layer for name, layer in mhla_layers(transformer).items()}

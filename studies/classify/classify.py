@@ -21,9 +21,10 @@ from torch.nn import functional
 from transformers import get_cosine_schedule_with_warmup
 
 from mhla_diffusers import apply_mhla
+from mhla_diffusers.auditing import TransformerCall
 from mhla_diffusers.demo.matrices import attention_matrices, mean_entropy, mean_rank
 from mhla_diffusers.files import write_json
-from mhla_diffusers.patching import TransformerCall, register_mixing_clip
+from mhla_diffusers.patching import register_mixing_clip
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, write_table
 from mhla_diffusers.tiny.digits import Digits, load_digits
 

@@ -7,8 +7,7 @@ import torch
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, held_out_curve, load_variant, runs_of, variants
-from mhla_diffusers.families import predict
-from mhla_diffusers.patching import is_patched, mhla_layers
+from mhla_diffusers.patching import is_patched
 from mhla_diffusers.tiny import TINY, load_tiny
 from mhla_diffusers.training import TrainingConfig
 
@@ -40,23 +39,6 @@ def test_unpatched_pipeline_trains_on(adaptation, tmp_path):
     assert not is_patched(pipe)
     adaptation.adapt(pipe, (UPDATE,), tmp_path)
     assert (tmp_path / "result" / "config.json").is_file()
-
-
-def test_layers_are_chosen_on_what_the_calibration_runs(adaptation):
-    seen = []
-
-    def calibration(pipe):
-        seen.append(pipe)
-        batches = [adaptation.batch(pipe.transformer, range(2), torch.tensor([0.25, 0.75])) for _ in range(2)]
-        assert torch.equal(batches[0].hidden_states, batches[1].hidden_states), "always the same noise"
-        return predict(pipe.transformer, batches[0])
-
-    pipe = adaptation.patched(MHLA.replace(layers="auto:1/2"), calibration)
-    assert seen and all(one is pipe for one in seen)
-    assert len(mhla_layers(pipe)) == len(next(iter(mhla_layers(pipe).values())).config.layers) == 2
-    seen.clear()
-    adaptation.patched(MHLA, calibration)
-    assert not seen
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from mhla_diffusers import apply_mhla
+from mhla_diffusers.auditing import TransformerCall
 from mhla_diffusers.demo.matrices import attention_matrices, each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.mhla import project_tokens
-from mhla_diffusers.patching import TransformerCall
 
 from .. import models
 from ..refusals import refused

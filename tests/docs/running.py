@@ -49,7 +49,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     ("Efficient-Large-Model/Sana_600M_1024px_diffusers", TINY_SANA),
     ("facebook/DiT-XL-2-256", TINY_DIT),
     ("THUDM/CogView3-Plus-3B", "tiny-cogview3plus"),
-    (r'push_mhla\(pipe, "me/my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
+    (r'upload_folder\(repo_id="me/my-patch", folder_path="my-patch"\)', 'save_mhla(pipe, "me/my-patch")'),
     # calls in Python
     (r'dtype=torch.bfloat16\).to\("cuda"\)', "dtype=torch.float32)"),
     (r'pipe\("a cat", num_inference_steps=4', f'pipe("a cat", {WAN_CALL}'),

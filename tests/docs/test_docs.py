@@ -4,7 +4,6 @@ What is run in place of what takes a download, a GPU or hours is one table, ``SU
 another, ``ONLY_CHECKED``, with the reasons; both in ``running.py``.
 """
 
-import inspect
 import json
 import re
 import shlex
@@ -18,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from mhla_diffusers import apply_mhla, families, push_mhla, save_mhla
+from mhla_diffusers import apply_mhla, families, save_mhla
 from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.tiny import load_tiny
 
@@ -143,4 +142,3 @@ def test_what_is_replaced_or_left_out_stands_in_the_pages():
             text, count = re.subn(pattern, replacement, text)
             used |= {pattern} if count else set()
     assert [pattern for pattern, _ in SUBSTITUTIONS if pattern not in used] == []
-    inspect.signature(push_mhla).bind("pipe", "me/my-patch")  # the one call in Python that is replaced

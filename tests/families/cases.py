@@ -26,7 +26,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.benchmark.cases import small_case
 from mhla_diffusers.families import Family, Inputs, Model, get_family
 
-from ..models import FAMILIES, inputs, seeded
+from ..models import FAMILIES, attn_processors, inputs, seeded
 from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
 from .forwards import INPUTS, MODELS
 
@@ -948,7 +948,7 @@ def footprint(model: Any) -> dict[str, Any]:
         "state": _Weights((key, value.clone()) for key, value in model.state_dict().items()),
         "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
         "attributes": {name: (type(module), sorted(vars(module))) for name, module in modules.items()},
-        "processors": mhla.patching.attn_processors(model),
+        "processors": attn_processors(model),
         "choices": {
             name: {key: value for key, value in vars(one.processor).items() if value is not None}
             for name, one in modules.items()

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import attn_processors
 
-from ..models import assert_changed, relative_change
+from ..models import assert_changed, attn_processors, relative_change
 from .cases import ALL_LISTED, CASES, ROUNDING, SPARSE, all_listed, case_of, footprint, handle, output, plain, tally
 
 every_case = pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,7 @@ from diffusers import WanImageToVideoPipeline
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
-from mhla_diffusers import apply_mhla, suggest_blocks
+from mhla_diffusers import apply_mhla
 from mhla_diffusers.families import FlowMatching, arguments_of, get_family, predict
 from mhla_diffusers.training.data.batches import drop_prompts
 
@@ -242,10 +242,3 @@ def test_prompts_are_encoded_as_the_pipeline_encodes_them(name: str) -> None:
     (found,) = get_family(pipe.transformer).training.encode_prompt(pipe, prompt).values()
     assert found.shape == (512, 32)
     assert torch.equal(found, given["encoder_hidden_states"][0])
-
-
-def test_blocks_are_suggested_for_two_frames_and_for_more() -> None:
-    """ChronoEdit's defaults are clamped to its usual two frames, of which a block has one."""
-    pipe = case_of("chronoedit").pipeline()
-    assert suggest_blocks(pipe, 720, 1280) == (2, 3, 5)
-    assert suggest_blocks(pipe, 720, 1280, 81) == (21, 3, 5)

@@ -8,9 +8,9 @@ from diffusers import UNet2DModel
 from peft import LoraConfig, inject_adapter_in_model
 
 import mhla_diffusers as mhla
-from mhla_diffusers.patching import attn_processors, find_patched
+from mhla_diffusers.patching import find_patched
 
-from ..models import FAMILIES, patched
+from ..models import FAMILIES, attn_processors, patched
 
 MODELS = list(FAMILIES)
 ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]

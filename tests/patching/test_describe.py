@@ -209,15 +209,3 @@ def test_sizes_that_do_not_fit_are_named(case):
     build, settings, value = REFUSED[case]
     with refused(value):
         mhla.describe(build(), **settings)
-
-
-def test_suggested_blocks_are_as_long_as_the_default_s():
-    """The default at the default size, as many per second of a longer clip; never more than tokens."""
-    pipe = wan_pipeline()
-    assert mhla.suggest_blocks(pipe, 480, 832) == (7, 3, 5)
-    assert mhla.suggest_blocks(pipe, 480, 832, 161) == (14, 3, 5)
-    assert mhla.suggest_blocks(pipe, 480, 832, 1) == (1, 3, 5)
-    assert mhla.suggest_blocks(pipe, 16, 16, 1) == (1, 1, 1)
-    assert mhla.suggest_blocks(wan22_pipeline(), 832, 480, 81) == (7, 5, 3)
-    mhla.apply_mhla(pipe, blocks=mhla.suggest_blocks(pipe, 32, 48, 9))
-    assert pipe(**PIPELINES["wan"].call).frames.isfinite().all()

@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import load_mhla, save_mhla
-from mhla_diffusers.files import file_hash
-from mhla_diffusers.patching import CONFIG_NAME, read_record
+from mhla_diffusers.patching import PATCH_FILE
 
 from .. import models
 from ..refusals import refused
@@ -29,32 +28,27 @@ def folder(tmp_path):
     return save_mhla(model, tmp_path, weights="changed", base=models.wan())
 
 
-def rewrite(folder, change, metadata=None):
-    """Change the saved tensors and make the hash fit again; the metadata stays unless it is given."""
-    path = folder / read_record(folder).file
+def rewrite(folder, change=lambda tensors: None, record=lambda found: json.dumps(found)):
+    """Change the saved tensors, and what is recorded beside them."""
+    path = folder / PATCH_FILE
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
-        metadata = metadata or file.metadata()
+        found = json.loads(file.metadata()["mhla"])
     change(tensors)
-    save_file(tensors, path, metadata=metadata)
-    change_record(folder, lambda record: record.update(sha256=file_hash(path)))
+    save_file(tensors, path, metadata={"mhla": record(found)})
 
 
 def change_record(folder, change):
-    record = json.loads((folder / CONFIG_NAME).read_text())
-    change(record)
-    (folder / CONFIG_NAME).write_text(json.dumps(record))
+    def record(found):
+        change(found)
+        return json.dumps(found)
+
+    rewrite(folder, record=record)
 
 
 def cut(folder):
-    path = folder / read_record(folder).file
+    path = folder / PATCH_FILE
     path.write_bytes(path.read_bytes()[:-10])
-
-
-def flip_a_bit(folder):
-    path = folder / read_record(folder).file
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
 
 
 def record(**entries):
@@ -85,14 +79,13 @@ def tensors(change):
 
 
 def text(content):
-    return lambda folder: (folder / CONFIG_NAME).write_text(content)
+    return lambda folder: rewrite(folder, record=lambda found: content)
 
 
 DAMAGE = {
     # what is done to the folder, offending value
-    "file cut": (cut, "SHA-256"),
-    "a bit": (flip_a_bit, "SHA-256"),
-    "file gone": (lambda folder: (folder / read_record(folder).file).unlink(), "missing"),
+    "file cut": (cut, PATCH_FILE),
+    "file gone": (lambda folder: (folder / PATCH_FILE).unlink(), "missing"),
     "tensor gone": (tensors(lambda found: found.pop(NAME)), "missing blocks.1.attn1.mhla.mixing"),
     "base weight gone": (
         tensors(lambda found: found.pop("transformer.blocks.1.attn1.to_q.bias")),
@@ -104,31 +97,24 @@ DAMAGE = {
     ),
     "shape": (tensors(lambda found: found.update({NAME: torch.ones(2, 2)})), "(2, 2)...(2, 12, 12)"),
     "NaN": (tensors(lambda found: found[NAME].view(-1)[0].fill_(torch.nan)), NAME),
-    "no settings in the file": (lambda folder: rewrite(folder, lambda _: None, {"format": "pt"}), "settings"),
-    "feature map": (settings(feature_map="elu+1"), "transformer.patch.feature_map...'elu+1'...'relu'"),
-    "blocks": (settings(blocks=[4, 2, 3]), "transformer.patch.blocks...[4, 2, 3]...[2, 2, 3]"),
-    "other weights": (record(weights="mhla"), "weights...'mhla'...'changed'"),
-    "base weights": (in_transformer(base_weights=[]), "transformer.base_weights...[]"),
+    "blocks": (settings(blocks=[4, 2, 3]), "(2, 12, 12)...(2, 24, 24)"),
+    "other weights": (record(weights="mhla"), "unexpected blocks.1.attn1.to_q"),
+    "base weights": (in_transformer(base_weights=["x"]), "missing x"),
     "an older version": (record(format_version=3), "format version 3 "),
     "a later version": (record(format_version=99), "format version 99 "),
     "key more": (record(more=1), "'more'"),
-    "key gone": (record_without("file"), "file"),
+    "key gone": (record_without("base_model"), "base_model"),
     "weights": (record(weights="zzz"), "'zzz'"),
-    "file of a number": (record(file=3), "file=3"),
     "list of transformers": (record(transformers=[]), "transformers=[]"),
     "no transformers": (record(transformers={}), "transformers"),
     "transformer of a number": (record(transformers={"transformer": 1}), "transformers.transformer=1"),
     "no heads": (record_without("transformers", "transformer", "heads"), "transformers.transformer...heads"),
     "heads as text": (in_transformer(heads="two"), "transformer.heads='two'"),
     "no blocks": (record_without("transformers", "transformer", "patch", "blocks"), "blocks"),
-    "LoRA without a hash": (record(lora={"file": "lora-x.safetensors"}), "lora...sha256"),
-    "LoRA gone": (record(lora={"file": "lora-x.safetensors", "sha256": "0"}), "lora"),
-    "file elsewhere": (record(file="../mhla-x.safetensors"), "'../mhla-x.safetensors'"),
-    "file of another kind": (record(file="weights.bin"), "'weights.bin'"),
-    "empty record": (text(""), CONFIG_NAME),
-    "record of a list": (text("[1]"), CONFIG_NAME),
-    "record of a number": (text("3"), CONFIG_NAME),
-    "record cut": (text('{"a": '), CONFIG_NAME),
+    "empty record": (text(""), PATCH_FILE),
+    "record of a list": (text("[1]"), PATCH_FILE),
+    "record of a number": (text("3"), PATCH_FILE),
+    "record cut": (text('{"a": '), PATCH_FILE),
 }
 
 
@@ -205,7 +191,7 @@ def test_a_relative_path_asks_no_hub(tmp_path, monkeypatch):
     with refused("runs has no first", "revision='main'", error=FileNotFoundError):
         load_mhla(models.wan(), "runs/first")
     assert not asked
-    with refused(CONFIG_NAME, error=FileNotFoundError):
+    with refused(PATCH_FILE, error=FileNotFoundError):
         load_mhla(models.wan(), "runs/first", revision="main")
     assert asked == ["runs/first"]
 

@@ -14,11 +14,11 @@ from peft import get_peft_model
 import mhla_diffusers as mhla
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig
 from mhla_diffusers.families import get_family
-from mhla_diffusers.patching import attn_processors, find_patched
+from mhla_diffusers.patching import find_patched
 from mhla_diffusers.patching.patch import choose_layers
 
 from ..families.cases import case_of
-from ..models import FAMILIES, assert_changed, inputs, output, patched
+from ..models import FAMILIES, assert_changed, attn_processors, inputs, output, patched
 from ..pipelines import PIPELINES, generate, wan22_pipeline
 from ..refusals import refused
 from .shared import CAUSAL, EVERYTHING, ONE_PER_CLASS, assert_same_footprint, footprint, lora, unet
@@ -95,7 +95,6 @@ REFUSED = {
     "no layers": ("wan", {"layers": []}, "layers=()"),
     "all layers dense": ("wan", {"density": 0.1, "dense_layers": 4}, "dense_layers=4"),
     "a number of layers": ("wan", {"layers": 1}, "layers=1...[0, 2"),
-    "calibration that is not a function": ("dit", {"calibration": 3}, "calibration=3"),
     "backend misspelt": ("wan", {"backend": "eagre"}, "'eagre'...'auto'...'eager'...'triton'"),
     "sparse attention of linear attention": ("sana", {"density": 0.1}, "linear...blocks="),
     "MHLA of another family": ("flux", {"blocks": (2, 2)}, "SANA, DiT and Wan...density"),

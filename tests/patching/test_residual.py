@@ -1,6 +1,7 @@
 """What dense steps measure corrects the steps that follow, is freed with its call, and never goes to another one."""
 
 import copy
+import logging
 import pickle
 import threading
 
@@ -250,7 +251,7 @@ def test_a_callback_that_looks_at_the_unpatched_model_changes_nothing():
     assert torch.equal(seen[0], others)
 
 
-def test_threads_keep_apart_also_those_that_end_by_an_interrupt():
+def test_threads_keep_apart_also_those_that_end_by_an_interrupt(caplog):
     pipe = mhla.apply_mhla(wan_pipeline(), **DENSE)
     second = type(pipe)(**pipe.components | {"scheduler": copy.deepcopy(pipe.scheduler)})
     expected = [sample(pipe, seed) for seed in (0, 1)]
@@ -266,7 +267,9 @@ def test_threads_keep_apart_also_those_that_end_by_an_interrupt():
         except KeyboardInterrupt:
             found[seed] = None
 
-    in_threads(lambda: run(pipe, 0), lambda: run(second, 1))
+    with caplog.at_level(logging.INFO):
+        in_threads(lambda: run(pipe, 0), lambda: run(second, 1))
+    assert caplog.text.count("corrected from") == 2
     assert all(torch.equal(found[seed], expected[seed]) for seed in (0, 1))
     for _ in range(2):
         in_threads(lambda: run(pipe, 0, until=4), lambda: run(second, 1, until=4))

@@ -15,7 +15,7 @@ from PIL import Image
 
 import mhla_diffusers as mhla
 from mhla_diffusers.config import FEW_STEPS, NOTHING_DENSE, SparseConfig, Step
-from mhla_diffusers.patching import find_patched, in_every_step, layer_sensitivity
+from mhla_diffusers.patching import find_patched, in_every_step
 
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output
@@ -358,15 +358,6 @@ def test_previews_in_train_mode_are_the_clips_of_eval():
         assert_changed(pictures("wan", pipe), expected)
     pipe.transformer(**inputs("wan"))
     assert find_patched(pipe)["transformer"].tally.latest == "sparse in 4 of 4 attentions"
-
-
-def test_measuring_is_no_step():
-    """Whatever the pipeline did last: its scheduler still holds timesteps that a forward could meet by chance."""
-    pipe = mhla.apply_mhla(dit_pipeline(), **PLAIN)
-    expected = layer_sensitivity(pipe, lambda: pictures("dit", pipe))
-    mhla.change_mhla(pipe, dense_first=4)
-    pictures("dit", pipe)
-    assert layer_sensitivity(pipe, lambda: pictures("dit", pipe)) == expected
 
 
 def test_diffusers_own_form_is_refused():

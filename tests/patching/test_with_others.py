@@ -27,7 +27,6 @@ from torch import nn
 
 import mhla_diffusers as mhla
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.patching import calibrate_output_norm, layer_sensitivity
 
 from ..families.cases import ROUNDING
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
@@ -196,25 +195,17 @@ def test_dense_steps_and_residuals_together_with_another_way(name: str) -> None:
     assert not torch.equal(*found)
 
 
-MEASUREMENTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
-    "calibrate_output_norm": (MHLA | {"output_norm": True}, calibrate_output_norm),
-    "layer_sensitivity": (MHLA, layer_sensitivity),
-    "audit": (SPARSE, mhla.audit),
-}
-
-
-@pytest.mark.parametrize("name", MEASUREMENTS)
-def test_what_looks_at_every_forward_refuses_a_step_cache(name: str) -> None:
-    """A skipped block shows them nothing, and a repeated call is all skipped."""
-    settings, measure = MEASUREMENTS[name]
+@pytest.mark.parametrize("settings", [SPARSE, MHLA], ids=["sparse", "MHLA"])
+def test_an_audit_refuses_a_step_cache(settings: dict[str, Any]) -> None:
+    """A skipped block shows it nothing, and a repeated call is all skipped."""
     pipe = mhla.apply_mhla(wan_pipeline(), **settings)
     before = {key: value.clone() for key, value in pipe.transformer.state_dict().items()}
     CACHES["MagCache"](pipe)
     with refused("step cache", "disable_cache()"):
-        measure(pipe, lambda: draw(pipe))
+        mhla.audit(pipe, lambda: draw(pipe))
     assert all(torch.equal(value, before[key]) for key, value in pipe.transformer.state_dict().items())
     pipe.transformer.disable_cache()
-    measure(pipe, lambda: draw(pipe))
+    mhla.audit(pipe, lambda: draw(pipe))
 
 
 # Offloading of MHLA's own weights
