@@ -117,9 +117,7 @@ def bench_pipeline(
     model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, or Hub id or folder.")] = "tiny-dit",
     patch: Annotated[
         list[str] | None,
-        typer.Option(
-            help="As rows name them, a profile, a preset, a YAML file, a saved patch; several. Default: all kinds."
-        ),
+        typer.Option(help="A profile, a preset, a YAML file or a saved patch; several. Default: all profiles."),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: one of its own.")] = None,
     layers: Annotated[str | None, typer.Option(help="That patches replace: all, 2/3 or [0, 2].")] = None,

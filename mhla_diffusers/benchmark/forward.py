@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 
 from ..attention.layout import block_count
 from ..config import SparseConfig
-from ..families import Family, imported
+from ..families import imported
 from ..patching import apply_mhla
 from .cases import Case, small_case
 from .correctness import check_operator, check_patched
@@ -36,12 +36,6 @@ COMPILED = " + torch.compile"
 """Ends the name of a variant whose repeated blocks are compiled."""
 WITHOUT = "without layers"
 """A transformer whose layers return their input, from which the times of all layers are extrapolated."""
-
-
-def kinds_of(family: Family) -> tuple[str, ...]:
-    """Return those of ``PATCHES`` that a family takes: MHLA if it has a recipe, sparse in place of softmax."""
-    linear = () if family.mhla is None else LINEAR_KINDS
-    return (*linear, SPARSE) if family.computes == SOFTMAX else linear
 
 
 def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
@@ -126,13 +120,11 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
     for backend in SOFTMAX_BACKENDS:
         absent = why_no_softmax(backend, device, math.prod(case.grid), heads)
         add(f"softmax {backend}", SOFTMAX, backend, absent)
-    kinds = kinds_of(family)
     uneven = case.is_cut and (case.layers or 0) % 3
     cut = f"{case.layers} of {model.layers} layers cannot stand for two of every three; use a multiple of 3"
-    for kind in kinds:
-        if kind != SPARSE:
-            add(kind, kind, absent=cut if kind == HYBRID and uneven else None)
-    if SPARSE in kinds:
+    for kind in () if family.mhla is None else LINEAR_KINDS:
+        add(kind, kind, absent=cut if kind == HYBRID and uneven else None)
+    if own_is_softmax:
         rule = SparseConfig().rule_on(case.grid)
         count = block_count(case.grid, rule.key_block_size)
         # of few blocks, one for every query block is more than the density that is asked for

@@ -15,8 +15,7 @@ from unittest import mock
 import numpy
 import torch
 
-from ..config import adapted_patch_folder, load_patch
-from ..families import Family
+from ..config import PROFILES, adapted_patch_folder, load_patch
 from ..generation import PipelineChoice, family_of, generator_for, load_result
 from ..generation.similarity import image_metrics, psnr, ssim
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, remove_mhla
@@ -24,9 +23,8 @@ from ..reporting import parse_size, progress
 from ..tiny import tiny_pipeline
 from .cases import BLOCK_SIZE, Shape, models
 from .correctness import check_operator
-from .forward import PATCHES, kinds_of, patch_settings
 from .measure import Results, Row, measured, peak_bytes, refused, synchronize
-from .operator import SOFTMAX, SPARSE
+from .operator import SOFTMAX
 
 UNPATCHED = "unpatched"
 WHOLE = "whole call"
@@ -71,31 +69,19 @@ def call_arguments(
     return {name: value for name, value in given.items() if value is not None}
 
 
-def patcher(name: str, family: Family) -> Callable[[Any], object]:
-    """Return what puts a patch on a pipeline.
-
-    Args:
-        name: one of ``PATCHES``, a profile, a preset, a YAML file, or the name, folder or Hub id
-            of a saved patch.
-        family: of the pipeline.
+def patcher(name: str) -> Callable[[Any], object]:
+    """Return what puts a patch on a pipeline: a profile, a preset or a YAML file, or a saved patch.
 
     Raises:
-        ValueError: an unknown name, a folder without a saved patch, or sparse attention in place of a linear one.
+        ValueError: an unknown name, or a folder without a saved patch.
         FileNotFoundError: no such YAML file.
     """
-    if name in PATCHES:
-        if name == SPARSE and family.computes != SOFTMAX:
-            raise ValueError(f"patch={name!r} is for softmax attention; that of {family.name} is {family.computes}.")
-        return partial(apply_mhla, **patch_settings(name, family.mhla_blocks))
-    saved, is_file = adapted_patch_folder(name) or name, Path(name).suffix in (".yaml", ".yml")
-    if Path(name).is_dir() and not Path(name, PATCH_FILE).is_file():
+    saved, is_file = adapted_patch_folder(name) or Path(name), Path(name).suffix in (".yaml", ".yml")
+    if saved.is_dir() and not (saved / PATCH_FILE).is_file():
         raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
-    if saved != name or Path(name).is_dir() or ("/" in name and not is_file):
+    if saved.is_dir() or ("/" in name and not is_file):
         return lambda pipe: load_result(pipe, saved)
-    try:
-        load_patch(name)
-    except ValueError as error:
-        raise ValueError(f"{error} Kinds without a file: {', '.join(map(repr, PATCHES))}.") from error
+    load_patch(name)
     return lambda pipe: apply_mhla(pipe, name)
 
 
@@ -130,7 +116,7 @@ def benchmark_pipeline(
 
     Args:
         choice: the pipeline and the settings of its call.
-        patches: names that :func:`patcher` takes; all kinds that the family takes if empty.
+        patches: names that :func:`patcher` takes; the profiles if empty.
         results: gets a row per patch for the whole call and for each of its parts.
         prompts: all are called in every turn; the first one warms up. One of the package's own if empty.
         changes: settings that change those of all patches, such as ``density``.
@@ -145,12 +131,15 @@ def benchmark_pipeline(
     image_metrics()  # raises before anything is timed
     family, device = choice.of_family, results.device
     family.default_config.replace(**changes)  # raises what is not allowed
-    names = patches or kinds_of(family)
-    patching = {UNPATCHED: None, **{name: patcher(name, family) for name in names}}
+    if not patches and family.computes != SOFTMAX:
+        raise ValueError(
+            f"Profiles replace softmax; the attention of {family.name} is {family.computes}: give --patch."
+        )
+    patching = {UNPATCHED: None, **{name: patcher(name) for name in patches or PROFILES}}
     texts = prompts or (("3",) if family.calling.prompts_are_classes else ("a seven",))
     pipe = choice.load(texts)
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
-    size = BLOCK_SIZE if SPARSE in names else None
+    size = BLOCK_SIZE if family.computes == SOFTMAX else None
     shape = Shape(
         choice.family, tuple(4 * x for x in family.mhla_blocks), family.mhla_blocks, *family.heads(attn), size
     )

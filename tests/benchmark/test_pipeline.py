@@ -4,19 +4,16 @@ import pytest
 import torch
 
 from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark.forward import LINEAR_KINDS
-from mhla_diffusers.benchmark.operator import SPARSE
 from mhla_diffusers.benchmark.pipeline import (
     PARTS,
     UNPATCHED,
     WHOLE,
-    choose_pipeline,
     frames_of,
     patched,
     patcher,
     similarities,
 )
-from mhla_diffusers.config import NOTHING_DENSE
+from mhla_diffusers.config import NOTHING_DENSE, PROFILES
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
 from ..refusals import refused
@@ -24,17 +21,19 @@ from .commands import bench, measure, medians, read_rows
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "more"),
+    ("family", "model", "patches", "more"),
     [
-        ("dit", str(pipeline_folder("dit")), ()),  # a folder is measured like the pipeline in it
-        ("sana", "tiny-sana", ()),
-        ("wan", "tiny-wan", ("--dense-first", "50%", "--dense-last", 0)),  # patches are disabled in the first step
+        ("dit", str(pipeline_folder("dit")), (), ()),  # a folder is measured like the pipeline in it
+        ("sana", "tiny-sana", ("tiny-sana-mhla",), ()),
+        # patches are disabled in the first step
+        ("wan", "tiny-wan", ("fast", "tiny-wan-sparse"), ("--dense-first", "50%", "--dense-last", 0)),
     ],
 )
-def test_a_call_and_its_parts(tmp_path, family, model, more):
-    rows = measure(tmp_path, "pipeline", "--model", model, "--steps", 2, "--repetitions", 1, *more)
+def test_a_call_and_its_parts(tmp_path, family, model, patches, more):
+    asked = [word for name in patches for word in ("--patch", name)]
+    rows = measure(tmp_path, "pipeline", "--model", model, "--steps", 2, "--repetitions", 1, *asked, *more)
     whole = medians(rows, WHOLE)
-    assert tuple(whole) == (UNPATCHED, *LINEAR_KINDS, *(() if family == "sana" else (SPARSE,)))
+    assert tuple(whole) == (UNPATCHED, *(patches or PROFILES))
     for variant, seconds in whole.items():
         parts = {row.stage: row.median for row in rows if row.variant == variant and row.stage != WHOLE}
         assert tuple(parts) == PARTS
@@ -47,17 +46,15 @@ def test_a_call_and_its_parts(tmp_path, family, model, more):
     similar = {row.variant: (row.psnr, row.ssim) for row in rows if row.stage == WHOLE}
     if family != "dit":  # whose sampler draws noise of its own
         assert similar.pop(UNPATCHED) == (100, pytest.approx(1))
-        if family == "sana":  # whose own attention is plain linear
-            assert similar.pop("plain linear") == (100, pytest.approx(1))
         assert all(0 < psnr < 100 and ssim < 1 for psnr, ssim in similar.values()), similar
     assert all(row.psnr is None for row in rows if row.stage != WHOLE)
 
 
 def test_a_patch_is_put_on_and_leaves_no_trace():
-    pipe, choice = load_tiny("wan"), choose_pipeline("tiny-wan")
+    pipe = load_tiny("wan")
     weights = [weight.clone() for weight in pipe.transformer.parameters()]
-    for name in ("MHLA", "fast", "tiny-wan-sparse", "wan2.1-t2v-1.3b"):
-        with patched(pipe, patcher(name, choice.of_family), {}):
+    for name in ("fast", "tiny-wan-sparse", "wan2.1-t2v-1.3b"):
+        with patched(pipe, patcher(name), {}):
             assert is_patched(pipe)
         assert not is_patched(pipe)
         assert all(map(torch.equal, pipe.transformer.parameters(), weights))
@@ -128,9 +125,9 @@ def test_a_frame_by_hand():
         (["--model", "tiny-sana", "--density", 0.1], ValueError, "density...MHLA"),
         (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-sparze'...tiny-dit-sparse"),
         (["--patch", "."], ValueError, "'.'"),
-        (["--model", "tiny-sana", "--patch", SPARSE], ValueError, "sana"),
+        (["--model", "tiny-sana"], ValueError, "sana...linear...--patch"),
         # of sizes that no machine has the memory for, torch raises a RuntimeError before any attention
-        (["--model", "tiny-sana", "--size", 2**24], ValueError, "sana...memory"),
+        (["--model", "tiny-sana", "--patch", "tiny-sana-mhla", "--size", 2**24], ValueError, "sana...memory"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, options, error, offending):
