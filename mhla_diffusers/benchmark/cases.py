@@ -79,7 +79,7 @@ class Case:
     """A model with random weights at one size.
 
     Raises:
-        ValueError: a size, batch or number of layers that the model does not take.
+        ValueError: a size that the model does not take.
     """
 
     model: Model
@@ -89,7 +89,7 @@ class Case:
     """Frames of a video; None for an image."""
     batch: int = 1
     layers: int | None = None
-    """Build only so many; None for all."""
+    """Build only so many, as for counting; None for all."""
 
     def __post_init__(self) -> None:
         model = self.model
@@ -101,8 +101,6 @@ class Case:
                 raise ValueError(f"{name}={given} must be {multiple}; near it are {below} and {below + step}.")
         if self.family.squares_only and self.height != self.width:
             raise ValueError(f"{model.name} takes square images only; got {self.height}x{self.width}.")
-        if self.layers is not None and not 1 <= self.layers <= model.layers:
-            raise ValueError(f"layers={self.layers} must be from 1 to {model.layers}, the layers of {model.name}.")
 
     @property
     def _step(self) -> int:
@@ -123,11 +121,6 @@ class Case:
     def name(self) -> str:
         """Model, size and batch."""
         return f"{self.model.name} {self.size}" + (f", batch {self.batch}" if self.batch > 1 else "")
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether times must be extrapolated to the whole model."""
-        return self.layers is not None and self.layers < self.model.layers
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -203,7 +196,6 @@ def choose_cases(
     *,
     smallest: bool = False,
     batch: int = 1,
-    layers: int | None = None,
 ) -> list[Case]:
     """Return every model at every size.
 
@@ -213,7 +205,6 @@ def choose_cases(
         frames: of videos; the model's by default.
         smallest: take only the smallest of the model's own sizes.
         batch: samples per forward.
-        layers: build only so many.
 
     Raises:
         ValueError: an unknown model, or a size that cannot be read or that the model does not take.
@@ -226,7 +217,7 @@ def choose_cases(
             raise ValueError(f"--frames {frames[0]} is for videos, and {model.name} takes none; leave it out.")
         counts = (frames or (model.frames,)) if model.is_video else (None,)
         pixels = [parse_size(text) for text in sizes] if sizes else model.sizes[: 1 if smallest else None]
-        cases += [Case(model, *size, count, batch, layers) for size in pixels for count in counts]
+        cases += [Case(model, *size, count, batch) for size in pixels for count in counts]
     return cases
 
 

@@ -88,7 +88,6 @@ def bench_transformer(
     model: _Models = None,
     size: _Sizes = None,
     frames: _Frames = None,
-    layers: Annotated[int | None, typer.Option(help="Build only so many; times of all are extrapolated.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
     device: _Device = "auto",
     dtype: _DType = None,
@@ -103,7 +102,7 @@ def bench_transformer(
 
     place, precision, on_cpu = place_of(device, dtype)
     names = model or ["dit-s-2" if on_cpu else "wan2.1-1.3b"]
-    cases = choose_cases(names, size, frames, smallest=on_cpu, batch=batch, layers=layers)
+    cases = choose_cases(names, size, frames, smallest=on_cpu, batch=batch)
     results = Results("transformer", place, precision, output, seconds)
     for case in cases:
         benchmark_forward(case, results, compile=not on_cpu if compile is None else compile)

@@ -5,7 +5,7 @@ All variants share the weights that they have in common.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -34,8 +34,6 @@ PATCHES = (*LINEAR_KINDS, SPARSE)
 """Attentions that are a patch; sparse attention is for models whose own attention is softmax."""
 COMPILED = " + torch.compile"
 """Ends the name of a variant whose repeated blocks are compiled."""
-WITHOUT = "without layers"
-"""A transformer whose layers return their input, from which the times of all layers are extrapolated."""
 
 
 def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
@@ -51,20 +49,14 @@ def change_attention(case: Case, transformer: Any, kind: str) -> Any:
     Args:
         case: which the transformer was built for.
         transformer: unpatched.
-        kind: ``OWN``, ``SOFTMAX``, ``WITHOUT`` or one of ``PATCHES``.
+        kind: ``OWN``, ``SOFTMAX`` or one of ``PATCHES``.
     """
     family = case.family
-    if kind == WITHOUT:
-        for block in family.blocks_of(transformer).values():
-            # DiT asks its first layer for the time embedding, so layers must stay
-            block.forward = lambda hidden_states, *_, **__: hidden_states
     if kind == SOFTMAX and family.computes != SOFTMAX:
         for attn in family.self_attentions(transformer).values():
             attn.set_processor(imported(family.softmax_processor)())
     if kind in PATCHES:
-        # where few layers are built, a dense one would stand for many
-        alone: dict[str, Any] = {"dense_layers": 0} if kind == SPARSE else {}
-        apply_mhla(transformer, **patch_settings(kind, case.model.blocks), **alone)
+        apply_mhla(transformer, **patch_settings(kind, case.model.blocks))
     return transformer
 
 
@@ -100,9 +92,8 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
     def add(name: str, kind: str, backend: str | None = None, absent: str | None = None, note: str = "") -> None:
         is_baseline = kind == (SOFTMAX if own_is_softmax else OWN)
         row = Row(name, case.name, FORWARD, is_baseline, reason=note, tokens=math.prod(case.grid), batch=case.batch)
-        counted = None if kind == WITHOUT or (absent and kind in PATCHES) else flops(kind)
-        row = replace(row, blocks=blocks.get(kind), flops=counted)
-        for compiled in (False, True) if compile and kind != WITHOUT else (False,):
+        row = replace(row, blocks=blocks.get(kind), flops=flops(kind))
+        for compiled in (False, True) if compile else (False,):
             run: Callable[[], object] | str = absent or ""
             if compiled and backend is not None:
                 run = absent or "torch.compile chooses PyTorch's backend itself"
@@ -120,18 +111,14 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
     for backend in SOFTMAX_BACKENDS:
         absent = why_no_softmax(backend, device, math.prod(case.grid), heads)
         add(f"softmax {backend}", SOFTMAX, backend, absent)
-    uneven = case.is_cut and (case.layers or 0) % 3
-    cut = f"{case.layers} of {model.layers} layers cannot stand for two of every three; use a multiple of 3"
     for kind in () if family.mhla is None else LINEAR_KINDS:
-        add(kind, kind, absent=cut if kind == HYBRID and uneven else None)
+        add(kind, kind)
     if own_is_softmax:
         rule = SparseConfig().rule_on(case.grid)
         count = block_count(case.grid, rule.key_block_size)
         # of few blocks, one for every query block is more than the density that is asked for
         pairs = f"{rule.listed_on(case.grid):.1%} of the pairs of {count} blocks of {rule.key_block_size} keys"
         add(SPARSE, SPARSE, note=f"{pairs}, chosen at every call")
-    if case.is_cut:
-        add(WITHOUT, WITHOUT)
     return runs
 
 
@@ -170,16 +157,4 @@ def benchmark_forward(case: Case, results: Results, *, compile: bool = False) ->
     with torch._dynamo.config.patch(cache_size_limit=64):
         rows = time_interleaved(runs, device, results.seconds)
     torch.compiler.reset()
-    results.add([extrapolated(row, rows, case) for row in rows] if case.is_cut else rows)
-
-
-def extrapolated(row: Row, rows: Sequence[Row], case: Case) -> Row:
-    """Add the time of all layers to a row, from its own and that of the model without layers, if both were measured."""
-    if row.variant == WITHOUT:
-        return replace(row, stage=f"{row.stage}, {WITHOUT}", batch=None)
-    rest = next(other.median for other in rows if other.variant == WITHOUT)
-    if row.median is None or rest is None:
-        return row
-    whole = rest + (row.median - rest) * case.model.layers / int(case.layers or 1)
-    cut = f"{case.layers} of {case.model.layers} layers were timed"
-    return replace(row, whole_seconds=whole, reason="; ".join(filter(None, (row.reason, cut))))
+    results.add(rows)

@@ -61,8 +61,6 @@ class Row:
     """Most bytes that the CUDA allocator held, weights and inputs included; None on other devices."""
     flops: int | None = None
     """Counted from shapes; a backward pass counts as two forwards."""
-    whole_seconds: float | None = None
-    """Seconds with all layers, extrapolated where only some were built."""
     psnr: float | None = None
     """In dB, of a sample against the unpatched pipeline's from the same noise; 100 where they are equal."""
     ssim: float | None = None
@@ -72,11 +70,6 @@ class Row:
     def spread(self) -> float:
         """(80th − 20th percentile) / median; 0 where nothing was measured."""
         return ((self.p80 or 0.0) - (self.p20 or 0.0)) / self.median if self.median else 0.0
-
-    @property
-    def seconds(self) -> float | None:
-        """Time to compare: of all layers where it is known."""
-        return self.median if self.whole_seconds is None else self.whole_seconds
 
 
 Runs = dict[Row, Callable[[], object] | str]
@@ -323,7 +316,7 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         return f"{factor * number:,.0f}" if factor * number >= 1000 else form.format(factor * number)
 
     lines = []
-    baseline = min((seconds for row in rows if row.baseline and (seconds := row.seconds) is not None), default=None)
+    baseline = min((row.median for row in rows if row.baseline and row.median is not None), default=None)
     for row in rows:
         lines.append(
             {
@@ -331,11 +324,10 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 "median ms": text(row.median, "{:.3g}", 1000),
                 "p20": text(row.p20, "{:.3g}", 1000),
                 "p80": text(row.p80, "{:.3g}", 1000),
-                "all layers ms": text(row.whole_seconds, "{:.3g}", 1000),
-                "samples/s": text(row.batch / row.seconds if row.batch and row.seconds else None, "{:.3g}"),
+                "samples/s": text(row.batch / row.median if row.batch and row.median else None, "{:.3g}"),
                 "peak GiB": text(row.peak_bytes, "{:.2f}", 2**-30),
                 "TFLOP/s": text(row.flops / row.median if row.flops and row.median else None, "{:.3g}", 1e-12),
-                "speedup": text(baseline / row.seconds if baseline and row.seconds else None, "{:.2f}"),
+                "speedup": text(baseline / row.median if baseline and row.median else None, "{:.2f}"),
                 "PSNR, dB": text(row.psnr, "{:.1f}"),
                 "SSIM": text(row.ssim, "{:.3f}"),
             }
