@@ -172,13 +172,12 @@ def _explain(error: ValidationError, content: Any, begin: _Path = ()) -> tuple[_
         if not path or said.startswith(f"{name}="):
             return path, said
         return path, f"{name}{'=' if said.startswith(repr(worst['input'])) else ': '}{said}"
-    words = dict.fromkeys(re.sub(r"^\w+ should (be )?", "", one["msg"]) for where, one in found if where == path)
-    said = " or ".join("named settings" if " an instance of " in one else one for one in words)
+    words = dict.fromkeys(re.sub(r"^\w+ should ", "", one["msg"]) for where, one in found if where == path)
+    said = " or ".join("be named settings" if " an instance of " in one else one for one in words)
     choices = re.findall(r"'([^']*)'", str(worst.get("ctx", {}).get("expected", "")))
     near = nearest(worst["input"], choices) if isinstance(worst["input"], str) else ""
-    verb = "must" if " have " in worst["msg"] else "must be"
     value = f"{name}={worst['input']!r}" if name else f"The configuration, {worst['input']!r},"
-    return path, f"{value} {verb} {said}{f'; {near}' if near else '.'}"
+    return path, f"{value} must {said.replace(' or be ', ' or ')}{f'; {near}' if near else '.'}"
 
 
 def _path_in(content: Any, location: _Path, kind: str) -> _Path:

@@ -4,10 +4,11 @@ import copy
 import pickle
 import re
 from dataclasses import FrozenInstanceError, field, fields, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
+from pydantic import Field
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig
 from mhla_diffusers.demo.run import DemoConfig
@@ -63,6 +64,7 @@ class Outer(Settings):
     parts: tuple[Inner, ...]
     pair: tuple[Integer, Integer] | None = None
     named: dict[str, str | Integer] = field(default_factory=dict)
+    code: Annotated[str, Field(pattern="^a+$")] = "a"
 
 
 TEXT = "parts:\n  - rate: 1e-4\n  - rate: 2\n    kind: slow\npair: [1, 2]\n"
@@ -95,6 +97,7 @@ def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
         ),
         (TEXT.replace("[1, 2]", "[1, x]"), [], "line 5: pair.1='x' must be a valid integer."),
         (TEXT + "named: {a: 1.5}\n", [], "line 6: named.a=1.5 must be a valid string or a valid integer."),
+        (TEXT + "code: xyz\n", [], "line 6: code='xyz' must match pattern '^a+$'."),
         (TEXT + "pair: 3\n", [], "'pair' is given twice"),
         ("- 1\n", [], "a.yaml: The configuration, [1], must be named settings."),
     ],
