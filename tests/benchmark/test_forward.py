@@ -1,7 +1,6 @@
 """``mhla bench transformer``: models as data, variants that share weights, forwards and training steps."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -165,7 +164,7 @@ def test_the_note_tells_the_density_that_there_is(size, note):
 
 @pytest.mark.slow
 def test_compiled_layers_compute_the_same(monkeypatch):
-    case = replace(a_case("tiny-dit"), layers=1)
+    case = a_case("tiny-dit")
     monkeypatch.setattr(forward, "SOFTMAX_BACKENDS", {"flash": operator.SOFTMAX_BACKENDS["flash"]})
     transformer = case.build(CPU, torch.float32)
     inputs = case.inputs(transformer, torch.float32)
