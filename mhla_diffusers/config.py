@@ -217,9 +217,9 @@ class SparseConfig(PatchConfig):
     """Which keys a block holds. "content": every head sorts the keys of each stretch of the curve, so that a block
     holds keys that are alike (:mod:`mhla_diffusers.attention.order`). "curve": neighbours, as of queries.
     """
-    far: Far = "first-order"
-    """How blocks that are not listed take part: "means", each as one key, its mean; "first-order", also by MHLA's
-    states, mixed by content.
+    far: Far = "second-order"
+    """How blocks that are not listed take part: "means", each as one key, its mean; "second-order", also by the spread
+    of its keys and by MHLA's states, mixed by content.
     """
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class SparseConfig(PatchConfig):
         if density == 1:
             return f"{self.attention}: all pairs listed, which is softmax attention"
         blocks += ", keys sorted by content" if self.order == "content" else " along a curve"
-        far = "means and mixed states" if self.far == "first-order" else "means"
+        far = "means, spread and mixed states" if self.far == "second-order" else "means"
         return f"{self.attention}: {density:.1%} of the pairs of {blocks}; the others through their {far}"
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
@@ -259,7 +259,7 @@ class SparseConfig(PatchConfig):
             head_dim,
             queries,
             keys,
-            stretches * (self.far == "first-order"),
+            stretches * (self.far == "second-order"),
             self.density,
             extra,
         )

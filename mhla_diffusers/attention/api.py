@@ -138,7 +138,7 @@ def sparse_attention(
     key_block_size: int | None = None,
     order: Order | None = None,
     lists: BlockLists | None = None,
-    far: Far = "first-order",
+    far: Far = "second-order",
     pooled_bias: torch.Tensor | None = None,
     state_weight: torch.Tensor | None = None,
     rotary: Rotary | None = None,
@@ -146,11 +146,11 @@ def sparse_attention(
     extra: Extra = (0, 0),
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Softmax attention to the blocks of keys that matter most, and to all others through their means and states.
+    """Softmax attention to the blocks of keys that matter most, and to all others to second order.
 
     Three parts, which :mod:`mhla_diffusers.attention.sparse` derives: the keys of listed blocks, the mean key and value
-    of every other block, and MHLA's states of these blocks, mixed by content, as the first-order term. Nothing is
-    trained. Differentiable in query, key and value; lists, order, β and γ are constants then.
+    of every other block, weighed by the spread of its keys too, and MHLA's states of these blocks, mixed by content.
+    Nothing is trained. Differentiable in query, key and value; lists, order, β and γ are constants then.
 
     Shapes: B batch, N tokens, H heads, D head dim.
 
@@ -168,10 +168,10 @@ def sparse_attention(
         order: "content" (None): every head sorts the keys of each stretch of the curve, so that a block holds keys that
             are alike. "curve": a block holds neighbours.
         lists: key blocks of every query block, in place of those chosen by content and the four arguments before.
-        far: "first-order", or "means" without the states.
+        far: "second-order", or "means" without spread and states.
         pooled_bias: β, (H,), added to the logits of the means. None to fit it, and γ, within the call.
-        state_weight: γ, (H,), weight of the first-order term; given exactly where ``pooled_bias`` is, except with
-            ``far="means"``.
+        state_weight: γ, (H,), weight of what is read from the states; given exactly where ``pooled_bias`` is, except
+            with ``far="means"``.
         rotary: (cos, sin), each (1 or B, 1 or N, 1, D), as diffusers' Wan computes them; None for no RoPE.
         key_mask: (B, N), bool (True takes part) or weights in [0, 1]; the range is checked on CPU only. A sample whose
             keys are all masked gets 0, as from PyTorch's attention.
@@ -381,7 +381,7 @@ def _check_mhla(call: MHLACall) -> None:
 def _check_sparse(call: SparseCall) -> None:
     """Ensure that the lists and weights of a call fit its tensors."""
     check_choice("far", call.far, get_args(Far))
-    wanted = call.pooled_bias is not None and call.far == "first-order"
+    wanted = call.pooled_bias is not None and call.far == "second-order"
     if (call.state_weight is not None) != wanted:
         raise ValueError(
             "pooled_bias and state_weight are given both, or neither, and then fitted within the call; far='means' "

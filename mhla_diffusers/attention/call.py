@@ -22,7 +22,7 @@ from .rope import Rotary
 
 Order = Literal["content", "curve"]
 """Order of the keys in blocks."""
-Far = Literal["first-order", "means"]
+Far = Literal["second-order", "means"]
 """How blocks that are not listed take part; see :mod:`mhla_diffusers.attention.sparse`."""
 DEFAULT_DENSITY = 0.1
 """Part of all pairs of uniform blocks in the lists."""
@@ -325,7 +325,7 @@ class SparseCall(Call):
     """The arguments of :func:`mhla_diffusers.attention.sparse_attention`."""
 
     sparse: BlockLists | ContentRule
-    far: Far = "first-order"
+    far: Far = "second-order"
     pooled_bias: torch.Tensor | None = None
     """β, (H,), or (B, H) where it was fitted."""
     state_weight: torch.Tensor | None = None

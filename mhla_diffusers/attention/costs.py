@@ -48,7 +48,7 @@ class AttentionSizes:
             head_dim: D.
             query_blocks: uniform blocks of queries.
             key_blocks: blocks of keys; one that is not listed takes part through its mean.
-            stretches: KV states of stretches of keys, which every query block mixes; 0 without the first-order term.
+            stretches: KV states of stretches of keys, which every query block mixes; 0 with means alone.
             density: part of all pairs of blocks that is listed; every query block has at least one key block.
             extra: extra tokens.
         """

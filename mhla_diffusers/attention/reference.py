@@ -133,7 +133,7 @@ def _sparse(
     """Weights of sparse attention, of the whole sequence: (B, H, N, N).
 
     A mean of n tokens with n times the weight of one key gives every one of its tokens the weight of that key. The
-    first-order term gives a token t of stretch s, with the part w_t of its block's weight, γ m_as w_t q·(k_t − k̄) over
+    mixed states give a token t of stretch s, with the part w_t of its block's weight, γ m_as w_t q·(k_t − k̄) over
     the number of blocks of the stretch.
 
     Args:
@@ -172,10 +172,15 @@ def _sparse(
     own_mean = torch.einsum("bhcd,bhkc->bkhd", mean, member)
     logits = torch.einsum("bqhd,bkhd->bhqk", query, own_mean)
     biased = logits + call.pooled_bias.double()[..., None, None] - largest[:, :, rows]
+    if call.far == "second-order":
+        part = mask[:, None] / torch.einsum("bhc,bhkc->bhk", total, member).clamp_min(1e-300)
+        variance = torch.einsum("bkhd,bhk,bhkc->bhcd", (key - own_mean).square(), part, member)
+        half_variance = torch.einsum("bhad,bhcd->bhac", mean_query.square(), variance) / 2
+        biased = biased + torch.einsum("bhac,qa,bhkc->bhqk", half_variance, of_blocks, member)
     far = torch.where(sees, 0.0, biased.exp() * mask[:, None, None])
-    if call.far == "first-order":
+    if call.far == "second-order":
         assert call.state_weight is not None
-        block_logits = torch.einsum("bhad,bhcd->bhac", mean_query, mean) + total.log()[:, :, None]
+        block_logits = torch.einsum("bhad,bhcd->bhac", mean_query, mean) + total.log()[:, :, None] + half_variance
         is_out = is_listed | (total == 0)[:, :, None]
         peak = block_logits.masked_fill(is_out, -math.inf).amax(dim=-1, keepdim=True).nan_to_num(0, 0, 0)
         mixing = torch.where(is_out, 0.0, (block_logits.masked_fill(is_out, 0) - peak).exp())
@@ -185,11 +190,10 @@ def _sparse(
         blocks = torch.einsum("bhc,cs->bhs", (total > 0).double(), stretch).clamp_min(1)
         # of every query block and key block, what the mean state of the key block's stretch is mixed with
         mixed = torch.einsum("bhac,cs,bhs,es->bhae", mixing, stretch, 1 / blocks, stretch)
-        part = mask[:, None] / torch.einsum("bhc,bhkc->bhk", total, member).clamp_min(1e-300)
         apart = torch.einsum("bqhd,bkhd->bhqk", query, key - own_mean)
-        first_order = torch.einsum("bhae,qa,bhke->bhqk", mixed, of_blocks, member) * part[:, :, None] * apart
+        of_states = torch.einsum("bhae,qa,bhke->bhqk", mixed, of_blocks, member) * part[:, :, None] * apart
         far_sum = far.sum(dim=-1, keepdim=True)
-        far = far + call.state_weight.double()[..., None, None] * far_sum * first_order
+        far = far + call.state_weight.double()[..., None, None] * far_sum * of_states
         sums = softmax.clone()
         sums[:, :, rows, columns] = near
         denominator = sums.sum(dim=-1, keepdim=True)

@@ -1,24 +1,28 @@
-"""Sparse attention: softmax over listed blocks of keys; all other blocks take part by their means and states.
+"""Sparse attention: softmax over listed blocks of keys; all other blocks take part by their means, spread and states.
 
 For a query of head h in block a, q its scaled query q/√D after RoPE, R the tokens of its listed blocks and all extra
 tokens, and for every other block c of n_c tokens the mean key k̄_c and value v̄_c::
 
     near = Σ_{t∈R} exp(q · k_t) v_t / (the same without v)
-    far  = Σ_{c∉R} n_c exp(q · k̄_c) v̄_c / (the same without v)
+    far  = Σ_{c∉R} w_ac exp(q · k̄_c) v̄_c / (the same without v),   w_ac = n_c exp(½ s_ac)
     o    = (1 − σ) near + σ (far + γ_h q · M_a),   σ the far share of both denominators, far's times exp(β_h)
 
-**The first-order term.** Expand the true sum of a block, Σ_t exp(q · k_t) v_t, around its mean key. The weights' own
-first-order term vanishes, the values' does not::
+**To second order.** Keys and values of a block that spread like a Gaussian around their means sum up exactly::
 
-    n_c exp(q · k̄_c) [ v̄_c + q · S_c ],   S_c = (1/n_c) Σ_{t∈c} (k_t − k̄_c) (v_t − v̄_c)ᵀ      (D x D)
+    Σ_{t∈c} exp(q · k_t) v_t = n_c exp(q · k̄_c + ½ qᵀ Σ_c q) [ v̄_c + q · S_c ],   S_c = 1/n_c Σ (k_t − k̄_c)(v_t − v̄_c)ᵀ
 
-S_c is a KV state as MHLA keeps one per block, only centred. Weighing every S_c by exp(q · k̄_c) for every query would
-be too dear, but the weights may be those of the block's mean query q̄_a, and blocks of keys that were sorted together
-(a *stretch* s of 256 keys, :mod:`.order`) may share the mean S̄_s of their states, where blocks hold 16 and more::
+For any other block that is right to second order in its distances from the means; terms of first order vanish. The
+weight needs the variance of the block's scores. It is taken for the block's mean query q̄_a, channel by channel, as the
+choice of lists takes it: s_ac = Σ_d q̄_ad² σ²_cd. S_c (D x D) is a KV state as MHLA keeps one per block, only centred.
+Weighing every S_c for every query would be too dear, but the weights may be those of the mean query too, and blocks of
+keys that were sorted together (a *stretch* s of 256 keys, :mod:`.order`) may share the mean S̄_s of their states, where
+blocks hold 16 and more::
 
-    M_a = Σ_s m_as S̄_s,   m_as = Σ_{c∈s} softmax over c∉R of (q̄_a · k̄_c + log n_c)
+    M_a = Σ_s m_as S̄_s,   m_as = Σ_{c∈s} softmax over c∉R of (q̄_a · k̄_c + log w_ac)
 
-That is Multi-Head Mixing with a matrix that content gives at every call, per head and sample.
+That is Multi-Head Mixing with a matrix that content gives at every call, per head and sample. PISA (arXiv 2602.01077)
+published exact blocks beside block means and one centred state per head, weighed by the far share, before; mixing
+states by content and the spread in the weights are added here.
 
 **β and γ** are fitted within the call, per sample and head: for each β that is tried the best γ is a quotient of two
 sums over some sampled queries. A head whose blocks the expansion does not suit gets γ = 0.
@@ -36,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from .blocks import in_blocks, in_order
-from .call import BlockLists, Call, ContentRule, SparseCall, UniformBlocks, list_length, mask_of_lists
+from .call import BlockLists, Call, ContentRule, Far, SparseCall, UniformBlocks, list_length, mask_of_lists
 from .derivatives import is_transformed
 from .layout import block_count, layout_of
 from .merge import under_common_sum
@@ -57,7 +61,7 @@ _KERNEL_ROWS = 32
 
 
 def sparse(call: SparseCall) -> torch.Tensor:
-    """Attend to listed blocks, and to all others by their means and, to first order, by their states.
+    """Attend to listed blocks, and to all others by their means, spread and states.
 
     A query that attends to nothing gets 0.
 
@@ -168,6 +172,8 @@ class Pooled(NamedTuple):
     """Log of a block's weight, (1 or B, 1 or H, K), at least ``EMPTY``."""
     logits: torch.Tensor
     """Scores of mean queries with mean keys, (B, H, T, K)."""
+    half_variance: torch.Tensor
+    """Half the variance of the scores of every block's keys with the mean queries, ½ s_ac: (B, H, T, K)."""
 
 
 def pool(call: Call, blocks: UniformBlocks, rows: Rows) -> Pooled:
@@ -182,8 +188,10 @@ def pool(call: Call, blocks: UniformBlocks, rows: Rows) -> Pooled:
     share = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
     mean_key, mean_value = _block_means(share, key, value)
     apart = key - mean_key[:, :, :, None]
+    (variance,) = _block_means(share, apart.square())
     log_weight = total[..., 0].log().clamp_min(EMPTY)
-    return Pooled(mean_query, mean_key, mean_value, apart, share, log_weight, product(mean_query, mean_key.mT))
+    logits, half_variance = product(mean_query, mean_key.mT), product(mean_query.square() / 2, variance.mT)
+    return Pooled(mean_query, mean_key, mean_value, apart, share, log_weight, logits, half_variance)
 
 
 def _block_means(share: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]:
@@ -213,17 +221,17 @@ def stretch_states(pooled: Pooled, value: torch.Tensor, per_stretch: int) -> tor
     return product(by_stretch(share[..., None] * pooled.apart).mT, by_stretch(value))
 
 
-def content_mixing(pooled: Pooled, lists: torch.Tensor, per_stretch: int) -> torch.Tensor:
+def content_mixing(logits: torch.Tensor, lists: torch.Tensor, per_stretch: int) -> torch.Tensor:
     """Mixing matrix of states by content, m_as: (B, H, T, stretches).
 
     Args:
-        pooled: of the blocks.
+        logits: (B, H, T, K), of mean queries and blocks, q̄_a · k̄_c + log w_ac; below ``EMPTY`` / 2 without a key.
         lists: (1 or B, H, T, n), key blocks that have no part.
         per_stretch: blocks of a stretch.
     """
-    count = pooled.logits.shape[-1]
-    left_out = mask_of_lists(lists, count) | (pooled.log_weight < EMPTY / 2)[:, :, None]
-    weights = (pooled.logits + pooled.log_weight[:, :, None]).masked_fill(left_out, EMPTY).softmax(dim=-1)
+    count = logits.shape[-1]
+    left_out = mask_of_lists(lists, count) | (logits < EMPTY / 2)
+    weights = logits.masked_fill(left_out, EMPTY).softmax(dim=-1)
     weights = torch.nn.functional.pad(weights.masked_fill(left_out, 0), (0, -count % per_stretch))
     return weights.unflatten(-1, (-1, per_stretch)).sum(dim=-1)
 
@@ -246,7 +254,7 @@ class _Parts(NamedTuple):
     far_lse: torch.Tensor
     """Without β."""
     correction: torch.Tensor | None
-    """The first-order term, q · M_a; None where blocks take part by their means alone."""
+    """What is read from mixed states, q · M_a; None where blocks take part by their means alone."""
 
 
 def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
@@ -257,7 +265,7 @@ def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
         pooled = pool(call, rule, rows)
         if isinstance(rule, ContentRule):
             with torch.no_grad():
-                keys = choose_by_content(rule, pooled)
+                keys = choose_by_content(rule, pooled, call.far)
             count = block_count(call.grid, rule.key_block_size)
             call = replace(
                 call,
@@ -269,12 +277,14 @@ def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
         assert isinstance(lists, BlockLists)
         bias, query = rows.weights.log(), rows.query[:, :, : lists.blocks] * call.query.shape[-1] ** -0.5
         near, near_lse = attend_to_lists(query, rows.key, rows.value, bias, lists)
-        far, far_lse = attend_to_pooled(query, pooled, lists)
-        correction = None
-        if call.far == "first-order":
+        log_weight, correction = pooled.log_weight[:, :, None], None
+        if call.far == "second-order":
+            log_weight = log_weight + pooled.half_variance
             per_stretch = blocks_per_state(lists.key_block_size)
             states = stretch_states(pooled, rows.value[:, :, : lists.key_blocks], per_stretch)
-            correction = read_mixed(query, content_mixing(pooled, lists.keys, per_stretch), states)
+            mixing = content_mixing(pooled.logits + log_weight, lists.keys, per_stretch)
+            correction = read_mixed(query, mixing, states)
+        far, far_lse = attend_to_pooled(query, pooled, log_weight, lists)
         parts = _Parts(near, near_lse, far, far_lse, correction)
         if call.pooled_bias is None:
             with torch.no_grad():
@@ -282,19 +292,18 @@ def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
         return call, parts
 
 
-def choose_by_content(rule: ContentRule, pooled: Pooled) -> torch.Tensor:
-    """For every query block as many key blocks, those that their mean stands for worst.
+def choose_by_content(rule: ContentRule, pooled: Pooled, far: Far) -> torch.Tensor:
+    """For every query block as many key blocks, those that means, spread and states stand for worst.
 
-    To first order a block's mean is wrong by its softmax weight times the spread of its logits, so for a mean query q a
-    key block with mean k̄ and variance σ² per channel is judged by q·k̄/√D + ½ log Σ_d q_d² σ_d²/D. A block without
-    keys comes after all others.
+    What these leave out grows with the variance of a block's scores, so key block c is judged by q̄_a · k̄_c + log s_ac;
+    what means alone leave out grows with its root, and half the logarithm is added. A block without keys comes after
+    all others.
 
     Returns:
         int64 (B, H, T, list length), ascending within a list; at least one key block for every query block.
     """
-    (variance,) = _block_means(pooled.share, pooled.apart.square())
-    spread = (pooled.query.square() @ variance.mT).clamp_min(torch.finfo(torch.float32).tiny)
-    scores = pooled.logits + spread.log() / 2
+    spread = pooled.half_variance if far == "second-order" else pooled.half_variance.sqrt()
+    scores = pooled.logits + spread.clamp_min(torch.finfo(torch.float32).tiny).log()
     scores = scores.masked_fill((pooled.log_weight < EMPTY / 2)[:, :, None], torch.finfo(scores.dtype).min)
     length = list_length(rule.density, scores.shape[-1])
     return scores.topk(length, dim=-1, sorted=False).indices.sort(dim=-1).values
@@ -343,7 +352,7 @@ def best_weights(
         near_lse: (..., queries).
         far: of the pooled keys without β.
         far_lse: (..., queries).
-        correction: the first-order term, like ``near``; None for none, whose γ is 0.
+        correction: what is read from mixed states, like ``near``; None for nothing, whose γ is 0.
     """
     candidates = torch.linspace(*BIASES, device=truth.device, dtype=truth.dtype)
     share = torch.sigmoid(far_lse[..., None] + candidates - near_lse[..., None])
@@ -464,11 +473,23 @@ def attend_to_lists(
     return output, lse
 
 
-def attend_to_pooled(query: torch.Tensor, pooled: Pooled, lists: BlockLists) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the means of all blocks that are not listed, without β; query and result as :func:`attend_to_lists`."""
-    batch, heads, _, length, _ = query.shape
-    by_head = pooled.key, pooled.value, pooled.log_weight.expand(batch, heads, -1)
-    output, lse = _in_parts(_pooled, query, lists.keys, by_head, length * lists.key_blocks)
+def attend_to_pooled(
+    query: torch.Tensor, pooled: Pooled, log_weight: torch.Tensor, lists: BlockLists
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the means of all blocks that are not listed, without β.
+
+    Args:
+        query: as :func:`attend_to_lists` takes it.
+        pooled: of the blocks.
+        log_weight: (1 or B, 1 or H, 1 or T, K), added to the logits, log w_ac.
+        lists: blocks that are left out.
+
+    Returns:
+        As :func:`attend_to_lists`.
+    """
+    bias = log_weight.expand(*query.shape[:3], -1).masked_fill(mask_of_lists(lists.keys, lists.key_blocks), EMPTY)
+    by_head = pooled.key, pooled.value
+    output, lse = _in_parts(_pooled, query, bias, by_head, query.shape[3] * lists.key_blocks)
     return output, lse
 
 
@@ -527,10 +548,9 @@ def _listed(
 
 
 def _pooled(
-    query: torch.Tensor, lists: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
+    query: torch.Tensor, bias: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for the means of their heads (g, K, D)."""
-    bias = bias[:, None].masked_fill(mask_of_lists(lists, key.shape[1]), EMPTY)
+    """The same for the means of their heads (g, K, D), with what is added to logits, (g, q, K)."""
     return _softmax(query, key[:, None], value[:, None], bias)
 
 

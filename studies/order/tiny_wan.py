@@ -9,11 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from mhla_diffusers import apply_mhla, remove_mhla
+from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.demo.adaptation import Adaptation
 from mhla_diffusers.tiny import TINY, load_tiny
 
 SETTINGS: list[dict[str, Any]] = [
-    *({"density": density, "far": far} for density in (0.025, 0.05, 0.15) for far in ("first-order", "means")),
+    *({"density": density, "far": far} for density in (0.025, 0.05, 0.15) for far in ("second-order", "means")),
     {"density": 0.05, "order": "curve"},
     *({"density": 0.05, "block_size": size, "key_block_size": 4} for size in (4, 16)),
     *({"density": 0.05, "block_size": size} for size in (8, 16, 64)),
@@ -29,7 +30,7 @@ def main() -> None:
     softmax = fmean(adaptation.held_out_losses(pipe))
     table.writerow(["softmax", f"{softmax:.4f}", "1.000"])
     for settings in SETTINGS:
-        apply_mhla(pipe, **settings)
+        apply_mhla(pipe, **NOTHING_DENSE, **settings)
         loss = fmean(adaptation.held_out_losses(pipe))
         remove_mhla(pipe)
         words = ", ".join(f"{name}={value}" for name, value in settings.items()) or "default"

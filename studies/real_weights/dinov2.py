@@ -18,6 +18,7 @@ from transformers import Dinov2Model
 
 from mhla_diffusers import apply_mhla, is_patched, remove_mhla
 from mhla_diffusers.attention import initial_mixing, mhla_attention
+from mhla_diffusers.config import NOTHING_DENSE
 
 VIEW_CROP, VIEW_ANGLE, VIEW_BRIGHTNESS = 0.8, 10.0, 0.7
 """The second view of a photograph: its middle, rotated by so many degrees, darker."""
@@ -87,7 +88,11 @@ def attend_with(model: Dinov2Model, settings: Mapping[str, Any] | None) -> Dinov
         # the class token comes before the patches, in one sequence with them
         patch = model.config.patch_size
         apply_mhla(
-            model, grid=lambda pixel_values, **_: [n // patch for n in pixel_values.shape[2:]], extra=(1, 0), **settings
+            model,
+            grid=lambda pixel_values, **_: [n // patch for n in pixel_values.shape[2:]],
+            extra=(1, 0),
+            **NOTHING_DENSE,
+            **settings,
         )
     return model
 

@@ -235,7 +235,7 @@ def make_sparse_problem(
         make = torch.Generator().manual_seed(seed)
         own = {"lists": lists or random_lists(grid, size, key_size or size, order, heads, density, seed)}
         own["pooled_bias"] = 0.3 * torch.randn(heads, generator=make)
-        if options.get("far", "first-order") == "first-order":
+        if options.get("far", "second-order") == "second-order":
             own["state_weight"] = 1.2 * torch.rand(heads, generator=make)
     return Problem(problem.tensors, grid, None, problem.options | own)
 
@@ -290,7 +290,7 @@ def drawn_problems(draw: st.DrawFn, kind: str, *, kernels: bool = False) -> Prob
     if kind == "sparse":
         options = {
             "density": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
-            "far": draw(st.sampled_from(["first-order", "means"])),
+            "far": draw(st.sampled_from(["second-order", "means"])),
             "order": draw(st.sampled_from(["content", "curve"])),
             "key_size": 16 if kernels else draw(st.integers(1, 6)),
             "extra": draw(st.sampled_from([(0, 0), extra])),

@@ -33,7 +33,7 @@ def test_extra_tokens_beside_mhla():
     assert sizes.linear_flops == AttentionSizes(256, HEADS, DIM, 4).flops
 
 
-def test_the_first_order_term_costs_states_mixing_and_reading():
+def test_what_is_read_from_states_costs_states_mixing_and_reading():
     """On a grid that blocks and stretches divide; the matrix of the mixing is made of logits of means alone."""
     config = SparseConfig(density=0.3, block_size=16, key_block_size=4, order="curve")
     query, key, value = torch.empty(3, 1, 256, HEADS, DIM, device="meta")

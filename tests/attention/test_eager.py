@@ -86,7 +86,7 @@ SPARSE = [
       for grid, size, key_size in (
           ((7, 9), 8, 2), ((5, 6), 1, 1), ((5, 7, 3), 16, 4), ((4, 6), 128, 128), ((8, 9), 8, 8)
       )
-      for order in ("content", "curve") for far in ("first-order", "means")),
+      for order in ("content", "curve") for far in ("second-order", "means")),
     *(((LONG, 32), {"key_size": 16, "density": 0.5, "rotary": True, "batch": 1} | more)
       for more in ({"mask": True}, {"extra": (2, 3)})),
     *((((5, 7, 3), 16), {"key_size": 4} | more) for more in ({"rotary": True}, {"mask": "weights"})),

@@ -67,38 +67,44 @@ def test_a_rule_that_lists_everything_on_this_grid_is_softmax_attention():
     assert torch.equal(problem.attend(), problem.attend(density=1.0))
 
 
-def test_the_first_order_is_the_derivative_of_a_block():
-    """Keys close to their block's mean: the error of the means falls with the distance, this one with its square.
+@pytest.mark.parametrize(
+    ("values_differ", "orders"), [(True, {"means": 1, "second-order": 2}), (False, {"means": 2, "second-order": 3})]
+)
+def test_the_error_falls_with_the_distance_of_keys_from_their_mean(values_differ, orders):
+    """Of two blocks of keys, to a power that is one higher for second order than for means.
 
-    One block of queries, all alike, and one block of keys per stretch, so that mixing by the mean query is exact.
+    Where values differ within a block, what it adds is wrong; where they do not, its weight alone. Queries are all
+    alike, so the mean query mixes as each does; keys stand apart along one channel, so there is no covariance.
     """
     make = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 1, 1, 8, generator=make, dtype=torch.float64).expand(1, 32, 1, 8)
-    centre = torch.randn(1, 1, 1, 8, generator=make, dtype=torch.float64)
-    apart, value = torch.randn(2, 1, 32, 1, 8, generator=make, dtype=torch.float64)
-    none = BlockLists.from_mask(32, torch.zeros(1, 1, 1))
-    one = torch.ones(1, dtype=torch.float64)
-    errors = {"means": [], "first-order": []}
-    for distance in (0.1, 0.05):
-        key = centre + distance * apart
-        softmax = sparse_attention(query, key, value, (32,), density=1.0)
+    query = torch.randn(1, 1, 1, 8, generator=make, dtype=torch.float64).expand(1, 16, 1, 8)
+    centre, mean_value = torch.randn(2, 1, 2, 1, 1, 8, generator=make, dtype=torch.float64)
+    apart, differences = torch.randn(2, 1, 2, 8, 1, 8, generator=make, dtype=torch.float64)
+    apart[..., 1:] = 0
+    value = (mean_value + differences * values_differ).flatten(1, 2)
+    none = BlockLists.from_mask(8, torch.zeros(1, 2, 2))
+    one, errors = torch.ones(1, dtype=torch.float64), {far: [] for far in orders}
+    for distance in (0.02, 0.01):
+        key = (centre + distance * apart).flatten(1, 2)
+        softmax = sparse_attention(query, key, value, (16,), density=1.0)
         for far, found in errors.items():
-            weights = {"pooled_bias": 0 * one} | ({"state_weight": one} if far == "first-order" else {})
-            output = sparse_attention(query, key, value, (32,), lists=none, far=far, **weights)
+            weights = {"pooled_bias": 0 * one} | ({"state_weight": one} if far == "second-order" else {})
+            output = sparse_attention(query, key, value, (16,), lists=none, far=far, **weights)
             found.append(float((output - softmax).norm()))
-    assert errors["means"][0] / errors["means"][1] == pytest.approx(2, abs=0.2)
-    assert errors["first-order"][0] / errors["first-order"][1] == pytest.approx(4, abs=0.4)
+    for far, order in orders.items():
+        assert errors[far][0] / errors[far][1] == pytest.approx(2**order, rel=0.1)
 
 
+@pytest.mark.parametrize("far", ["second-order", "means"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_weight_of_states_is_means_alone(backend):
-    """Output and gradients."""
-    problem = make_sparse_problem((7, 9), 32, key_size=16, batch=1, head_dim=16, rotary=True).to()
-    problem.options["state_weight"].zero_()
-    found = problem.run(sparse_attention, backend=backend)
-    problem.options |= {"state_weight": None, "far": "means"}
-    for name, expected in problem.run(sparse_attention, backend=backend).items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-6)
+def test_blocks_of_equal_keys_lose_nothing(backend, far):
+    """Their means stand for them, there is no spread, and states are 0."""
+    problem = make_sparse_problem((96,), 32, key_size=16, order="curve", batch=1, head_dim=16, far=far).to()
+    problem.options["pooled_bias"].zero_()
+    key = problem.tensors["key"][:, ::16].repeat_interleave(16, dim=1)
+    query, value = problem.tensors["query"], problem.tensors["value"]
+    softmax = sparse_attention(query, key, value, (96,), density=1.0)
+    torch.testing.assert_close(problem.attend(key=key, backend=backend), softmax, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 6), (2, 3, 6, 6)])
@@ -125,10 +131,11 @@ def content_call(size, *, extra=0, mask=False, **rule):
     return SparseCall(**tensors, grid=GRID, sparse=ContentRule(size, 0.3, **rule), **given)
 
 
+@pytest.mark.parametrize("far", ["second-order", "means"])
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize(("size", "rule"), [(8, {"order": "curve"}), (8, {}), (8, {"key_block_size": 2})], ids=str)
-def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask, size, rule):
-    call = content_call(size, mask=mask, **rule)
+def test_the_blocks_are_those_that_what_is_pooled_stands_for_worst(mask, size, rule, far):
+    call = replace(content_call(size, mask=mask, **rule), far=far)
     lists, layout, tokens = with_lists(call).sparse, layout_of(GRID, size), math.prod(GRID)
     blocks, key_blocks = -(-tokens // size), -(-tokens // call.sparse.key_block_size)
     length = round(0.3 * key_blocks)
@@ -151,7 +158,8 @@ def test_the_blocks_are_those_that_their_mean_stands_for_worst(mask, size, rule)
                     share = (weight / weight.sum())[:, None]
                     mean = (share * key[sample, rows, head]).sum(dim=0)
                     variance = (share * (key[sample, rows, head] - mean).square()).sum(dim=0)
-                    scores[a, b] = mean_query @ mean + (mean_query.square() @ variance).log() / 2
+                    power = 1.0 if far == "second-order" else 0.5
+                    scores[a, b] = mean_query @ mean + power * (mean_query.square() @ variance).log()
             best = scores.topk(length, dim=-1).indices
             assert torch.equal(lists.keys[sample, head], best.sort(dim=-1).values)
 

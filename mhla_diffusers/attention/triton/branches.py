@@ -7,6 +7,7 @@ prepare         RoPE, order of the blocks, their means and states: (B, N, H, D) 
 block_weights   weights of all rows and blocks, by the key mask
 choose          the key blocks that every query block attends to, where no lists are given
 listed          softmax over the keys of the listed blocks
+half_variance   how far the scores of every block spread, by one product of PyTorch
 pooled          softmax over the means of all other blocks
 content_mixing  the matrix that mixes the states of these blocks, by one product of PyTorch
 fit             β and γ
@@ -33,7 +34,7 @@ from ..merge import under_common_sum
 from ..precision import product
 from ..rope import rotary_table
 from .choose import choose
-from .first_order import content_mixing
+from .content_mixing import content_mixing
 from .listed import listed
 from .merge import merge
 from .pooled import fit, pooled
@@ -74,27 +75,31 @@ def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def sparse(call: SparseCall) -> torch.Tensor:
-    """Attend to listed blocks, and to all others by their means and, to first order, by their states.
+    """Attend to listed blocks, and to all others by their means, spread and states.
 
     Returns:
         (B, N, H, D) in the type of the query.
     """
     rule, batch, scale = call.sparse, len(call.query), call.query.shape[3] ** -0.5
-    rows = _prepared(call, rule, call.far == "first-order")
+    rows = _prepared(call, rule, call.far == "second-order")
     place = list(call.grid), rule.key_block_size, sum(call.extra)
     key_blocks = rows.key.shape[1] // rule.key_block_size
+    half_variance = product((scale * rows.pooled_query.float()).square() / 2, rows.spread.mT)
     with torch.no_grad():
         if isinstance(rule, BlockLists):
             indices, counts, bits = given_blocks(rule, batch, key_blocks)
         else:
-            pooled_rows = rows.pooled_query, rows.pooled_key, rows.spread, rows.weight
-            indices, counts, bits = choose(*pooled_rows, rule.density, scale, *place)
+            spread = half_variance if call.far == "second-order" else half_variance.sqrt()
+            means = rows.pooled_query, rows.pooled_key
+            indices, counts, bits = choose(*means, spread, rows.weight, rule.density, scale, *place)
     query = rows.query[:, : rows.pooled_query.shape[1] * rule.block_size].contiguous()
     near, near_lse = listed(query, *rows.keys, indices, counts, scale, *place, False)
-    far, far_lse = pooled(query, rows.pooled_key, rows.pooled_value, rows.weight.log(), bits, scale)
+    far_keys = rows.pooled_key, rows.pooled_value, half_variance if call.far == "second-order" else None
+    far, far_lse = pooled(query, *far_keys, rows.weight.log(), bits, scale)
     mixed: torch.Tensor | None = None
-    if call.far == "first-order":
-        mixing = content_mixing(rows.pooled_query, rows.pooled_key, rows.weight, bits, scale, rule.key_block_size)
+    if call.far == "second-order":
+        of_blocks = rows.pooled_query, rows.pooled_key, half_variance, rows.weight
+        mixing = content_mixing(*of_blocks, bits, scale, rule.key_block_size)
         mixed = product(mixing, rows.states.flatten(2)).unflatten(2, rows.states.shape[2:])
     if call.pooled_bias is None:
         with torch.no_grad():

@@ -27,7 +27,7 @@ SCORES_OF_A_THREAD = 16
 ALIGNMENT = tl.constexpr(16)
 """Rows of scores begin at multiples of so many, so that they are read 16 bytes at a time."""
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-"""Least variance of logits in a block, so that its logarithm is finite."""
+"""Least spread of a block, so that its logarithm is finite."""
 
 
 @triton.jit(do_not_specialize=["columns", "first_group", "first_row", "rows", "query_blocks", "key_blocks", "heads"])
@@ -58,18 +58,17 @@ def score_kernel(
     query_at = (group * query_blocks + first_row + row)[:, None] * D
     key_at = (group * key_blocks + column)[None, :] * D
     logits = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    variance = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, D, BLOCK_K):
         channel = first + tl.arange(0, BLOCK_K)
         query_mask = (row < rows)[:, None] & (channel < D)[None, :]
         key_mask = (column < key_blocks)[None, :] & (channel < D)[:, None]
         q = tl.load(query + query_at + channel[None, :], mask=query_mask, other=0.0)
         k = tl.load(key + key_at + channel[:, None], mask=key_mask, other=0.0)
-        s = tl.load(spread + key_at + channel[:, None], mask=key_mask, other=0.0)
         logits = tl.dot(q, k, logits, input_precision=PRECISION)
-        scaled = q.to(tl.float32) * scale
-        variance = tl.dot((scaled * scaled).to(q.dtype), s, variance, input_precision=PRECISION)
-    score = logits * scale + 0.5 * tl.log(tl.maximum(variance, TINY))
+    spread_at = (group * query_blocks + first_row + row)[:, None] * key_blocks + column[None, :]
+    inside = (row < rows)[:, None] & (column < key_blocks)[None, :]
+    apart = tl.load(spread + spread_at, mask=inside, other=0.0).to(tl.float32)
+    score = logits * scale + tl.log(tl.maximum(apart, TINY))
     weights = tl.load(weight + group // heads * key_blocks + column, mask=column < key_blocks, other=0.0)
     score = tl.where((weights > 0)[None, :], score, float("-inf"))
     scores_at = (tl.program_id(2) * rows + row)[:, None] * columns * ALIGNMENT + column[None, :]
@@ -151,13 +150,13 @@ def select_kernel(
 def choose(query, key, spread, weight, density, scale, grid, block_size, extra):
     """Find the best key blocks of every query block, and the blocks of extra tokens, which all lists hold.
 
-    The score is the logit of the mean key plus the logarithm of how far the block's logits stand apart: with the mean
-    query q, the mean key k and the variance s of the keys by channel, ``scale q·k + ½ log(scale² Σ q² s)``.
+    The score is that of the mean query with the mean key, plus the logarithm of how far those of the block's keys
+    spread: ``scale q·k + log spread``.
 
     Args:
         query: pooled, (G, Tq, D), float32, bfloat16 or float16, contiguous.
         key: pooled, (G, T, D), likewise.
-        spread: (G, T, D), likewise.
+        spread: of the scores of a block's keys with the mean query, (G, Tq, T), contiguous, not negative.
         weight: float32 (S, T), contiguous, S a divisor of G: how much of a block counts. Blocks of 0 are never chosen.
         density: part of the key blocks that a list holds at most, see :func:`list_length`.
         scale: of the logits.

@@ -367,9 +367,7 @@ def listed(query, key, value, bias, indices, counts, scale, grid, block_size, ex
     return output, lse
 
 
-@operator(
-    f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)"
-)
+@operator(f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> Tensor[]")
 def listed_backward(output_gradient, lse_gradient, output, lse, *inputs: Any):
     """Gradients of query, key and value, in their types; the same bits for the same inputs."""
     query, key, value, bias, indices, counts, scale, grid, block_size, extra, causal = inputs
@@ -387,7 +385,7 @@ def listed_backward(output_gradient, lse_gradient, output, lse, *inputs: Any):
     listed_dkv_kernel[(key.shape[:2].numel() // tile.n,)](
         turns=turns, starts=starts, queries=queries, dk=dk, dv=dv, **shared, **tile.arguments
     )
-    return dq, dk, dv
+    return [dq, dk, dv]
 
 
 register_branch(listed, listed_backward)

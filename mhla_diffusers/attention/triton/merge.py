@@ -1,4 +1,4 @@
-"""Listed and pooled keys under one denominator, with the first-order term of the pooled keys, in sequence order.
+"""Listed and pooled keys under one denominator, with what is read from mixed states, in sequence order.
 
 With σ the far share of the common denominator and M the mixed states of a query's block,
 
@@ -39,7 +39,7 @@ def far_of(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Output of the pooled keys of some rows of one block, with the first-order term if there are states."""
+    """Output of the pooled keys of some rows of one block, with what they read from mixed states if there are any."""
     total = load_rows(far, at, None, HEAD_DIM, BLOCK_D).to(tl.float32)
     if mixed is not None:
         read = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -202,7 +202,7 @@ def merge(*inputs: Any):
         far: like ``near``.
         far_lse: like ``near_lse``.
         query: like ``near``, which reads the mixed states.
-        mixed: (B H, Tq, D, D), contiguous, one for every block of queries; None for no first-order term.
+        mixed: (B H, Tq, D, D), contiguous, one for every block of queries; None for none.
         state_weight: γ, float32 (B H,); given where ``mixed`` is.
         scale: of the queries.
         grid: token grid.

@@ -317,7 +317,7 @@ def prepare_keys_kernel(
         tl.store(pooled_key + pooled_at, mean.to(key.dtype.element_ty), mask=pooled_mask)
         apart = parts - mean[:, None, :]
         variance = tl.sum(apart * apart * share[:, :, None], 1)
-        tl.store(spread + pooled_at, variance.to(key.dtype.element_ty), mask=pooled_mask)
+        tl.store(spread + pooled_at, variance.to(spread.dtype.element_ty), mask=pooled_mask)
         mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
         tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
     if states is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
@@ -375,6 +375,8 @@ def through_state(
 def rows_gradient_kernel(
     rows,
     pooled,
+    spread,
+    own,
     states,
     others,
     angles,
@@ -395,12 +397,13 @@ def rows_gradient_kernel(
     OTHER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of one tensor (B, N, H, D) from those of a block of its rows, of their mean and of the mean state of
-    their stretch, if they have these.
+    """Gradient of one tensor (B, N, H, D) from those of a block of its rows, of their mean, of their variance by
+    channel and of the mean state of their stretch, if they have these.
 
     The token of every row stands in a table (G, R), or (R,) with ``table_group`` 0. Of a state Σ w (k - k̄) (v - v̄)ᵀ
     with Σ w = 1 a key gets w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄): what goes through the means cancels, since
-    deviations add up to 0. ``others`` are the values' rows where the tensor is the key, and the keys' where the value.
+    deviations add up to 0; and so it does of the variance Σ w (k - k̄)², of which a key gets 2 w ∂ (k - k̄). ``own`` are
+    the tensor's rows, ``others`` the values' rows where it is the key, and the keys' where the value.
     """
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = batch * heads + head
@@ -413,6 +416,8 @@ def rows_gradient_kernel(
     token = tl.maximum(token, 0).to(tl.int64)
     total = tl.sum(weight)
     share = weight / tl.where(total > 0, total, 1.0)
+    if spread is not None:
+        own += group * blocks * BLOCK * D
     if states is not None:
         PARTS: tl.constexpr = STRETCH // BLOCK
         others += group * blocks * BLOCK * D
@@ -430,7 +435,12 @@ def rows_gradient_kernel(
             pooled_at = (group * grid_blocks + block) * D + channel
             of_mean = tl.load(pooled + pooled_at, mask=channel < tl.where(block < grid_blocks, D, 0), other=0.0)
             turned += share[:, None] * of_mean.to(tl.float32)[None, :]
-        if states is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
+        if spread is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
+            if block < grid_blocks:
+                apart = apart_from_mean(own, row, channel, share[:, None], D)
+                of_spread = tl.load(spread + (group * grid_blocks + block) * D + channel, mask=channel < D, other=0.0)
+                turned += 2 * share[:, None] * apart * of_spread.to(tl.float32)[None, :]
+        if states is not None:  # noqa: SIM102 - likewise
             if block < grid_blocks:
                 read = through_state(others, states, row, channel, share, D, OWN, OTHER, BLOCK, CHUNK, PRECISION)
                 turned += of_state[:, None] * read
@@ -469,9 +479,9 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
     Returns:
         Rows of query (B H, Q, D), of key and of value (B H, R, D), 0 where they are padding; of the grid's blocks
         (B H, T, D): mean of the queries; mean of keys and of values weighted by the key mask, 0 where no weight is
-        left; weighted variance of the keys around their mean, by channel; the position of every row of keys, int32
-        (B H, R), -1 of padding; and of every stretch of the grid the mean state of its blocks (B H, stretches, D, D),
-        :func:`mhla_diffusers.attention.sparse.stretch_states`, empty if it is not wanted.
+        left; weighted variance of the keys around their mean, by channel, in the type of states; the position of every
+        row of keys, int32 (B H, R), -1 of padding; and of every stretch of the grid the mean state of its blocks
+        (B H, stretches, D, D), :func:`mhla_diffusers.attention.sparse.stretch_states`, empty if it is not wanted.
     """
     (batch, _, heads, head_dim), device = query.shape, query.device
     queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
@@ -506,11 +516,12 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
     count = len(keys.order)
     key_rows, value_rows = (allocate((groups, count, head_dim), key.dtype, device) for _ in range(2))
     row_tokens = allocate((groups, count), torch.int32, device)
-    pooled = [allocate((groups, keys.grid_blocks, head_dim), key.dtype, device) for _ in range(3)]
+    number = states_dtype(key.dtype)
+    pooled = [allocate((groups, keys.grid_blocks, head_dim), x, device) for x in (key.dtype, key.dtype, number)]
     tile = tile_of("prepare_keys", query, most_n=power_of_two(head_dim))
     stretch = stretch_of(key_block_size) if by_content or with_states else key_block_size
     count_of_states = triton.cdiv(keys.grid_blocks * key_block_size, stretch) if with_states else 0
-    states = allocate((groups, count_of_states, head_dim, head_dim), states_dtype(query.dtype), device)
+    states = allocate((groups, count_of_states, head_dim, head_dim), number, device)
     stretches = sum(
         triton.cdiv(blocks * key_block_size, stretch) for blocks in (keys.grid_blocks, keys.blocks - keys.grid_blocks)
     )
@@ -545,13 +556,14 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
 
 @operator(
     "(Tensor query, Tensor key, Tensor value, Tensor pooled_query, Tensor pooled_key, Tensor pooled_value, "
-    "Tensor? states, Tensor key_rows, Tensor value_rows, Tensor row_tokens, Tensor? angles, Tensor? key_mask, "
+    "Tensor? spread, Tensor? states, Tensor key_rows, Tensor value_rows, Tensor row_tokens, Tensor? angles, "
+    "Tensor? key_mask, "
     f"{_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
 )
-def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, states, *arguments: Any):
-    """Gradients of query, key and value (B, N, H, D) from those of rows, means and states, contiguous.
+def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, spread, states, *arguments: Any):
+    """Gradients of query, key and value (B, N, H, D) from those of rows, means, spread and states, contiguous.
 
-    Choosing blocks passes no gradient on, so there is none of the spread.
+    Without states the spread has only chosen blocks, which passes no gradient on.
     """
     key_rows, value_rows, row_tokens, angles, key_mask, grid, block_size, key_block_size, extra, heads = arguments
     queries, keys = (layout_for(grid, size, extra, query.device) for size in (block_size, key_block_size))
@@ -569,6 +581,8 @@ def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, 
         rows_gradient_kernel[heads, layout.blocks, batch](
             rows=rows,
             pooled=pooled,
+            spread=spread if is_key else None,
+            own=key_rows if is_key and spread is not None else None,
             states=states if has_states else None,
             others=others if has_states else None,
             angles=None if rotates is None else rotates.contiguous(),
@@ -601,10 +615,12 @@ def _(query, key, value, angles, key_mask, grid, block_size, key_block_size, ext
     query_blocks, grid_query_blocks = block_counts(grid, block_size, extra)
     key_blocks, grid_key_blocks = block_counts(grid, key_block_size, extra)
     counts = query_blocks * block_size, *(key_blocks * key_block_size,) * 2, grid_query_blocks, *(grid_key_blocks,) * 3
+    number = states_dtype(query.dtype)
     tensors = [query.new_empty(groups, count, head_dim) for count in counts]
+    tensors[-1] = tensors[-1].to(number)
     per_stretch = stretch_of(key_block_size) // key_block_size
     stretches = (grid_key_blocks + per_stretch - 1) // per_stretch if with_states else 0
-    states = query.new_empty(groups, stretches, head_dim, head_dim, dtype=states_dtype(query.dtype))
+    states = query.new_empty(groups, stretches, head_dim, head_dim, dtype=number)
     return *tensors, query.new_empty(groups, key_blocks * key_block_size, dtype=torch.int32), states
 
 
@@ -619,15 +635,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     query, _, _, angles, key_mask, *ctx.place, _, ctx.with_states = inputs
     ctx.heads = query.shape[2]
     ctx.save_for_backward(output[1], output[2], output[7], angles, key_mask)
-    ctx.mark_non_differentiable(output[6], output[7])
+    ctx.mark_non_differentiable(output[7])
 
 
 def _differentiate(
-    ctx: Any, query, key, value, pooled_query, pooled_key, pooled_value, _, __, states: Any
+    ctx: Any, query, key, value, pooled_query, pooled_key, pooled_value, spread, _, states: Any
 ) -> tuple[Any, ...]:
     gradients = (x.contiguous() for x in (query, key, value, pooled_query, pooled_key, pooled_value))
-    of_states = states.contiguous() if ctx.with_states else None
-    return *prepare_backward(*gradients, of_states, *ctx.saved_tensors, *ctx.place, ctx.heads), *(None,) * 8
+    of_states = (spread.contiguous(), states.contiguous()) if ctx.with_states else (None, None)
+    return *prepare_backward(*gradients, *of_states, *ctx.saved_tensors, *ctx.place, ctx.heads), *(None,) * 8
 
 
 prepare.register_autograd(_differentiate, setup_context=_save)

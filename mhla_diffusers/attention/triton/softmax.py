@@ -88,11 +88,11 @@ def load_upstream(
     return do, s, d
 
 
-def register_branch(operator: Any, backward: Any) -> None:
+def register_branch(operator: Any, backward: Any, differentiable: int = 3) -> None:
     """Register shapes and autograd of a branch: operator(query (G, Q, D), key, value, ...) to output and LSE (G, Q).
 
     ``backward`` takes output gradient, LSE gradient or None, output, LSE, and the inputs of the operator, and returns
-    the gradients of query, key and value. The LSE is float32.
+    the gradients of the ``differentiable`` first inputs, but for one that is None. The LSE is float32.
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -103,16 +103,19 @@ def register_branch(operator: Any, backward: Any) -> None:
 
     def differentiate(ctx: Any, of_output: torch.Tensor | None, of_lse: torch.Tensor | None) -> tuple[Any, ...]:
         output, lse, *tensors = ctx.saved_tensors
-        absent = (None,) * (len(tensors) + len(ctx.settings) - 3)
+        count = len(tensors) + len(ctx.settings)
         if of_output is None and of_lse is None:
-            return None, None, None, *absent
+            return (None,) * count
         of_output = torch.zeros_like(output) if of_output is None else of_output.contiguous()
         of_lse = None if of_lse is None else of_lse.contiguous()
-        return *backward(of_output, of_lse, output, lse, *tensors, *ctx.settings), *absent
+        found = backward(of_output, of_lse, output, lse, *tensors, *ctx.settings)
+        return *found, *(None,) * (count - len(found))
 
     operator.register_fake(
         lambda query, *_: (query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32))
     )
-    backward.register_fake(lambda *arguments: tuple(torch.empty_like(x) for x in arguments[4:7]))
+    backward.register_fake(
+        lambda *arguments: [torch.empty_like(x) for x in arguments[4 : 4 + differentiable] if x is not None]
+    )
     operator.register_autograd(differentiate, setup_context=save)
     backward.register_autograd(refuse_second_derivative)

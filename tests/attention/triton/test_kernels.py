@@ -16,7 +16,7 @@ from mhla_diffusers.attention.order import stretch_of
 from mhla_diffusers.attention.precision import EMPTY
 from mhla_diffusers.attention.triton import tiles
 from mhla_diffusers.attention.triton.branches import given_blocks
-from mhla_diffusers.attention.triton.first_order import content_mixing, sampled_correction
+from mhla_diffusers.attention.triton.content_mixing import content_mixing, sampled_correction
 from mhla_diffusers.attention.triton.listed import listed, transpose_lists
 from mhla_diffusers.attention.triton.merge import merge
 from mhla_diffusers.attention.triton.pooled import pooled
@@ -82,8 +82,10 @@ def rounding_of(query, key):
 def softmax_over(sees, bias):
     """Output and LSE of queries that see some keys; both 0 where there is none, as :func:`hidden` makes them."""
 
-    def definition(query, key, value):
+    def definition(query, key, value, half_variance=None):
         logits = (query @ key.mT) * query.shape[-1] ** -0.5 + bias.double()
+        if half_variance is not None:
+            logits = logits + half_variance.repeat_interleave(query.shape[1] // half_variance.shape[1], 1)
         something = sees.any(-1)
         logits = torch.where(sees, logits, torch.where(something, -math.inf, 0.0)[..., None])
         lse = logits.logsumexp(-1)
@@ -132,8 +134,19 @@ def listed_problem(tokens=75, *, extra=9, rows=16, groups=2, width=3, head_dim=1
 
 
 def pooled_problem(
-    blocks=40, *, query_blocks=2, groups=2, samples=1, rows=16, head_dim=16, density=0.3, masked=False, seed=0
+    blocks=40,
+    *,
+    query_blocks=2,
+    groups=2,
+    samples=1,
+    rows=16,
+    head_dim=16,
+    density=0.3,
+    masked=False,
+    spread=True,
+    seed=0,
 ):
+    """With how far the scores of a block spread, or for means alone without."""
     torch.manual_seed(seed)
     query = torch.randn(groups, query_blocks * rows, head_dim)
     key, value = (torch.randn(groups, blocks, head_dim) for _ in range(2))
@@ -144,13 +157,15 @@ def pooled_problem(
     is_listed[0] = True
     sees = ~is_listed.unflatten(0, (groups, -1)).repeat_interleave(rows, 1)
     by_group = bias.repeat_interleave(groups // samples, 0)[:, None]
-    operator = hidden(pooled, bias, words_of(is_listed), head_dim**-0.5)
-    return operator, softmax_over(sees & (by_group > -math.inf), by_group), [query, key, value]
+    place = bias, words_of(is_listed), head_dim**-0.5
+    leaves = [query, key, value, *([torch.rand(groups, query_blocks, blocks) * 3] if spread else [])]
+    operator = hidden(pooled, *place) if spread else hidden(pooled, None, *place)
+    return operator, softmax_over(sees & (by_group > -math.inf), by_group), leaves
 
 
 def check_softmax(make, *, dtype=torch.float32, change=lambda rows: rows, **options):
     operator, definition, rows = make(**options)
-    rows = [x.to(dtype) for x in change(rows)]
+    rows = [x.to(dtype if i < 3 else states_dtype(dtype)) for i, x in enumerate(change(rows))]
     output, lse = check(operator, definition, rows, rounding_of(*rows[:2]), of_outputs=several)
     assert not output[lse == 0].any() and (lse == 0).any()
 
@@ -170,6 +185,7 @@ SOFTMAX = {
     "pooled, blocks of 128": (pooled_problem, {"rows": 128, "groups": 1}),
     "pooled, wide rows": (pooled_problem, {"head_dim": 128, "rows": 64, "groups": 1}),
     "pooled, all listed": (pooled_problem, {"density": 1.1}),
+    "pooled, means alone": (pooled_problem, {"spread": False, "masked": True}),
     "pooled, many queries in few splits": (pooled_problem, {"query_blocks": 11, "groups": 1, "head_dim": 24}),
     **{f"{count} pooled keys": (pooled_problem, {"blocks": count}) for count in (1, 31, 32, 33, 64, 97)},
     **{f"{make.__name__}, {dtype}": (make, {"head_dim": 32, "dtype": dtype})
@@ -194,7 +210,7 @@ def test_softmax_without_gradient_of_the_lse(make):
 @either
 def test_logits_far_below_zero(make):
     """Padded rows have logits of 0, beside which the real ones vanish: neither may they leak, nor overflow."""
-    check_softmax(make, seed=1, change=lambda rows: [rows[0].abs() * 8, -rows[1].abs() * 8, rows[2]])
+    check_softmax(make, seed=1, change=lambda rows: [rows[0].abs() * 8, -rows[1].abs() * 8, *rows[2:]])
 
 
 @either
@@ -240,28 +256,30 @@ def test_transposed_lists():
 def mixing_problem(
     key_blocks, query_blocks=5, size=32, *, samples=1, groups=4, head_dim=16, density=0.3, masked=0.0, seed=0
 ):
-    """Means of queries and keys, weights of blocks, bits, their lists, and rows of a block of keys."""
+    """Means of queries and keys, half variances, weights of blocks, bits, their lists, and rows of a block of keys."""
     make = torch.Generator().manual_seed(seed)
     query = torch.randn(groups, query_blocks, head_dim, generator=make)
     key = torch.randn(groups, key_blocks, head_dim, generator=make)
+    half_variance = 3 * torch.rand(groups, query_blocks, key_blocks, generator=make)
     weight = size * torch.rand(samples, key_blocks, generator=make)
     weight[torch.rand(weight.shape, generator=make) < masked] = 0
     mask = torch.rand(1, groups, query_blocks, key_blocks, generator=make) < density
     mask[0, 0, 0] = True  # a query block that lists all has no far field
     lists = BlockLists.from_mask(1, mask)
-    return query, key, weight, given_blocks(lists, 1, key_blocks)[2], lists.keys, size
+    return query, key, half_variance, weight, given_blocks(lists, 1, key_blocks)[2], lists.keys, size
 
 
-def check_mixing(query, key, weight, bits, lists, size):
+def check_mixing(query, key, half_variance, weight, bits, lists, size, dtype=torch.float32):
     scale = query.shape[-1] ** -0.5
 
-    def definition(query, key):
+    def definition(query, key, half_variance):
         log_weight = weight.double().repeat_interleave(len(query) // len(weight), 0).log().clamp_min(EMPTY)
-        parts = sparse.Pooled(*(None,) * 5, log_weight[None], scale * (query @ key.mT)[None])
-        return (sparse.content_mixing(parts, lists, stretch_of(size) // size)[0],)
+        logits = scale * query @ key.mT + half_variance + log_weight[:, None]
+        return (sparse.content_mixing(logits[None], lists, stretch_of(size) // size)[0],)
 
+    leaves = [query.to(dtype), key.to(dtype), half_variance.to(states_dtype(dtype))]
     found = check(
-        lambda *x: (content_mixing(*x, weight, bits, scale, size),), definition, [query, key], rounding_of(query, key)
+        lambda *x: (content_mixing(*x, weight, bits, scale, size),), definition, leaves, rounding_of(*leaves[:2])
     )[0]
     # rows sum to 1, or to 0 where all is listed
     assert found.dtype == torch.float32
@@ -286,19 +304,17 @@ MIXING = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", MIXING.values(), ids=MIXING)
 def test_mixing(options, dtype):
-    query, key, *others = mixing_problem(**options)
-    check_mixing(query.to(dtype), key.to(dtype), *others)
+    check_mixing(*mixing_problem(**options), dtype)
 
 
 def test_blocks_without_weight_have_no_part_in_mixing():
     problem = mixing_problem(70, samples=2, masked=0.4)
-    problem[2][1] = 0  # nor has a whole sample
+    problem[3][1] = 0  # nor has a whole sample
     assert not check_mixing(*problem)[2:].any()
 
 
 def test_mixing_with_the_tiles_of_a_card(tiles_of_a_card):
-    query, key, *others = mixing_problem(70, 66, groups=1, head_dim=64)
-    check_mixing(query.bfloat16(), key.bfloat16(), *others)
+    check_mixing(*mixing_problem(70, 66, groups=1, head_dim=64), torch.bfloat16)
 
 
 @pytest.mark.parametrize("size", [16, 128])

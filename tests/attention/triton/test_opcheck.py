@@ -6,7 +6,17 @@ from torch.utils._pytree import tree_map_only
 
 from mhla_diffusers.attention import BlockLists, MHLACall
 from mhla_diffusers.attention.rope import rotary_table
-from mhla_diffusers.attention.triton import branches, choose, first_order, listed, merge, pooled, prepare, read, states
+from mhla_diffusers.attention.triton import (
+    branches,
+    choose,
+    content_mixing,
+    listed,
+    merge,
+    pooled,
+    prepare,
+    read,
+    states,
+)
 
 from ..problems import DEVICE, EVERYTHING, make_problem
 from ..test_shares import shares_of
@@ -68,32 +78,39 @@ def sparse_calls(mask, with_states):
     yield prepare.prepare, (query, key, value, table, weights, *whole, True, with_states)
     rows = prepare.prepare(query, key, value, table, weights, *whole, True, with_states)
     of_rows = detached(*rows)
-    gradients = *of_rows[:3], *of_rows[4:6], of_rows[8] if with_states else None
+    of_states = (of_rows[6], of_rows[8]) if with_states else (None, None)
+    gradients = *of_rows[:3], *of_rows[4:6], *of_states
     of_keys = *of_rows[1:3], of_rows[7], table, weights
     yield prepare.prepare_backward, (*gradients[:3], of_rows[3], *gradients[3:], *of_keys, *whole, query.shape[2])
     yield prepare.block_weights, (of_rows[7], weights, *place)
     bias, of_blocks = prepare.block_weights(of_rows[7], weights, *place)
     bias = bias if mask else None
-    chosen = of_rows[3], of_rows[4], of_rows[6], of_blocks, 0.4, scale, *place
+    half_variance = random(4, 3, 3).detach().abs()
+    chosen = of_rows[3], of_rows[4], half_variance, of_blocks, 0.4, scale, *place
     yield choose.choose, chosen
     indices, counts, bits = choose.choose(*chosen)
     q, k, v, pooled_query, pooled_key, pooled_value = (
         x.detach().contiguous().requires_grad_() for x in (rows[0][:, :48], *rows[1:6])
     )
+    spread = half_variance.requires_grad_() if with_states else None
     outputs = []
     for operator, backward, inputs in (
         (listed.listed, listed.listed_backward, (q, k, v, bias, indices, counts, scale, *place, False)),
-        (pooled.pooled, pooled.pooled_backward, (q, pooled_key, pooled_value, of_blocks.log(), bits, scale)),
+        (
+            pooled.pooled,
+            pooled.pooled_backward,
+            (q, pooled_key, pooled_value, spread, of_blocks.log(), bits, scale),
+        ),
     ):
         yield operator, inputs
         output, lse = detached(*operator(*inputs))
         outputs += [output, lse]
         of_lse = torch.randn_like(lse) if mask else None
         yield backward, (torch.randn_like(output), of_lse, output, lse, *detached(*inputs))
-    of_mixing = pooled_query, pooled_key, of_blocks, bits, scale, 16
-    yield first_order.content_mixing, of_mixing
-    upstream = torch.randn_like(first_order.content_mixing(*of_mixing))
-    yield first_order.content_mixing_backward, (upstream, *detached(*of_mixing))
+    of_mixing = pooled_query, pooled_key, half_variance, of_blocks, bits, scale, 16
+    yield content_mixing.content_mixing, of_mixing
+    upstream = torch.randn_like(content_mixing.content_mixing(*of_mixing))
+    yield content_mixing.content_mixing_backward, (upstream, *detached(*of_mixing))
     mixed, gamma = (random(4, 3, 16, 16), torch.rand(4, device=DEVICE)) if with_states else (None, None)
     yield pooled.fit, detached(q, k, v, bias, *outputs, mixed, scale, *place)
     of_merge = *(x.requires_grad_() for x in outputs), q, mixed, gamma, scale, [5, 7], 16, 2
@@ -126,7 +143,8 @@ def test_given_lists_are_those_that_the_kernel_chooses():
     query, key = (torch.randn(groups, blocks, 16, generator=make).to(DEVICE) for _ in range(2))
     weight = torch.ones(1, blocks, device=DEVICE)
     place = [blocks * 16 - 3], 16, 20
-    indices, counts, bits = choose.choose(query, key, key.square(), weight, 0.3, 0.25, *place)
+    half_variance = torch.rand(groups, blocks, blocks, generator=make).to(DEVICE)
+    indices, counts, bits = choose.choose(query, key, half_variance, weight, 0.3, 0.25, *place)
     length, base = round(0.3 * blocks), torch.arange(groups, device=DEVICE)[:, None, None] * (blocks + 2)
     keys = indices.view(groups, blocks, -1)[..., :length].long() - base
     lists = BlockLists(16, keys.view(2, 3, blocks, length))
