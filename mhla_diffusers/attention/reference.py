@@ -175,12 +175,14 @@ def _sparse(
     if call.far == "second-order":
         part = mask[:, None] / torch.einsum("bhc,bhkc->bhk", total, member).clamp_min(1e-300)
         variance = torch.einsum("bkhd,bhk,bhkc->bhcd", (key - own_mean).square(), part, member)
-        half_variance = torch.einsum("bhad,bhcd->bhac", mean_query.square(), variance) / 2
-        biased = biased + torch.einsum("bhac,qa,bhkc->bhqk", half_variance, of_blocks, member)
+        variance = torch.einsum("bhad,bhcd->bhac", mean_query.square(), variance)
+        limit = 2 * total.clamp_min(2).log()[:, :, None]
+        gain = (limit * (limit + variance)).sqrt() - limit
+        biased = biased + torch.einsum("bhac,qa,bhkc->bhqk", gain, of_blocks, member)
     far = torch.where(sees, 0.0, biased.exp() * mask[:, None, None])
     if call.far == "second-order":
         assert call.state_weight is not None
-        block_logits = torch.einsum("bhad,bhcd->bhac", mean_query, mean) + total.log()[:, :, None] + half_variance
+        block_logits = torch.einsum("bhad,bhcd->bhac", mean_query, mean) + total.log()[:, :, None] + gain
         is_out = is_listed | (total == 0)[:, :, None]
         peak = block_logits.masked_fill(is_out, -math.inf).amax(dim=-1, keepdim=True).nan_to_num(0, 0, 0)
         mixing = torch.where(is_out, 0.0, (block_logits.masked_fill(is_out, 0) - peak).exp())

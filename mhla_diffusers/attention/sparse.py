@@ -4,7 +4,7 @@ For a query of head h in block a, q its scaled query q/√D after RoPE, R the to
 tokens, and for every other block c of n_c tokens the mean key k̄_c and value v̄_c::
 
     near = Σ_{t∈R} exp(q · k_t) v_t / (the same without v)
-    far  = Σ_{c∉R} w_ac exp(q · k̄_c) v̄_c / (the same without v),   w_ac = n_c exp(½ s_ac)
+    far  = Σ_{c∉R} w_ac exp(q · k̄_c) v̄_c / (the same without v),   w_ac = n_c exp(g_ac)
     o    = (1 − σ) near + σ (far + γ_h q · M_a),   σ the far share of both denominators, far's times exp(β_h)
 
 **To second order.** Keys and values of a block that spread like a Gaussian around their means sum up exactly::
@@ -12,11 +12,11 @@ tokens, and for every other block c of n_c tokens the mean key k̄_c and value v
     Σ_{t∈c} exp(q · k_t) v_t = n_c exp(q · k̄_c + ½ qᵀ Σ_c q) [ v̄_c + q · S_c ],   S_c = 1/n_c Σ (k_t − k̄_c)(v_t − v̄_c)ᵀ
 
 For any other block that is right to second order in its distances from the means; terms of first order vanish. The
-weight needs the variance of the block's scores. It is taken for the block's mean query q̄_a, channel by channel, as the
-choice of lists takes it: s_ac = Σ_d q̄_ad² σ²_cd. S_c (D x D) is a KV state as MHLA keeps one per block, only centred.
-Weighing every S_c for every query would be too dear, but the weights may be those of the mean query too, and blocks of
-keys that were sorted together (a *stretch* s of 256 keys, :mod:`.order`) may share the mean S̄_s of their states, where
-blocks hold 16 and more::
+weight needs the variance of the block's scores. It is taken for the block's mean query q̄_a, channel by channel:
+s_ac = Σ_d q̄_ad² σ²_cd. The gain g_ac is ½ s_ac where that is small (:func:`log_gain`). S_c (D x D) is a KV state as
+MHLA keeps one per block, only centred. Weighing every S_c for every query would be too dear, but the weights may be
+those of the mean query too, and blocks of keys that were sorted together (a *stretch* s of 256 keys, :mod:`.order`) may
+share the mean S̄_s of their states, where blocks hold 16 and more::
 
     M_a = Σ_s m_as S̄_s,   m_as = Σ_{c∈s} softmax over c∉R of (q̄_a · k̄_c + log w_ac)
 
@@ -172,8 +172,10 @@ class Pooled(NamedTuple):
     """Log of a block's weight, (1 or B, 1 or H, K), at least ``EMPTY``."""
     logits: torch.Tensor
     """Scores of mean queries with mean keys, (B, H, T, K)."""
-    half_variance: torch.Tensor
-    """Half the variance of the scores of every block's keys with the mean queries, ½ s_ac: (B, H, T, K)."""
+    variance: torch.Tensor
+    """Variance of the scores of every block's keys with the mean queries, s_ac: (B, H, T, K)."""
+    gain: torch.Tensor
+    """:func:`log_gain` of it, g_ac."""
 
 
 def pool(call: Call, blocks: UniformBlocks, rows: Rows) -> Pooled:
@@ -190,8 +192,24 @@ def pool(call: Call, blocks: UniformBlocks, rows: Rows) -> Pooled:
     apart = key - mean_key[:, :, :, None]
     (variance,) = _block_means(share, apart.square())
     log_weight = total[..., 0].log().clamp_min(EMPTY)
-    logits, half_variance = product(mean_query, mean_key.mT), product(mean_query.square() / 2, variance.mT)
-    return Pooled(mean_query, mean_key, mean_value, apart, share, log_weight, logits, half_variance)
+    logits, variance = product(mean_query, mean_key.mT), product(mean_query.square(), variance.mT)
+    gain = log_gain(variance, log_weight[:, :, None])
+    return Pooled(mean_query, mean_key, mean_value, apart, share, log_weight, logits, variance, gain)
+
+
+def log_gain(variance: torch.Tensor, log_count: torch.Tensor) -> torch.Tensor:
+    """Logarithm of how many times n exp(q̄ · k̄) a block of n keys weighs, by the variance s of its scores.
+
+    The mean of exponentials of Gaussian scores is exp(½ s), but that of n scores is no more than the largest of them,
+    which grows with √(2 s log n). So s / (1 + √(1 + s / t)) with t = 2 log n, which is ½ s where s is small and √(t s)
+    where it is large.
+
+    Args:
+        variance: s.
+        log_count: log n, of 2 where it is less.
+    """
+    limit = 2 * log_count.clamp_min(math.log(2))
+    return variance / (1 + (1 + variance / limit).sqrt())
 
 
 def _block_means(share: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]:
@@ -279,7 +297,7 @@ def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
         near, near_lse = attend_to_lists(query, rows.key, rows.value, bias, lists)
         log_weight, correction = pooled.log_weight[:, :, None], None
         if call.far == "second-order":
-            log_weight = log_weight + pooled.half_variance
+            log_weight = log_weight + pooled.gain
             per_stretch = blocks_per_state(lists.key_block_size)
             states = stretch_states(pooled, rows.value[:, :, : lists.key_blocks], per_stretch)
             mixing = content_mixing(pooled.logits + log_weight, lists.keys, per_stretch)
@@ -295,15 +313,19 @@ def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
 def choose_by_content(rule: ContentRule, pooled: Pooled, far: Far) -> torch.Tensor:
     """For every query block as many key blocks, those that means, spread and states stand for worst.
 
-    What these leave out grows with the variance of a block's scores, so key block c is judged by q̄_a · k̄_c + log s_ac;
-    what means alone leave out grows with its root, and half the logarithm is added. A block without keys comes after
+    That is a block's weight, times what is left out of it. Means leave out terms of first order, which grow with the
+    root of the variance of its scores: with them key block c is judged by q̄_a · k̄_c + ½ log s_ac. To second order terms
+    of third order are left out, and it is judged by q̄_a · k̄_c + g_ac + 3/2 log s_ac. A block without keys comes after
     all others.
 
     Returns:
         int64 (B, H, T, list length), ascending within a list; at least one key block for every query block.
     """
-    spread = pooled.half_variance if far == "second-order" else pooled.half_variance.sqrt()
-    scores = pooled.logits + spread.clamp_min(torch.finfo(torch.float32).tiny).log()
+    log_variance = pooled.variance.clamp_min(torch.finfo(torch.float32).tiny).log()
+    if far == "second-order":
+        scores = pooled.logits + pooled.gain + 1.5 * log_variance
+    else:
+        scores = pooled.logits + 0.5 * log_variance
     scores = scores.masked_fill((pooled.log_weight < EMPTY / 2)[:, :, None], torch.finfo(scores.dtype).min)
     length = list_length(rule.density, scores.shape[-1])
     return scores.topk(length, dim=-1, sorted=False).indices.sort(dim=-1).values

@@ -119,7 +119,7 @@ CALLS = [
     (sparse, "heads: 3,...2", {"lists": BlockLists.from_mask(6, torch.ones(3, 2, 2))}),
     (sparse, "samples: 3,...2", {"lists": BlockLists.from_mask(6, torch.ones(3, 2, 2, 2))}),
     (sparse, "lists...density", {"density": 0.5}),
-    (sparse, "second-order", {"far": "second-order"}),
+    (sparse, "third-order", {"far": "third-order"}),
     (sparse, "pooled_bias...(2,)", {"pooled_bias": torch.zeros(3)}),
     (sparse, "pooled_bias...float", {"pooled_bias": 1.0}),
     (sparse, "state_weight", {"state_weight": None}),

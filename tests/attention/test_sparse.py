@@ -158,8 +158,11 @@ def test_the_blocks_are_those_that_what_is_pooled_stands_for_worst(mask, size, r
                     share = (weight / weight.sum())[:, None]
                     mean = (share * key[sample, rows, head]).sum(dim=0)
                     variance = (share * (key[sample, rows, head] - mean).square()).sum(dim=0)
-                    power = 1.0 if far == "second-order" else 0.5
-                    scores[a, b] = mean_query @ mean + power * (mean_query.square() @ variance).log()
+                    variance = mean_query.square() @ variance
+                    scores[a, b] = mean_query @ mean + 0.5 * variance.log()
+                    if far == "second-order":
+                        limit = 2 * weight.sum().clamp_min(2).log()
+                        scores[a, b] += (limit * (limit + variance)).sqrt() - limit + variance.log()
             best = scores.topk(length, dim=-1).indices
             assert torch.equal(lists.keys[sample, head], best.sort(dim=-1).values)
 

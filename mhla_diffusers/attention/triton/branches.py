@@ -7,7 +7,7 @@ prepare         RoPE, order of the blocks, their means and states: (B, N, H, D) 
 block_weights   weights of all rows and blocks, by the key mask
 choose          the key blocks that every query block attends to, where no lists are given
 listed          softmax over the keys of the listed blocks
-half_variance   how far the scores of every block spread, by one product of PyTorch
+variance        of the scores of every block, by one product of PyTorch, and what they gain by it
 pooled          softmax over the means of all other blocks
 content_mixing  the matrix that mixes the states of these blocks, by one product of PyTorch
 fit             β and γ
@@ -33,6 +33,7 @@ from ..linear import finish
 from ..merge import under_common_sum
 from ..precision import product
 from ..rope import rotary_table
+from ..sparse import log_gain
 from .choose import choose
 from .content_mixing import content_mixing
 from .listed import listed
@@ -84,22 +85,24 @@ def sparse(call: SparseCall) -> torch.Tensor:
     rows = _prepared(call, rule, call.far == "second-order")
     place = list(call.grid), rule.key_block_size, sum(call.extra)
     key_blocks = rows.key.shape[1] // rule.key_block_size
-    half_variance = product((scale * rows.pooled_query.float()).square() / 2, rows.spread.mT)
+    variance = product((scale * rows.pooled_query.float()).square(), rows.spread.mT)
+    gain: torch.Tensor | None = None
+    if call.far == "second-order":
+        log_count = rows.weight.log().repeat_interleave(len(variance) // len(rows.weight), dim=0)
+        gain = log_gain(variance, log_count[:, None])
     with torch.no_grad():
         if isinstance(rule, BlockLists):
             indices, counts, bits = given_blocks(rule, batch, key_blocks)
         else:
-            spread = half_variance if call.far == "second-order" else half_variance.sqrt()
-            means = rows.pooled_query, rows.pooled_key
-            indices, counts, bits = choose(*means, spread, rows.weight, rule.density, scale, *place)
+            of_blocks = rows.pooled_query, rows.pooled_key, variance, gain, rows.weight
+            indices, counts, bits = choose(*of_blocks, rule.density, scale, *place)
     query = rows.query[:, : rows.pooled_query.shape[1] * rule.block_size].contiguous()
     near, near_lse = listed(query, *rows.keys, indices, counts, scale, *place, False)
-    far_keys = rows.pooled_key, rows.pooled_value, half_variance if call.far == "second-order" else None
-    far, far_lse = pooled(query, *far_keys, rows.weight.log(), bits, scale)
+    far, far_lse = pooled(query, rows.pooled_key, rows.pooled_value, gain, rows.weight.log(), bits, scale)
     mixed: torch.Tensor | None = None
-    if call.far == "second-order":
-        of_blocks = rows.pooled_query, rows.pooled_key, half_variance, rows.weight
-        mixing = content_mixing(*of_blocks, bits, scale, rule.key_block_size)
+    if gain is not None:
+        means = rows.pooled_query, rows.pooled_key
+        mixing = content_mixing(*means, gain, rows.weight, bits, scale, rule.key_block_size)
         mixed = product(mixing, rows.states.flatten(2)).unflatten(2, rows.states.shape[2:])
     if call.pooled_bias is None:
         with torch.no_grad():

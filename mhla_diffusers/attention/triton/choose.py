@@ -27,14 +27,15 @@ SCORES_OF_A_THREAD = 16
 ALIGNMENT = tl.constexpr(16)
 """Rows of scores begin at multiples of so many, so that they are read 16 bytes at a time."""
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-"""Least spread of a block, so that its logarithm is finite."""
+"""Least variance of scores in a block, so that its logarithm is finite."""
 
 
 @triton.jit(do_not_specialize=["columns", "first_group", "first_row", "rows", "query_blocks", "key_blocks", "heads"])
 def score_kernel(
     query,
     key,
-    spread,
+    variance,
+    gain,
     weight,
     scores,
     scale,
@@ -65,10 +66,13 @@ def score_kernel(
         q = tl.load(query + query_at + channel[None, :], mask=query_mask, other=0.0)
         k = tl.load(key + key_at + channel[:, None], mask=key_mask, other=0.0)
         logits = tl.dot(q, k, logits, input_precision=PRECISION)
-    spread_at = (group * query_blocks + first_row + row)[:, None] * key_blocks + column[None, :]
+    pair = (group * query_blocks + first_row + row)[:, None] * key_blocks + column[None, :]
     inside = (row < rows)[:, None] & (column < key_blocks)[None, :]
-    apart = tl.load(spread + spread_at, mask=inside, other=0.0).to(tl.float32)
-    score = logits * scale + tl.log(tl.maximum(apart, TINY))
+    log_variance = tl.log(tl.maximum(tl.load(variance + pair, mask=inside, other=0.0).to(tl.float32), TINY))
+    if gain is None:
+        score = logits * scale + 0.5 * log_variance
+    else:
+        score = logits * scale + tl.load(gain + pair, mask=inside, other=0.0).to(tl.float32) + 1.5 * log_variance
     weights = tl.load(weight + group // heads * key_blocks + column, mask=column < key_blocks, other=0.0)
     score = tl.where((weights > 0)[None, :], score, float("-inf"))
     scores_at = (tl.program_id(2) * rows + row)[:, None] * columns * ALIGNMENT + column[None, :]
@@ -144,19 +148,20 @@ def select_kernel(
 
 
 @operator(
-    f"(Tensor query, Tensor key, Tensor spread, Tensor weight, float density, float scale, {GRID}) -> "
+    f"(Tensor query, Tensor key, Tensor variance, Tensor? gain, Tensor weight, float density, float scale, {GRID}) -> "
     "(Tensor, Tensor, Tensor)"
 )
-def choose(query, key, spread, weight, density, scale, grid, block_size, extra):
+def choose(query, key, variance, gain, weight, density, scale, grid, block_size, extra):
     """Find the best key blocks of every query block, and the blocks of extra tokens, which all lists hold.
 
-    The score is that of the mean query with the mean key, plus the logarithm of how far those of the block's keys
-    spread: ``scale q·k + log spread``.
+    The score is ``scale q·k + gain + 3/2 log variance``, of means alone ``scale q·k + ½ log variance``:
+    :func:`mhla_diffusers.attention.sparse.choose_by_content` says why.
 
     Args:
         query: pooled, (G, Tq, D), float32, bfloat16 or float16, contiguous.
         key: pooled, (G, T, D), likewise.
-        spread: of the scores of a block's keys with the mean query, (G, Tq, T), contiguous, not negative.
+        variance: of the scores of a block's keys with the mean query, (G, Tq, T), contiguous.
+        gain: like ``variance``, :func:`mhla_diffusers.attention.sparse.log_gain` of it; None with means alone.
         weight: float32 (S, T), contiguous, S a divisor of G: how much of a block counts. Blocks of 0 are never chosen.
         density: part of the key blocks that a list holds at most, see :func:`list_length`.
         scale: of the logits.
@@ -196,7 +201,8 @@ def choose(query, key, spread, weight, density, scale, grid, block_size, extra):
         score_kernel[triton.cdiv(width, tile.n), triton.cdiv(part_rows, tile.m), part_groups](
             query=query,
             key=key,
-            spread=spread,
+            variance=variance,
+            gain=gain,
             weight=weight,
             scale=scale,
             rows=part_rows,
@@ -237,7 +243,7 @@ def _parts(groups: int, query_blocks: int, most_rows: int) -> Iterator[tuple[int
 
 
 @choose.register_fake
-def _(query, key, spread, weight, density, scale, grid, block_size, extra):
+def _(query, key, variance, gain, weight, density, scale, grid, block_size, extra):
     blocks, of_grid = block_counts(grid, block_size, extra)
     lists = query.shape[0] * query.shape[1]
     shapes = (lists, list_length(density, of_grid) + blocks - of_grid), (lists,), (lists, (of_grid + 31) // 32)

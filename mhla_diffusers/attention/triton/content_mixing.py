@@ -23,7 +23,7 @@ def block_logits(
     q,
     key,
     weight,
-    half_variance,
+    gain,
     listed,
     row,
     start,
@@ -47,9 +47,9 @@ def block_logits(
         further = tl.load(listed + 1, mask=row < tl.where(start + 32 < blocks, row + 1, 0), other=0)
         bits = tl.where((columns < 32)[None, :], bits, further[:, None])
     takes_part = ((bits & (1 << (columns & 31))[None, :]) == 0) & (w > 0)[None, :]
-    spread = tl.load(half_variance + row[:, None] * blocks + column[None, :], mask=there[None, :], other=0.0)
+    more = tl.load(gain + row[:, None] * blocks + column[None, :], mask=there[None, :], other=0.0)
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + tl.log(tl.where(w > 0, w, 1.0))[None, :]
-    logits += spread.to(tl.float32)
+    logits += more.to(tl.float32)
     return tl.where(takes_part, logits, EMPTY), takes_part
 
 
@@ -58,7 +58,7 @@ def content_mixing_kernel(
     query,
     key,
     weight,
-    half_variance,
+    gain,
     listed,
     mixing,
     rows,
@@ -81,7 +81,7 @@ def content_mixing_kernel(
     row = tl.minimum(row, rows - 1)
     key += group * blocks * HEAD_DIM
     weight += group // per_sample * blocks
-    half_variance += group * rows * blocks
+    gain += group * rows * blocks
     listed += group * rows * words
     q = load_rows(query + group * rows * HEAD_DIM, row, None, HEAD_DIM, BLOCK_D)
     top = tl.full((BLOCK_M,), EMPTY, tl.float32)
@@ -91,7 +91,7 @@ def content_mixing_kernel(
             q,
             key,
             weight,
-            half_variance,
+            gain,
             listed,
             row,
             start,
@@ -114,7 +114,7 @@ def content_mixing_kernel(
             q,
             key,
             weight,
-            half_variance,
+            gain,
             listed,
             row,
             start,
@@ -140,20 +140,20 @@ def _is_listed(bits: torch.Tensor, groups: int, blocks: int) -> torch.Tensor:
     return (words >> (column % 32)) & 1 == 1
 
 
-_INPUTS = "Tensor query, Tensor key, Tensor half_variance, Tensor weight, Tensor bits, float scale, SymInt block_size"
+_INPUTS = "Tensor query, Tensor key, Tensor gain, Tensor weight, Tensor bits, float scale, SymInt block_size"
 
 
 @operator(f"({_INPUTS}) -> Tensor")
-def content_mixing(query, key, half_variance, weight, bits, scale, block_size):
+def content_mixing(query, key, gain, weight, bits, scale, block_size):
     """Mixing matrix of the states of stretches, by mean queries and keys.
 
-    Row a holds, for every stretch of key blocks, the sum of softmax(scale q·k + half variance + log weight) over those
-    of its blocks that query block a does not list; 0 where there is none.
+    Row a holds, for every stretch of key blocks, the sum of softmax(scale q·k + gain + log weight) over those of its
+    blocks that query block a does not list; 0 where there is none.
 
     Args:
         query: means of query blocks, (G, Tq, D), contiguous.
         key: means of key blocks, (G, T, D), likewise.
-        half_variance: of the scores of a block's keys, (G, Tq, T), contiguous.
+        gain: :func:`mhla_diffusers.attention.sparse.log_gain` of every block, (G, Tq, T), contiguous.
         weight: float32 (S, T), S a divisor of G: weights of the key blocks; those of 0 take no part.
         bits: int32 (G Tq, ceil(T / 32)), the listed blocks.
         scale: of the logits.
@@ -170,7 +170,7 @@ def content_mixing(query, key, half_variance, weight, bits, scale, block_size):
         query=query,
         key=key,
         weight=weight,
-        half_variance=half_variance,
+        gain=gain,
         listed=bits,
         mixing=mixing,
         rows=rows,
@@ -187,23 +187,23 @@ def content_mixing(query, key, half_variance, weight, bits, scale, block_size):
 
 
 @operator(f"(Tensor gradient, {_INPUTS}) -> (Tensor, Tensor, Tensor)")
-def content_mixing_backward(gradient, query, key, half_variance, weight, bits, scale, block_size):
-    """Gradients of means and half variance; products of PyTorch, since gradients are taken in training alone."""
+def content_mixing_backward(gradient, query, key, gain, weight, bits, scale, block_size):
+    """Gradients of means and gains; products of PyTorch, since gradients are taken in training alone."""
     groups, blocks, per_stretch = len(query), key.shape[1], stretch_of(block_size) // block_size
     weight = weight.repeat_interleave(groups // len(weight), dim=0)[:, None]
     left_out = _is_listed(bits, groups, blocks) | (weight == 0)
     q, k = query.float(), key.float()
-    logits = scale * q @ k.mT + half_variance.float() + weight.clamp_min(torch.finfo(weight.dtype).tiny).log()
+    logits = scale * q @ k.mT + gain.float() + weight.clamp_min(torch.finfo(weight.dtype).tiny).log()
     logits = logits.masked_fill(left_out, EMPTY.value)
     weights = logits.softmax(dim=-1).masked_fill(left_out, 0)
     of_weights = gradient.repeat_interleave(per_stretch, dim=2)[..., :blocks]
     of_logits = weights * (of_weights - (weights * of_weights).sum(dim=-1, keepdim=True))
     of_query, of_key = (scale * of_logits @ k).to(query.dtype), (scale * of_logits.mT @ q).to(key.dtype)
-    return of_query, of_key, of_logits.to(half_variance.dtype)
+    return of_query, of_key, of_logits.to(gain.dtype)
 
 
 @content_mixing.register_fake
-def _(query, key, half_variance, weight, bits, scale, block_size):
+def _(query, key, gain, weight, bits, scale, block_size):
     per_stretch = stretch_of(block_size) // block_size
     stretches = (key.shape[1] + per_stretch - 1) // per_stretch
     return query.new_empty(*query.shape[:2], stretches, dtype=torch.float32)

@@ -42,13 +42,11 @@ def is_listed(words, start, columns, blocks, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def log_weights(half_variance, bias, listed, start, columns, blocks, BLOCK_N: tl.constexpr):
+def log_weights(gain, bias, listed, start, columns, blocks, BLOCK_N: tl.constexpr):
     """What is added to the logits of the blocks start + columns by one block of queries; -inf where it lists them."""
     there = tl.minimum(start + columns, blocks - 1)
-    added = tl.load(bias + there)
-    if half_variance is not None:
-        added += tl.load(half_variance + there).to(tl.float32)
-    return tl.where(is_listed(listed, start, columns, blocks, BLOCK_N), float("-inf"), added)
+    added = tl.where(is_listed(listed, start, columns, blocks, BLOCK_N), float("-inf"), tl.load(bias + there))
+    return added if gain is None else added + tl.load(gain + there).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["blocks", "query_blocks", "per_sample", "words_per_row"])
@@ -56,7 +54,7 @@ def pooled_forward_kernel(
     query,
     key,
     value,
-    half_variance,
+    gain,
     bias,
     listed,
     output,
@@ -81,8 +79,8 @@ def pooled_forward_kernel(
     value += group.to(tl.int64) * blocks * HEAD_DIM
     bias += group // per_sample * blocks
     listed += (group.to(tl.int64) * query_blocks + block) * words_per_row
-    if half_variance is not None:
-        half_variance += (group.to(tl.int64) * query_blocks + block) * blocks
+    if gain is not None:
+        gain += (group.to(tl.int64) * query_blocks + block) * blocks
     q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
     top = tl.full((BLOCK_M,), EMPTY, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -91,7 +89,7 @@ def pooled_forward_kernel(
         there = tl.minimum(start + columns, blocks - 1)
         k = load_rows(key, there, None, HEAD_DIM, BLOCK_D)
         v = load_rows(value, there, None, HEAD_DIM, BLOCK_D)
-        b = log_weights(half_variance, bias, listed, start, columns, blocks, BLOCK_N)
+        b = log_weights(gain, bias, listed, start, columns, blocks, BLOCK_N)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         logits = tl.fma(b[None, :], LOG2E / scale, logits)
         top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
@@ -105,7 +103,7 @@ def pooled_dq_kernel(
     query,
     key,
     value,
-    half_variance,
+    gain,
     bias,
     listed,
     output,
@@ -113,7 +111,7 @@ def pooled_dq_kernel(
     lse,
     lse_gradient,
     dq,
-    half_variance_gradient,
+    gain_gradient,
     shift,
     delta,
     blocks,
@@ -128,7 +126,7 @@ def pooled_dq_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of BLOCK_M rows of queries, and of what they have of the half variance, (G, R / BLOCK_M, T).
+    """Gradients of BLOCK_M rows of queries, and of what they have of the gains, (G, R / BLOCK_M, T).
 
     Writes what the gradient of pooled rows needs of each row too: shift and delta.
     """
@@ -139,9 +137,9 @@ def pooled_dq_kernel(
     value += group.to(tl.int64) * blocks * HEAD_DIM
     bias += group // per_sample * blocks
     listed += (group.to(tl.int64) * query_blocks + block) * words_per_row
-    if half_variance is not None:
-        half_variance += (group.to(tl.int64) * query_blocks + block) * blocks
-        half_variance_gradient += first // BLOCK_M * blocks
+    if gain is not None:
+        gain += (group.to(tl.int64) * query_blocks + block) * blocks
+        gain_gradient += first // BLOCK_M * blocks
     do, s, d = load_upstream(output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM, BLOCK_D)
     q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
     gradient = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -149,13 +147,13 @@ def pooled_dq_kernel(
         there = tl.minimum(start + columns, blocks - 1)
         k = load_rows(key, there, None, HEAD_DIM, BLOCK_D)
         v = load_rows(value, there, None, HEAD_DIM, BLOCK_D)
-        b = log_weights(half_variance, bias, listed, start, columns, blocks, BLOCK_N)
+        b = log_weights(gain, bias, listed, start, columns, blocks, BLOCK_N)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         weights = tl.math.exp2(tl.fma(logits, scale, tl.fma(b[None, :], LOG2E, s[:, None])))
         ds = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None])
         gradient = tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION)
-        if half_variance is not None:
-            tl.store(half_variance_gradient + start + columns, tl.sum(ds, 0), mask=start + columns < blocks)
+        if gain is not None:
+            tl.store(gain_gradient + start + columns, tl.sum(ds, 0), mask=start + columns < blocks)
     store_rows(dq + first * HEAD_DIM, rows, None, gradient * (scale / LOG2E), HEAD_DIM, BLOCK_D)
 
 
@@ -164,7 +162,7 @@ def pooled_dkv_kernel(
     query,
     key,
     value,
-    half_variance,
+    gain,
     bias,
     listed,
     output_gradient,
@@ -196,8 +194,8 @@ def pooled_dkv_kernel(
     v = load_rows(value + group * blocks * HEAD_DIM, start + columns, inside, HEAD_DIM, BLOCK_D)
     b = tl.load(bias + group // per_sample * blocks + start + columns, mask=inside, other=float("-inf")) * LOG2E
     words = listed + group * query_blocks * words_per_row
-    if half_variance is not None:
-        half_variance += group * query_blocks * blocks + there
+    if gain is not None:
+        gain += group * query_blocks * blocks + there
     first = group * query_blocks * QUERY_ROWS
     key_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     value_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -211,8 +209,8 @@ def pooled_dkv_kernel(
         left_out = (bits & (1 << (there & 31))) != 0
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         added = b
-        if half_variance is not None:
-            added += tl.load(half_variance + i // SPLITS * blocks).to(tl.float32) * LOG2E
+        if gain is not None:
+            added += tl.load(gain + i // SPLITS * blocks).to(tl.float32) * LOG2E
         logits = tl.fma(logits, scale, tl.where(left_out, float("-inf"), added)[:, None])
         weights = tl.math.exp2(logits + s[None, :])
         value_gradient = tl.dot(weights.to(do.dtype), do, value_gradient, input_precision=PRECISION)
@@ -223,13 +221,13 @@ def pooled_dkv_kernel(
     store_rows(dv + part, start + columns, inside, value_gradient, HEAD_DIM, BLOCK_D)
 
 
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? half_variance, Tensor bias, Tensor bits, float scale"
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? gain, Tensor bias, Tensor bits, float scale"
 
 
-def _arguments(query, key, value, half_variance, bias, bits, scale) -> dict[str, Any]:
+def _arguments(query, key, value, gain, bias, bits, scale) -> dict[str, Any]:
     """Arguments that all kernels take."""
     query_blocks, per_sample = len(bits) // len(query), len(query) // len(bias)
-    inputs = {"query": query, "key": key, "value": value, "half_variance": half_variance, "bias": bias, "listed": bits}
+    inputs = {"query": query, "key": key, "value": value, "gain": gain, "bias": bias, "listed": bits}
     inputs["scale"] = scale * LOG2E.value
     sizes = {"blocks": key.shape[1], "query_blocks": query_blocks, "words_per_row": bits.shape[1]}
     return (
@@ -238,15 +236,15 @@ def _arguments(query, key, value, half_variance, bias, bits, scale) -> dict[str,
 
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
-def pooled(query, key, value, half_variance, bias, bits, scale):
+def pooled(query, key, value, gain, bias, bits, scale):
     """Attention of each row to the pooled keys of all blocks that its block of queries does not list.
 
     Args:
         query: (G, R, D), Tq blocks of R / Tq rows, 16 or more, a power of two.
         key: (G, T, D), one row per block of keys.
         value: like ``key``.
-        half_variance: (G, Tq, T), contiguous, added to the logits of a block of queries: half the variance of its
-            scores with the keys of a block; None for nothing.
+        gain: (G, Tq, T), contiguous, added to the logits of a block of queries, see
+            :func:`mhla_diffusers.attention.sparse.log_gain`; None for nothing.
         bias: float32 (S, T), S a divisor of G; group g reads row g // (G // S): the log of the block's weight, which is
             its number of tokens or the sum of its key mask; -inf where nothing counts.
         bits: int32 (G Tq, ceil(T / 32)): bit c of word w is 1 where key block 32 w + c is listed.
@@ -256,7 +254,7 @@ def pooled(query, key, value, half_variance, bias, bits, scale):
         Output (G, R, D) in the type of the query and LSE float32 (G, R), natural; 0 and EMPTY for a row that attends to
         nothing.
     """
-    shared = _arguments(query, key, value, half_variance, bias, bits, scale)
+    shared = _arguments(query, key, value, gain, bias, bits, scale)
     tile = tile_of("softmax_forward", query, shared["QUERY_ROWS"])
     output = allocate(query.shape, query.dtype, query.device)
     lse = allocate(query.shape[:2], torch.float32, query.device)
@@ -265,27 +263,27 @@ def pooled(query, key, value, half_variance, bias, bits, scale):
 
 
 @operator(f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> Tensor[]")
-def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, value, half_variance, bias, bits, scale):
-    """Gradients of query, key, value and any half variance, in their types; the same bits for the same inputs."""
-    shared = _arguments(query, key, value, half_variance, bias, bits, scale)
+def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, value, gain, bias, bits, scale):
+    """Gradients of query, key, value and any gain, in their types; the same bits for the same inputs."""
+    shared = _arguments(query, key, value, gain, bias, bits, scale)
     groups, query_blocks = len(query), shared["query_blocks"]
     dq = allocate(query.shape, query.dtype, query.device)
     shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
     shared |= {"output_gradient": output_gradient, "shift": shift, "delta": delta}
     tile = tile_of("softmax_dq", query, shared["QUERY_ROWS"])
     of_spread: torch.Tensor | None = None
-    if half_variance is not None:
+    if gain is not None:
         of_spread = allocate((groups, query.shape[1] // tile.m, key.shape[1]), torch.float32, query.device)
     pooled_dq_kernel[query.shape[1] // tile.m, groups](
         output=output,
         lse=lse,
         lse_gradient=lse_gradient,
         dq=dq,
-        half_variance_gradient=of_spread,
+        gain_gradient=of_spread,
         **shared,
         **tile.arguments,
     )
-    tile = tile_of("softmax_dkv", query, shared["QUERY_ROWS"])
+    tile = tile_of("pooled_dkv", query, shared["QUERY_ROWS"])
     tiles = triton.cdiv(key.shape[1], tile.n)
     # at most four programs to a processor: two at a time, in two rounds
     splits = max(1, min(4 * processors_of(query.device) // (tiles * groups), query_blocks))
@@ -295,7 +293,7 @@ def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, valu
     pooled_dkv_kernel[tiles, splits, groups](dk=dk, dv=dv, split=split, **shared, **tile.arguments)
     found = [dq, dk.sum(0).to(key.dtype), dv.sum(0).to(key.dtype)]
     if of_spread is not None:
-        found.append(of_spread.unflatten(1, (query_blocks, -1)).sum(2).to(half_variance.dtype))
+        found.append(of_spread.unflatten(1, (query_blocks, -1)).sum(2).to(gain.dtype))
     return found
 
 

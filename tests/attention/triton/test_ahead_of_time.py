@@ -31,13 +31,10 @@ SHARED_MEMORY = {
 """What one block (workgroup) may have; from the vendors' tables of limits per architecture."""
 KERNELS, LINEAR_KERNELS = 19, 4
 ALLOWED_STACK = {
-    ("pooled_dkv_kernel", "16 bits"): 16,
-    ("pooled_dkv_kernel", "72 channels"): 16,
     ("listed_forward_kernel", "blocks of 128"): 136,
-    ("pooled_dkv_kernel", "blocks of 128"): 16,
-    "16 bits, 256 channels": 48,
-    "float32": 328,
-    "float32, 256 channels": 520,
+    "16 bits, 256 channels": 16,
+    "float32": 320,
+    "float32, 256 channels": 464,
 }
 """Bytes of a thread's stack, by kernel and problem, or of all kernels of a problem."""
 AGAIN = ("states_kernel", "listed_forward_kernel")

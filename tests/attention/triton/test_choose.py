@@ -18,10 +18,10 @@ def words_of(is_listed):
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
-def chosen(query, key, spread, weight, n, extra, scale):
+def chosen(query, key, variance, gain, weight, n, extra, scale):
     """Indices, counts and bits of the n best of all blocks, of 16 tokens, and of extra blocks."""
     blocks = key.shape[1]
-    return choose.choose(query, key, spread, weight, n / blocks, scale, [16 * blocks], 16, 16 * extra)
+    return choose.choose(query, key, variance, gain, weight, n / blocks, scale, [16 * blocks], 16, 16 * extra)
 
 
 def lists_of(scores, n, extra):
@@ -46,7 +46,8 @@ def check_chosen(scores, n, extra):
     query[..., 0] = 1
     keys = torch.zeros(*scores.shape, 16)
     keys[..., 0] = scores.nan_to_num(torch.nan, neginf=0.0)
-    found = chosen(query, keys, torch.ones_like(scores)[:, None], (scores != -torch.inf).float(), n, extra, 1.0)
+    weight = (scores != -torch.inf).float()
+    found = chosen(query, keys, torch.ones_like(scores)[:, None], None, weight, n, extra, 1.0)
     assert all(map(torch.equal, found, lists_of(scores[:, None], n, extra)))
 
 
@@ -84,8 +85,8 @@ def scored(groups, query_blocks, key_blocks, head_dim=16, dtype=torch.float32, s
     torch.manual_seed(0)
     query, key = torch.randn(groups, query_blocks, head_dim), torch.randn(groups, key_blocks, head_dim)
     weight = torch.rand(samples, key_blocks) * (torch.rand(samples, key_blocks) >= masked)
-    spread = torch.rand(groups, query_blocks, key_blocks).to(states_dtype(dtype))
-    return query.to(dtype), key.to(dtype), spread, weight
+    variance, gain = torch.rand(2, groups, query_blocks, key_blocks).to(states_dtype(dtype))
+    return query.to(dtype), key.to(dtype), variance, gain, weight
 
 
 SIZES = {
@@ -96,12 +97,18 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("means_alone", [False, True])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_scores_are_those_of_the_formula(size):
-    problem = scored(*size)
-    query, key, spread, weight = (x.double() for x in problem)
+def test_scores_are_those_of_the_formula(size, means_alone):
+    problem = list(scored(*size))
+    query, key, variance, gain, weight = (x.double() for x in problem)
     dtype, scale = problem[0].dtype, query.shape[-1] ** -0.5
-    truth = scale * torch.einsum("gad,gtd->gat", query, key) + spread.log()
+    truth = scale * torch.einsum("gad,gtd->gat", query, key)
+    if means_alone:
+        problem[3] = None
+        truth += 0.5 * variance.log()
+    else:
+        truth += gain + 1.5 * variance.log()
     truth = torch.where(weight.repeat_interleave(len(query) // len(weight), 0)[:, None] > 0, truth, -torch.inf)
     indices, counts, bits = chosen(*problem, 9, 2, scale)
     if dtype == torch.float32:
@@ -130,13 +137,13 @@ def test_nothing_to_choose():
 
 def test_keys_without_spread():
     """The logarithm of their variance is finite, so they are chosen where there is nothing better."""
-    query, key, spread, weight = scored(1, 2, 8, masked=0.0)
-    spread[..., 3:] = 0.0
-    _, counts, bits = chosen(query, key, spread, weight, 5, 0, 0.25)
+    problem = scored(1, 2, 8, masked=0.0)
+    problem[2][..., 3:] = 0.0
+    _, counts, bits = chosen(*problem, 5, 0, 0.25)
     assert (counts == 5).all() and (bits & 7 == 7).all()
 
 
 def test_too_many_blocks():
     key = torch.empty(1, 32769, 16)
     with refused("32769"):
-        chosen(torch.empty(1, 1, 16), key, key, torch.empty(1, 32769), 3, 0, 1.0)
+        chosen(torch.empty(1, 1, 16), key, key, None, torch.empty(1, 32769), 3, 0, 1.0)

@@ -82,10 +82,10 @@ def rounding_of(query, key):
 def softmax_over(sees, bias):
     """Output and LSE of queries that see some keys; both 0 where there is none, as :func:`hidden` makes them."""
 
-    def definition(query, key, value, half_variance=None):
+    def definition(query, key, value, gain=None):
         logits = (query @ key.mT) * query.shape[-1] ** -0.5 + bias.double()
-        if half_variance is not None:
-            logits = logits + half_variance.repeat_interleave(query.shape[1] // half_variance.shape[1], 1)
+        if gain is not None:
+            logits = logits + gain.repeat_interleave(query.shape[1] // gain.shape[1], 1)
         something = sees.any(-1)
         logits = torch.where(sees, logits, torch.where(something, -math.inf, 0.0)[..., None])
         lse = logits.logsumexp(-1)
@@ -146,7 +146,7 @@ def pooled_problem(
     spread=True,
     seed=0,
 ):
-    """With how far the scores of a block spread, or for means alone without."""
+    """With gains of blocks, or for means alone without."""
     torch.manual_seed(seed)
     query = torch.randn(groups, query_blocks * rows, head_dim)
     key, value = (torch.randn(groups, blocks, head_dim) for _ in range(2))
@@ -256,28 +256,28 @@ def test_transposed_lists():
 def mixing_problem(
     key_blocks, query_blocks=5, size=32, *, samples=1, groups=4, head_dim=16, density=0.3, masked=0.0, seed=0
 ):
-    """Means of queries and keys, half variances, weights of blocks, bits, their lists, and rows of a block of keys."""
+    """Means of queries and keys, gains, weights of blocks, bits, their lists, and rows of a block of keys."""
     make = torch.Generator().manual_seed(seed)
     query = torch.randn(groups, query_blocks, head_dim, generator=make)
     key = torch.randn(groups, key_blocks, head_dim, generator=make)
-    half_variance = 3 * torch.rand(groups, query_blocks, key_blocks, generator=make)
+    gain = 3 * torch.rand(groups, query_blocks, key_blocks, generator=make)
     weight = size * torch.rand(samples, key_blocks, generator=make)
     weight[torch.rand(weight.shape, generator=make) < masked] = 0
     mask = torch.rand(1, groups, query_blocks, key_blocks, generator=make) < density
     mask[0, 0, 0] = True  # a query block that lists all has no far field
     lists = BlockLists.from_mask(1, mask)
-    return query, key, half_variance, weight, given_blocks(lists, 1, key_blocks)[2], lists.keys, size
+    return query, key, gain, weight, given_blocks(lists, 1, key_blocks)[2], lists.keys, size
 
 
-def check_mixing(query, key, half_variance, weight, bits, lists, size, dtype=torch.float32):
+def check_mixing(query, key, gain, weight, bits, lists, size, dtype=torch.float32):
     scale = query.shape[-1] ** -0.5
 
-    def definition(query, key, half_variance):
+    def definition(query, key, gain):
         log_weight = weight.double().repeat_interleave(len(query) // len(weight), 0).log().clamp_min(EMPTY)
-        logits = scale * query @ key.mT + half_variance + log_weight[:, None]
+        logits = scale * query @ key.mT + gain + log_weight[:, None]
         return (sparse.content_mixing(logits[None], lists, stretch_of(size) // size)[0],)
 
-    leaves = [query.to(dtype), key.to(dtype), half_variance.to(states_dtype(dtype))]
+    leaves = [query.to(dtype), key.to(dtype), gain.to(states_dtype(dtype))]
     found = check(
         lambda *x: (content_mixing(*x, weight, bits, scale, size),), definition, leaves, rounding_of(*leaves[:2])
     )[0]

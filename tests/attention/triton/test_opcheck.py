@@ -85,14 +85,14 @@ def sparse_calls(mask, with_states):
     yield prepare.block_weights, (of_rows[7], weights, *place)
     bias, of_blocks = prepare.block_weights(of_rows[7], weights, *place)
     bias = bias if mask else None
-    half_variance = random(4, 3, 3).detach().abs()
-    chosen = of_rows[3], of_rows[4], half_variance, of_blocks, 0.4, scale, *place
+    gain = random(4, 3, 3).detach().abs()
+    chosen = of_rows[3], of_rows[4], gain, gain if with_states else None, of_blocks, 0.4, scale, *place
     yield choose.choose, chosen
     indices, counts, bits = choose.choose(*chosen)
     q, k, v, pooled_query, pooled_key, pooled_value = (
         x.detach().contiguous().requires_grad_() for x in (rows[0][:, :48], *rows[1:6])
     )
-    spread = half_variance.requires_grad_() if with_states else None
+    spread = gain.requires_grad_() if with_states else None
     outputs = []
     for operator, backward, inputs in (
         (listed.listed, listed.listed_backward, (q, k, v, bias, indices, counts, scale, *place, False)),
@@ -107,7 +107,7 @@ def sparse_calls(mask, with_states):
         outputs += [output, lse]
         of_lse = torch.randn_like(lse) if mask else None
         yield backward, (torch.randn_like(output), of_lse, output, lse, *detached(*inputs))
-    of_mixing = pooled_query, pooled_key, half_variance, of_blocks, bits, scale, 16
+    of_mixing = pooled_query, pooled_key, gain, of_blocks, bits, scale, 16
     yield content_mixing.content_mixing, of_mixing
     upstream = torch.randn_like(content_mixing.content_mixing(*of_mixing))
     yield content_mixing.content_mixing_backward, (upstream, *detached(*of_mixing))
@@ -143,8 +143,8 @@ def test_given_lists_are_those_that_the_kernel_chooses():
     query, key = (torch.randn(groups, blocks, 16, generator=make).to(DEVICE) for _ in range(2))
     weight = torch.ones(1, blocks, device=DEVICE)
     place = [blocks * 16 - 3], 16, 20
-    half_variance = torch.rand(groups, blocks, blocks, generator=make).to(DEVICE)
-    indices, counts, bits = choose.choose(query, key, half_variance, weight, 0.3, 0.25, *place)
+    variance = torch.rand(groups, blocks, blocks, generator=make).to(DEVICE)
+    indices, counts, bits = choose.choose(query, key, variance, None, weight, 0.3, 0.25, *place)
     length, base = round(0.3 * blocks), torch.arange(groups, device=DEVICE)[:, None, None] * (blocks + 2)
     keys = indices.view(groups, blocks, -1)[..., :length].long() - base
     lists = BlockLists(16, keys.view(2, 3, blocks, length))
