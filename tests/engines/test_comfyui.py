@@ -553,8 +553,8 @@ def test_a_sampling_that_fails_still_ends_its_count(caplog):
     ("given", "words"),
     [
         ({"dense_layers": "first"}, "dense_layers='first'"),
-        ({"dense_layers": "-1"}, "dense_layers='-1'"),
-        ({"dense_every": "0.5"}, "dense_every='0.5'"),
+        ({"dense_layers": "-1"}, "dense_layers=-1"),
+        ({"dense_every": "0.5"}, "dense_every=0.5"),
         ({"dense_first": 1.5}, "dense_first=1.5"),
         ({"density": 2.0}, "density=2.0"),
         ({"order": "random"}, "'random'...'curve'"),
