@@ -197,7 +197,7 @@ def switched_off(*patches: Any) -> Iterator[None]:
 
 def is_off(patch: Any) -> bool:
     """Whether a patch is switched off in this thread."""
-    return any(one is patch for one in held().off)
+    return patch in held().off
 
 
 class LayerHook:

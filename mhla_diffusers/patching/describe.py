@@ -65,11 +65,6 @@ class LayerDescription:
         return smallest_and_largest(grid, self.config.blocks_on(self.grid))
 
     @property
-    def has_dense_steps(self) -> bool:
-        """Whether it runs the original attention in some denoising steps."""
-        return self.config is not None and self.config.has_dense_steps
-
-    @property
     def residual_bytes(self) -> int:
         """What its residual takes, for one sample and branch of the guidance; 0 without one, or a grid."""
         config, sizes = self.config, self.sizes
@@ -133,7 +128,9 @@ class Description(list[LayerDescription]):
             if name in ("layer", "attention", "grid") or any(cell not in ("-", "0") for cell in cells)
         }
         lines.append(text_table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)]))
-        lines += dict.fromkeys(dense_in_words(layer.config) for layer in self if layer.config and layer.has_dense_steps)
+        lines += dict.fromkeys(
+            dense_in_words(layer.config) for layer in self if layer.config and layer.config.has_dense_steps
+        )
         if held := sum(layer.residual_bytes for layer in self):
             lines.append(
                 f"residuals of these take {scaled(held, 1024, 'B')} per sample, {scaled(2 * held, 1024, 'B')} with "

@@ -177,7 +177,10 @@ class MHLALayer(nn.Module):
 
     def call(self, inputs: AttentionInputs) -> MHLACall:
         """Return the call of MHLA with the weights and settings of this layer."""
-        config, grid, weight = self.config, inputs.grid, self._weight
+        config, grid, gate = self.config, inputs.grid, None
+        weight = None if self.linear_log_weight is None else self.linear_log_weight.exp()  # λ
+        if self.gate is not None:
+            gate = self.gate(inputs.hidden_states).unflatten(-1, (self.heads, -1))
         mixing: torch.Tensor = self.mixing
         causal = config.causal if isinstance(config, CausalConfig) else None
         call_grid, blocks = config.layout_on(grid)
@@ -206,20 +209,10 @@ class MHLALayer(nn.Module):
             rotary=inputs.rotary,
             key_mask=inputs.key_mask,
             output_norm=self.output_norm,
-            output_gate=None if self.gate is None else self._gate(self.gate, inputs),
+            output_gate=gate,
             linear_weight=weight,
             causal=causal,
         )
-
-    @property
-    def _weight(self) -> torch.Tensor | None:
-        """λ; None without one."""
-        return None if self.linear_log_weight is None else self.linear_log_weight.exp()
-
-    def _gate(self, gate: Gate, inputs: AttentionInputs) -> torch.Tensor:
-        """Gate of the tokens, (B, N, H, D)."""
-        projected: torch.Tensor = gate(inputs.hidden_states)
-        return projected.unflatten(-1, (self.heads, -1))
 
     @torch.no_grad()
     def clip_mixing_(self) -> None:

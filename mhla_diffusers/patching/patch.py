@@ -216,18 +216,14 @@ def attach(patched: Patched, layers: Layers) -> None:
         processor = MHLAProcessor(patched.config, backend=patched.backend)
         processor.fused = next(filter(is_fused, (patched.attentions[name].processor for name in layers)), None)
         for name, layer in layers.items():
-            _put_in(patched.attentions[name], layer, processor)
+            attn = patched.attentions[name]
+            before, original = attn.processor, layer.original_processor
+            if not isinstance(before, MHLAProcessor) and (original is None or is_fused(original)):
+                layer.original_processor = before
+            processor._parallel_config = processor._parallel_config or getattr(before, "_parallel_config", None)
+            attn.mhla = layer
+            attn.set_processor(processor)
     patched.attach()
-
-
-def _put_in(attn: Any, layer: MHLALayer, processor: MHLAProcessor) -> None:
-    if not isinstance(attn.processor, MHLAProcessor) and (
-        layer.original_processor is None or is_fused(layer.original_processor)
-    ):
-        layer.original_processor = attn.processor
-    processor._parallel_config = processor._parallel_config or getattr(attn.processor, "_parallel_config", None)
-    attn.mhla = layer
-    attn.set_processor(processor)
 
 
 def set_attn_processor(transformer: nn.Module, processor: MHLAProcessor) -> None:
@@ -434,10 +430,20 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
 
 def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     """Choose self-attentions by name; ValueError for settings that the transformer cannot have."""
-    family, kind = patched.family, type(patched.transformer).__name__
-    assert family is not None
+    family, kind = patched.of_family, type(patched.transformer).__name__
     if isinstance(config, LinearConfig):
-        _check_mhla_fits(family, kind, config)
+        if family.mhla is None:
+            raise ValueError(
+                f"MHLA runs in SANA, DiT and Wan, and in what shares their attention; {kind} takes sparse attention "
+                "alone: apply_mhla(model, density=0.1)."
+            )
+        if len(config.blocks) != family.axes:
+            raise ValueError(
+                f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
+                f"blocks={family.mhla_blocks}."
+            )
+        causal = config.causal if isinstance(config, CausalConfig) else None
+        check_denominator(config.feature_map, config.eps, config.normalize, False, causal)
     elif family.computes != "softmax":
         raise ValueError(
             f"{config.attention.capitalize()} approximates softmax attention, and the own attention of {kind} is "
@@ -463,22 +469,6 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
                 "those of IP-Adapters have. Take the adapter away first, for example with pipe.unload_ip_adapter()."
             )
     return chosen
-
-
-def _check_mhla_fits(family: Family, kind: str, config: LinearConfig) -> None:
-    """Raise ValueError unless models of a family can have these settings of MHLA."""
-    if family.mhla is None:
-        raise ValueError(
-            f"MHLA runs in SANA, DiT and Wan, and in what shares their attention; {kind} takes sparse attention alone: "
-            "apply_mhla(model, density=0.1)."
-        )
-    if len(config.blocks) != family.axes:
-        raise ValueError(
-            f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
-            f"blocks={family.mhla_blocks}."
-        )
-    causal = config.causal if isinstance(config, CausalConfig) else None
-    check_denominator(config.feature_map, config.eps, config.normalize, False, causal)
 
 
 def choose_layers(choice: LayerChoice, count: int) -> list[int]:

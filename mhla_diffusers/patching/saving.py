@@ -97,20 +97,6 @@ def save_mhla(
             that ``dtype`` cannot hold.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
-    record, tensors = _collect(model, weights, base, base_model, dtype)
-    apart, seen = {}, set()
-    for name, tensor in tensors.items():  # safetensors writes no tensors that share memory, as tied embeddings do
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    write_tensors(apart, Path(folder, PATCH_FILE), {RECORD: json.dumps(record.to_dict())})
-    return Path(folder)
-
-
-def _collect(
-    model: Any, weights: Weights, base: Any, base_model: str | None, dtype: torch.dtype | None
-) -> tuple[PatchRecord, dict[str, torch.Tensor]]:
-    """Check everything and write nothing: the record and the tensors."""
     check_choice("weights", weights, get_args(Weights))
     if base is not None and weights != "changed":
         raise ValueError(
@@ -152,7 +138,13 @@ def _collect(
         transformers=records,
         unpatched=sorted(set(find_transformers(model)) - set(handles)),
     )
-    return record, tensors
+    apart, seen = {}, set()
+    for name, tensor in tensors.items():  # safetensors writes no tensors that share memory, as tied embeddings do
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    write_tensors(apart, Path(folder, PATCH_FILE), {RECORD: json.dumps(record.to_dict())})
+    return Path(folder)
 
 
 def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
