@@ -8,7 +8,7 @@ Once denoised, the frame block runs at time 0, which adds it to the states. So i
 however long the video is. Only the pixels grow with it: the autoencoder decodes all latents in one call.
 
 The patch must be causal and adapted: apply_mhla(pipe, causal="block", block_length=3, beyond="relative"), then
-mhla finetune; see docs/causal.md. Without weights the tiny Wan pipeline and its causal patch show how it works.
+mhla finetune; see docs/adapt.md. Without weights the tiny Wan pipeline and its causal patch show how it works.
 """
 
 import argparse

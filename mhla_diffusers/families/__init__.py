@@ -29,9 +29,7 @@ def register_family(family: Family) -> None:
             transformers.
     """
     if not isinstance(family, Family):
-        raise ValueError(
-            f"family={family!r} must be a mhla_diffusers.families.Family; see docs/add-a-model.md for one."
-        )
+        raise ValueError(f"family={family!r} must be a mhla_diffusers.families.Family; see docs/models.md for one.")
     for name, value in (("transformers", family.transformers), ("block_lists", family.block_lists)):
         if not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value):
             raise ValueError(f"{name}={value!r} of {family.name!r} must be a tuple of names, such as ({value!r},).")
@@ -103,7 +101,7 @@ def get_family(transformer: Any) -> Family:
             raise ValueError(
                 f"This {name} is of {kind.__module__}, has the name of a class of {named.library} and not its "
                 f"attentions ({_lacking(named, transformer)}); load it with {named.library}, or add a family with "
-                "register_family() (docs/add-a-model.md)."
+                "register_family() (docs/models.md)."
             )
         raise ValueError(f"{name} has no family; {supported_instead(kind)}")
     return family
@@ -135,8 +133,8 @@ def supported_instead(kind: str | type) -> str:
     if (arguments := by_grid(kind)) is not None:
         return f"patch it by its grid: apply_mhla(pipe, {arguments})."
     return (
-        "patch it by its grid, apply_mhla(model, grid=...), or add a family with register_family() "
-        "(docs/add-a-model.md). docs/models.md lists the families."
+        "patch it by its grid, apply_mhla(model, grid=...), or add a family with register_family(); docs/models.md "
+        "shows both and lists the families."
     )
 
 

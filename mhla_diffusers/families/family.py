@@ -38,7 +38,7 @@ class Family:
     """A family of transformers that can be patched.
 
     Sparse attention needs the first facts alone. To add a model, make one and pass it to :func:`register_family`;
-    ``docs/add-a-model.md`` has an example.
+    ``docs/models.md`` has an example.
 
     Raises:
         ValueError: ``mhla_blocks`` has another number of axes than the token grid.

@@ -135,7 +135,7 @@ def _plan_by_grid(
         raise ValueError(
             f"A model without a family (grid={grid!r}) runs sparse attention alone; give fields of SparseConfig."
         )
-    check_settings(settings, SparseConfig, "For the other attention add the model as a family (docs/add-a-model.md).")
+    check_settings(settings, SparseConfig, "For the other attention add the model as a family (docs/models.md).")
     config = (patch or SparseConfig()).replace(**settings)
     _check_by_grid(config)
     facts = Facts(grid if callable(grid) else check_grid(grid), extra if callable(extra) else check_counts(extra))

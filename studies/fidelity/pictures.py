@@ -1,4 +1,4 @@
-"""The pictures of docs/fidelity.md, one per step, from the tiny pipelines on a CPU.
+"""The pictures of docs/trouble.md, one per step, from the tiny pipelines on a CPU.
 
 python studies/fidelity/pictures.py                   # all of them, into studies/fidelity; minutes on one core
 python studies/fidelity/pictures.py --only audit

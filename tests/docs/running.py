@@ -64,7 +64,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'pipe\("a seven moving left"\)', 'pipe("a seven moving left", num_inference_steps=1, num_frames=2)'),
     (r"blocks=\(7, 6, 10\)", "blocks=(7, 6, 8)"),
     # generation
-    (r"--device cuda|--dtype bfloat16", ""),
     (r"--set (height=480|width=832|num_frames=81|num_inference_steps=2)", ""),
     (rf"^mhla generate wan .*--model {TINY_WAN}.*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
     (

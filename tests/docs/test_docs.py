@@ -44,7 +44,7 @@ def belongings(tmp_path_factory) -> Path:
     save_file(paper_checkpoint(models.wan(), [1], True, False), folder / "paper.safetensors")
     save_cogview3plus(folder / "tiny-cogview3plus")
     # the page says: the class above it, and saved as mhla_cogview3plus.py
-    *_, family, script = [s.text for s in CODE if s.page == "docs/add-a-model.md" and s.language == "python"]
+    *_, family, script = [s.text for s in CODE if s.page == "docs/models.md" and s.language == "python"]
     (folder / "mhla_cogview3plus.py").write_text(f"{family}\n{script}")
     return folder
 

@@ -25,7 +25,7 @@ from .cases import ALL_LISTED, SPARSE, handle, tally
 from .cogview3plus import COGVIEW3PLUS
 from .cogview3plus_tiny import CASE, cogview3plus_pipeline
 
-PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 @pytest.fixture(autouse=True)
