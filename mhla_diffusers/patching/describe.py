@@ -1,6 +1,5 @@
 """What a patch did to every self-attention, and token grids and block counts of sizes in pixels."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from .patched import Patched
 from .processor import MHLAProcessor
 from .residual import residual_bytes
 
-logger = logging.getLogger(__name__)
+_OF_TEXT = ("attn2.to_k", "attn2.to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context")
+"""Ends of the names of linear layers that see the text alone."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,45 @@ def dense_in_words(config: PatchConfig, count: int = USUAL_STEPS) -> str:
     of_layers = "" if not layers else "layer 0" if layers == 1 else f"layers 0-{layers - 1}"
     places = [part for part in (steps_in_words(config.dense_steps(count), count), of_layers) if part]
     return f"dense in {' and in '.join(places)}" if places else "dense in no step"
+
+
+def applied_in_words(patched: Patched, pipe: Any) -> str:
+    """Say in one line what a new sparse patch does: density, dense steps, and what they bring at the usual size.
+
+    That is the most that a call gains, counted from the FLOPs of the transformer's blocks, and the bytes of residuals.
+
+    Args:
+        patched: of a family.
+        pipe: what was patched; a transformer alone has no size.
+    """
+    config, family = patched.config, patched.of_family
+    assert isinstance(config, SparseConfig)
+    words = f"{config.profile or config.attention}: {100 * config.density:g} % of block pairs; {dense_in_words(config)}"
+    if getattr(pipe, "vae", None) is None:
+        return words
+    try:
+        grid = family.calling.grid(pipe, patched.transformer, family.default_clip)
+    except ValueError:  # an autoencoder that does not say its strides, or a size that the model does not take
+        return words
+    own = {name: sizes_of(attn, family, None, grid, family.extra_tokens) for name, attn in patched.attentions.items()}
+    chosen = [
+        config.sizes_on(grid, one.heads, one.head_dim, one.extra) for name, one in own.items() if name in patched.chosen
+    ]
+    weights = sum(
+        module.weight.numel()
+        for block in family.blocks_of(patched.transformer).values()
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith(_OF_TEXT)
+    )
+    plain = 2 * math.prod(grid) * weights + sum(one.softmax_flops for one in own.values())
+    left = plain + sum(one.flops - one.softmax_flops for one in chosen)
+    (height, width), frames = family.default_clip.sizes[0], family.default_clip.frames
+    size = f"{height}x{width}" + (f"x{frames}" if family.makes_videos else "")
+    words += f"; at {size} at most {config.call_speedup(plain, left, USUAL_STEPS):.1f}x"
+    if config.correct and config.has_dense_steps:
+        held = sum(residual_bytes(one.tokens + one.extra, one.heads * one.head_dim) for one in chosen)
+        words += f", {scaled(2 * held, 1024, 'B')} for corrections with guidance"
+    return words
 
 
 def describe(

@@ -27,7 +27,7 @@ from ..config import (
 from ..errors import check, check_choice
 from ..families import Family, find_family, get_family, why_refused
 from .call import Counts
-from .describe import dense_in_words
+from .describe import applied_in_words
 from .finding import (
     find_patched,
     find_transformers,
@@ -109,7 +109,7 @@ def apply_mhla(
             detach(patched)
         raise
     for patched, _ in plans:
-        _log_patch(patched)
+        _log_patch(patched, model)
     return model
 
 
@@ -161,7 +161,7 @@ def _check_by_grid(config: PatchConfig) -> None:
         raise ValueError(f"layers={config.layers!r}: layers can be chosen of models with a family alone; leave it out.")
 
 
-def _log_patch(patched: Patched) -> None:
+def _log_patch(patched: Patched, model: Any) -> None:
     """Log which attention a new patch runs, and warn where it has yet to be adapted; not of one without weights."""
     if all(parameter.is_meta for parameter in patched.transformer.parameters()):
         return
@@ -169,8 +169,7 @@ def _log_patch(patched: Patched) -> None:
     if family is None:
         return logger.info("%s in the attentions over the grid of %s", config.attention, kind)
     if isinstance(config, SparseConfig):
-        words = f"{config.profile or config.attention}: {config.density:.3g} of block pairs; {dense_in_words(config)}"
-        return logger.info("%s; quality not measured on this model: mhla tune", words)
+        return logger.info("%s; quality not measured: mhla tune", applied_in_words(patched, model))
     runs = f"{config.attention} in {len(patched.chosen)} of the {len(patched.attentions)} self-attentions of {kind}"
     if family.computes != "softmax":
         return logger.info("%s", runs)

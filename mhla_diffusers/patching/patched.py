@@ -281,9 +281,16 @@ class Patched:
         errors = run.errors.get(id(self))
         if errors is None:
             config.check_steps(step.count)
+            dense = config.dense_steps(step.count)
+            if dense and len(dense) == step.count:
+                self._warn_once(
+                    "dense",
+                    f"All {step.count} steps of this call are dense by {config.dense_words}, so the patch does not "
+                    "run. Lower these settings, or remove the patch.",
+                )
             errors = run.errors[id(self)] = self.errors = {}
             self.tally.end()
-            weakref.finalize(run, self._log_end, errors, len(config.dense_steps(step.count)))
+            weakref.finalize(run, self._log_end, errors, len(dense))
         call = call._replace(step=step, is_dense=config.is_dense(step), run=run, errors=errors)
         if not (isinstance(config, SparseConfig) and config.correct and config.has_dense_steps):
             return call
@@ -391,7 +398,7 @@ class Patched:
         if not errors:
             return
         words, median = self._words_of(errors)
-        logger.info("corrected from %d dense steps; %s", dense_steps, words)
+        logger.info("corrected from %d dense step%s; %s", dense_steps, "s"[: dense_steps != 1], words)
         if median > FAR_OFF:
             logger.warning(
                 "The attentions of %s are %.0f %% off in the median at dense steps; a higher density than %s brings "

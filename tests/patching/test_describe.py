@@ -1,6 +1,8 @@
 """The table of what a patch did; grids, costs and block counts of sizes in pixels, before anything runs."""
 
+import logging
 import math
+import re
 
 import pytest
 import torch
@@ -209,3 +211,21 @@ def test_sizes_that_do_not_fit_are_named(case):
     build, settings, value = REFUSED[case]
     with refused(value):
         mhla.describe(build(), **settings)
+
+
+def test_a_new_patch_says_what_it_brings_at_most_and_what_it_holds(caplog):
+    pipe = wan_pipeline()
+    with caplog.at_level(logging.INFO):
+        mhla.apply_mhla(pipe, "fast")
+    (line,) = [one.getMessage() for one in caplog.records if "block pairs" in one.getMessage()]
+    assert line.startswith("fast: 2.5 % of block pairs; dense in steps 1, 11, 21, 31, 41 of 50; at 480x832x81 at most ")
+    gain, held = re.search(r"at most (\d+\.\d)x, (\d+) MiB for corrections with guidance", line).groups()
+    assert 1 < float(gain) < 50 / 5 and int(held) > 0
+    assert line.endswith("; quality not measured: mhla tune")
+
+
+def test_a_call_that_is_dense_throughout_says_so(caplog):
+    pipe = wan_pipeline()
+    mhla.apply_mhla(pipe, "fast", dense_first=2)
+    pipe(**{**PIPELINES["wan"].call, "num_inference_steps": 2})
+    assert caplog.text.count("All 2 steps of this call are dense by dense_first=2") == 1
