@@ -13,15 +13,8 @@ from ..generation.pipelines import check_network
 class ClipScorer:
     """100 times the cosine of image and text embeddings; SANA's numbers use OpenAI's ViT-L/14.
 
-    By transformers: torchmetrics 1.9 fails with its version 5, and cuts the end token off long prompts.
-
-    Args:
-        model: Hub id or folder of a CLIP model with its processor.
-        device: where it runs; "auto" for a GPU if there is one.
-
-    Raises:
-        OSError: it is neither a folder nor in the cache, and cannot be had from the Hub.
-        ValueError: no such device or Hub id, or weights that do not fit the model's config.json.
+    By transformers: torchmetrics 1.9 fails with its version 5, and cuts the end token off long prompts. ``model`` is a
+    Hub id or folder; OSError if it cannot be had, ValueError if its weights do not fit its config.json.
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:

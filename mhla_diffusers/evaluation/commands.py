@@ -11,15 +11,7 @@ from ..generation.names import expand_options, patch_options, pipeline_options, 
 from ..generation.record import Sample
 from ..reporting import progress, text_table
 from .geneval import geneval_samples, geneval_score, read_geneval_metadata, write_geneval_metadata
-from .samples import class_samples, require_samples
-from .vbench import (
-    DIMENSIONS,
-    read_results,
-    read_suite,
-    suite_videos,
-    total_scores,
-    vbench_commands,
-)
+from .vbench import DIMENSIONS, read_results, read_suite, suite_videos, total_scores, vbench_commands
 
 app = typer.Typer(help="Quality of generated images and videos.", no_args_is_help=True)
 samples = typer.Typer(
@@ -54,7 +46,6 @@ def fid(
 
 
 def _report(result: dict[str, Any], output: Path | None) -> None:
-    """Print a result line by line, and write it if asked for."""
     for name, value in result.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
     if output is not None:
@@ -95,6 +86,7 @@ def clip(
     """CLIP score as SANA reports it: 100 times the cosine of image and prompt, averaged."""
     from .clip import ClipScorer
     from .compare import score_samples
+    from .images import require_samples
 
     listed = require_samples(samples)  # before a model is asked of the Hub
     scores = score_samples(samples, listed, "clip_score", ClipScorer(model, device), batch_size)
@@ -169,12 +161,11 @@ _SAMPLES = expand_options(pipeline_options, patch_options, video_options, set_op
 @_SAMPLES
 def classes(
     output: _SET,
-    count: Annotated[int, typer.Option(help="How many images; 50000 for ImageNet.")],
+    count: Annotated[int, typer.Option(min=1, help="How many images; 50000 for ImageNet.")],
     options: dict[str, Any],
-    labels: Annotated[int | None, typer.Option(help="Number of classes; default: all of the model.")] = None,
-    label_order: Annotated[str, typer.Option(help="balanced or random.")] = "balanced",
+    labels: Annotated[int | None, typer.Option(min=1, help="Number of classes; default: all of the model.")] = None,
 ) -> None:
-    """Images of classes, as FID on ImageNet needs them."""
+    """Images of classes, each as often as any other, as FID on ImageNet needs them."""
     from ..generation.pipelines import class_count, family_named
 
     family = options["family"]
@@ -182,7 +173,7 @@ def classes(
         raise ValueError(f"{family} takes text, not classes; use mhla generate {family} --prompt-file FILE.")
     if labels is None:
         labels = class_count(options["model"], family)
-    _generate(options, output, class_samples(count, labels, label_order, options["seed"]))
+    _generate(options, output, [Sample(f"{number:06d}.png", str(number % labels)) for number in range(count)])
 
 
 @samples.command("geneval")
@@ -211,7 +202,6 @@ def vbench_set(
 
 
 def _generate(options: dict[str, Any], output: Path, chosen: list[Sample]) -> None:
-    """Generate this process's share of a set, and wait for the others."""
     from ..generation.generate import SampleSet, generate_share
 
     config = SampleSet(**options, samples=chosen, output=output)

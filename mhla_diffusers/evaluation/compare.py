@@ -12,8 +12,7 @@ from ..files import read_json
 from ..generation.record import RECORD_NAME, Sample
 from ..generation.similarity import Similarity
 from ..reporting import progress
-from .images import read_sample
-from .samples import require_samples
+from .images import read_sample, require_samples
 
 SampleScore = Callable[[Sequence[torch.Tensor], Sequence[str]], torch.Tensor]
 """Maps uint8 images (3, H, W) or videos (F, 3, H, W) and their texts to a score for each: (B,)."""
@@ -114,7 +113,7 @@ def compare_sets(
             variant.scores[name], variant.differences[name] = mean_of(found), mean_of(found - expected)
     remarks: list[str] = []
     for variant in others if similarities else ():
-        for name, frames in measure_similarity(base, variant, similarities or {}).items():
+        for name, frames in _similar_frames(base, variant, similarities or {}).items():
             means = torch.stack([values.mean() for values in frames])
             similar = means[~means.isnan()]
             if len(similar) < len(means):
@@ -147,7 +146,7 @@ def score_samples(
 
 
 @torch.no_grad()
-def measure_similarity(
+def _similar_frames(
     base: Variant, variant: Variant, similarities: Mapping[str, Similarity]
 ) -> dict[str, list[torch.Tensor]]:
     """Return measure → float64 (F,) per sample, of a variant's frames to the first variant's; an image is one frame."""

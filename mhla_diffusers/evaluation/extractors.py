@@ -36,12 +36,7 @@ _ADM_WEIGHTS = (
 
 
 class CleanInception:
-    """pool3 of Inception and KID by clean-fid: each image resized with PIL's bicubic filter, unrounded.
-
-    Raises:
-        ImportError: clean-fid is missing.
-        FileNotFoundError: no weights there; the message says where to get them.
-    """
+    """pool3 of Inception and KID by clean-fid: each image resized with PIL's bicubic filter, unrounded."""
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
         file = _require_weights(weights, _CLEAN_WEIGHTS)
@@ -71,10 +66,6 @@ class AdmInception:
 
     pool3 (2048 channels); the first 7 channels of TensorFlow's ``mixed_6/conv``, channels last, 17 x 17 x 7 = 2023
     values; and the softmax of pool3 times the classifier's weights without its bias.
-
-    Raises:
-        ImportError: torch-fidelity is missing.
-        FileNotFoundError: no weights there; the message says where to get them.
     """
 
     def __init__(self, weights: Path | None, device: str = "cpu") -> None:
@@ -95,7 +86,6 @@ class AdmInception:
 
 
 def _require_weights(file: Path | None, source: str) -> Path:
-    """Return the file, if it exists under the name that its library expects."""
     name = source.rpartition("/")[2]
     if file is None or not file.is_file() or file.name != name:
         given = "No weights are named" if file is None else f"There is no {name} at {file}"
@@ -114,7 +104,7 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
         device: cpu, cuda, ….
 
     Raises:
-        FileNotFoundError: no weights there.
+        FileNotFoundError: no weights there; the message says where to get them.
         ValueError: unknown extractor, or weights for a callable.
         ImportError: a package is missing.
     """
@@ -131,12 +121,7 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
 
 
 def load_callable(place: str) -> Callable[..., Any]:
-    """Load a callable given as ``package.module:name``, which may lie in the current folder, as for ``python -m``.
-
-    Raises:
-        ValueError: a module without such a callable.
-        ImportError: no such module.
-    """
+    """Load ``package.module:name``, also from the current folder; ValueError or ImportError if it is not there."""
     module, _, name = place.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)

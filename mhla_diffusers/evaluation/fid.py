@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy
 import torch
 
 from ..reporting import progress
@@ -27,13 +26,7 @@ class Reference(NamedTuple):
 
 
 def measure_images(samples: Path, reference: Path, extractor: Extractor, *, batch_size: int = 50) -> dict[str, float]:
-    """Compare generated images with a reference.
-
-    Args:
-        samples: folder of images, or npz with ``arr_0``.
-        reference: see :func:`read_reference`.
-        extractor: image to features.
-        batch_size: images per call of the extractor.
+    """Compare generated images, a folder or npz, with a reference of :func:`read_reference`.
 
     Returns:
         The number of ``samples``, and the scores that extractor and reference have features for: fid, sfid,
@@ -57,7 +50,7 @@ def measure_images(samples: Path, reference: Path, extractor: Extractor, *, batc
         scores["precision"], scores["recall"] = precision_recall(real, found.pooled, _NEIGHBOURS)
     for name, value in scores.items():
         if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}: the features are too large, or the probabilities no probabilities.")
+            raise ValueError(f"{name} is {value}; check what the extractor returns, and the statistics in {reference}.")
     return scores
 
 
@@ -66,15 +59,8 @@ def read_reference(path: Path, extractor: Extractor, batch_size: int = 50) -> Re
 
     A reference is images (folder or npz), or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``, ``sigma_s`` and some
     images too.
-
-    Raises:
-        FileNotFoundError: no such reference.
-        ValueError: damaged images or statistics.
     """
     arrays = read_npz(path) if path.suffix == ".npz" and path.is_file() else {}
-    for name in arrays.keys() & {"mu", "sigma", "mu_s", "sigma_s"}:
-        if not numpy.isfinite(arrays[name]).all():
-            raise ValueError(f"{name} of {path} has values that are not finite; get the statistics again.")
     pooled, spatial = (
         (torch.from_numpy(arrays[mean]), torch.from_numpy(arrays[covariance])) if mean in arrays else None
         for mean, covariance in (("mu", "sigma"), ("mu_s", "sigma_s"))
@@ -91,14 +77,10 @@ def read_reference(path: Path, extractor: Extractor, batch_size: int = 50) -> Re
 
 
 def extract_features(images: Images, extractor: Extractor, batch_size: int = 50) -> ImageFeatures:
-    """Run the extractor over a set of images: float32 features of all, on the CPU.
-
-    Raises:
-        ValueError: features that are not finite rows, one per image.
-    """
+    """Run the extractor over a set: float32 on the CPU; ValueError unless features are a finite row per image."""
     kept: dict[str, list[torch.Tensor]] = {}
-    bar = progress(total=len(images), desc="features", leave=False)
-    for batch in images.batches(batch_size):
+    batches = math.ceil(len(images) / batch_size)  # and a few more where sizes differ
+    for batch in progress(images.batches(batch_size), total=batches, desc="features", leave=False):
         features = extractor(batch)
         features = features if isinstance(features, ImageFeatures) else ImageFeatures(features)
         for name, values in features._asdict().items():
@@ -110,6 +92,4 @@ def extract_features(images: Images, extractor: Extractor, batch_size: int = 50)
                     f"{tuple(values.shape)}."
                 )
             kept.setdefault(name, []).append(values.detach().float().cpu())
-        bar.update(len(batch))
-    bar.close()
     return ImageFeatures(**{name: torch.cat(values) for name, values in kept.items()})

@@ -1,4 +1,4 @@
-"""Sets of images or videos: a folder of files, or the npz of the ADM suite. Read in batches."""
+"""Sets of images or videos: a complete sample set, any folder of files, or the npz of the ADM suite."""
 
 import zipfile
 import zlib
@@ -11,10 +11,32 @@ import torch
 
 from ..files import IMAGE_SUFFIXES, visible_files
 from ..generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
-from ..generation.record import SAMPLE_LIST
-from .samples import require_samples
+from ..generation.record import SAMPLE_LIST, Sample, read_sample_list
 
 VIDEO_SUFFIX = ".mp4"
+
+
+def require_samples(folder: Path) -> list[Sample]:
+    """Read the list of a complete set.
+
+    Raises:
+        FileNotFoundError: no list, or missing files.
+        ValueError: the list is damaged or empty.
+    """
+    samples = read_sample_list(folder)
+    if samples is None:
+        raise FileNotFoundError(
+            f"{folder} has no {SAMPLE_LIST}; generate the set with mhla eval samples or mhla generate."
+        )
+    if not samples:
+        raise ValueError(f"{folder / SAMPLE_LIST} lists no samples.")
+    missing = [sample.file for sample in samples if not (folder / sample.file).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} lacks {len(missing)} of {len(samples)} samples, for example {missing[0]}; run the command that "
+            "makes the set again, which resumes where it stopped."
+        )
+    return samples
 
 
 class Images:
@@ -55,11 +77,7 @@ class Images:
         return len(self._files) or len(self._array)
 
     def batches(self, size: int) -> Iterator[torch.Tensor]:
-        """Yield at most ``size`` images of one resolution at a time: uint8 (B, 3, H, W), or (B, F, 3, H, W).
-
-        Raises:
-            UnreadableMediaError: a damaged image.
-        """
+        """Yield at most ``size`` images of one resolution at a time: uint8 (B, 3, H, W), or (B, F, 3, H, W)."""
         if not self._files:
             yield from self._array.split(size)
             return
@@ -74,12 +92,7 @@ class Images:
 
 
 def read_sample(file: Path) -> torch.Tensor:
-    """Read an image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W).
-
-    Raises:
-        UnreadableMediaError: a damaged file, with its name.
-        ImportError: a video, but PyAV is missing.
-    """
+    """Read an image, uint8 (3, H, W), or a video, uint8 (F, 3, H, W); UnreadableMediaError for a damaged file."""
     try:
         if file.suffix.lower() != VIDEO_SUFFIX:
             rgb = read_picture(file)

@@ -76,17 +76,10 @@ def suite_videos(entries: list[dict[str, Any]], *, all_flickering: bool = False)
 
 
 def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
-    """Compute VBench's totals in percent, quality, semantic and total, from the scores of all dimensions, 0 to 1.
-
-    Raises:
-        ValueError: a dimension is missing.
-    """
+    """Compute VBench's quality, semantic and total in percent from scores of 0 to 1; ValueError if one is missing."""
     missing = [name for name in DIMENSIONS if name not in scores]
     if missing:
-        raise ValueError(
-            f"{len(missing)} of the {len(DIMENSIONS)} dimensions are missing: {', '.join(missing)}. VBench's totals "
-            "exist only over all of them; evaluate these as well."
-        )
+        raise ValueError(f"Dimensions are missing: {', '.join(missing)}. VBench's totals need all of them.")
     means = []
     for dimensions in (QUALITY, SEMANTIC):
         values = [w * (scores[name] - low) / (high - low) for name, (low, high, w) in dimensions.items()]
@@ -96,10 +89,7 @@ def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def read_results(files: Iterable[Path]) -> dict[str, float]:
-    """Read scores from VBench's ``*_eval_results.json``: {dimension: [score, details of every video]}.
-
-    Args:
-        files: such files, or folders of them.
+    """Read VBench's ``*_eval_results.json``, or folders of them: {dimension: [score, details of every video]}.
 
     Raises:
         FileNotFoundError: a folder without results.

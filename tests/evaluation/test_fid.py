@@ -30,6 +30,8 @@ def folders(tmp_path):
 
 def test_scores_of_two_folders(folders):
     scores = measure(*folders)
+    written = len(list(folders[1].parent.iterdir())), len(list(folders[1].iterdir()))
+    assert written == (2, 90), "nothing beside a reference, which may be in a read-only folder"
     made, real = (features_of(folder) for folder in folders)
     assert scores["samples"] == 80
     assert scores["fid"] == pytest.approx(frechet_distance(made, real))
@@ -39,13 +41,6 @@ def test_scores_of_two_folders(folders):
     assert scores["fid"] > 10 * measure(folders[1], folders[1])["fid"]
     pooled = measure(*folders, lambda images: blocks(images).pooled)
     assert pooled == pytest.approx({k: scores[k] for k in scores if k not in ("sfid", "inception_score")})
-
-
-def test_a_reference_in_a_read_only_folder_is_read(folders):
-    """Nothing is written beside it."""
-    around = set(folders[1].parent.iterdir())
-    measure(*folders)
-    assert set(folders[1].parent.iterdir()) == around and len(list(folders[1].iterdir())) == 90
 
 
 def test_published_statistics_are_read(folders, tmp_path):
@@ -148,3 +143,25 @@ def test_a_set_of_one_image_has_no_covariance(tmp_path, folders, single):
     pair[single] = write_pictures(tmp_path / "one", 1)
     with refused("(1, 12)", "at least 2"):
         measure(*pair)
+
+
+def test_what_holds_no_images_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.npz").write_text("no zip")
+    numpy.savez(tmp_path / "floats.npz", numpy.zeros((2, 4, 4, 3)))
+    numpy.savez(tmp_path / "objects.npz", numpy.array([None]))
+    numpy.savez(tmp_path / "other.npz", images=numpy.zeros(3))
+    numpy.savez(tmp_path / "none.npz", numpy.zeros((0, 4, 4, 3), numpy.uint8))
+    numpy.savez(tmp_path / "flat.npz", numpy.zeros((2, 0, 4, 3), numpy.uint8))
+    for name, error, message in (
+        ("absent", FileNotFoundError, "absent"),
+        ("empty", FileNotFoundError, "empty"),
+        ("text.npz", ValueError, r"text\.npz"),
+        ("objects.npz", ValueError, r"objects\.npz"),
+        ("floats.npz", ValueError, r"float64 \(2, 4, 4, 3\)"),
+        ("none.npz", ValueError, r"uint8 \(0, 4, 4, 3\)"),
+        ("flat.npz", ValueError, r"uint8 \(2, 0, 4, 3\)"),
+        ("other.npz", ValueError, r"arr_0 .*float64 \(0,\)"),
+    ):
+        with pytest.raises(error, match=message):
+            Images(tmp_path / name)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mhla_diffusers.evaluation.samples import class_samples, require_samples
+from mhla_diffusers.evaluation.images import require_samples
 from mhla_diffusers.generation.record import Sample, write_sample_list
 
-from ..refusals import refused
 from .pictures import mhla, write_pictures
 
 FAST = ("--set", "num_inference_steps=1")
@@ -20,15 +19,6 @@ FAST = ("--set", "num_inference_steps=1")
 
 def samples(kind, *arguments):
     return mhla("eval", "samples", kind, *arguments)
-
-
-def test_classes_are_balanced_or_drawn():
-    assert [s.text for s in class_samples(12, 5)] == list("012340123401")
-    drawn = [s.text for s in class_samples(300, 3, "random", seed=4)]
-    assert drawn == [s.text for s in class_samples(300, 3, "random", seed=4)]
-    assert 70 < drawn.count("1") < 130
-    with refused("order='sorted'"):
-        class_samples(3, 3, "sorted")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +44,7 @@ def test_sets_that_are_not_whole_are_refused(tmp_path, listed, error, message):
 
 
 def test_each_kind_of_set_takes_its_own_options_and_those_of_all():
-    own = {"classes": "--label-order", "geneval": "METADATA", "vbench": "--all-flickering"}
+    own = {"classes": "--labels", "geneval": "METADATA", "vbench": "--all-flickering"}
     for kind, option in own.items():
         shown = samples(kind, "--help")
         assert shown.exit_code == 0, shown.output
@@ -81,12 +71,12 @@ def test_classes_are_those_of_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("family", "arguments", "message"),
     [
-        ("dit", ("--labels", 5000, "--label-order", "random"), r"'\d+' is not a class of this DiT.* 0 to 9"),
+        ("dit", ("--labels", 5000), r"'\d+' is not a class of this DiT.* 0 to 9"),
         ("sana", (), "sana"),
     ],
 )
 def test_classes_that_the_model_does_not_have_are_refused(tmp_path, family, arguments, message):
-    refused = samples("classes", tmp_path, "--family", family, "--count", 4, *arguments)
+    refused = samples("classes", tmp_path, "--family", family, "--count", 12, *arguments)
     assert re.search(message, str(refused.exception))
 
 
