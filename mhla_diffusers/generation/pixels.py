@@ -51,6 +51,9 @@ def opened_video(source: Path | BytesIO) -> Iterator[tuple[Any, Any]]:
         raise ImportError(f"Reading videos needs PyAV; {installing('train')}.") from error
     try:
         with av.open(str(source) if isinstance(source, Path) else source, "r") as container:
+            if not container.streams.video:
+                kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "no stream"
+                raise UnreadableMediaError(f"it holds no video, but {kinds}")
             yield container, container.streams.video[0]
     except UnreadableMediaError:
         raise
@@ -71,13 +74,6 @@ def upright_rgb(image: Image.Image) -> Image.Image:
         opaque = turned.convert("RGBA")
         turned = Image.alpha_composite(Image.new("RGBA", opaque.size, "white"), opaque)
     return turned.convert("RGB")
-
-
-def video_seconds(container: Any, stream: Any) -> float:
-    """Return the length of a video of PyAV as its header says; 0 if it does not say."""
-    if stream.duration is not None:
-        return float(stream.duration * stream.time_base)
-    return (container.duration or 0) / 1e6  # FFmpeg's AV_TIME_BASE
 
 
 def shown_shape(frame: Any, stream: Any) -> tuple[int, int]:

@@ -26,7 +26,7 @@ _Sizes = Annotated[
     ),
 ]
 _Upscale = Annotated[bool, typer.Option("--upscale", help="Enlarge files that are too small, else left out.")]
-_Workers = Annotated[int, typer.Option(help="Processes that read files.")]
+_Workers = Annotated[int, typer.Option(min=1, help="Threads that read files.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
 _Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]
 
@@ -70,7 +70,7 @@ def export_command(
 
 def data_command(
     source: Annotated[
-        Path, typer.Argument(help="Folder of videos or images with captions, tar shards, YAML file, or latents.")
+        Path, typer.Argument(help="Folder of videos or images with captions, YAML file of several, or latents.")
     ],
     model: Annotated[
         str | None, typer.Option(help="Hub id or folder of the pipeline to encode with, or that encoded the latents.")
@@ -79,7 +79,7 @@ def data_command(
     fps: _Fps = None,
     sizes: _Sizes = None,
     upscale: _Upscale = False,
-    preview: Annotated[int, typer.Option(min=0, help="Samples to make pictures of; of latents with --model.")] = 0,
+    preview: Annotated[int, typer.Option(min=0, help="Clips to make pictures of; of latents with --model.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the pictures of --preview.")] = Path("outputs/data"),
     workers: _Workers = 4,
     device: _Device = "auto",
@@ -90,8 +90,8 @@ def data_command(
     Ends with an error if mhla encode would not begin with them.
     """
     from ..devices import FLOAT_TYPES, dtype_name
-    from .data.sheets import write_sheets
-    from .data.summary import summarize
+    from .data.sources import read_sources
+    from .data.summary import summarize, write_pictures
 
     _log_lines()
     dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
@@ -99,19 +99,18 @@ def data_command(
     summary = summarize(source, given, model, workers)
     typer.echo(str(summary))
     if preview:
-        typer.echo("\n" + "\n".join(write_sheets(summary, preview, output, device, dtype)))
-    if summary.refusal is not None:
-        raise ValueError(f"mhla encode refuses this data: {summary.refusal}")
+        typer.echo("\n" + "\n".join(write_pictures(summary, preview, output, device, dtype)))
+    media = [entry.media for entry in summary.entries if entry.media is not None]
+    read_sources(source).check_captions(media)
+    if not summary.used:
+        raise ValueError(f"None of the files in {source} can be used.")
 
 
 def encode_command(
     model: _Model,
     source: Annotated[
         Path,
-        typer.Option(
-            help="Folder of videos or images with captions, or webdataset's tar shards: folder or 'a/*.tar'; "
-            "or a YAML file of several."
-        ),
+        typer.Option(help="Folder of videos or images with captions, or a YAML file of several."),
     ],
     output: _Output,
     frames: _Frames = None,
@@ -131,8 +130,9 @@ def encode_command(
 
     model = pipeline_source(model)
     _log_lines()
-    # before anything is loaded; captions in shards are skipped where they are no class
-    captions = dict.fromkeys(item.caption for item in read_sources(source).media() if item.offset is None)
+    media = read_sources(source).media()  # before anything is loaded
+    read_sources(source).check_captions(media)
+    captions = {item.caption for item in media if item.problem is None}
     check_classes(model, trained_family(family_of(model).name).name, captions)
     with folder_for_results(output, lock=False):
         clips = _clips(source, model, frames, fps, sizes, upscale)

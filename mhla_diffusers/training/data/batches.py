@@ -7,13 +7,13 @@ arguments of its forward, for example ``encoder_hidden_states`` (L, channels) or
 import logging
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ...errors import check
 from ...families import DiffusionProcess, NoisedBatch, Sample
@@ -113,7 +113,7 @@ class NoisedBatches:
         device: where batches go.
         rank: index of this process.
         processes: how many there are.
-        together: latent frames that share a time, see :mod:`mhla_diffusers.training.latents.times`.
+        together: latent frames that share a time, see :mod:`mhla_diffusers.training.data.times`.
     """
 
     def __init__(
@@ -207,50 +207,6 @@ class NoisedBatches:
             latents = sample.pop("latents")
             noise = torch.randn(latents.shape, generator=generator_for(self.config.seed, "validation", index))
             yield index, start + self.rank <= last, latents, noise.to(self.device), sample
-
-
-def in_workers(
-    items: Sequence[Any], function: Callable[[Any], Iterator[Any]], workers: int
-) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """Yield each item, in order, with the iterator that a function makes of it, run in processes; in this one for 0.
-
-    A process computes a few results ahead, however many an item has. Take all of an item before the next item.
-    """
-    if not workers:
-        for item in items:
-            yield item, function(item)
-        return
-    streams = [
-        iter(
-            DataLoader(
-                _Results(items[first::workers], function),
-                batch_size=None,
-                collate_fn=_unchanged,
-                num_workers=1,
-                worker_init_fn=ignore_interrupts,
-            )
-        )
-        for first in range(min(workers, len(items)))
-    ]
-    for number, item in enumerate(items):
-        yield item, iter(partial(next, streams[number % workers]), None)
-
-
-class _Results(IterableDataset[Any]):
-    """What a function yields for each item, with None after each."""
-
-    def __init__(self, items: Sequence[Any], function: Callable[[Any], Iterator[Any]]) -> None:
-        self._items, self._function = items, function
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items:
-            yield from self._function(item)
-            yield None
-
-
-def _unchanged(result: Any) -> Any:
-    """Return a result as it is, which a DataLoader would otherwise convert."""
-    return result
 
 
 def ignore_interrupts(worker: int) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -28,12 +27,11 @@ from ...errors import check
 from ...families import Sample
 from ...files import check_hash, file_hash, read_checked_json, write_checked_json, write_tensors
 from .clips import Clips
-from .media import Original
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "index.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 BEGINS_WITH_PICTURE = "begins_with_picture"
 """Setting of a cache for image-to-video by a first frame without noise."""
 _EMPTY_NAME = "empty.safetensors"
@@ -63,14 +61,13 @@ class CachedSample:
 
 @dataclass(frozen=True)
 class CachedSource:
-    """A folder or pattern of files that a cache was made from."""
+    """A folder of files that a cache was made from."""
 
     path: str
     """As an absolute path."""
     share: float | None = None
-    """See :class:`~.sources.Source`, as :attr:`repeats` and :attr:`prefix`."""
+    """See :class:`~.sources.Source`, as :attr:`repeats`."""
     repeats: int = 1
-    prefix: str = ""
 
 
 class CacheIndex:
@@ -92,8 +89,6 @@ class CacheIndex:
         """Source of a sample, or skipped file → what identifies its content and its caption."""
         self.sources: dict[str, CachedSource] = {}
         """Folder of files, as the settings name it → where it is, and how often its samples are drawn."""
-        self.originals: dict[str, Original] = {}
-        """Source of a sample → what the file was."""
         self.unfinished: str | None = None
         """File that may have more clips than the index lists."""
         self.hashes: dict[str, str] = {}
@@ -114,39 +109,27 @@ class CacheIndex:
                 CachedSample(**{**entry, "shape": tuple(entry["shape"]), "bucket": tuple(entry["bucket"])})
                 for entry in content["samples"]
             ]
-            index.skipped, index.contents, index.hashes = (content[name] for name in ("skipped", "contents", "hashes"))
             index.sources = {name: CachedSource(**values) for name, values in content["sources"].items()}
-            index.originals = {name: Original(**values) for name, values in content["originals"].items()}
-            index.unfinished = content["unfinished"]
+            for name in ("skipped", "contents", "hashes", "unfinished"):
+                setattr(index, name, content[name])
             return index
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a valid index: {error} {_way_out(folder)}") from error
-
-    def check_begun(self) -> None:
-        """Raise ValueError for one without samples, as a stopped encoding leaves it."""
-        check(
-            bool(self.samples),
-            f"{self.folder} holds no samples: its encoding was stopped before it saved any, or could use none of its "
-            "files. The same mhla encode or mhla synthesize command goes on.",
-        )
+            raise ValueError(f"{path} is not a valid index: {error} {_remedy(folder)}") from error
 
     def write(self) -> None:
         """Write it whole."""
-        samples = [asdict(sample) for sample in self.samples]
-        content = {"format_version": FORMAT_VERSION, "header": self.header, "samples": samples}
-        further = {"skipped": self.skipped, "contents": self.contents, "hashes": self.hashes}
-        originals = {name: asdict(original) for name, original in self.originals.items()}
-        sources = {name: asdict(source) for name, source in self.sources.items()}
-        files = {"sources": sources, "originals": originals, "unfinished": self.unfinished}
-        write_checked_json({**content, **further, **files}, self.folder / INDEX_NAME)
+        content = {**vars(self), "format_version": FORMAT_VERSION, "folder": None}
+        content["samples"] = [asdict(sample) for sample in self.samples]
+        content["sources"] = {name: asdict(source) for name, source in self.sources.items()}
+        write_checked_json(content, self.folder / INDEX_NAME)
 
 
-def _way_out(folder: Path) -> str:
+def _remedy(folder: Path) -> str:
     return f"Delete {folder} and make it again with mhla encode or mhla synthesize."
 
 
 def _is_same(name: str, made: Any, wanted: Any) -> bool:
-    """Compare what a header says; weights of the Hub are unknown, and so are those of parts in older caches."""
+    """Compare what a header says; weights of the Hub are unknown."""
     return bool(made == wanted or (name.endswith("weights") and None in (made, wanted)))
 
 
@@ -168,39 +151,33 @@ class LatentCache:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.index = CacheIndex.read(self.folder)
-        self.settings: dict[str, Any] = self.index.header["settings"]
+        self.index = index = CacheIndex.read(self.folder)
+        self.settings: dict[str, Any] = index.header["settings"]
         """Settings of the encoding: frames, fps and sizes, or steps and guidance of the teacher."""
-        self._way_out = _way_out(self.folder)
         self.content = file_hash(self.folder / INDEX_NAME)[:16]
         """Identifies all samples, because the index holds the hash of every file."""
-        self.index.check_begun()
-        self._files = sorted({sample.shard for sample in self.index.samples} | set(self.index.hashes))
+        check(
+            bool(index.samples),
+            f"{self.folder} holds no samples: its encoding was stopped before it saved any, or could use none of its "
+            "files. The same mhla encode or mhla synthesize command goes on.",
+        )
+        self._files = sorted({sample.shard for sample in index.samples} | set(index.hashes))
         self._is_checked = torch.zeros(len(self._files), dtype=torch.bool).share_memory_()
-        missing = [name for name in self._files if not (self.folder / name).is_file()]
-        if missing:
-            raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {self._way_out}")
-        counts = Counter(sample.origin for sample in self.index.samples)
-        seen: Counter[str] = Counter()
+        if missing := [name for name in self._files if not (self.folder / name).is_file()]:
+            raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {_remedy(self.folder)}")
+        counts, seen = Counter(sample.origin for sample in index.samples), Counter[str]()
         places = []
-        for sample in self.index.samples:
+        for sample in index.samples:
             places.append((seen[sample.origin] + 0.5) / counts[sample.origin])
             seen[sample.origin] += 1
-        order = sorted(range(len(places)), key=places.__getitem__)
-        self.samples = [self.index.samples[place] for place in order]
+        self.samples = [index.samples[place] for place in sorted(range(len(places)), key=places.__getitem__)]
         self.shapes: Sequence[tuple[int, ...]] = [sample.shape for sample in self.samples]
-        per_sample = {
-            name: source.share / counts[name]
-            for name, source in self.index.sources.items()
-            if source.share is not None and counts[name]
-        }
-        weights = {name: float(source.repeats) for name, source in self.index.sources.items()}
-        weights |= {name: weight / min(per_sample.values()) for name, weight in per_sample.items()}
+        weights = _weights(index.sources, counts)
         self.weights: Sequence[float] | None = [weights.get(sample.origin, 1.0) for sample in self.samples]
         self.empty: Sample | None = self._read(_EMPTY_NAME) if _EMPTY_NAME in self._files else None
 
     def __len__(self) -> int:
-        return len(self.index.samples)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> Sample:
         """One sample; ValueError if its shard is damaged."""
@@ -221,9 +198,9 @@ class LatentCache:
                 keys = [key for key in tensors.keys() if key.startswith(prefix)]  # noqa: SIM118 - no mapping
                 return {key.removeprefix(prefix): tensors.get_tensor(key) for key in keys}
         except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}. {self._way_out}") from error
+            raise ValueError(f"{file} is damaged: {error}. {_remedy(self.folder)}") from error
         except ValueError as error:
-            raise ValueError(f"{error} {self._way_out}") from error
+            raise ValueError(f"{error} {_remedy(self.folder)}") from error
 
     def check_made_for(self, model: str, header: Mapping[str, Any], with_picture: bool | None = None) -> None:
         """Raise ValueError unless the cache was made for a model.
@@ -253,15 +230,21 @@ class LatentCache:
         """Raise ValueError unless the cache holds clips that are cut so, with sizes for the model."""
         for name, wanted in clips.settings().items():
             made = self.settings.get(name, wanted)  # generated latents have no rate, and no rule of cutting
+            fits = made == wanted or (name == "fps" and clips.lengths == (1,))
             if name == "sizes":
                 fits = all(size in wanted for size in made)
-            else:
-                fits = made == wanted or (name == "fps" and clips.lengths == (1,))
             check(
                 fits,
                 f"The cache {self.folder} was made with {name}={made}, but the configuration has clip.{name}={wanted}. "
                 "Encode the data again, or leave clip out to train on the cache as it is.",
             )
+
+
+def _weights(sources: Mapping[str, CachedSource], counts: Mapping[str, int]) -> dict[str, float]:
+    """Return how often each sample of a source is drawn in an epoch: the least often drawn once."""
+    shares = {name: source.share / counts[name] for name, source in sources.items() if source.share and counts[name]}
+    repeats = {name: float(source.repeats) for name, source in sources.items()}
+    return repeats | {name: share / min(shares.values()) for name, share in shares.items()}
 
 
 class CacheWriter:
@@ -301,7 +284,8 @@ class CacheWriter:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # others cannot set a handler
-            self._at_end.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _exit))
+            before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+            self._at_end.callback(signal.signal, signal.SIGTERM, before)
         self._at_end.callback(self.flush)
         return self
 
@@ -320,13 +304,13 @@ class CacheWriter:
             self.index.write()  # so that a folder whose encoding is killed before its first shard is known as one
 
     def drop(self, sources: Collection[str]) -> None:
-        """Forget samples and skipped files, so that they can be made again."""
+        """Forget samples and skipped files; their shards are removed once no sample is left in them."""
         self.index.samples = [sample for sample in self.index.samples if sample.source not in sources]
         for source in sources:
             self.index.skipped.pop(source, None)
             self.index.contents.pop(source, None)
-            self.index.originals.pop(source, None)
-            self.index.unfinished = None if source == self.index.unfinished else self.index.unfinished
+        if self.index.unfinished in sources:
+            self.index.unfinished = None
 
     def skip(self, source: str, reason: str, content: str) -> None:
         """Note why a file makes no sample."""
@@ -338,13 +322,12 @@ class CacheWriter:
         caption: str,
         sample: Sample,
         content: str = "",
-        original: Original | None = None,
         *,
         bucket: tuple[int, ...] = (),
         start: float = 0.0,
         origin: str = "",
     ) -> None:
-        """Add one sample; ``content`` identifies what it was made of, and ``original`` is what its file was."""
+        """Add one sample; ``content`` identifies what it was made of."""
         key = str(len(self._entries))
         self._tensors |= {f"{key}/{name}": tensor.cpu().contiguous() for name, tensor in sample.items()}
         shards = sorted(self.index.hashes.keys() - {_EMPTY_NAME})
@@ -352,8 +335,6 @@ class CacheWriter:
         shape = tuple(sample["latents"].shape)
         self._entries.append(CachedSample(source, caption, shard, shape, key, bucket, start, origin))
         self.index.contents[source] = content
-        if original is not None:
-            self.index.originals[source] = original
         is_full = sum(tensor.nbytes for tensor in self._tensors.values()) >= self._shard_bytes
         if is_full or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
             self.flush()
@@ -373,8 +354,3 @@ class CacheWriter:
         self._flushed = time.monotonic()
         for name in unused:
             (self.folder / name).unlink(missing_ok=True)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    """End the process as an exception does, so that what it holds is written."""
-    sys.exit(128 + number)

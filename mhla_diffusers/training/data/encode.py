@@ -2,8 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,29 +16,23 @@ from ...generation.pipelines import usual_clip
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import Number, PositiveInteger, check_value
-from .batches import in_workers
 from .cache import BEGINS_WITH_PICTURE, CachedSource, CacheIndex, CacheWriter
 from .clips import Clips
-from .media import Media, contents_of, try_read
+from .media import Media, contents_of, read_ahead
 from .sources import read_sources
 
 logger = logging.getLogger(__name__)
 
-_REMEDIES = {
-    "frames": "some are repeated: ask for fewer per second (fps), or leave these files out",
-    "pixels": "they are enlarged: ask for a smaller size, or leave out upscale",
-}
-
 
 @torch.no_grad()
 def encode_folder(
-    pipe: Any, model: str, source: str | Path, output: str | Path, clips: Clips | None = None, workers: int = 0
+    pipe: Any, model: str, source: str | Path, output: str | Path, clips: Clips | None = None, workers: int = 1
 ) -> CacheIndex:
     """Encode videos or images with captions into a cache; resumes an earlier call.
 
-    Unreadable files and samples of tar shards without a usable caption are skipped; the index lists them with reasons.
-    A file that has changed since the earlier call, or whose caption has, is encoded again. Shares and repeats of
-    sources may change.
+    Unreadable files are skipped; the index lists them with reasons. A file that has changed since the earlier call, or
+    whose caption has, is encoded again, and samples of files that are not there any more are removed. Shares and
+    repeats of sources may change.
 
     Args:
         pipe: the pipeline whose autoencoder and text encoder are used.
@@ -48,7 +40,7 @@ def encode_folder(
         source: see :func:`~.media.find_media`, or a YAML file of :class:`~.sources.Sources`.
         output: folder of the cache.
         clips: what to cut out of every file; None for what the YAML file says, or the model's own clip.
-        workers: processes that read files.
+        workers: threads that read files.
 
     Raises:
         FileNotFoundError: nothing to encode.
@@ -59,7 +51,9 @@ def encode_folder(
     family = trained_family(pipe.transformer)
     sources = read_sources(source)
     clips = _fitted(clips or sources.clip, model, family, pipe)
-    media = _check_captions(family, pipe, sources.media())
+    media = sources.media()
+    sources.check_captions(media)
+    _check_captions(family, pipe, media)
     settings = clips.settings()
     # one transformer may be that of text-to-video too, whose samples differ
     if family.calling.begins_with_picture(pipe, pipe.transformer.config):
@@ -67,18 +61,15 @@ def encode_folder(
     contents = contents_of(media)
     with folder_for_results(Path(output)):
         writer, left = _writer(pipe, model, family, output, settings, contents)
-        index = writer.index
-        kept = len(index.samples)
-        index.sources |= {
-            one.path: CachedSource(str(Path(one.path).absolute()), one.share, one.repeats, one.prefix)
-            for one in sources.sources
+        index, kept = writer.index, len(writer.index.samples)
+        index.sources = {
+            one.path: CachedSource(str(Path(one.path).absolute()), one.share, one.repeats) for one in sources.sources
         }
         media_left = [item for item in media if item.name in left]
-        made_up: dict[str, set[str]] = {kind: set() for kind in _REMEDIES}
-        reading = in_workers(media_left, partial(try_read, clips), workers)
+        slow, small = set[str](), set[str]()
+        shown = {"total": len(media), "initial": len(media) - len(media_left), "desc": "encode"}
         with writer:
-            shown = {"total": len(media), "initial": len(media) - len(media_left), "desc": "encode"}
-            for item, found in progress(reading, **shown):
+            for item, found in progress(read_ahead(media_left, clips, workers), **shown):
                 name, there = item.name, set()
                 if name == index.unfinished:
                     there = {(one.start, one.bucket[0]) for one in index.samples if one.source == name}
@@ -87,29 +78,35 @@ def encode_folder(
                     if isinstance(clip, str):
                         writer.skip(name, clip, contents[name])
                         continue
-                    made_up["frames"] |= {name} if clip.original.repeats else set()
-                    made_up["pixels"] |= {name} if clip.original.scale_to(clip.bucket[1:]) > 1 else set()
-                    if (clip.start, clip.bucket[0]) in there:
-                        continue
-                    # the autoencoder takes (1, 3, F, H, W) in [-1, 1]
-                    given = (clip.pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-                    latents = family.training.encode_pixels(pipe, given)[0]
-                    _check_finite(latents, model, name, "use another precision, or leave the file out")
-                    sample = {"latents": latents, **family.training.encode_picture(pipe, given)}
-                    of_picture = family.training.picture_settings(pipe, given)
-                    sample |= family.training.encode_prompt(pipe, item.caption, of_picture)
-                    place: dict[str, Any] = {"bucket": clip.bucket, "start": clip.start, "origin": item.origin}
-                    writer.add(name, item.caption, _on_cpu(sample), contents[name], clip.original, **place)
+                    slow |= {name} if clip.bucket[0] > 1 and 0 < clip.fps < 0.9 * clips.fps else set()
+                    small |= {name} if clip.scale > 1 else set()
+                    if (clip.start, clip.bucket[0]) not in there:
+                        sample = _encoded(pipe, family, clip.pixels, item.caption)
+                        _check_finite(sample["latents"], model, name, "use another precision, or leave the file out")
+                        place: dict[str, Any] = {"bucket": clip.bucket, "start": clip.start, "origin": item.origin}
+                        writer.add(name, item.caption, sample, contents[name], **place)
                 index.unfinished = None
-    for kind, names in made_up.items():
+    for names, what in (
+        (slow, "fewer frames per second than fps, so that some are repeated; ask for fewer, or leave these files out"),
+        (small, "fewer pixels than their size, and are enlarged; ask for a smaller size, or leave out upscale"),
+    ):
         if names:
-            logger.warning("%d of %d files have too few %s; %s.", len(names), len(media_left), kind, _REMEDIES[kind])
+            logger.warning("%d of %d files have %s.", len(names), len(media_left), what)
     if not index.samples:
         reasons = "\n".join(f"{name}: {reason}" for name, reason in list(index.skipped.items())[:5])
         raise ValueError(f"None of the {len(media)} files in {source} could be encoded, such as\n{reasons}")
     before = f"; {kept} were there" if kept else ""
     logger.info("%d samples encoded, %d files skipped%s.", len(index.samples) - kept, len(index.skipped), before)
     return index
+
+
+def _encoded(pipe: Any, family: Family, pixels: torch.Tensor, caption: str) -> dict[str, torch.Tensor]:
+    """Encode a clip, uint8 (3, F, H, W), and its caption."""
+    given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
+    latents = family.training.encode_pixels(pipe, given)[0]
+    of_picture = family.training.picture_settings(pipe, given)
+    prompt = family.training.encode_prompt(pipe, caption, of_picture)
+    return _on_cpu({"latents": latents, **family.training.encode_picture(pipe, given), **prompt})
 
 
 @torch.no_grad()
@@ -153,8 +150,8 @@ def synthesize(
         f"There must be prompts, none of them empty; empty: number {', '.join(empty) or 'none given'}.",
     )
     family = trained_family(pipe.transformer)
-    for prompt in prompts:
-        family.calling.check_prompt(pipe, prompt)
+    names = [f"{number}: {prompt}" for number, prompt in enumerate(prompts)]
+    _check_captions(family, pipe, [Media(Path(), name, prompt) for name, prompt in zip(names, prompts, strict=True)])
     clips = _fitted(clips, model, family, pipe)
     check(
         len(clips.sizes) == 1 and len(clips.lengths) == 1,
@@ -164,20 +161,19 @@ def synthesize(
     clip = clips.longest(usual_clip(model, family))
     settings = {"frames": list(clips.lengths), "sizes": [list(clip.sizes[0])], "steps": steps}
     settings |= {"guidance": guidance, "seed": seed}
-    sources = {f"{number}: {prompt}": "" for number, prompt in enumerate(prompts)}
     with folder_for_results(Path(output)):
-        writer, missing = _writer(pipe, model, family, output, settings, sources)
-        left = [(number, prompt) for number, prompt in enumerate(prompts) if f"{number}: {prompt}" in missing]
+        writer, missing = _writer(pipe, model, family, output, settings, dict.fromkeys(names, ""))
+        left = [(number, name) for number, name in enumerate(names) if name in missing]
         pipe.set_progress_bar_config(disable=True)
         with writer:
-            shown = {"total": len(prompts), "initial": len(prompts) - len(left), "desc": "synthesize"}
-            for number, prompt in progress(left, **shown):
-                generator = generator_for(seed, "synthesize", number)
+            shown = {"total": len(names), "initial": len(names) - len(left), "desc": "synthesize"}
+            for number, name in progress(left, **shown):
+                prompt, generator = prompts[number], generator_for(seed, "synthesize", number)
                 latents = family.training.generate_latents(pipe, prompt, clip, steps, guidance, generator)
                 remedy = "use another precision, fewer or more steps, or another guidance"
                 _check_finite(latents, model, prompt, remedy)
                 sample = {"latents": latents, **family.training.encode_prompt(pipe, prompt)}
-                writer.add(f"{number}: {prompt}", prompt, _on_cpu(sample), bucket=(clip.frames, *clip.sizes[0]))
+                writer.add(name, prompt, _on_cpu(sample), bucket=(clip.frames, *clip.sizes[0]))
     return writer.index
 
 
@@ -192,21 +188,17 @@ def model_header(model: str, family: Family) -> dict[str, Any]:
 def _writer(
     pipe: Any, model: str, family: Family, output: str | Path, settings: dict[str, Any], contents: dict[str, str]
 ) -> tuple[CacheWriter, set[str]]:
-    """Open a cache, and return it with the sources that it lacks, or holds with other contents, which are dropped."""
+    """Open a cache, without samples of other sources than these, and return it with the sources that it lacks."""
     writer = CacheWriter(output, {**model_header(model, family), "settings": settings})
     writer.set_empty(_on_cpu(family.training.encode_prompt(pipe, "")))
     known = writer.index.contents
     changed = sorted(name for name in contents.keys() & known.keys() if contents[name] != known[name])
-    if changed:
-        logger.warning("%d files or captions have changed and are encoded again, such as %s.", len(changed), changed[0])
-    others = sorted(sample.source for sample in writer.index.samples if sample.source not in contents)
-    if others:
-        logger.warning(
-            "%s also holds %d samples that were not asked for now, such as %r; delete the folder to be rid of them.",
-            *(output, len(others), others[0]),
-        )
+    gone = sorted({sample.source for sample in writer.index.samples} - contents.keys())
+    for names, what in ((changed, "have changed and are encoded again"), (gone, "are gone, and so are their samples")):
+        if names:
+            logger.warning("%d files or captions %s, such as %s.", len(names), what, names[0])
     missing = {name for name in contents if name not in known or name == writer.index.unfinished} | set(changed)
-    writer.drop(changed)
+    writer.drop({*changed, *gone, *(known.keys() - contents.keys())})
     return writer, missing
 
 
@@ -217,25 +209,24 @@ def _fitted(clips: Clips | None, model: str, family: Family, pipe: Any) -> Clips
     return (clips or Clips.of(usual)).fitted(family, pipe.transformer, pipe.vae.config, begins_with_picture, usual)
 
 
-def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> list[Media]:
-    """Mark samples of shards whose caption the model does not take; raise for such files."""
-    checked: list[Media] = []
-    wrong: list[tuple[str, str]] = []
-    for item in media:
-        problem = item.problem
+def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> None:
+    """Raise ValueError for captions that the model does not take, and warn of those that it cuts."""
+    usable = [item for item in media if item.problem is None]
+    for item in usable:
         try:
-            if problem is None:
-                family.calling.check_prompt(pipe, item.caption)
+            family.calling.check_prompt(pipe, item.caption)
         except ValueError as error:
-            problem = str(error)
-            if item.offset is None:
-                wrong.append((item.name, problem))
-        checked.append(replace(item, problem=problem))
-    if wrong:
-        name, problem = wrong[0]
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ValueError(f"The captions of {name}{more} cannot be used: {problem}")
-    return checked
+            raise ValueError(f"The caption of {item.name} cannot be used: {error}") from error
+    conditions, tokenizer = family.inputs.conditions_of(pipe.transformer.config), getattr(pipe, "tokenizer", None)
+    if tokenizer is not None and conditions:
+        usual = conditions[0].sizes(pipe.transformer.config)[0]
+        limit = int(family.training.text_settings.get("max_sequence_length", usual))
+        long = [item.name for item in usable if len(tokenizer(item.caption).input_ids) > limit]
+        if long:
+            logger.warning(
+                "%d captions have more than the %d tokens that the model takes and are cut, such as that of %s.",
+                *(len(long), limit, long[0]),
+            )
 
 
 def _check_finite(latents: torch.Tensor, model: str, of: str, remedy: str) -> None:

@@ -1,5 +1,6 @@
 """Where data comes from: one folder of media, or several with a share, a prefix and a rule for missing captions."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,12 +11,12 @@ from ...errors import check
 from ...files import read_text
 from ...settings import Positive, PositiveInteger, Settings, read_yaml, settings
 from .clips import Clips
-from .media import NO_CAPTION, Media, find_media, list_media
+from .media import NO_CAPTION, Media, find_media
 
 
 @settings()
 class Source(Settings):
-    """A folder of videos and pictures with captions, or webdataset's tar shards."""
+    """A folder of videos and pictures with captions."""
 
     path: Annotated[str, Field(min_length=1)]
     """See :func:`~.media.find_media`; a relative one begins at the working directory."""
@@ -27,8 +28,7 @@ class Source(Settings):
     prefix: str = ""
     """Text before every caption."""
     missing_captions: Literal["error", "skip", "empty"] = "error"
-    """What is done about a file without a caption: raise, which members of shards never do; leave it out; or encode it
-    with the prefix alone."""
+    """What is done about a file without a caption: raise, leave it out, or encode it with the prefix alone."""
 
     def __post_init__(self) -> None:
         check(
@@ -55,13 +55,10 @@ class Sources(Settings):
             f"Either all sources have a share or none; got {', '.join(map(str, shares))}.",
         )
 
-    def media(self, listing: bool = False) -> list[Media]:
-        """Return the videos and images of all sources, with their captions.
+    def media(self) -> list[Media]:
+        """Return the videos and images of all sources, those without a caption with that problem unless it is empty.
 
         With several sources the name of a file begins with the path of its source.
-
-        Args:
-            listing: whether to return files that cannot be used with their problem, in place of raising.
 
         Raises:
             FileNotFoundError: a source is missing or empty.
@@ -69,14 +66,26 @@ class Sources(Settings):
         """
         found = []
         for source in self.sources:
-            needs_captions = source.missing_captions == "error"
-            for item in list_media(source.path) if listing else find_media(source.path, needs_captions):
+            for item in find_media(Path(source.path)):
                 is_empty = item.problem == NO_CAPTION and source.missing_captions == "empty"
                 name = f"{source.path}/{item.name}" if self.sources[1:] else item.name
                 problem = None if is_empty else item.problem
                 caption = f"{source.prefix}{item.caption}".strip() if problem is None else item.caption
                 found.append(replace(item, name=name, caption=caption, problem=problem, origin=source.path))
         return found
+
+    def check_captions(self, media: Sequence[Media]) -> None:
+        """Raise ValueError for files without a caption in a source where that is an error."""
+        for source in self.sources:
+            of_source = [item for item in media if item.origin == source.path]
+            missing = [item.name for item in of_source if item.problem == NO_CAPTION]
+            check(
+                source.missing_captions != "error" or not missing,
+                f"{source.path}: {len(missing)} of {len(of_source)} files have no caption or an empty one, such as "
+                f"{', '.join(missing[:5])}. Write one into a .txt of the same name, or list the files with file_name "
+                "and text in metadata.jsonl or metadata.csv; in a YAML file of sources, missing_captions: skip or "
+                "empty goes on without.",
+            )
 
 
 def read_sources(path: str | Path) -> Sources:

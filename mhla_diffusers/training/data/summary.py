@@ -1,71 +1,34 @@
-"""What data consists of: which files are used, by bucket, and why others are left out; before and after encoding."""
+"""What data consists of: which clips are used, by bucket and source, and why files are left out; pictures of some."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from torch import nn
 
+from ...devices import choose_device
 from ...families import Clip, trained_family
+from ...families.training import unscaled_latents
 from ...files import read_json
-from ...generation import family_of, pipeline_file
-from ...generation.pipelines import (
-    check_classes,
-    family_named,
-    pipeline_source,
-    transformer_without_weights,
-    usual_clip,
-)
+from ...generation import component_identity, family_of, pipeline_file
+from ...generation.pipelines import check_classes, pipeline_source, transformer_without_weights, usual_clip
 from ...reporting import progress, text_table, times
-from .batches import in_workers
-from .cache import INDEX_NAME, CachedSample, CachedSource, CacheIndex
+from ...errors import check
+from .cache import INDEX_NAME, CachedSample, CachedSource, CacheIndex, LatentCache
 from .clips import Clips
 from .encode import model_header
-from .media import NO_CAPTION, Media, Original, check_usable, try_read
+from .media import Media, read_ahead, try_read
 from .sources import Source, read_sources
 
-Table = tuple[list[str], list[list[str]]]
-"""Header and rows."""
-_FIRST_FRAME = Clips(1, 1000.0, ((1, 1),))
-"""Fits every file: what is read where no clip is asked for."""
-_SAME_RATE = 0.005
-"""Relative difference up to which two rates are one, as 29.97 and 30 frames per second."""
-_MOST_SIZES, _MOST_NAMES = 12, 3
-"""Sizes in a table of files that are not cut, and files that are named of those with one problem."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A clip, or a file that is left out or not cut, or a prompt of generated latents."""
-
-    name: str
-    caption: str = ""
-    problem: str | None = None
-    """Why it is left out; None if it is used."""
-    original: Original | None = None
-    """What it is before it is cut; None if left out or unknown."""
-    size: tuple[int, ...] | None = None
-    """The size that it is cut to, or its own where it is not cut; None if left out or unknown."""
-    frames: int = 0
-    """Its length, which with its size is its bucket; 0 where it is not cut."""
-    start: float = 0.0
-    """Time at which it begins in its file, in seconds."""
-    latents: tuple[int, ...] | None = None
-    """Shape of its latents, if known."""
-    media: Media | None = None
-    """Where it is read from; None in a cache."""
-    sample: CachedSample | None = None
-    """Its entry in the index of a cache."""
-
-    @property
-    def origin(self) -> str:
-        """Its source, as the settings name it; "" for prompts, and for what a cache has left out."""
-        where = self.media or self.sample
-        return "" if where is None else where.origin
+_MOST_REASONS = 20
+"""Files that are named of those left out."""
+_FRAMES, _SIDE, _GAP = 5, 192, 4
+"""Frames of a picture, the longest side of each in pixels, and pixels between them."""
 
 
 class DataModel:
@@ -91,244 +54,138 @@ class DataModel:
         picture = pipeline is not None and self.family.calling.begins_with_picture(pipeline, self.transformer.config)
         return clips.fitted(self.family, self.transformer, self.vae, picture, self.usual)
 
-    def latent_shape(self, clip: Clip) -> tuple[int, ...]:
+    def latent_shape(self, bucket: tuple[int, ...], fps: float) -> tuple[int, ...]:
         """Return the shape of the latents of a clip."""
-        return self.family.inputs.latent_shape(self.transformer.config, self.vae, clip)
+        frames, height, width = bucket
+        return self.family.inputs.latent_shape(self.transformer.config, self.vae, Clip(frames, fps, ((height, width),)))
 
     def tokens(self, latents: tuple[int, ...]) -> int:
         """Return how many tokens self-attention has for latents of a shape."""
         return prod(self.family.token_grid(self.transformer, torch.empty(1, *latents, device="meta")))
 
-    def problem_of(self, caption: str) -> str | None:
-        """Return why a caption cannot be used; None for any text, unless the model takes classes."""
-        try:
-            check_classes(self.name, self.family.name, [caption])
-        except ValueError as error:
-            return str(error)
-        return None
 
-    def check_made(self, index: CacheIndex) -> None:
-        """Raise ValueError unless latents were made with the autoencoder of the model."""
-        made, wanted = index.header.get("vae"), model_header(self.name, self.family)["vae"]
-        if made != wanted:
-            raise ValueError(
-                f"{index.folder} was made with vae={made!r}, but {self.name} has {wanted!r}; give the --model that it "
-                "was encoded with."
-            )
+@dataclass(frozen=True)
+class Entry:
+    """A clip, or a file that is left out."""
+
+    name: str
+    caption: str
+    problem: str | None = None
+    """Why it is left out; None if it is used."""
+    bucket: tuple[int, ...] = ()
+    """Frames, height and width."""
+    start: float = 0.0
+    """Time at which it begins in its file, in seconds."""
+    origin: str = ""
+    """Its source, as the settings name it."""
+    media: Media | None = None
+    """Where it is read from; None in a cache."""
+    sample: CachedSample | None = None
+    """Its entry in the index of a cache."""
 
 
+@dataclass(frozen=True)
 class DataSummary:
-    """Numbers of a folder of media or of latents.
+    """Numbers of a folder of media or of latents; as text a table."""
 
-    Args:
-        source: its name.
-        entries: all that was found.
-        clips: what files are cut to; None if they are not.
-        sources: folder of files, as its :class:`Media` or :class:`CachedSample` names it → how it is drawn from.
-        model: counts the tokens, if given.
-        index: of a folder of latents.
-        refusal: why ``mhla encode`` would not begin with these files; None if it would.
-    """
+    source: str
+    entries: Sequence[Entry]
+    clips: Clips
+    """What files are cut to."""
+    sources: Mapping[str, CachedSource | Source]
+    """Name of a source → how it is drawn from."""
+    model: DataModel | None = None
+    """Counts tokens, if given."""
 
-    def __init__(
-        self,
-        source: object,
-        entries: Sequence[Entry],
-        clips: Clips | None,
-        sources: Mapping[str, CachedSource | Source],
-        model: DataModel | None = None,
-        index: CacheIndex | None = None,
-        refusal: str | None = None,
-    ) -> None:
-        self.source, self.entries, self.clips, self.model, self.index = str(source), entries, clips, model, index
-        self.sources, self.refusal = sources, refusal
-        self.used = [entry for entry in entries if entry.problem is None]
-        self.left_out = [entry for entry in entries if entry.problem is not None]
+    @property
+    def used(self) -> list[Entry]:
+        """The clips."""
+        return [entry for entry in self.entries if entry.problem is None]
 
     def __str__(self) -> str:
-        parts = [self.headline()]
-        if self.used:
-            parts += [text_table(*table, right=True) for table in self.tables()]
-        if self.left_out:
-            parts.append("Left out:\n" + "\n".join(f"  {line}" for line in self.reasons()))
-        return "\n\n".join([*parts, self.captions()])
+        names, used = {entry.name for entry in self.entries}, {entry.name for entry in self.used}
+        lines = [f"{self.source}: {len(used)} of {len(names)} files are used, as {len(self.used)} clips."]
+        if used:
+            lines += self._tables()
+        if left_out := [entry for entry in self.entries if entry.problem is not None]:
+            shown = [f"  {entry.name}: {entry.problem}" for entry in left_out[:_MOST_REASONS]]
+            more = [f"  and {len(left_out) - len(shown)} more"] * (len(left_out) > len(shown))
+            lines.append("\n".join(["Left out:", *shown, *more]))
+        captions = Counter({entry.name: entry.caption for entry in self.used}.values())
+        shared = sum(count for count in captions.values() if count > 1)
+        return "\n\n".join([*lines, f"Captions: {shared} files share theirs with another."])
 
-    def headline(self) -> str:
-        """Return how many files are used, and what they are cut to."""
-        clips, used = self.clips, {entry.name for entry in self.used}
-        found = f"{self.source}: {len(used)} of {len({entry.name for entry in self.entries})} files are"
-        if clips is None:
-            return f"{found} readable; with --model, or --frames, --fps and --size, it is counted which can be used."
-        sizes = ", ".join(map(times, clips.sizes)) if isinstance(clips.sizes, tuple) else clips.sizes
-        if clips.lengths == (1,):
-            return f"{found} used, as images of {sizes}."
-        lengths = " and ".join(", ".join(map(str, clips.lengths)).rsplit(", ", 1))
-        seconds = _range([f"{length / clips.fps:.3g}" for length in clips.lengths if length > 1])
-        kinds = f"{lengths} frames of {sizes} at {clips.fps:g} fps ({seconds} s)"
-        return f"{found} used, as {f'{len(self.used)} clips of ' * (len(self.used) > len(used))}{kinds}."
-
-    def tables(self) -> list[Table]:
-        """Return header and rows of each table: by bucket, and by source where there are several."""
-        sources: dict[str, list[Entry]] = {}
-        for entry in self.used:
-            sources.setdefault(entry.origin, []).append(entry)
-        if len(sources) < 2:
-            return [self._table_of_buckets()]
-        # where a source has a share, all have
-        drawn = {name: self.sources[name].share or len(sources[name]) * self.sources[name].repeats for name in sources}
+    def _tables(self) -> list[str]:
+        """Return a table of buckets, and one of sources where there are several."""
+        buckets: dict[tuple[int, ...], list[Entry]] = {}
+        for entry in sorted(self.used, key=lambda entry: entry.bucket):
+            buckets.setdefault(entry.bucket, []).append(entry)
+        header = ["size", "frames", "files", "clips", "hours", *["latents", "tokens"] * (self.model is not None)]
         rows = []
-        for name, group in sources.items():
-            counts = [str(len({entry.name for entry in group})), str(len(group))]
-            rows.append([name, *counts, f"{drawn[name] / sum(drawn.values()):.0%}"])
-        return [self._table_of_buckets(), (["source", "files", "samples", "share of an epoch"], rows)]
-
-    def _table_of_buckets(self) -> Table:
-        """Return a row per bucket, and one of all if there are several."""
-        buckets = Counter((entry.frames, entry.size) for entry in self.used)
-        shown = {bucket for bucket, _ in buckets.most_common(None if self.clips else _MOST_SIZES)}
-        groups: dict[tuple[str, str], list[Entry]] = {}
-        for entry in sorted(
-            self.used, key=lambda entry: (entry.frames, -buckets[entry.frames, entry.size], entry.size or ())
-        ):
-            size = times(entry.size) if (entry.frames, entry.size) in shown else "others"
-            groups.setdefault((size, str(entry.frames)), []).append(entry)
-        if len(groups) > 1:
-            groups["all", "all"] = self.used
-        rows = [self._row(group) for group in groups.values()]
-        several = len({entry.frames for entry in self.used}) > 1
-        names = [[size, frames] if several else [size] for size, frames in groups]
-        header = list(dict.fromkeys(key for row in reversed(rows) for key in row))
-        cells = [[*name, *(row.get(key, "-") for key in header)] for name, row in zip(names, rows, strict=True)]
-        return ["size", *["frames"] * several, *header], cells
-
-    def _row(self, group: Sequence[Entry]) -> dict[str, str]:
-        """Return column → cell of a bucket, without what is not known."""
-        clips, files = self.clips, {entry.name: entry for entry in group}
-        row = {"files": str(len(files))}
-        if len(self.used) > len({entry.name for entry in self.used}):
-            row["clips"] = str(len(group))
-        cut = [(entry.original, entry.size) for entry in files.values() if entry.original and entry.size]
-        videos = [original for original, _ in cut if original.seconds]
-        if clips and cut:
-            sizes = sorted((original.height * original.width, original.height, original.width) for original, _ in cut)
-            row["of sizes"] = _range([times(size) for _, *size in sizes])
-            scales = [scale for original, size in cut if (scale := original.scale_to(size)) > 1]
-            row["enlarged"] = f"{len(scales)} (to {max(scales):.2g} x)" if scales else "0"
-            row["cropped"] = f"to {max(original.share_cropped(size) for original, size in cut):.0%}"
-        if videos:
-            row["seconds"] = _range([f"{length:.3g}" for length in sorted(video.seconds for video in videos)])
-            row["fps"] = _range([f"{rate:.4g}" for rate in sorted(video.fps for video in videos)])
-            if clips:
-                row["new rate"] = str(sum(abs(video.fps - clips.fps) > _SAME_RATE * clips.fps for video in videos))
-                row["repeated"] = str(sum(video.repeats for video in videos))
-            row["hours"] = f"{sum(video.seconds for video in videos) / 3600:.3g}"
-        if clips and clips.lengths[-1] > 1:
-            seconds = sum(entry.frames / clips.fps for entry in group if entry.frames > 1)
-            row["hours used"] = f"{seconds / 3600:.3g}"
-        shapes = {entry.latents for entry in group if entry.latents}
-        if len(shapes) == 1:
-            row["latents"] = times(*shapes)
-        if self.model and shapes:
-            row["tokens"] = _range([str(count) for count in sorted(map(self.model.tokens, shapes))])
-        return row
-
-    def reasons(self) -> list[str]:
-        """Return a line per kind of problem: how many files, one problem in full, and the first names."""
-        groups: dict[str, list[Entry]] = {}
-        for entry in self.left_out:
-            groups.setdefault(str(entry.problem).partition(":")[0], []).append(entry)
-        lines = []
-        for group in sorted(groups.values(), key=len, reverse=True):
-            names = ", ".join(entry.name for entry in group[:_MOST_NAMES]) + ", …" * (len(group) > _MOST_NAMES)
-            lines.append(f"{len(group)}  {names}: {str(group[0].problem).rstrip('.')}")
-        return lines
-
-    def captions(self) -> str:
-        """Return how many captions are missing, and how many files share theirs with another."""
-        alone = {name: source.prefix.strip() for name, source in self.sources.items()}
-        files = {entry.name: entry for entry in self.entries}.values()
-        used = [entry for entry in files if not entry.problem]
-        given = [entry.caption for entry in used if entry.caption != alone.get(entry.origin, "")]
-        missing = sum(entry.problem == NO_CAPTION for entry in files) + len(used) - len(given)
-        counts = Counter(given)
-        shared = [count for count in counts.values() if count > 1]
-        text = f"Captions: {missing} missing; {sum(shared)} files share theirs with another"
-        if not shared:
-            return f"{text}."
-        caption, count = counts.most_common(1)[0]
-        return f"{text}, the most ({count}) {caption!r}."
+        for bucket, group in buckets.items():
+            frames, *size = bucket
+            hours = len(group) * frames / self.clips.fps / 3600 if frames > 1 else 0
+            row = [times(size), str(frames), str(len({entry.name for entry in group})), str(len(group)), f"{hours:.3g}"]
+            if self.model is not None:
+                latents = self.model.latent_shape(bucket, self.clips.fps)
+                row += [times(latents), str(self.model.tokens(latents))]
+            rows.append(row)
+        tables = [text_table(header, rows, right=True)]
+        counts = Counter(entry.origin for entry in self.used)
+        if len(counts) > 1:
+            # where a source has a share, all have
+            drawn = {
+                name: self.sources[name].share or count * self.sources[name].repeats for name, count in counts.items()
+            }
+            rows = [[name, str(counts[name]), f"{drawn[name] / sum(drawn.values()):.0%}"] for name in counts]
+            tables.append(text_table(["source", "clips", "share of an epoch"], rows, right=True))
+        return tables
 
 
 def summarize(
-    source: str | Path, clips: Clips | None = None, model: str | None = None, workers: int = 0
+    source: str | Path, clips: Clips | None = None, model: str | None = None, workers: int = 1
 ) -> DataSummary:
-    """Summarize a folder of media, tar shards, a YAML file of sources, or a folder of latents.
+    """Summarize a folder of media, a YAML file of sources, or a folder of latents.
 
     Media are read as :func:`~.encode.encode_folder` reads them, so what is left out here is left out there.
 
     Args:
         source: see :func:`~.sources.read_sources`, or a folder of ``mhla encode`` or ``mhla synthesize``.
-        clips: what to cut out of every file; by default what the YAML file says, else the model's, and without a model
-            the files are not cut.
+        clips: what to cut out of every file; by default what the YAML file says, else the model's.
         model: Hub id or folder of the pipeline to encode with, or of that which has encoded.
-        workers: processes that read files.
+        workers: threads that read files.
 
     Raises:
         FileNotFoundError: no such source or model, or nothing in it.
-        ValueError: damaged metadata or index, clips that the model cannot take or for a folder of latents, or
-            latents of another autoencoder.
+        ValueError: damaged metadata or index, no clips or such that the model cannot take or for a folder of latents,
+            captions that are no class of a DiT, or latents of another autoencoder.
     """
     described = None if model is None else DataModel(model)
     if (Path(source) / INDEX_NAME).is_file():
-        index = CacheIndex.read(Path(source))
-        if clips is not None:
-            raise ValueError(
-                f"{source} is encoded, with {index.header['settings']}; leave out frames, fps and size, or give the "
-                "folder of the files."
-            )
-        if not index.skipped:
-            index.check_begun()
+        index = LatentCache(source).index
+        check(
+            clips is None,
+            f"{source} is encoded, with {index.header['settings']}; leave out frames, fps and size, or give the folder "
+            "of the files.",
+        )
         return summarize_cache(index, described)
     sources = read_sources(source)
     clips = clips or sources.clip
     if described is not None:
         clips = described.fitted(clips or Clips.of(described.usual))
-    if clips is not None and isinstance(clips.sizes, str):
-        raise ValueError(f"sizes={clips.sizes!r} depend on the model; give --model too, or the sizes.")
-    media, refusal = sources.media(listing=True), None
-    try:
-        for part in sources.sources:
-            of_source = [item for item in media if item.origin == part.path]
-            check_usable(part.path, of_source, needs_captions=part.missing_captions == "error")
-    except (ValueError, FileNotFoundError) as error:
-        refusal = str(error)
+    if clips is None or isinstance(clips.sizes, str):
+        raise ValueError(f"What is cut out of {source} depends on the model; give --model, or frames, fps and size.")
+    media = sources.media()
     if described is not None:
-        problems = {caption: described.problem_of(caption) for caption in {item.caption for item in media}}
-        wrong = [item for item in media if item.problem is None and item.offset is None and problems[item.caption]]
-        refusal = refusal or (f"{wrong[0].name}: {problems[wrong[0].caption]}" if wrong else None)
-        media = [replace(item, problem=item.problem or problems[item.caption]) for item in media]
+        check_classes(described.name, described.family.name, {item.caption for item in media if item.problem is None})
     entries = []
-    for item, found in progress(
-        in_workers(media, partial(_look, clips or _FIRST_FRAME), workers), total=len(media), desc="read"
-    ):
-        for one in found:
-            if isinstance(one, str):
-                entries.append(Entry(item.name, item.caption, one, media=item))
-                continue
-            original, (frames, *size), start = one
-            if clips is None:
-                own = original.height, original.width
-                entries.append(Entry(item.name, item.caption, None, original, own, media=item))
-                continue
-            latents = None
-            if described is not None:
-                latents = described.latent_shape(Clip(frames, clips.fps, (tuple(size),)))
-            place = tuple(size), frames, start, latents
-            entries.append(Entry(item.name, item.caption, None, original, *place, media=item))
-    if all(entry.problem for entry in entries):
-        refusal = refusal or "none of its files can be used."
-    by_path = {one.path: one for one in sources.sources}
-    return DataSummary(source, entries, clips, by_path, described, refusal=refusal)
+    for item, found in progress(read_ahead(media, clips, workers), total=len(media), desc="read"):
+        for clip in found:
+            if isinstance(clip, str):
+                entries.append(Entry(item.name, item.caption, clip, origin=item.origin, media=item))
+            else:
+                entries.append(Entry(item.name, item.caption, None, clip.bucket, clip.start, item.origin, item))
+    return DataSummary(str(source), entries, clips, {one.path: one for one in sources.sources}, described)
 
 
 def summarize_cache(index: CacheIndex, model: DataModel | None = None) -> DataSummary:
@@ -338,28 +195,103 @@ def summarize_cache(index: CacheIndex, model: DataModel | None = None) -> DataSu
         ValueError: they were made with another model's autoencoder.
     """
     if model is not None:
-        model.check_made(index)
+        made, wanted = index.header.get("vae"), model_header(model.name, model.family)["vae"]
+        check(
+            made == wanted,
+            f"{index.folder} was made with vae={made!r}, but {model.name} has {wanted!r}; give the --model that it was "
+            "encoded with.",
+        )
     made = index.header["settings"]
-    # generated latents have no rate of their own
-    fps = made["fps"] if "fps" in made else family_named(index.header["family"]).default_clip.fps
-    rules = {name: made[name] for name in ("extract", "count", "stride", "upscale") if name in made}
-    clips = Clips.read({"frames": made["frames"], "fps": fps, "sizes": made["sizes"], **rules})
-    entries = []
-    for one in index.samples:
-        frames, *size = one.bucket
-        original = index.originals.get(one.source)
-        place = tuple(size), frames, one.start, one.shape
-        entries.append(Entry(one.source, one.caption, None, original, *place, sample=one))
-    entries += [Entry(name, problem=problem) for name, problem in index.skipped.items()]
-    return DataSummary(index.folder, entries, clips, index.sources, model, index)
+    clips = Clips(tuple(made["frames"]), made.get("fps", 1.0), made["sizes"])
+    entries = [
+        Entry(one.source, one.caption, None, one.bucket, one.start, one.origin, sample=one) for one in index.samples
+    ]
+    entries += [Entry(name, "", problem) for name, problem in index.skipped.items()]
+    return DataSummary(str(index.folder), entries, clips, index.sources, model)
 
 
-def _look(clips: Clips, media: Media) -> Iterator[tuple[Original, tuple[int, ...], float] | str]:
-    """Read a file as it would be encoded, and yield what it is, bucket and start of each clip, or a problem."""
-    for clip in try_read(clips, media):
-        yield clip if isinstance(clip, str) else (clip.original, clip.bucket, clip.start)
+def write_pictures(
+    summary: DataSummary, count: int, folder: Path, device: str = "auto", dtype: torch.dtype = torch.float32
+) -> list[str]:
+    """Write a JPEG of each of some clips, evenly over the buckets: frames as they are trained on, or decoded latents.
+
+    Args:
+        summary: of media, or of latents with their model.
+        count: of clips; all if there are fewer.
+        folder: gets ``0.jpg`` and so on.
+        device: to decode on.
+        dtype: of the autoencoder.
+
+    Returns:
+        A line per clip: picture, name and caption.
+
+    Raises:
+        ValueError: nothing to show, damaged latents, or latents that the autoencoder does not decode by itself.
+        OSError: the folder cannot be written.
+    """
+    used = sorted(summary.used, key=lambda entry: (entry.bucket, entry.name, entry.start))
+    check(bool(used), f"{summary.source} holds nothing to show: all of its files are left out.")
+    cache = decode = None
+    if used[0].media is None:
+        check(summary.model is not None, "Latents are decoded with the model that encoded them; give --model.")
+        cache, decode = LatentCache(summary.source), _Decoder(summary.model, device, dtype)  # type: ignore[arg-type]
+    folder.mkdir(parents=True, exist_ok=True)
+    lines, count = [], min(count, len(used))
+    for number in progress(range(count), desc="preview"):
+        entry, file = used[number * len(used) // count], folder / f"{number}.jpg"
+        if cache is not None and decode is not None and entry.sample is not None:
+            pixels = decode(cache.read(entry.sample)["latents"])
+        else:
+            assert entry.media is not None
+            found = (clip for clip in try_read(summary.clips, entry.media) if not isinstance(clip, str))
+            pixels = next(clip for clip in found if (clip.start, clip.bucket) == (entry.start, entry.bucket)).pixels
+        _row(pixels).save(file, quality=90)
+        lines.append(f"{file}: {entry.name}: {entry.caption}")
+    return lines
 
 
-def _range(texts: Sequence[str]) -> str:
-    """Return the first and the last of sorted values, or the one that both are."""
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+def _row(clip: torch.Tensor) -> Image.Image:
+    """Arrange evenly spaced frames of a clip, uint8 (3, F, H, W), in a row."""
+    shown = torch.linspace(0, clip.shape[1] - 1, min(_FRAMES, clip.shape[1])).round().int().tolist()
+    pictures = [Image.fromarray(clip[:, number].permute(1, 2, 0).numpy()) for number in shown]
+    for picture in pictures:
+        picture.thumbnail((_SIDE, _SIDE))
+    width = pictures[0].width + _GAP
+    row = Image.new("RGB", (len(pictures) * width - _GAP, pictures[0].height), "white")
+    for column, picture in enumerate(pictures):
+        row.paste(picture, (column * width, 0))
+    return row
+
+
+class _Decoder:
+    """Decodes latents of a cache with the autoencoder of a model, the only part of it that is loaded.
+
+    Raises:
+        OSError: the model has no such weights.
+    """
+
+    def __init__(self, model: DataModel, device: str, dtype: torch.dtype) -> None:
+        import diffusers
+
+        self._model, self._device = model, choose_device(device)
+        cls = getattr(diffusers, component_identity(model.name, "vae").split(" ")[0])
+        self._vae: Any = cls.from_pretrained(model.name, subfolder="vae", torch_dtype=dtype).to(self._device)
+        self._takes_frames = any(isinstance(module, nn.Conv3d) for module in self._vae.modules())
+
+    @torch.no_grad()
+    def __call__(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode latents (C, F, H, W) or (C, H, W), without the channels of a picture, to uint8 (3, frames, H, W)."""
+        vae, config = self._vae, self._vae.config
+        channels = config["z_dim"] if "z_dim" in config else config["latent_channels"]
+        check(
+            channels in (len(latents), self._model.transformer.config.get("out_channels")),
+            f"Latents of {len(latents)} channels are not those of {type(vae).__name__}, which has {channels}: "
+            f"{self._model.family.name} changes them after encoding, and they cannot be shown.",
+        )
+        frames = latents[:channels] if latents.ndim == 4 else latents[:channels, None]
+        batch = unscaled_latents(vae, frames[None] if self._takes_frames else frames.transpose(0, 1))
+        # the time of a decoder that also removes noise: none is left
+        time = {"temb": torch.zeros(1, device=self._device)} if config.get("timestep_conditioning") else {}
+        decoded = vae.decode(batch.to(self._device, vae.dtype), **time).sample.float()
+        pixels = decoded[0] if self._takes_frames else decoded.transpose(0, 1)
+        return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()

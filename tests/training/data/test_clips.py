@@ -1,7 +1,6 @@
 """Clips of several lengths and places, their buckets, and data of several sources."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import torch
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.pixels import UnreadableMediaError
 from mhla_diffusers.training import train
-from mhla_diffusers.training.data.batches import BatchOrder, in_workers
+from mhla_diffusers.training.data.batches import BatchOrder
 from mhla_diffusers.training.data.cache import CacheIndex, LatentCache
 from mhla_diffusers.training.data.clips import Clips
 from mhla_diffusers.training.data.encode import encode_folder
 from mhla_diffusers.training.data.media import Media, read_clips
 from mhla_diffusers.training.data.sources import Source, Sources, read_sources
-from mhla_diffusers.training.data.summary import summarize, summarize_cache
+from mhla_diffusers.training.data.summary import DataModel, summarize, summarize_cache
 
 from ...models import wan
 from ...refusals import refused
@@ -106,18 +105,6 @@ def test_clips_and_sources_that_are_not_allowed_are_refused(settings, named, tmp
         read_sources(tmp_path / "data.yaml")
 
 
-def _several(item: int) -> Iterator[tuple[int, int]]:
-    for number in range(item):
-        yield item, number
-
-
-def test_results_come_in_the_order_of_the_items_whoever_computes_them() -> None:
-    items = [2, 0, 5, 1, 0, 3]
-    alone = [(item, list(results)) for item, results in in_workers(items, _several, 0)]
-    assert [(item, list(results)) for item, results in in_workers(items, _several, 3)] == alone
-    assert alone[2][1] == [(5, number) for number in range(5)]
-
-
 def test_samples_are_drawn_by_their_weights() -> None:
     """The same samples in every step however the steps are reached, and every one at least once in an epoch."""
     shapes, weights = [(4, 8, 8)] * 8 + [(4, 4, 16)] * 4, [2.25] * 4 + [1.0] * 8
@@ -160,9 +147,9 @@ sources:
 def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(sources: Path, tmp_path: Path) -> None:
     pipe, model = wan_pipeline(), str(tmp_path / "model")
     pipe.save_pretrained(model)
-    for workers in (0, 2):
+    for workers in (1, 2):
         encode_folder(pipe, model, sources, tmp_path / f"cache-{workers}", workers=workers)
-    index = CacheIndex.read(tmp_path / "cache-0")
+    index = CacheIndex.read(tmp_path / "cache-1")
     assert CacheIndex.read(tmp_path / "cache-2").samples == index.samples
     videos, pictures = tmp_path / "videos", tmp_path / "pictures"
     found = [(Path(one.source).name, one.bucket, one.start, one.caption) for one in index.samples]
@@ -182,24 +169,15 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
     ]
     assert list(index.skipped) == [f"{videos}/small.mp4"] and "enlarged 2 times" in index.skipped[f"{videos}/small.mp4"]
 
-    before, after = summarize(sources, model=model), summarize_cache(index)
-    assert [(e.frames, e.size, e.start) for e in before.used] == [(e.frames, e.size, e.start) for e in after.used]
-    (header, lines), (_, by_source) = after.tables()
-    assert before.tables()[1][1] == by_source and [row[1:] for row in by_source] == [
-        ["2", "8", "75%"],
-        ["3", "3", "25%"],
-    ]
-    assert before.captions() == after.captions() and "Captions: 1 missing; 4 files share" in after.captions()
-    rows = {tuple(row[:2]): dict(zip(header, row, strict=True)) for row in lines}
-    assert (
-        rows["32x32", "5"]["clips"] == "2"
-        and rows["32x32", "5"]["files"] == "1"
-        and rows["all", "all"]["clips"] == "11"
-    )
-    assert "5 of 6 files are used, as 11 clips of 1 and 5 frames" in str(after) and "1 missing" in str(after)
+    before, after = summarize(sources, model=model), summarize_cache(index, DataModel(model))
+    tables = [str(summary).split("\n\n", 1)[1] for summary in (before, after)]
+    assert tables[0] == tables[1]
+    for line in ("32x32       5      1      2", "8                75%", "3                25%"):
+        assert line in tables[0]
+    assert "5 of 6 files are used, as 11 clips" in str(after) and "4 files share theirs" in str(after)
 
     # shares of 3 to 1 from eight clips and three pictures; the last samples, which are held out, are of both
-    cache = LatentCache(tmp_path / "cache-0")
+    cache = LatentCache(tmp_path / "cache-1")
     order = BatchOrder(cache.shapes, 1, 0, cache.weights)
     drawn = Counter(cache.samples[order[step][0]].origin for step in range(order.batches_per_epoch))
     assert drawn[str(videos)] / drawn[str(pictures)] == pytest.approx(3, rel=0.15)
@@ -231,16 +209,17 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
 
     # another share needs no encoding
     sources.write_text(sources.read_text().replace("share: 3", "share: 1"))
-    encode_folder(pipe, model, sources, tmp_path / "cache-0")
-    assert LatentCache(tmp_path / "cache-0").weights == pytest.approx(
+    encode_folder(pipe, model, sources, tmp_path / "cache-1")
+    assert LatentCache(tmp_path / "cache-1").weights == pytest.approx(
         [1.0 if "videos" in one.origin else 8 / 3 for one in cache.samples]
     )
 
 
 def test_a_missing_caption_raises_is_left_out_or_encoded_empty(sources: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "pictures")
+    sources_with_error = Sources((Source(folder),))
     with refused("1 of 3 ", " c.png"):
-        Sources((Source(folder),)).media()
+        sources_with_error.check_captions(sources_with_error.media())
     left_out = Sources((Source(folder, missing_captions="skip", prefix="art: "),)).media()
     assert [(item.caption, bool(item.problem)) for item in left_out] == [
         ("art: a cube", False),

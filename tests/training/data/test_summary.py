@@ -1,7 +1,6 @@
-"""Summary and preview of data, before and after encoding."""
+"""Summary and pictures of data, before and after encoding."""
 
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +11,13 @@ from typer.testing import CliRunner
 from mhla_diffusers.cli import app
 from mhla_diffusers.tiny import pipeline_folder
 from mhla_diffusers.training.data.clips import Clips
-from mhla_diffusers.training.data.sheets import write_sheets
 from mhla_diffusers.training.data.summary import summarize
 
 from ...refusals import refused
 from ..pipelines import write_frames, write_image, write_video
 
 CLIP = Clips(frames=9, fps=6.0, sizes=((64, 64), (64, 96)), upscale=True)
-OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--upscale", "--precision", "no", "--workers", 0)
+OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--upscale", "--precision", "no")
 TINY_WAN = str(pipeline_folder("wan"))
 
 
@@ -42,80 +40,52 @@ def videos(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So wide that no row of a table goes on in a further line."""
-    monkeypatch.setenv("COLUMNS", "300")
+def _rows(text: str) -> list[list[str]]:
+    """Cells of the table of buckets."""
+    return [re.split(r"\s{2,}", line.strip()) for line in text.split("\n\n")[1].splitlines()]
 
 
-def _height(picture: Path) -> int:
-    return Image.open(picture).height
-
-
-def _rows(text: str) -> dict[str, dict[str, str]]:
-    """Size → column → cell of the printed table."""
-    lines = text.split("\n\n")[1].splitlines()
-    header, *rows = (re.split(r"\s{2,}", line.strip()) for line in lines)
-    return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-
-
-def test_numbers_of_files(videos: Path) -> None:
+def test_numbers_of_files_and_every_reason(videos: Path) -> None:
     text = str(summarize(videos, CLIP, TINY_WAN))
-    assert f"{videos}: 3 of 7 files are used, as 9 frames of 64x64, 64x96 at 6 fps (1.5 s)." in text
-    assert "as 9 frames of 64x64 at 6 fps" in str(summarize(videos, model="tiny-wan")), "its own clip"
-    rows = _rows(text)
-    assert rows.keys() == {"64x64", "64x96", "all"}
-    assert rows["64x96"]["files"] == "1" and rows["64x96"]["of sizes"] == "64x96"
-    assert rows["64x96"]["fps"] == "12" and rows["64x96"]["seconds"] == "1.67"
-    every = rows["all"]
-    assert every["of sizes"] == "32x32 to 64x96" and every["fps"] == "3 to 12"
-    assert (every["new rate"], every["repeated"], every["enlarged"]) == ("2", "1", "1 (to 2 x)")
-    assert every["cropped"] == "to 11%"  # 64x72 to a square
-    assert float(every["hours used"]) == pytest.approx(3 * 1.5 / 3600, rel=0.01)
-    assert rows["64x64"]["latents"] == "4x9x16x16" and rows["64x96"]["latents"] == "4x9x16x24"
-    tokens = [int(rows[size]["tokens"]) for size in ("64x64", "64x96")]
-    assert tokens[1] == tokens[0] * 3 // 2 and every["tokens"] == f"{tokens[0]} to {tokens[1]}"
+    assert f"{videos}: 3 of 7 files are used, as 3 clips." in text
+    header, *rows = _rows(text)
+    assert header == ["size", "frames", "files", "clips", "hours", "latents", "tokens"]
+    assert [row[:4] for row in rows] == [["64x64", "9", "2", "2"], ["64x96", "9", "1", "1"]]
+    assert [row[5] for row in rows] == ["4x9x16x16", "4x9x16x24"]
+    assert int(rows[1][6]) == int(rows[0][6]) * 3 // 2
     for reason in ("short.mp4: too short", "mute.mp4: it has no caption", "picture.png: an image", "broken.mp4: not a"):
-        assert f"1  {reason}" in text
-    assert "1 missing; 2 files share theirs with another, the most (2) 'a seven moving left'" in text
-
-
-def test_files_without_a_clip_are_told_as_they_are(videos: Path, tmp_path: Path) -> None:
-    summary = summarize(videos)
-    rows = _rows(str(summary))
-    assert "5 of 7 files are readable; with --model" in str(summary)
-    assert rows["64x64"]["files"] == "2" and rows["64x64"]["seconds"] == "0.667" and "hours used" not in rows["all"]
-    lines = write_sheets(summary, 9, tmp_path / "sheets")
-    assert len(lines) == len(list((tmp_path / "sheets").glob("*.jpg"))) == 5
+        assert f"\n  {reason}" in text
+    assert "Captions: 2 files share theirs with another" in text
 
 
 def test_options_that_do_not_fit_are_refused(videos: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
-    shutil.copy(videos / "broken.mp4", broken)
+    (broken / "broken.mp4").write_bytes(b"no video")
+    (broken / "broken.txt").write_text("a ball")
 
     def data(*options: object) -> None:
         CliRunner().invoke(app, ["data", *map(str, options)], catch_exceptions=False)
 
     with refused("--fps, --size"):
         data(videos, "--frames", 9)
+    with refused("--model"):
+        data(videos)
     with refused("63x64", " 8", "64x64"):
         data(videos, "--model", TINY_WAN, "--size", "63x64")
-    with refused("/broken "):
-        data(broken, "--preview", 1, "--output", tmp_path / "sheets")
+    for preview in ((), ("--preview", 1, "--output", tmp_path / "pictures")):
+        with refused("/broken "):
+            data(broken, "--model", TINY_WAN, *preview)
 
 
-def test_an_encoded_folder_shows_its_latents_beside_the_source(videos: Path, tmp_path: Path) -> None:
-    (videos / "mute.txt").write_text("a seven")
-    sheets, latents = tmp_path / "sheets", tmp_path / "latents"
+def test_what_is_encoded_is_what_was_announced_and_is_shown(videos: Path, tmp_path: Path) -> None:
+    pictures, latents = tmp_path / "pictures", tmp_path / "latents"
 
     def run(*arguments: object) -> str:
         result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--output", sheets)
-    (videos / "mute.txt").write_text("")
     ended = [
         CliRunner().invoke(app, list(map(str, (*arguments, "--model", TINY_WAN, *OPTIONS))))
         for arguments in (("data", videos), ("encode", "--source", videos, "--output", latents))
@@ -124,21 +94,22 @@ def test_an_encoded_folder_shows_its_latents_beside_the_source(videos: Path, tmp
     for result in ended:
         assert result.exit_code == 1 and "1 of 7 files have no caption" in str(result.exception)
     (videos / "mute.txt").write_text("a seven")
-    assert "wide.mp4: a <three> bouncing" in before and len(list(sheets.glob("*.jpg"))) == 4
-    assert {_height(sheets / f"{number}.jpg") for number in range(4)} == {64}
+    before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--output", pictures)
+    assert "wide.mp4: a <three> bouncing" in before and len(list(pictures.glob("*.jpg"))) == 4
+    shown = [np.asarray(Image.open(pictures / f"{number}.jpg")).astype(float) for number in range(4)]
     encoded = run("encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS)
-    after = run("data", latents, "--model", "tiny-wan", "--precision", "no", "--preview", 3, "--output", sheets)
+    common = ("--precision", "no", "--preview", 4, "--output", pictures)
+    after = run("data", latents, "--model", "tiny-wan", *common)
     assert _rows(encoded) == _rows(before) == _rows(after)
     assert "Left out:" in after and "4 of 7 files are used" in after
-    for number in range(3):  # decoded latents look like the frames above them
-        pixels = np.asarray(Image.open(sheets / f"{number}.jpg")).astype(float)
-        assert len(pixels) == 2 * 64 + 4
-        assert np.square(pixels[:64] - pixels[-64:]).mean() < 255**2 / 10**2, "20 dB"
-    run("data", latents, "--preview", 2, "--output", sheets)
-    assert {_height(sheets / f"{number}.jpg") for number in range(2)} == {64}
-    videos.rename(tmp_path / "elsewhere")
-    shown = run("data", latents, "--model", TINY_WAN, "--precision", "no", "--preview", 2, "--output", sheets)
-    assert shown.count("the file is not where") == 2
-    assert {_height(sheets / f"{number}.jpg") for number in range(2)} == {64}
+    for number in range(4):  # decoded latents look like the frames
+        decoded = np.asarray(Image.open(pictures / f"{number}.jpg")).astype(float)
+        assert np.square(decoded - shown[number]).mean() < 255**2 / 10**2, "20 dB"
+    (videos / "mute.mp4").unlink()
+    assert "3 of 6 files are used" in run(
+        "encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS
+    )
     with refused("is encoded"):
         summarize(latents, CLIP)
+    with refused("--model"):
+        run("data", latents, "--preview", 1)
