@@ -208,19 +208,12 @@ def _clips(
     from .data.clips import Clips
     from .data.sources import read_sources
 
-    shapes = sizes[0] if sizes and sizes[0].startswith("auto") else tuple(map(parse_size, sizes or ())) or None
-    wanted: dict[str, Any] = {"frames": tuple(frames or ()) or None, "fps": fps, "sizes": shapes}
-    given = {name: value for name, value in wanted.items() if value is not None}
-    if not given and not upscale:
+    shapes = sizes[0] if sizes and sizes[0].startswith("auto") else tuple(map(parse_size, sizes or ()))
+    wanted = {"frames": tuple(frames or ()), "fps": fps, "sizes": shapes, "upscale": upscale}
+    given: dict[str, Any] = {name: value for name, value in wanted.items() if value}
+    if not given:
         return None
     base = None if source is None else read_sources(source).clip
     if base is None and model is not None:
         base = Clips.of(usual_clip(model, family_of(model)))
-    changed = {**given, "upscale": True} if upscale else given
-    if base is not None:
-        return replace(base, **changed)
-    if len(given) < len(wanted):
-        names = {"frames": "--frames", "fps": "--fps", "sizes": "--size"}
-        missing = ", ".join(option for name, option in names.items() if name not in given)
-        raise ValueError(f"Without --model all of --frames, --fps and --size are needed; give {missing} too.")
-    return Clips(**changed)
+    return Clips.read(given) if base is None else replace(base, **given)

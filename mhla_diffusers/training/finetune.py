@@ -1,7 +1,6 @@
 """Adapt a pipeline by name; model, patch and data are checked before any weights are loaded."""
 
 import logging
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,6 @@ from ..files import folder_for_results, read_json
 from ..generation import family_of, load_pipeline, pipeline_file
 from ..generation.pipelines import pipeline_source, tiny_of, transformers_of, usual_clip
 from ..patching import apply_mhla, read_record
-from ..reporting import times
 from .config import TrainingConfig
 from .data.cache import INDEX_NAME, LatentCache
 from .data.clips import Clips
@@ -196,7 +194,11 @@ class NamedRun:
         try:
             contents = contents_of(read_sources(self.data).media())
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error} {self._how_to_make_data()}") from error
+            raise FileNotFoundError(
+                f"{error} Make the data from videos or images with captions, `mhla encode --model {self.name} --source "
+                f"FOLDER --output {self.data}`, or from prompts, `mhla synthesize --model {self.name} --prompts "
+                f"PROMPTS.txt --output {self.data}`, with the frames and sizes of clip."
+            ) from error
         folder = Path(self.config.output) / "latents"
         if resuming:
             cache = LatentCache(folder)
@@ -214,22 +216,6 @@ class NamedRun:
                 pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype, transformers_of(self.model))
                 encode_folder(pipe, self.model, self.data, folder, self.clips, self.config.workers)
         return LatentCache(folder)
-
-    def _how_to_make_data(self) -> str:
-        """Return the commands that encode files, or synthesize from prompts, as the configuration asks for."""
-        common = ["--model", self.name, "--output", str(self.data), "--precision", self.config.precision]
-        encoding = ["mhla", "encode", "--source", "FOLDER", *common]
-        synthesizing = ["mhla", "synthesize", "--prompts", "PROMPTS.txt", *common]
-        if (clips := self.config.clip) is not None:
-            sizes = [clips.sizes] if isinstance(clips.sizes, str) else list(map(times, clips.sizes))
-            encoding += [word for length in clips.lengths for word in ("--frames", str(length))]
-            encoding += ["--fps", str(clips.fps), *(word for size in sizes for word in ("--size", size))]
-            encoding += ["--upscale"] * clips.upscale
-            synthesizing += ["--frames", str(self.clip.frames), "--size", times(self.clip.sizes[0])]
-        return (
-            f"Make the data from videos or images with captions in FOLDER: `{shlex.join(encoding)}`, or from prompts, "
-            f"one per line of PROMPTS.txt: `{shlex.join(synthesizing)}`."
-        )
 
     def sampler(self) -> PromptSampler:
         """Make what generates at every validation."""

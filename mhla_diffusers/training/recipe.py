@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..config import LinearConfig, SparseConfig, load_patch
+from ..config import LinearConfig, load_patch
 from ..devices import is_first_process, launched_on_cpus, launched_processes, peak_memory
 from ..errors import check
 from ..families import NoisedBatch, trained_family
@@ -43,6 +43,8 @@ from .run_folder import (
 from .validation import Sampler, show_samples, validation_loss
 from .weights import (
     Original,
+    has_parameters,
+    lora_layers,
     lora_targets,
     make_optimizer,
     optimizer_class,
@@ -54,7 +56,7 @@ from .weights import (
 
 logger = logging.getLogger(__name__)
 
-_MEASURED = (3, 20)
+_MEASURED = 4
 """Updates of a process after which its speed and memory are logged; the first two warm up."""
 
 
@@ -158,12 +160,19 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         "same patch, or none.",
     )
     check(
-        config.trainable != "mhla" or any(isinstance(layer, MHLALayer) for layer in mhla_layers(transformer).values()),
+        config.trainable != "mhla" or has_parameters(transformer),
         "trainable='mhla' trains the patch's own parameters, and this patch has none, as sparse attention; choose "
         "'attention', 'lora' or 'all'.",
     )
-    if any(patched.lora is not None for patched in patches):
-        _check_lora(transformer, config)
+    if has := lora_layers(transformer):
+        rank = max(layer.lora_A[LORA].out_features for layer in has.values())
+        targets = has if config.lora_rank is None else lora_targets(transformer, config.lora_layers)
+        check(
+            config.trainable in ("mhla", "lora") and config.lora_rank in (None, rank) and has.keys() == set(targets),
+            f"patch={config.patch!r} has a LoRA of rank {rank} on {len(has)} layers; train it on with trainable: lora, "
+            f"and the lora_rank and lora_layers of the run that made it, not trainable={config.trainable!r}, lora_rank="
+            f"{config.lora_rank}, lora_layers={config.lora_layers!r}.",
+        )
     frames_together(transformer)  # raises where it cannot be trained
     channels, axes = family.inputs.channels(transformer.config), 4 if family.makes_videos else 3
     for shape in sorted(set(data.shapes)):
@@ -176,20 +185,11 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         for patch in (patched.config for patched in patches):
             if isinstance(patch, LinearConfig):
                 patch.layout_on(grid)  # raises if the blocks cannot cut the grid
-            elif isinstance(patch, SparseConfig):
-                rule = patch.rule_on(grid)
-                check(
-                    patch.density == 1 or rule.listed_on(grid) < 1,
-                    f"block_size={rule.block_size} makes one block of the {math.prod(grid)} tokens of a sample, and "
-                    "every query lists it: that is softmax attention, and nothing would be adapted. Choose a smaller "
-                    "block_size.",
-                )
     held_out = config.validation.samples
-    left = len(data) - held_out
     check(
-        config.batch_size <= left,
-        f"batch_size={config.batch_size} is more than the {max(left, 0)} samples to train on: the data holds "
-        f"{len(data)}, and validation.samples={held_out} are held out. Hold out fewer, or encode more data.",
+        config.batch_size <= len(data) - held_out,
+        f"batch_size={config.batch_size} samples, and validation.samples={held_out} that are held out, are more than "
+        f"the {len(data)} of the data; hold out fewer, or encode more.",
     )
     for name, value, off in (("prompt_dropout", config.prompt_dropout, 0.0), ("guidance", config.guidance, 1.0)):
         check(
@@ -197,28 +197,6 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             f"{name}={value} needs the empty prompt's conditioning, which the data lacks; encode the data with it, or "
             f"set {name}: {off}.",
         )
-
-
-def _check_lora(transformer: Any, config: TrainingConfig) -> None:
-    """Raise unless the run can go on with the LoRA of the patch that it begins with."""
-    has = {
-        name: module.lora_A[LORA].out_features
-        for name, module in transformer.named_modules()
-        if LORA in getattr(module, "lora_A", ())
-    }
-    rank = max(has.values())
-    check(
-        config.trainable in ("mhla", "lora"),
-        f"trainable={config.trainable!r} changes the weights that the LoRA of patch={config.patch!r} adds to; use "
-        "trainable: lora or mhla.",
-    )
-    targets = has if config.lora_rank is None else lora_targets(transformer, config.lora_layers)
-    check(
-        config.lora_rank in (None, rank) and has.keys() == set(targets),
-        f"lora_rank={config.lora_rank} with lora_layers={config.lora_layers!r} does not fit the LoRA of patch="
-        f"{config.patch!r}, which has rank {rank} on {len(has)} layers, not {len(targets)}; give those of the run that "
-        "made it.",
-    )
 
 
 class Recipe:
@@ -347,11 +325,12 @@ class Recipe:
             if self.step == 0:
                 self.validate()
             batches = self.batches.from_step(self.step)
-            measured = _Speed(self.step, self.device)
+            began, times = self.step, [time.monotonic()]
             while self.step < config.steps:
                 must_stop = self.update(batches, bool(signals) or time.monotonic() >= ends_at, bar)
-                if self.step - measured.begin in _MEASURED:
-                    self._say("%s", measured.words(self.step, config.steps))
+                times.append(time.monotonic())
+                if self.step - began == _MEASURED:
+                    self._tell_speed((times[-1] - times[2]) / (_MEASURED - 2))
                 is_last = self.step == config.steps
                 if is_last or self.step % config.validation.every == 0:
                     self.validate()
@@ -457,6 +436,11 @@ class Recipe:
             bar.update(self.step - bar.n)
         return bool(stop_votes > 0)
 
+    def _tell_speed(self, seconds: float) -> None:
+        left = (self.config.steps - self.step) * seconds / 3600
+        memory = ", ".join(f"{name} {scaled(size, 1024, 'B')}" for name, size in peak_memory(self.device).items())
+        self._say("Step %d: %.3g s per update, %.2g h to go; peak %s.", self.step, seconds, left, memory)
+
     def _losses(self, batch: NoisedBatch) -> Losses:
         """Yield the losses of a batch, one graph at a time."""
         weights, config = self.config.objectives, self.config
@@ -499,7 +483,8 @@ class Recipe:
         """Measure the loss on held-out samples and generate samples, if the settings ask for it."""
         with self.averaged(), self.accelerator.autocast():
             if self.config.validation.samples:
-                loss = self.last_validation = self._held_out_mean(validation_loss(self.model, self.batches))
+                # not wrapped for several processes, which may have different numbers of samples
+                loss = self.last_validation = self._held_out_mean(validation_loss(self.transformer, self.batches))
                 losses, beside = {"validation_loss": loss}, ""
                 if self.unpatched_loss is not None:
                     losses["unpatched_validation_loss"] = self.unpatched_loss
@@ -597,21 +582,6 @@ class Recipe:
         """Log in the first process alone."""
         if self.is_first:
             logger.info(words, *values)
-
-
-class _Speed:
-    """Seconds per update and peak memory, measured after the first updates of this process."""
-
-    def __init__(self, begin: int, device: torch.device) -> None:
-        self.begin, self._device, self._step, self._time = begin, device, begin, time.monotonic()
-
-    def words(self, step: int, total: int) -> str:
-        """Tell what the updates since the last call took."""
-        now = time.monotonic()
-        seconds = (now - self._time) / (step - self._step)
-        self._step, self._time = step, now
-        memory = ", ".join(f"{name} {scaled(size, 1024, 'B')}" for name, size in peak_memory(self._device).items())
-        return f"Step {step}: {seconds:.3g} s per update, {(total - step) * seconds / 3600:.2g} h to go; peak {memory}."
 
 
 def _on_cpu(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,15 +1,15 @@
 """What is done with fixed noise: the held-out loss, and samples of prompts."""
 
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from ..families import Clip, predict, trained_family, unwrapped
-from ..generation.pixels import opened_video
+from ..families import Clip, predict, trained_family
+from ..generation.pixels import opened_video, read_picture
 from ..generation.record import write_sample
 from ..patching import in_every_step
 from .data.batches import NoisedBatches
@@ -24,15 +24,15 @@ def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Ten
     """Sum the training losses of a process's held-out samples, at fixed timesteps and with fixed noise: float64 ()."""
     count = batches.config.validation.timesteps
     quantiles = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(batches.device)
-    together = frames_together(unwrapped(transformer))
+    together = frames_together(transformer)
     total = torch.zeros((), dtype=torch.float64, device=batches.device)
-    for _, counts, latents, noise, conditioning in batches.held_out():
+    for latents, noise, conditioning in batches.held_out():
         for quantile in quantiles:
             times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
             batch = batches.process.make_batch(latents, noise, times[None], conditioning)
             with in_every_step():
                 prediction = predict(transformer, batch)
-            total += counts * batches.process.loss(prediction, batch).double().squeeze(0) / count
+            total += batches.process.loss(prediction, batch).double().squeeze(0) / count
     return total
 
 
@@ -77,30 +77,12 @@ class PromptSampler:
 
 
 def show_samples(tracker: Any, folder: Path, step: int) -> None:
-    """Give the pictures and videos in a folder to a tracker of accelerate.
-
-    wandb gets the files themselves. TensorBoard shows no MP4, so a video becomes a GIF there, of the same frames in
-    256 colours.
-    """
-    from PIL import Image
-
-    files = {f"samples/{file.stem}": file for file in sorted(folder.iterdir()) if file.suffix in (".png", ".mp4")}
-    if tracker.name == "wandb":
-        import wandb
-
-        kinds = {".png": wandb.Image, ".mp4": wandb.Video}
-        tracker.log({name: kinds[file.suffix](str(file)) for name, file in files.items()}, step=step)
-        return
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    for name, file in files.items():
-        content = io.BytesIO(file.read_bytes())
+    """Give the pictures in a folder, and all frames of its videos, to a tracker of accelerate."""
+    layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+    for file in sorted(folder.iterdir()):
         if file.suffix == ".mp4":
             with opened_video(file) as (container, stream):
-                milliseconds = round(1000 / float(stream.average_rate))
-                first, *others = (frame.to_image() for frame in container.decode(stream))
-            content = io.BytesIO()
-            first.save(content, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
-        height, width = Image.open(content).size[::-1]
-        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content.getvalue())
-        tracker.tracker.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
+                pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        else:
+            pictures = [np.asarray(read_picture(file))]
+        tracker.log_images({f"samples/{file.stem}": np.stack(pictures)}, step=step, **layout)

@@ -115,7 +115,7 @@ def make_optimizer(
         groups.append({"params": mixing, "lr": mixing_learning_rate or learning_rate, "weight_decay": 0.0})
     make: Any = optimizer_class(kind)
     optimizer: torch.optim.Optimizer = make(groups)
-    if any(isinstance(layer, MHLALayer) for layer in mhla_layers(model).values()):
+    if has_parameters(model):
         register_mixing_clip(optimizer, model)
     return optimizer
 
@@ -182,7 +182,7 @@ def add_lora(transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = 
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if any(lora_of(weight) == LORA for weight, _ in transformer.named_parameters()):
+    if lora_layers(transformer):
         return
     targets = lora_targets(transformer, layers)
     with torch.random.fork_rng(), warnings.catch_warnings():
@@ -195,6 +195,16 @@ def add_lora(transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = 
             for part in (layer.lora_A, layer.lora_B):
                 if LORA in part:  # PEFT leaves a second one on the CPU where the model is on the meta device
                     part[LORA].to(layer.get_base_layer().weight.device)
+
+
+def lora_layers(transformer: nn.Module) -> dict[str, Any]:
+    """Return name → layer with the LoRA of a patch or a run."""
+    return {name: module for name, module in transformer.named_modules() if LORA in getattr(module, "lora_A", ())}
+
+
+def has_parameters(transformer: nn.Module) -> bool:
+    """Whether the patch has parameters of its own, as MHLA and unlike sparse attention."""
+    return any(isinstance(layer, MHLALayer) for layer in mhla_layers(transformer).values())
 
 
 def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
@@ -299,8 +309,7 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
             "patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
         )
     kinds: dict[bool, Weights] = {True: "mhla", False: "changed" if config.model is not None else "all"}
-    has_lora = any(lora_of(name) == LORA for name, _ in transformer.named_parameters())
-    before, patched.lora = patched.lora, LORA if has_lora else None
+    before, patched.lora = patched.lora, LORA if lora_layers(transformer) else None
     try:
         weights = kinds[config.trainable in ("mhla", "lora")]
         save_mhla(transformer, folder, weights=weights, base_model=config.model)

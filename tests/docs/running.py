@@ -79,8 +79,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^python mhla_cogview3plus.py synthesize .*", r"\g<0> --size 64x64 --steps 2 --precision no"),
     # adapting
     (r"finetune/prompts/tiny-(dit|wan).txt", r"prompts-\1.txt"),
-    (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0 --precision no"),
-    (r"^mhla data videos .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --workers 0"),
+    (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --precision no"),
+    (r"^mhla data videos .*", r"\g<0> --frames 9 --fps 6 --size 64x64"),
     (r"--steps 50 --guidance 5.0", "--steps 1 --frames 9 --size 64x64 --precision no"),
     (r"^(mhla synthesize .*)--steps 20", r"\1--steps 1"),
     (r"^mhla finetune finetune/configs/tiny-wan.*", rf"\g<0> {SHORT} steps=1"),

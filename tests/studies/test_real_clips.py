@@ -59,7 +59,7 @@ def test_real_clips_are_encoded_trained_on_generated_and_scored(tmp_path: Path) 
 
     sizes = ("--frames", 9, "--fps", 8, "--size", SIZE, "--size", "64x48")
     encode = ("encode", "--model", model, "--source", real, "--output", tmp_path / "latents", *sizes)
-    settings = ("--precision", "no", "--device", "cpu", "--workers", 0)
+    settings = ("--precision", "no", "--device", "cpu")
     assert "4 of 4 files are used" in mhla(*encode, *settings)
     shapes = {
         tuple(tensor.shape[-2:])

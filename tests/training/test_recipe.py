@@ -184,11 +184,10 @@ def test_validation_shows_the_unpatched_loss_the_samples_and_the_memory(
     (events,) = (tmp_path / "patched").rglob("events.out.tfevents*")
     board = EventAccumulator(str(events.parent))
     board.Reload()
-    assert [event.step for event in board.Images("samples/01")] == [0, 2, 4]
-    picture, video = (board.Images(f"samples/{number}")[0] for number in ("00", "01"))
-    assert picture.encoded_image_string == (tmp_path / "patched/samples/step-00000000/00.png").read_bytes()
-    assert Image.open(io.BytesIO(video.encoded_image_string)).n_frames == len(frames)
-    assert (video.width, video.height) == (48, 32)
+    for name in ("samples/00", "samples/01"):
+        assert [event.step for event in board.Images(name)] == [0, 2, 4]
+    video = Image.open(io.BytesIO(board.Images("samples/01")[0].encoded_image_string))
+    assert video.width * video.height >= frames[..., 0].size, "all frames, side by side"
     assert all(event.value > 1e6 for event in board.Scalars("host_memory"))
     shutil.rmtree(tmp_path / "patched/checkpoints/step-00000004")
     train(_patched(), wan_data(), config, resume="latest", sampler=sample)
@@ -247,7 +246,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"output": "x", "batch_size": 100, "validation": ValidationConfig(10)},
             None,
             ValueError,
-            "batch_size=100 .* 6 ",
+            "batch_size=100 .*validation.samples=10 .* 16 ",
         ),
     ],
 )

@@ -192,21 +192,13 @@ class NoisedBatches:
             _on_device(batch, self.device),
         )
 
-    def held_out(self) -> Iterator[tuple[int, bool, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
-        """Yield every held-out sample of this process with fixed noise.
-
-        All processes yield equally many, as sharding requires; those that are too many do not count.
-
-        Yields:
-            Index of the sample, whether it counts, and its latents, noise and conditioning as a batch of one.
-        """
-        last = len(self._data) - 1
-        for start in range(self.training_samples, last + 1, self.processes):
-            index = min(start + self.rank, last)
+    def held_out(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+        """Yield latents, fixed noise and conditioning, as a batch of one, of every held-out sample of this process."""
+        for index in range(self.training_samples + self.rank, len(self._data), self.processes):
             sample = _on_device({name: tensor[None] for name, tensor in self._data[index].items()}, self.device)
             latents = sample.pop("latents")
             noise = torch.randn(latents.shape, generator=generator_for(self.config.seed, "validation", index))
-            yield index, start + self.rank <= last, latents, noise.to(self.device), sample
+            yield latents, noise.to(self.device), sample
 
 
 def ignore_interrupts(worker: int) -> None:
