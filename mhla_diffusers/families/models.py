@@ -60,8 +60,6 @@ class Model:
     """Arguments of the class that count other layers; building fewer layers also builds fewer of these."""
     has_rope: bool = True
     """Whether self-attentions have RoPE, which is then measured with them."""
-    source: str = ""
-    """Hub id of the pipeline whose transformer it is."""
 
     @property
     def is_video(self) -> bool:
@@ -136,12 +134,12 @@ _HUNYUAN_VIDEO, _LTX = "HunyuanVideoTransformer3DModel", "LTXVideoTransformer3DM
 _COGVIDEOX = "CogVideoXTransformer3DModel"
 
 
-def _sana(name: str, heads: int, layers: int, cross_heads: int, cross_head_dim: int, source: str) -> Model:
+def _sana(name: str, heads: int, layers: int, cross_heads: int, cross_head_dim: int) -> Model:
     settings = {"num_cross_attention_heads": cross_heads, "cross_attention_head_dim": cross_head_dim}
     settings["cross_attention_dim"] = heads * 32
-    sizes, source = squares(512, 1024, 2048, 4096), f"Efficient-Large-Model/Sana_{source}M_1024px_diffusers"
+    sizes = squares(512, 1024, 2048, 4096)
     shape = name, _SANA, heads, 32, layers, (4, 4), sizes, settings
-    return Model(*shape, stride=32, patch=1, has_rope=False, source=source)
+    return Model(*shape, stride=32, patch=1, has_rope=False)
 
 
 def _dit(name: str, heads: int, head_dim: int, layers: int, **different: Any) -> Model:
@@ -197,8 +195,8 @@ _ONE_SINGLE: dict[str, Any] = {"layers": 2, "more_layers": {"num_single_layers":
 
 MODELS: dict[str, tuple[Model, ...]] = {
     "sana": (
-        _sana("sana-0.6b", 36, 28, 16, 72, "600"),
-        _sana("sana-1.6b", 70, 20, 20, 112, "1600"),
+        _sana("sana-0.6b", 36, 28, 16, 72),
+        _sana("sana-1.6b", 70, 20, 20, 112),
         tiny_image("sana", _SANA, _TINY_SANA, head_dim=16, sizes=squares(256), stride=32, patch=1, has_rope=False),
     ),
     "sana_video": (
@@ -212,7 +210,7 @@ MODELS: dict[str, tuple[Model, ...]] = {
     ),
     "dit": (
         _dit("dit-s-2", 6, 64, 12),
-        _dit("dit-xl-2", 16, 72, 28, source="facebook/DiT-XL-2-256"),
+        _dit("dit-xl-2", 16, 72, 28),
         tiny_image("dit", _DIT, {"out_channels": 8}, has_rope=False),
     ),
     "pixart": (
@@ -236,8 +234,8 @@ MODELS: dict[str, tuple[Model, ...]] = {
         tiny_image("qwenimage", _QWEN_IMAGE, _TINY_QWEN, head_dim=16),
     ),
     "wan": (
-        _wan("wan2.1-1.3b", 12, 8960, 30, source="Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
-        _wan("wan2.1-14b", 40, 13824, 40, source="Wan-AI/Wan2.1-T2V-14B-Diffusers"),
+        _wan("wan2.1-1.3b", 12, 8960, 30),
+        _wan("wan2.1-14b", 40, 13824, 40),
         # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
         tiny_video("wan", _WAN, _TINY_WAN, heads=3, head_dim=32, layers=4),
     ),

@@ -56,10 +56,6 @@ class Training:
     def prepare_for_training(self, transformer: nn.Module) -> None:
         """Called once after ``transformer.train()``: disables anything that draws its own random numbers."""
 
-    def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
-        """Return the modules that several blocks use; FSDP2 must gather them separately."""
-        return []
-
     # Encoding
 
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
@@ -194,12 +190,6 @@ class DiTTraining(Training):
         for module in transformer.modules():
             if type(module).__name__ == "LabelEmbedding":
                 module.eval()
-
-    def parts_to_gather(self, transformer: nn.Module) -> list[nn.Module]:
-        """Return the embeddings of the first block, which the last layer uses too."""
-        from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings
-
-        return [module for module in transformer.modules() if isinstance(module, CombinedTimestepLabelEmbeddings)]
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Return ``class_labels`` (); the empty prompt is the class after the last one."""
