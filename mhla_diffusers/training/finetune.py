@@ -26,7 +26,7 @@ from .data.media import contents_of
 from .data.sources import read_sources
 from .data.summary import DataModel
 from .recipe import Recipe, TrainingResult, check_fits, check_start, content_of_run
-from .run_folder import check_files, find_checkpoint, read_state, read_tensors, write_whole
+from .run_folder import find_checkpoint, read_state, read_tensors, write_whole
 from .validation import PromptSampler
 from .weights import begin_with, prepare_for_training, write_weights
 
@@ -100,8 +100,7 @@ def export_checkpoint(
     folder, output = find_checkpoint(Path(checkpoint)), Path(output)
     taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
     check(not taken, f"{output} exists already; give the name of a new folder to export into.")
-    state = read_state(folder)
-    check_files(folder, state)
+    state = read_state(folder, with_files=True)
     config = TrainingConfig.read(state["config"])
     transformer = begin(config, state)
     prepare_for_training(transformer, config)

@@ -33,7 +33,6 @@ from .run_folder import (
     CheckpointError,
     RunFolder,
     TrainingDivergedError,
-    check_files,
     find_changes,
     read_state,
     read_tensors,
@@ -286,9 +285,8 @@ class Recipe:
 
     def _resume(self, checkpoint: Path) -> None:
         """Load weights, average and optimizer."""
-        state = read_state(checkpoint)
+        state = read_state(checkpoint, with_files=True)
         changes = find_changes(checkpoint, state, self.identity)
-        check_files(checkpoint, state)
         self.step, self.skipped = state["step"], state["skipped in a row"]
         for name, value in read_tensors(checkpoint, "weights").items():
             # a copy, since kernels round otherwise where memory is not aligned, as in the file

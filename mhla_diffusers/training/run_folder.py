@@ -133,8 +133,12 @@ def find_checkpoint(path: Path) -> Path:
     return checkpoints[-1]
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path, with_files: bool = False) -> dict[str, Any]:
     """Read ``state.json``; settings that are newer than the checkpoint get their defaults.
+
+    Args:
+        folder: of the checkpoint.
+        with_files: whether to compare the other files with their hashes.
 
     Raises:
         ValueError: it is damaged, or of an earlier version.
@@ -146,20 +150,13 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise ValueError("it is of an earlier version, whose result/ a new run can begin with (patch: …/result).")
         state = {**state, "config": TrainingConfig.read(state["config"]).to_dict()}
         missing = [name for name in state["files"] if not (folder / name).is_file()]
+        for name in state["files"] if with_files and not missing else ():
+            check_hash(folder / name, state["files"][name], _STATE)
     except ValueError as error:
         raise ValueError(f"Checkpoint {folder} cannot be read: {error} {_instead_of(folder)}") from error
     if missing:
         raise FileNotFoundError(f"Checkpoint {folder} lacks {', '.join(missing)}. {_instead_of(folder)}")
     return state
-
-
-def check_files(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raise ValueError for a file of a checkpoint that is damaged."""
-    try:
-        for name, expected in state["files"].items():
-            check_hash(folder / name, expected, _STATE)
-    except ValueError as error:
-        raise ValueError(f"Checkpoint {folder} cannot be read: {error} {_instead_of(folder)}") from error
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
