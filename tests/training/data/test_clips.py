@@ -172,8 +172,8 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
     before, after = summarize(sources, model=model), summarize_cache(index, DataModel(model))
     tables = [str(summary).split("\n\n", 1)[1] for summary in (before, after)]
     assert tables[0] == tables[1]
-    for line in ("32x32       5      1      2", "8                75%", "3                25%"):
-        assert line in tables[0]
+    for line in ("32x32 5 1 2 ", "videos 8 75%", "pictures 3 25%"):
+        assert line in " ".join(tables[0].split())
     assert "5 of 6 files are used, as 11 clips" in str(after) and "4 files share theirs" in str(after)
 
     # shares of 3 to 1 from eight clips and three pictures; the last samples, which are held out, are of both
