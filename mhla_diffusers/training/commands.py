@@ -61,10 +61,10 @@ def export_command(
     output: Annotated[Path, typer.Option(help="New folder for the weights.")],
 ) -> None:
     """Make a patch of a checkpoint, as the run's result would be: of the moving average where there is one."""
-    from .finetune import export
+    from .finetune import export_checkpoint
 
     _log_lines()
-    export(checkpoint, output)
+    export_checkpoint(checkpoint, output)
     typer.echo(f"Wrote {output}")
 
 

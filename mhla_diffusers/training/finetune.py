@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -54,47 +54,21 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
         return Recipe(run.transformer(with_weights=True), data, config, checkpoint, sampler).run()
 
 
-def export(checkpoint: str | Path, output: str | Path) -> None:
-    """Write the weights of a checkpoint for use, with the model and the patch that its run names.
-
-    Raises as :func:`export_checkpoint` and :class:`NamedRun`, and ValueError if model or patch have changed since.
-    """
-
-    def begin(config: TrainingConfig, state: dict[str, Any]) -> Any:
-        check(
-            config.model is not None,
-            f"The run of {checkpoint} names no model, since train() was called with a transformer; pass that to "
-            "mhla_diffusers.training.export_checkpoint().",
-        )
-        for name, found in content_of_run(config).items():
-            check(
-                found == state[name],
-                f"{name.capitalize()} is not what the run of {checkpoint} began with; put it back. Large files are "
-                "compared by size and time: copy weights with cp --preserve=timestamps.",
-            )
-        return NamedRun(config).transformer(with_weights=True)
-
-    export_checkpoint(checkpoint, output, begin)
-
-
-def export_checkpoint(
-    checkpoint: str | Path, output: str | Path, begin: Callable[[TrainingConfig, dict[str, Any]], Any]
-) -> None:
+def export_checkpoint(checkpoint: str | Path, output: str | Path, transformer: Any = None) -> None:
     """Write the weights of a checkpoint in the form of a run's result, bit for bit what the run would have written.
 
     That is a patch for :func:`mhla_diffusers.load_mhla`, with the moving average of the weights where there is one; for
-    a run without a patch a whole transformer. ``mhla export`` finds the transformer by the names in the run's
-    configuration.
+    a run without a patch a whole transformer.
 
     Args:
         checkpoint: its folder, or that of a run, whose latest one is meant.
         output: folder to write; it must not hold anything.
-        begin: called with the run's configuration and the checkpoint's state; returns a transformer with the weights
-            and the patch that the run began with, which is changed.
+        transformer: with the weights and the patch that the run began with, which is changed; None for those that the
+            run's configuration names.
 
     Raises:
         FileNotFoundError: no checkpoint, or one that lacks files.
-        ValueError: a damaged checkpoint, or an output that holds files.
+        ValueError: a damaged checkpoint, an output that holds files, or model or patch have changed since.
         CheckpointError: the output cannot be written.
     """
     folder, output = find_checkpoint(Path(checkpoint)), Path(output)
@@ -102,7 +76,18 @@ def export_checkpoint(
     check(not taken, f"{output} exists already; give the name of a new folder to export into.")
     state = read_state(folder, with_files=True)
     config = TrainingConfig.read(state["config"])
-    transformer = begin(config, state)
+    if transformer is None:
+        check(
+            config.model is not None,
+            f"The run of {checkpoint} names no model, since train() was called with a transformer; pass that too.",
+        )
+        for name, found in content_of_run(config).items():
+            check(
+                found == state[name],
+                f"{name.capitalize()} is not what the run of {checkpoint} began with; put it back. Large files are "
+                "compared by size and time: copy weights with cp --preserve=timestamps.",
+            )
+        transformer = NamedRun(config).transformer(with_weights=True)
     prepare_for_training(transformer, config)
     parameters, average = dict(transformer.named_parameters()), read_tensors(folder, "average")
     for name, value in (read_tensors(folder, "weights") | average).items():
@@ -153,15 +138,10 @@ class NamedRun:
 
     def _check_cache(self, cache: LatentCache, fps: float) -> None:
         """Raise unless latents are for this model and cut as configured; generate as most of the longest are."""
-        import diffusers
-
-        name = read_json(pipeline_file(self.model, "model_index.json"))["_class_name"]
-        pipeline = getattr(diffusers, name, None)  # None for the user's own classes, which are not known here
-        picture = None if pipeline is None else self.family.calling.begins_with_picture(pipeline, self._settings)
-        cache.check_made_for(self.name, model_header(self.model, self.family), picture)
-        clip = self.config.clip
+        described, clip = DataModel(self.model), self.config.clip
+        cache.check_made_for(self.name, model_header(self.model, self.family), described.begins_with_picture)
         if clip is not None:
-            cache.check_cut_as(DataModel(self.model).fitted(clip) if isinstance(clip.sizes, str) else clip)
+            cache.check_cut_as(described.fitted(clip) if isinstance(clip.sizes, str) else clip)
             return
         buckets = Counter(sample.bucket for sample in cache.samples)
         frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))

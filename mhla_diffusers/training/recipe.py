@@ -255,14 +255,7 @@ class Recipe:
                 self.unpatched_loss = self._held_out_mean(validation_loss(transformer, self.batches))
 
         # optimizer and moving average
-        optimizer = make_optimizer(
-            transformer,
-            self.trained,
-            learning_rate=config.learning_rate,
-            mixing_learning_rate=config.mixing_learning_rate,
-            weight_decay=config.weight_decay,
-            kind=config.optimizer,
-        )
+        optimizer = make_optimizer(transformer, self.trained, config)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.model = accelerator.prepare_model(transformer)
         self.average = EMAModel(self.trained.values(), decay=config.ema_decay) if config.ema_decay else None

@@ -85,35 +85,22 @@ def trainable_names(transformer: nn.Module, kind: str) -> set[str]:
     return {name for name in names if (name.startswith(prefixes) if lora_of(name) is None else kind == "lora")}
 
 
-def make_optimizer(
-    model: nn.Module,
-    trained: dict[str, nn.Parameter],
-    *,
-    learning_rate: float,
-    mixing_learning_rate: float | None = None,
-    weight_decay: float = 0.0,
-    kind: OptimizerName = "adamw",
-) -> torch.optim.Optimizer:
-    """Make an optimizer; mixing matrices never decay, and every step clips them to (0, 1).
+def make_optimizer(model: nn.Module, trained: dict[str, nn.Parameter], config: TrainingConfig) -> torch.optim.Optimizer:
+    """Make the optimizer of a run; mixing matrices never decay, and every step clips them to (0, 1).
 
-    Args:
-        model: owner of the parameters.
-        trained: parameters by name.
-        learning_rate: for all but mixing matrices and λ.
-        mixing_learning_rate: for these; None for the same.
-        weight_decay: for the others.
-        kind: see :data:`OptimizerName`.
+    The second group, if any, is that of the mixing matrices and λ.
 
     Raises:
         ImportError: the library of the optimizer is missing.
     """
     mixing = [parameter for name, parameter in trained.items() if name.endswith(_MIXING)]
     others = [parameter for name, parameter in trained.items() if not name.endswith(_MIXING)]
+    rate = config.learning_rate
     # the first group stays even if empty, because its learning rate is recorded
-    groups = [{"params": others, "lr": learning_rate, "weight_decay": weight_decay}]
+    groups = [{"params": others, "lr": rate, "weight_decay": config.weight_decay}]
     if mixing:
-        groups.append({"params": mixing, "lr": mixing_learning_rate or learning_rate, "weight_decay": 0.0})
-    make: Any = optimizer_class(kind)
+        groups.append({"params": mixing, "lr": config.mixing_learning_rate or rate, "weight_decay": 0.0})
+    make: Any = optimizer_class(config.optimizer)
     optimizer: torch.optim.Optimizer = make(groups)
     if has_parameters(model):
         register_mixing_clip(optimizer, model)

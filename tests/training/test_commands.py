@@ -23,7 +23,7 @@ from mhla_diffusers.families import Clip
 from mhla_diffusers.generation import load_result
 from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.data.cache import CacheWriter
-from mhla_diffusers.training.finetune import NamedRun, export, finetune
+from mhla_diffusers.training.finetune import NamedRun, export_checkpoint, finetune
 from mhla_diffusers.training.validation import PromptSampler
 
 from ..refusals import refused
@@ -123,7 +123,7 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     PromptSampler(pipe, ["a blue ball"], Clip(5, 8.0, ((32, 32),)), steps=2)(pipe.transformer, tmp_path / "made")
     assert _files(tmp_path / "made") == _files(run / "samples" / "step-00000003")
     with refused(str(tmp_path / "last")):
-        export(run, tmp_path / "last")
+        export_checkpoint(run, tmp_path / "last")
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -200,7 +200,7 @@ def test_bfloat16_keeps_frozen_weights_small_and_trains(tmp_path: Path, latents:
     assert len(losses) == 4
     assert all(math.isfinite(loss) for loss in losses)
     load_mhla(wan_pipeline(), tmp_path / "run" / "result")
-    export(tmp_path / "run", tmp_path / "again")
+    export_checkpoint(tmp_path / "run", tmp_path / "again")
     assert _files(tmp_path / "again") == _files(tmp_path / "run" / "result")
 
 

@@ -82,9 +82,7 @@ def test_signals_save_and_exit(tmp_path: Path, number: signal.Signals) -> None:
     assert process.exitcode == 128 + number
     steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert not (tmp_path / "run" / "result").exists()
-    export_checkpoint(
-        tmp_path / "run" / "checkpoints" / f"step-{steps:08d}", tmp_path / "so-far", lambda *_: _patched()
-    )
+    export_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{steps:08d}", tmp_path / "so-far", _patched())
     load_mhla(tiny_wan(), tmp_path / "so-far")
 
 
@@ -92,7 +90,7 @@ def test_a_spent_time_limit_saves_and_stops_and_exports_come_by_the_clock(tmp_pa
     config = settings(tmp_path / "run", steps=10**6, patch=PATCH, time_limit="0.02min", export_every="0.005min")
     stopped = train(_patched(), wan_data(), replace(config, keep_checkpoints=1))
     assert (stopped.finished, stopped.exit_code) == (False, 124)
-    export_checkpoint(tmp_path / "run", tmp_path / "so-far", lambda *_: _patched())
+    export_checkpoint(tmp_path / "run", tmp_path / "so-far", _patched())
     exports = sorted((tmp_path / "run" / "exports").iterdir())
     assert 1 <= len(exports) <= 4, "one in 0.3 s of 1.2"
     for folder in (exports[0], tmp_path / "so-far"):

@@ -40,18 +40,24 @@ class DataModel:
     """
 
     def __init__(self, model: str) -> None:
+        import diffusers
+
         self.name = pipeline_source(model)
         self.family = trained_family(family_of(self.name).name)
         self.usual = usual_clip(self.name, self.family)
         self.transformer = transformer_without_weights(self.name, self.family.name)
         self.vae: dict[str, Any] = read_json(pipeline_file(self.name, "vae/config.json"))
 
+        pipeline = getattr(diffusers, str(read_json(pipeline_file(self.name, "model_index.json"))["_class_name"]), None)
+        self.begins_with_picture: bool | None = None
+        """Whether its pipeline gives the first frame to the transformer; None for a user's own pipeline."""
+        if pipeline is not None:
+            config = self.transformer.config
+            self.begins_with_picture = self.family.calling.begins_with_picture(pipeline, config)
+
     def fitted(self, clips: Clips) -> Clips:
         """Return clips with sizes for the model; ValueError for frames or sizes that it cannot take."""
-        import diffusers
-
-        pipeline = getattr(diffusers, str(read_json(pipeline_file(self.name, "model_index.json"))["_class_name"]), None)
-        picture = pipeline is not None and self.family.calling.begins_with_picture(pipeline, self.transformer.config)
+        picture = bool(self.begins_with_picture)
         return clips.fitted(self.family, self.transformer, self.vae, picture, self.usual)
 
     def latent_shape(self, bucket: tuple[int, ...], fps: float) -> tuple[int, ...]:

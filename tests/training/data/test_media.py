@@ -143,7 +143,12 @@ def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, ca
         ({"metadata.jsonl": b"{}\n", "metadata.csv": b"a\n"}, ".", ValueError, "metadata.jsonl and metadata.csv"),
         # quotation marks that nothing closes, and a field that the reader does not take
         *(
-            ({"metadata.csv": b"file_name,text\n" + rows, "b.png": b""}, ".", ValueError, "metadata.csv cannot be read .*quotation")
+            (
+                {"metadata.csv": b"file_name,text\n" + rows, "b.png": b""},
+                ".",
+                ValueError,
+                "metadata.csv cannot be read .*quotation",
+            )
             for rows in (b'a.png,"a cat\nb.png,a dog\n', b'a.png,"a cat\nb.png,"a dog"\n', b"a.png," + b"a" * 200_000)
         ),
     ],
