@@ -177,6 +177,7 @@ def _log_lines() -> None:
     from ..devices import is_first_process
 
     logging.basicConfig(level=logging.INFO if is_first_process() else logging.CRITICAL, format="%(message)s")
+    logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every file of a checkpoint
 
 
 def _load(model: str, device: str, precision: str, uses_transformer: bool) -> Any:

@@ -272,7 +272,6 @@ FINETUNE = ("finetune", "run.yaml")
         ((*FINETUNE, "component=vae"), ValueError, "AutoencoderKLWan"),
         ((*FINETUNE, "component=transformer_2"), ValueError, "'transformer_2'"),
         ((*FINETUNE, "data=two", "patch.blocks=[9,2,2]"), ValueError, "9 blocks"),
-        ((*FINETUNE, "data=two", "patch={block_size: 64}"), ValueError, "block_size=64 .* 8 tokens"),
         ((*FINETUNE, "data=another"), ValueError, r"vae='AutoencoderKLWan \(configuration 0\)'"),
         ((*FINETUNE, "data=two", "output=file"), OSError, "file"),
         (("synthesize", "--model", "empty", "--prompts", "bad.txt", "--output", "x"), ValueError, "'horse'"),

@@ -67,6 +67,7 @@ def test_options_that_do_not_fit_are_refused(videos: Path, tmp_path: Path) -> No
     def data(*options: object) -> None:
         CliRunner().invoke(app, ["data", *map(str, options)], catch_exceptions=False)
 
+    assert CliRunner().invoke(app, ["data", str(videos), "--workers", "-1"]).exit_code == 2
     with refused("fps, sizes"):
         data(videos, "--frames", 9)
     with refused("--model"):
