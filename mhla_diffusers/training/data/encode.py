@@ -193,7 +193,12 @@ def _writer(
     writer.set_empty(_on_cpu(family.training.encode_prompt(pipe, "")))
     known = writer.index.contents
     changed = sorted(name for name in contents.keys() & known.keys() if contents[name] != known[name])
-    gone = sorted({sample.source for sample in writer.index.samples} - contents.keys())
+    cached = {sample.source for sample in writer.index.samples}
+    gone = sorted(cached - contents.keys())
+    check(
+        not gone or len(gone) < len(cached),
+        f"{output} holds latents of other files or prompts, such as {gone[:1]}; choose another folder.",
+    )
     for names, what in ((changed, "have changed and are encoded again"), (gone, "are gone, and so are their samples")):
         if names:
             logger.warning("%d files or captions %s, such as %s.", len(names), what, names[0])

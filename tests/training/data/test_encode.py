@@ -108,10 +108,12 @@ def test_a_cache_notices_other_weights_and_removes_samples_that_are_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe, model = _saved(wan_pipeline(), tmp_path)
-    synthesize(pipe, model, ["a ball"], tmp_path / "cache", WAN_CLIP, steps=1)
-    synthesize(pipe, model, ["a cube"], tmp_path / "cache", WAN_CLIP, steps=1)
-    assert "1 files or captions are gone, and so are their samples, such as 0: a ball" in caplog.text
+    for prompts in (["a cube", "a ball"], ["a cube"]):
+        synthesize(pipe, model, prompts, tmp_path / "cache", WAN_CLIP, steps=1)
+    assert "1 files or captions are gone, and so are their samples, such as 1: a ball" in caplog.text
     assert [sample.caption for sample in LatentCache(tmp_path / "cache").samples] == ["a cube"]
+    with refused("0: a cube", "another folder"):
+        synthesize(pipe, model, ["a ball"], tmp_path / "cache", WAN_CLIP, steps=1)
     next(pipe.vae.parameters()).data.add_(1)
     pipe.save_pretrained(model)
     with refused("weights='", "', not '"):
