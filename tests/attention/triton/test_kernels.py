@@ -30,13 +30,8 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 FLOAT32 = 2e-6
 """Relative error of float32 sums of some hundred terms; weights are off by the rounding of their logits."""
 ROUNDED = {torch.float32: FLOAT32, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Of what is summed in float32 and rounded once: half an eps of each number at most."""
-
-
-def several(dtype):
-    """Of what is made of rounded factors or terms too."""
-    return ROUNDED[dtype] * (1 if dtype == torch.float32 else 2)
-
+"""Half an eps, the most by which a number that is rounded once is off. The norm of an error adds up mean squares, each
+a third of that square at most, so it bounds what is made of rounded factors or terms too."""
 
 drawn = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -47,11 +42,10 @@ def tiles_of_a_card(monkeypatch):
     monkeypatch.setattr(tiles, "architecture_of", lambda _: "sm_90")
 
 
-def check(operator, definition, leaves, rounding=0.0, of_outputs=ROUNDED.get, of_gradients=several):
+def check(operator, definition, leaves, rounding=0.0):
     """Hold outputs and gradients to the definition; returns the outputs.
 
-    Their bounds are ``of_outputs`` and ``of_gradients`` of a type; ``rounding`` is that of float32 logits, by which a
-    weight is off.
+    ``rounding`` is that of float32 logits, by which a weight is off, or of inputs.
     """
     dtype = leaves[0].dtype
     own = [x.detach().requires_grad_() for x in leaves]
@@ -61,7 +55,7 @@ def check(operator, definition, leaves, rounding=0.0, of_outputs=ROUNDED.get, of
     upstream = [torch.randn(x.shape, generator=make).to(x.dtype) for x in found]
     of_found = torch.autograd.grad(found, own, upstream)
     of_expected = torch.autograd.grad(expected, wide, [x.double() for x in upstream])
-    bounds = *(of_outputs(x.dtype) for x in found), *(of_gradients(dtype) for _ in own)
+    bounds = *(ROUNDED[x.dtype] for x in found), *(ROUNDED[dtype] for _ in own)
     for ours, right, bound in zip((*found, *of_found), (*expected, *of_expected), bounds, strict=True):
         assert ours.shape == right.shape
         error = relative_error(ours.detach(), right.detach())
@@ -166,7 +160,7 @@ def pooled_problem(
 def check_softmax(make, *, dtype=torch.float32, change=lambda rows: rows, **options):
     operator, definition, rows = make(**options)
     rows = [x.to(dtype if i < 3 else states_dtype(dtype)) for i, x in enumerate(change(rows))]
-    output, lse = check(operator, definition, rows, rounding_of(*rows[:2]), of_outputs=several)
+    output, lse = check(operator, definition, rows, rounding_of(*rows[:2]))
     assert not output[lse == 0].any() and (lse == 0).any()
 
 
