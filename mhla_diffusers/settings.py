@@ -3,12 +3,12 @@
 A field's annotation says all that it may hold::
 
     @settings()
-    class StageConfig(Settings):
+    class RunConfig(Settings):
         steps: Annotated[Integer, Field(gt=0)]
         scheduler: Literal["constant", "cosine"] = "constant"
 
-An error names the field by its path, such as ``stages.0.steps``, its value and what is allowed; of an unknown name the
-nearest ones; of a file the line.
+An error names the field by its path, such as ``validation.every``, its value and what is allowed; of an unknown name
+the nearest ones; of a file the line.
 """
 
 import re
@@ -128,7 +128,7 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
         cls: their class.
         text: content of the file.
         source: its path, for errors.
-        overrides: ``key=value`` with dotted keys, for example ``stages.0.steps=100``; values are YAML.
+        overrides: ``key=value`` with dotted keys, for example ``validation.every=100``; values are YAML.
 
     Raises:
         ValueError: malformed YAML, a malformed override, or settings that are not allowed. The message names the file,
@@ -204,7 +204,7 @@ def _set(content: Any, override: str) -> _Path:
     """Set a value that the command line gives, and return its path."""
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ValueError(f"Override {override!r} must look like key=value, for example stages.0.steps=100.")
+        raise ValueError(f"Override {override!r} must look like key=value, for example validation.every=100.")
     path: _Path = ()
     names = key.split(".")
     for number, name in enumerate(names, start=1):
